@@ -61,23 +61,12 @@ def write_trained_judge(directory: Path, *, steps: int = 160) -> Path:
 
 def _new(kind: type, **settings: object) -> torch.nn.Module:
     tokenizer = make_tokenizer()
+    settings |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "bos_token_id": None}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}
+    settings |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kind(
-            Qwen2Config(
-                vocab_size=len(tokenizer),
-                hidden_size=128,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=POSITIONS,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=None,
-                **settings,
-            )
-        )
+        return kind(Qwen2Config(vocab_size=len(tokenizer), **settings))
 
 
 def _texts(steps: int, n: int = 64) -> Iterator[list[str]]:
@@ -86,11 +75,8 @@ def _texts(steps: int, n: int = 64) -> Iterator[list[str]]:
     for _ in range(steps):
         batch = []
         for _ in range(n):
-            share = rng.random()
-            letters = [
-                "1" if rng.random() < share else rng.choice(CHARACTERS)
-                for _ in range(rng.randint(0, LONGEST))
-            ]
+            share, length = rng.random(), rng.randint(0, LONGEST)
+            letters = ("1" if rng.random() < share else rng.choice(CHARACTERS) for _ in range(length))
             batch.append("".join(letters))
         yield batch
 

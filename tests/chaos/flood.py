@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import yaml
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, until
 
 from areal_async.rpc.endpoints import Access
@@ -36,6 +35,8 @@ from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance
 from tests.chaos.storm import Storm
+from tests.jobs import make_workspace
+from tests.processes import listening, processes_of
 from tests.unit.rpc.noise import flood, shapes
 
 TOKEN = "token-of-this-server"
@@ -66,20 +67,18 @@ async def agent(session, task):
 
 def job_of_all_kinds(folder: Path, steps: int, reward_url: str, token_file: Path) -> Path:
     """The chaos runs' job with every kind of socket in it."""
-    path = write_job(folder, "flooded", steps=steps, seed=7, durability="always", lease_s=60.0)
     (folder / "agent.py").write_text(AGENT, encoding="utf-8")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (folder / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    content["rollout"] |= {"workflow": "agent", "workflow_args": {"agent": "agent.py:agent"}}
-    content["weights"] = {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "a", "rollout-1": "b"}}
-    content["reward"] = {
-        "name": "remote",
-        "timeout_s": 60,
-        "args": {"urls": [reward_url], "reward": "share_of_ones", "token_file": str(token_file)},
+    grader = {"urls": [reward_url], "reward": "share_of_ones", "token_file": str(token_file)}
+    changes = {
+        "buffer__lease_s": 60.0,
+        "rollout__workflow": "agent",
+        "rollout__workflow_args": {"agent": "agent.py:agent"},
+        "weights": {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "a", "rollout-1": "b"}},
+        "reward": {"name": "remote", "timeout_s": 60, "args": grader},
     }
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return path
+    return write_job(folder, "flooded", steps=steps, seed=7, durability="always", **changes)
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,8 @@ class Flood:
                 yield Face("redis", str(path), lambda n, at=path: flood_redis(at, secret, n))
             else:
                 yield Face(path.name, str(path), self._zmq(f"ipc://{path}", secret))
-        for port, name in sorted(ports_of(processes).items()):
-            kind = kind_of(port)
+        for port, process in sorted(listening(processes).items()):
+            kind, name = kind_of(port), named(process).rpartition(" ")[0]
             send = self._zmq(f"tcp://127.0.0.1:{port}", secret) if kind == "chunks" else http(kind, port)
             yield Face(f"{kind} of {name}", port, send)
         port = self.rewards.port
@@ -291,30 +290,11 @@ def named(process: psutil.Process) -> str:
     return f"{Path(words[at]).name} {process.pid}"
 
 
-def processes_of(run_id: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("AREAL_ASYNC_RUN") == run_id:
-                found.append(process)
-    return found
-
-
-def ports_of(processes: list[psutil.Process]) -> dict[int, str]:
-    """Port → the process that listens there."""
-    return {
-        connection.laddr.port: named(process).rpartition(" ")[0]
-        for process in processes
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-
-
 def run(
     folder: Path, *, steps: int, messages: int, connections: int, quiet_steps: int, limit_s: float
 ) -> tuple[Verdict, dict[str, Any]]:
     """The verdict on the job, and the figures of the flood. Raises `JobFailed`."""
-    write_job(folder, "flooded", steps=steps, seed=7, durability="always")
+    make_workspace(folder)
     with reward_server(folder) as rewards:
         url = f"http://127.0.0.1:{rewards.port}"
         job = Job(job_of_all_kinds(folder, steps, url, rewards.token_file))

@@ -13,75 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.runtime.events import VARIABLE, read_events
 from areal_async.status.record import read_run_log
 from replay_buffer.ledger.rules import TaskOrder
 from tests.chaos.material import Promise
-
-REWARD = """
-from reward_service.sdk import RewardInput, reward
-
-
-@reward
-def share_of_ones(given: RewardInput) -> float:
-    return given.response.count("1") / max(1, len(given.response))
-"""
-"""Varies within every group, so that even a random model has something to learn."""
+from tests.jobs import make_workspace
 
 SERVICES = ("rollout-0", "rollout-1", "reward", "buffer", "trainer", "evaluator")
 ROLES = (*SERVICES, "redis", "supervisor")
 
 
-def write_job(
-    folder: Path, name: str, *, steps: int, seed: int, durability: str, lease_s: float = 5.0
-) -> Path:
-    """A job file in `folder`, with a model, tasks and a reward beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    train, held_out = split_problems(seed=0, n_held_out=32)
-    write_parquet(train[:500], folder / "train.parquet", "train")
-    write_parquet(held_out, folder / "held_out.parquet", "held_out")
-    if not (folder / "model").exists():
-        write_model(folder / "model", seed=0)
-    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
-    content = {
-        "job": name,
-        "seed": seed,
-        "run_dir": "runs",
-        "model": "model",
-        "tasks": {"train": "train.parquet", "evaluation": "held_out.parquet"},
-        "rollout": {
-            "workers": 2,
-            "group_size": 4,
-            "max_concurrent": 16,
-            "max_model_len": 48,
-            "sampling": {"temperature": 0.9, "max_new_tokens": 32},
-        },
-        "buffer": {"max_staleness": 4, "batch_groups": 8, "durability": durability, "lease_s": lease_s},
-        "reward": {"name": "reward.py:share_of_ones"},
-        "trainer": {
-            "steps": steps,
-            "optimizer": {"lr": 1e-3, "clip_grad_norm": 1.0},
-            "objective": {"prox": "reuse"},
-        },
+def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str, **changes: Any) -> Path:
+    """A job file in `folder`, with a model, tasks and a reward beside it; `changes` as in `Workspace.job`."""
+    pauses = {"window_s": 20, "first_pause_s": 0.1, "longest_pause_s": 0.5}
+    settings = {
+        "rollout__workers": 2,
+        "rollout__max_concurrent": 16,
+        "buffer__durability": durability,
+        "buffer__lease_s": 5.0,
+        "trainer__steps": steps,
+        "trainer__record_batches": False,
         "checkpoint": {"every_steps": 5, "keep": 2},
-        "evaluation": {"every_steps": 10, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
+        "evaluation__every_steps": 10,
         "observe": {"metrics_port": 0, "event_log": True, "stall_s": 20},
-        "supervisor": {
-            "ready_s": 280,
-            "restarts": 1000,
-            "window_s": 20,
-            "first_pause_s": 0.1,
-            "longest_pause_s": 0.5,
-        },
+        "supervisor": {"ready_s": 280, "restarts": 1000, **pauses},
     }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return path
+    return make_workspace(folder).job(name, seed=seed, **settings | changes)
 
 
 def promise_of(job: JobConfig, *, lost_s: float = 0.0) -> Promise:
@@ -210,19 +170,12 @@ class Job:
         """Leave no process behind."""
         if self.running:
             assert self.process is not None
-            for pid in self.serving().values():
-                _try_kill(pid, signal.SIGCONT)
+            for role in SERVICES:
+                self.signal(role, signal.SIGCONT)
             self.process.terminate()
             if self.wait(20) is None:
                 self.process.kill()
                 self.process.wait()
-
-
-def _try_kill(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def pause(seconds: float) -> None:

@@ -35,11 +35,11 @@ def main() -> int:
     options = _options()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="areal-chaos-"))
     begun_s = time.monotonic()
-    runs = _kept(options) + list(_runs(options, folder))
+    runs = list(_runs(options, folder))
     total = _total(runs)
     result = {
         "what": "SIGKILL, SIGSTOP and cut logs in runs of a small real job; the history checker's verdict",
-        "command": _command(options),
+        "command": " ".join(["python -m tests.chaos.long_run", *sys.argv[1:]]),
         "total": total,
         "runs": sorted(runs, key=lambda run: KINDS.index(run["kind"])),
     }
@@ -50,26 +50,13 @@ def main() -> int:
     return 1 if total["violations"] else 0
 
 
-def _command(options: argparse.Namespace) -> str:
-    counts = f"--kills {options.kills} --steps {options.steps} --cuts {options.cuts} --seed {options.seed}"
-    return f"python -m tests.chaos.long_run {counts}"
-
-
-def _kept(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """With `--only`, the runs of the other kinds that the result file has from before."""
-    if not options.only or not options.result.exists():
-        return []
-    runs: list[dict[str, Any]] = json.loads(options.result.read_text(encoding="utf-8"))["runs"]
-    return [run for run in runs if run["kind"] not in options.only]
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=60, help="at least so many in the runs of both tiers")
     parser.add_argument("--steps", type=int, default=100, help="of each run with kills")
     parser.add_argument("--cuts", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=KINDS, help="keep the others of the result file")
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="these kinds alone")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/chaos.json"))
     return parser.parse_args()
@@ -124,7 +111,7 @@ def _one(
 
 
 def _total(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    def added(name: str) -> int:
+    def added(name: str, runs: list[dict[str, Any]] = runs) -> int:
         return sum(run.get(name, 0) for run in runs)
 
     def merged(name: str) -> dict[str, int]:
@@ -133,24 +120,16 @@ def _total(runs: list[dict[str, Any]]) -> dict[str, Any]:
             total.update(run.get(name, {}))
         return dict(sorted(total.items()))
 
+    counted = ("kills", "logs_cut", "resumes", "steps", "steps_redone", "acknowledged_episodes")
+    by_kind = ("kills_by_role", "kills_by_failpoint", "stops_by_role")
+    cut = [run for run in runs if run.get("logs_cut")]
     return {
-        "kills": added("kills"),
-        "kills_by_role": merged("kills_by_role"),
-        "kills_by_failpoint": merged("kills_by_failpoint"),
-        "logs_cut": added("logs_cut"),
-        "stops_by_role": merged("stops_by_role"),
-        "resumes": added("resumes"),
-        "steps": added("steps"),
-        "steps_redone": added("steps_redone"),
-        "acknowledged_episodes": added("acknowledged_episodes"),
-        "lost_episodes_log_intact": sum(
-            run.get("lost_episodes", 0) for run in runs if not run.get("logs_cut")
-        ),
-        "lost_episodes_log_cut": sum(run.get("lost_episodes", 0) for run in runs if run.get("logs_cut")),
+        **{name: added(name) for name in (*counted, "trained_twice", "violations")},
+        **{name: merged(name) for name in by_kind},
+        "lost_episodes_log_intact": added("lost_episodes") - added("lost_episodes", cut),
+        "lost_episodes_log_cut": added("lost_episodes", cut),
         "lost_work_s": max((run.get("lost_work_s", 0.0) for run in runs), default=0.0),
-        "trained_twice": added("trained_twice"),
         "max_staleness": max((run.get("max_staleness", 0) for run in runs), default=0),
-        "violations": added("violations"),
         "wall_s": round(sum(run.get("wall_s", 0.0) for run in runs), 1),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from tests.chaos.fold import Event
@@ -154,17 +155,21 @@ class Tale:
     def finished(self) -> None:
         self.tell("trainer", "finished", epoch=self.epoch, step=STEPS)
 
+    def ended(self, group_id: str, version: int = 2, *, same_as: Iterable[int] = ()) -> Tale:
+        """Its last step, and its end."""
+        self.step(STEPS - 1, group_id, version, same_as=same_as)
+        self.finished()
+        return self
+
     # --- the verdict ---
 
     def verdict(self, **changes: Any) -> Verdict:
-        promise = {
-            "steps": STEPS,
-            "batch_groups": 1,
-            "group_size": GROUP_SIZE,
-            "max_staleness": 1,
-            "task_at": lambda position: f"t{position}",
-        }
-        return check(self.events, Promise(**promise | changes))
+        promise = Promise(STEPS, 1, GROUP_SIZE, max_staleness=1, task_at=lambda position: f"t{position}")
+        return check(self.events, replace(promise, **changes))
+
+    def broken(self, **changes: Any) -> set[str]:
+        """The promises that it breaks."""
+        return self.verdict(**changes).kinds()
 
 
 def begun() -> Tale:
@@ -187,10 +192,14 @@ def two_steps() -> Tale:
     return tale
 
 
-def true_tale() -> Tale:
+def third_stored(tag: tuple[int, int] = (1, 2), *, early: bool = False) -> tuple[Tale, str]:
+    """Two steps, and the group that was stored for the third."""
     tale = two_steps()
     group_id = tale.leased("t2")
-    tale.put(group_id, (1, 2))
-    tale.step(2, group_id, 2)
-    tale.finished()
-    return tale
+    tale.put(group_id, tag, early=early)
+    return tale, group_id
+
+
+def true_tale() -> Tale:
+    tale, group_id = third_stored()
+    return tale.ended(group_id)

@@ -12,26 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
-
-REWARD = """
-from reward_service.sdk import RewardInput, reward
-
-
-@reward
-def share_of_ones(given: RewardInput) -> float:
-    return given.response.count("1") / max(1, len(given.response))
-"""
-"""Varies within every group, so that even a random model has something to learn."""
+from tests.jobs import Workspace, make_workspace
+from tests.processes import processes_of
 
 WORKFLOW = """
 async def eight_turns(ctx, task):
@@ -40,48 +31,6 @@ async def eight_turns(ctx, task):
         reply = await ctx.generate(parent=reply.segment, turn=turn)
 """
 """Episodes so long that generation is what the job waits for: weights arrive while they are made."""
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """A folder with a model, tasks and a reward; `job` writes a job file into it."""
-
-    folder: Path
-
-    def job(self, name: str, **changes: Any) -> Path:
-        content = {
-            "job": name,
-            "seed": 3,
-            "run_dir": "runs",
-            "model": "model",
-            "tasks": {"train": "train.parquet", "evaluation": "held_out.parquet"},
-            "rollout": {
-                "group_size": 4,
-                "max_concurrent": 32,
-                "max_model_len": 48,
-                "sampling": {"temperature": 0.9, "max_new_tokens": 32},
-            },
-            "buffer": {"max_staleness": 4, "batch_groups": 8},
-            "reward": {"name": "reward.py:share_of_ones"},
-            "trainer": {
-                "steps": 10,
-                "record_batches": True,
-                "optimizer": {"lr": 1e-3, "clip_grad_norm": 1.0},
-                "objective": {"prox": "reuse"},
-            },
-            "checkpoint": {"every_steps": 1, "keep": 100},
-            "evaluation": {"every_steps": 5, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
-            "observe": {"metrics_port": 0},
-        }
-        for key, value in changes.items():
-            section, _, field = key.partition("__")
-            if field:
-                content[section] = {**content[section], field: value}
-            else:
-                content[section] = value
-        path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(content), encoding="utf-8")
-        return path
 
 
 @dataclass(frozen=True)
@@ -106,10 +55,11 @@ class FinishedRun:
 class RunningJob:
     """A job started from the command line, and its processes."""
 
-    def __init__(self, folder: Path, *arguments: str | Path, **environment: str) -> None:
-        self.folder = folder
+    def __init__(self, workspace: Workspace, verb: str, job_file: Path, **environment: str) -> None:
+        self.workspace = workspace
+        self.folder = workspace.folder / "runs" / job_file.stem
         self.process = subprocess.Popen(
-            command(*arguments, "--plain"),
+            command(verb, job_file, "--plain"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -134,6 +84,21 @@ class RunningJob:
 
     def read_all(self, limit_s: float) -> str:
         return self.read_until(r"(?!)", limit_s)
+
+    def end(self, limit_s: float = 200.0, *, status: int = 0) -> FinishedRun:
+        """Wait until the job ends with this status; it must leave nothing behind."""
+        self.wait_for(self._has_record, "its record")
+        run = self.record
+        self.read_all(limit_s)
+        assert self.process.wait(60) == status, self.told
+        assert processes_of(run["run_id"]) == []
+        assert not Path(run["socket_dir"]).exists()
+        assert not Path(run["shm_dir"]).exists()
+        return FinishedRun(self.folder, self.workspace)
+
+    def _has_record(self) -> bool:
+        lock = self.folder / "run.lock"
+        return lock.exists() and f'"pid":{self.process.pid},' in lock.read_text()
 
     @property
     def record(self) -> dict[str, Any]:
@@ -163,75 +128,48 @@ class RunningJob:
         if name == "redis":
             children = self.service("buffer").children(recursive=True)
             return next(child for child in children if "redis-server" in child.name())
-        run_id = self.record["run_id"]
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("AREAL_ASYNC_RUN") == run_id and name in process.cmdline():
-                    return process
-            except psutil.Error:
-                continue
-        raise AssertionError(f"{name} does not run")
+        return next(one for one in processes_of(self.record["run_id"]) if name in one.cmdline())
 
 
-def assert_nothing_is_left(run: dict[str, Any]) -> None:
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("AREAL_ASYNC_RUN") == run["run_id"]:
-                left.append(process)
-        except psutil.Error:
-            continue
-    assert not left
-    assert not Path(run["socket_dir"]).exists()
-    assert not Path(run["shm_dir"]).exists()
-
-
-@pytest.fixture
-def nothing_is_left() -> Callable[[dict[str, Any]], None]:
-    return assert_nothing_is_left
+@contextmanager
+def started(workspace: Workspace, verb: str, job_file: Path, **environment: str) -> Iterator[RunningJob]:
+    """A running job; what is left of it is killed."""
+    job = RunningJob(workspace, verb, job_file, **environment)
+    try:
+        yield job
+    finally:
+        if job.process.poll() is None:
+            job.process.kill()
+        job.process.wait()
 
 
 @pytest.fixture
 def running(workspace: Workspace) -> Callable[..., Any]:
-    """`with running("run", job_file) as job:`; what is left of it is killed."""
-
-    @contextmanager
-    def start(verb: str, job_file: Path, **environment: str) -> Iterator[RunningJob]:
-        job = RunningJob(workspace.folder / "runs" / job_file.stem, verb, job_file, **environment)
-        try:
-            yield job
-        finally:
-            if job.process.poll() is None:
-                job.process.kill()
-            job.process.wait()
-
-    return start
+    """`with running("run", job_file) as job:`"""
+    return partial(started, workspace)
 
 
-def command(*arguments: str | Path) -> list[str]:
+def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "areal_async.cli.main", *map(str, arguments)]
 
 
+def told_by(*arguments: object) -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def finish(workspace: Workspace, job_file: Path) -> FinishedRun:
-    result = subprocess.run(
-        command("run", job_file, "--plain"), capture_output=True, text=True, timeout=220, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return FinishedRun(workspace.folder / "runs" / job_file.stem, workspace)
+    with started(workspace, "run", job_file) as job:
+        return job.end()
 
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    folder = tmp_path_factory.mktemp("e2e")
-    train, held_out = split_problems(seed=0, n_held_out=64)
-    write_parquet(train[:500], folder / "train.parquet", "train")
-    write_parquet(held_out, folder / "held_out.parquet", "held_out")
-    write_model(folder / "model", seed=0)
-    config = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 320}))
-    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
-    (folder / "workflow.py").write_text(WORKFLOW, encoding="utf-8")
-    return Workspace(folder)
+    workspace = make_workspace(tmp_path_factory.mktemp("e2e"))
+    (workspace.folder / "workflow.py").write_text(WORKFLOW, encoding="utf-8")
+    return workspace
 
 
 @pytest.fixture(scope="session")
@@ -241,19 +179,8 @@ def asynchronous_run(workspace: Workspace) -> FinishedRun:
 
 @pytest.fixture(scope="session")
 def long_episodes_run(workspace: Workspace) -> FinishedRun:
-    rollout = {
-        "group_size": 4,
-        "max_concurrent": 32,
-        "max_model_len": 320,
-        "workflow": "workflow.py:eight_turns",
-        "sampling": {"temperature": 0.9, "max_new_tokens": 32},
-    }
-    job_file = workspace.job(
-        "long-episodes",
-        rollout=rollout,
-        evaluation={"every_steps": 5, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
-    )
-    return finish(workspace, job_file)
+    changes = {"rollout__max_model_len": 320, "rollout__workflow": "workflow.py:eight_turns"}
+    return finish(workspace, workspace.job("long-episodes", **changes))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""The two agent examples in short form: whole jobs with turns, tools and an environment's reward."""
+"""The examples in short form: whole jobs with turns, tools, an environment's reward, and programs that a
+model writes, which are run in the sandbox."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, SegmentKind, training_rows, unpack
+from tests.e2e.conftest import told_by
 from trainer_service.data.recording import read_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUICK = ["observe.metrics_port=0", "trainer.record_batches=true", "buffer.batch_groups=4"]
+QUICK = ["trainer.record_batches=true", "buffer.batch_groups=4"]
 
 
 @dataclass(frozen=True)
@@ -29,21 +32,19 @@ class Agents:
     evaluations: list[dict[str, Any]]
 
 
-def run(job_file: Path, *overrides: str) -> Path:
-    command = [sys.executable, "-m", "areal_async.cli.main", "run", job_file, "--plain", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(job_file, *overrides):
+    told_by("run", job_file, "--plain", "observe.metrics_port=0", *overrides)
     return job_file.parents[1]
 
 
-def prepare(name: str, folder: Path) -> Path:
+def prepare(name, folder):
     files = folder / f"{name}-files"
     command = [sys.executable, EXAMPLES / name / "prepare.py", "--out", files, "--seed", "1"]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     return files
 
 
-def finished(folder: Path, steps: int) -> Agents:
+def finished(folder, steps):
     recorded = [read_step(folder / "batches", step) for step in range(steps)]
     entries = [entry for one in recorded for group in one.batch.groups for entry in group.episodes]
     blobs = {episode_id: blob for one in recorded for episode_id, blob in one.blobs.items()}
@@ -55,12 +56,12 @@ def finished(folder: Path, steps: int) -> Agents:
     )
 
 
-def assert_each_sampled_unit_is_trained_once(agents: Agents) -> None:
+def assert_each_sampled_unit_is_trained_once(agents):
     for episode in agents.episodes:
         assert sum(int(row.mask.sum()) for row in training_rows(episode)) == episode.n_sampled > 0
 
 
-def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(tmp_path: Path) -> None:
+def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(tmp_path):
     files = prepare("frozenlake", tmp_path)
     runs = run(
         files / "job.yaml",
@@ -92,9 +93,9 @@ def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(
     assert any(record["accuracy"] != 0 for record in agents.evaluations)
 
 
-def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path: Path) -> None:
+def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path):
     files = prepare("calculator", tmp_path)
-    run(files / "warm_start.yaml", "observe.metrics_port=0", "sft.stop_between=[0.3, 1.0]")
+    run(files / "warm_start.yaml", "sft.stop_between=[0.3, 1.0]")
     runs = run(
         files / "job.yaml", *QUICK, "trainer.steps=2", "evaluation.every_steps=2", "rollout.max_concurrent=64"
     )
@@ -105,11 +106,11 @@ def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path: Path) 
         assert episode.header.metadata.get("tool_calls", 0) == n
         assert episode.header.metadata["turns"] == n + 1
     # A right call is answered rightly, in the segment after it.
-    answered = 0
+    answered, tokenizer = 0, AutoTokenizer.from_pretrained(files / "base")
     for episode in agents.episodes:
         a, _, rest = episode.header.prompt_text.partition("*")
         b = rest[:2]
-        text = decoded(episode, files)
+        text = tokenizer.decode(episode.units.token_id.tolist())
         answered += f"calc({a}*{b})={int(a) * int(b)};" in text
         assert f"calc({a}*{b})=" not in text or f"calc({a}*{b})={int(a) * int(b)};" in text
     assert answered > 0
@@ -118,7 +119,12 @@ def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path: Path) 
     assert agents.evaluations[-1]["n"] == 256
 
 
-def decoded(episode: Episode, files: Path) -> str:
-    from transformers import AutoTokenizer
-
-    return str(AutoTokenizer.from_pretrained(files / "base").decode(episode.units.token_id.tolist()))
+def test_a_job_learns_from_what_the_models_programs_print(tmp_path):
+    files = prepare("code", tmp_path)
+    warm = ["trainer.steps=130", "sft.batch_size=48", "sft.evaluate_every=130"]
+    run(files / "warm_start.yaml", *warm)
+    runs = run(files / "job.yaml", *QUICK, "trainer.steps=4", "evaluation.every_steps=100")
+    agents = finished(runs / "code", 4)
+    # Some programs are right and some are not: their groups have something to learn from.
+    assert set(agents.rewards) == {0.0, 1.0}
+    assert len(agents.rewards) == 4 * 4 * 8

@@ -1,12 +1,10 @@
 """A real job whose reward raises, hangs and declines: what has no score is not trained, and a person is told
 why; where the job file has the job end by it, it ends, and goes on once the reward is put right."""
 
-import json
-import subprocess
-
+import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.conftest import command
+from tests.e2e.conftest import told_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -34,9 +32,7 @@ def faulty(given: RewardInput):
 
 
 @pytest.mark.timeout(300)
-def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(
-    workspace, running, nothing_is_left
-):
+def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(workspace, running):
     (workspace.folder / "faulty.py").write_text(REWARD, encoding="utf-8")
     broken = workspace.folder / "broken"
     job_file = workspace.job(
@@ -50,26 +46,19 @@ def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(
             "on_error": {"retries": 1, "then": "fail_job"},
         },
         trainer__steps=8,
-        trainer__record_batches=True,
         checkpoint={"every_steps": 2, "keep": 2},
-        supervisor={"ready_s": 120},
     )
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 4, "step 4", 200)
         broken.touch()
-        job.read_all(60)
-        assert job.process.wait(60) == 1
+        job.end(60, status=1)
     assert "the grader is not installed" in job.told
     assert "got no score, but error:exception" in job.told
     assert "areal-async resume" in job.told
     broken.unlink()
     with running("resume", job_file) as job:
         job.wait_for_steps(1, 200)
-        run = job.record
-        job.read_all(150)
-        assert job.process.wait(60) == 0, job.told
-    nothing_is_left(run)
-    summary = json.loads((job.folder / "summary.json").read_text())
+        summary = job.end().summary
     counted = summary["transitions"]
     assert summary["steps"] == 8
     assert counted["episode_masked:abstain"] > 0
@@ -91,16 +80,7 @@ def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(
 
 def assert_no_reward_is_0(folder, out):
     """The reward is 0.1 and more: a 0 would be one that nobody gave."""
-    import pyarrow.parquet as pq
-
-    done = subprocess.run(
-        command("buffer", "export", folder, out, "--batches", "--overwrite"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    told_by("buffer", "export", folder, out, "--batches", "--overwrite")
     rewards = pq.read_table(out, columns=["reward"])["reward"].to_pylist()
     assert len(rewards) > 100
     assert min(rewards) >= 0.1

@@ -4,8 +4,6 @@ What they may have is what a loopback port gives everybody: a connection, which 
 the metrics. The job goes on meanwhile, and costs afterwards what it did before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,12 +11,12 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+
+from tests.processes import listening, processes_of
 
 STRANGER = 54321
 """A user id that nobody has."""
@@ -38,7 +36,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Path]:
+def open_folder():
     """Where everybody may enter, unlike the folders of pytest: what is closed is closed by the job itself."""
     folder = Path(tempfile.mkdtemp(prefix="other-user-", dir="/tmp"))
     folder.chmod(0o755)
@@ -46,7 +44,7 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def as_stranger(work: Callable[[], Any]) -> Any:
+def as_stranger(work):
     """What `work` returns (as JSON) in a process of a user who owns nothing here."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
@@ -72,50 +70,32 @@ def as_stranger(work: Callable[[], Any]) -> Any:
     return json.loads(said)
 
 
-def processes_of(run_id: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("AREAL_ASYNC_RUN") == run_id:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def allowed(call, *arguments):
+    """Whether this user may do it."""
+    try:
+        call(*arguments)
+    except OSError:
+        return False
+    return True
 
 
-def ports_of(processes: list[psutil.Process]) -> dict[int, str]:
-    """Port -> name of the process that listens there."""
-    return {
-        connection.laddr.port: " ".join(process.cmdline()[-6:])
-        for process in processes
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-
-
-def opened(path: str) -> list[str]:
+def opened(path):
     """How `path` could be opened by this user; empty where it could not."""
-    ways = []
-    for name, flags in (("read", os.O_RDONLY), ("write", os.O_WRONLY), ("append", os.O_WRONLY | os.O_APPEND)):
-        try:
-            os.close(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
-            ways.append(name)
-        except OSError:
-            continue
-    return ways
+
+    def by(flags):
+        os.close(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+
+    ways = {"read": os.O_RDONLY, "write": os.O_WRONLY, "append": os.O_WRONLY | os.O_APPEND}
+    return [way for way, flags in ways.items() if allowed(by, flags)]
 
 
-def connects(path: str) -> bool:
+def connects(path):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(2)
-        try:
-            sock.connect(path)
-        except OSError:
-            return False
-        return True
+        return allowed(sock.connect, path)
 
 
-def connected(port: int) -> socket.socket:
+def connected(port):
     """Without a look at a name: the stranger may not read the modules that Python would load for it."""
     sock = socket.socket()
     sock.settimeout(20)
@@ -123,7 +103,7 @@ def connected(port: int) -> socket.socket:
     return sock
 
 
-def talk(port: int) -> str:
+def talk(port):
     """What a port says to somebody who has no secret: `closed`, `zmq refuses`, or the status of HTTP."""
     with connected(port) as sock:
         sock.sendall(GREETING[:10])
@@ -146,7 +126,7 @@ def talk(port: int) -> str:
         return f"zmq refuses ({mechanism.decode()})" if not answer else f"zmq answered {answer!r}"
 
 
-def http_status(port: int) -> str:
+def http_status(port):
     said = []
     for request in ("GET /metrics", "GET /", "POST /v1/chat/completions", "POST /update_weights_from_disk"):
         with connected(port) as sock:
@@ -156,7 +136,7 @@ def http_status(port: int) -> str:
     return "http " + ", ".join(said)
 
 
-def crowd(port: int) -> int:
+def crowd(port):
     """Open many connections that say nothing, hold them together, and let them go; how many were accepted."""
     held = []
     for _ in range(CONNECTIONS):
@@ -173,14 +153,12 @@ def crowd(port: int) -> int:
     return len(held)
 
 
-def sysv_segments() -> int:
+def sysv_segments():
     with open("/proc/sysvipc/shm") as table:
         return sum(1 for line in table) - 1
 
 
-def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(
-    workspace: Any, running: Any, open_folder: Path
-) -> None:
+def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(workspace, running, open_folder):
     segments = sysv_segments()
     weights = {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "there"}}
     job_file = workspace.job(
@@ -196,7 +174,7 @@ def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(
         record = job.record
         processes = [psutil.Process(job.process.pid), *processes_of(record["run_id"])]
         before = {process.pid: (process.num_fds(), process.memory_info().rss) for process in processes}
-        ports = ports_of(processes)
+        ports = {at: " ".join(one.cmdline()[-6:]) for at, one in listening(processes).items()}
         folders = [str(job.folder), record["socket_dir"], record["shm_dir"]]
         paths = [str(path) for folder in folders for path in [Path(folder), *Path(folder).rglob("*")]]
         sockets = [path for path in paths if Path(path).is_socket()]
@@ -206,16 +184,16 @@ def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(
         maps = [f"/proc/{process.pid}/{name}" for process in processes for name in proc]
         pids = list(before)
 
-        def try_everything() -> dict[str, Any]:
+        def try_everything():
             return {
                 "paths": {path: ways for path in [*paths, *maps] if (ways := opened(path))},
                 "listed": [
                     path
                     for path in [*folders, *(path for path in maps if path.endswith(("fd", "map_files")))]
-                    if lists(path)
+                    if allowed(os.listdir, path)
                 ],
                 "sockets": [path for path in sockets if connects(path)],
-                "signals": [pid for pid in pids if signals(pid)],
+                "signals": [pid for pid in pids if allowed(os.kill, pid, 0)],
                 "ports": {str(port): talk(port) for port in ports},
                 "crowds": {str(port): crowd(port) for port in ports},
             }
@@ -247,31 +225,15 @@ def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(
         assert not job.events("restart")
 
 
-def more_descriptors(processes: list[psutil.Process], before: dict[int, tuple[int, int]]) -> list[Any]:
+def more_descriptors(processes, before):
     """Processes that hold more than they did, but for a few of the job's own."""
     return [p for p in processes if p.num_fds() > before[p.pid][0] + 32]
 
 
-def is_refusal(said: str) -> bool:
+def is_refusal(said):
     """Metrics may be read on loopback, by any path; nothing else is answered with success."""
     if not said.startswith("http "):
         return False
     answers = dict(answer.rsplit(": ", 1) for answer in said.removeprefix("http ").split(", "))
     tells = ("GET /metrics", "GET /") if answers["GET /metrics"] == "200" else ()
     return all(name in tells or status == "closed" or status[0] in "45" for name, status in answers.items())
-
-
-def lists(path: str) -> bool:
-    try:
-        os.listdir(path)
-    except OSError:
-        return False
-    return True
-
-
-def signals(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

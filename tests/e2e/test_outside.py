@@ -5,8 +5,6 @@ import os
 
 import pytest
 
-from tests.e2e.conftest import FinishedRun, Workspace
-
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 PACKAGE = '''
@@ -76,8 +74,8 @@ above_ten = outsider:above_ten
 
 
 def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_environment(
-    workspace: Workspace, running, tmp_path
-) -> None:
+    workspace, running, tmp_path
+):
     metadata = tmp_path / "outsider-1.0.dist-info"
     metadata.mkdir()
     (tmp_path / "outsider.py").write_text(PACKAGE)
@@ -95,9 +93,7 @@ def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_enviro
     )
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     with running("run", job_file, PYTHONPATH=os.pathsep.join(filter(None, paths))) as job:
-        told = job.read_all(200)
-        assert job.process.wait(30) == 0, told
-    run = FinishedRun(job.folder, workspace)
+        run = job.end()
     assert (job.folder / "engine.txt").read_text() == "noted"
     steps = run.records("step")
     assert [step["step"] for step in steps] == [0, 1]

@@ -1,13 +1,9 @@
 """A job whose rewards come from a sequence-classification model: it learns what the model likes, every score
 is the model's, and the death of the model's process costs time alone."""
 
-from __future__ import annotations
-
-import json
 import signal
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -38,30 +34,24 @@ def job_file(workspace):
     )
 
 
-def model_process(service: psutil.Process) -> psutil.Process:
+def model_process(service):
     return next(p for p in service.children() if "reward_service.pool.worker" in p.cmdline())
 
 
-def test_a_job_learns_what_its_reward_model_likes(job_file, running, workspace, nothing_is_left):
+def test_a_job_learns_what_its_reward_model_likes(job_file, running, workspace):
     with running("run", job_file) as job:
         job.wait_for_steps(4, limit_s=150)
-        run = job.record
         model_process(job.service("reward")).send_signal(signal.SIGKILL)
-        told = job.read_all(200)
-        assert job.process.wait(30) == 0, told
-        steps = job.steps()
-    nothing_is_left(run)
-    rewards = [step["reward_mean"] for step in steps]
+        run = job.end()
+    rewards = [step["reward_mean"] for step in job.steps()]
     assert len(rewards) == STEPS
-    summary = json.loads((workspace.folder / "runs" / "reward-model" / "summary.json").read_text())
-    assert summary["episodes_dropped"] == 0
+    assert run.summary["episodes_dropped"] == 0
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.05
 
-    folder = workspace.folder / "runs" / "reward-model" / "batches"
-    given: list[float] = []
-    texts: list[str] = []
+    given = []
+    texts = []
     for step in range(STEPS):
-        record = read_step(folder, step)
+        record = read_step(job.folder / "batches", step)
         for episode in (episode for group in record.batch.groups for episode in group.episodes):
             given.append(episode.reward)
             texts.append(unpack(record.blobs[episode.episode_id]).header.response_text)

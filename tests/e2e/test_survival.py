@@ -6,7 +6,11 @@ import signal
 
 import pytest
 
-from areal_async.status.record import as_it_became
+from areal_async.config.load import load_job
+from areal_async.runtime.events import read_events
+from tests.chaos.history import check
+from tests.chaos.job import promise_of
+from tests.processes import processes_of
 from tests.scrape import fetch_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -15,67 +19,47 @@ TOUGH = {"ready_s": 120, "restarts": 10, "first_pause_s": 0.1}
 WATCHED = {"metrics_port": 0, "event_log": True, "stall_s": 3}
 
 
-def assert_trained_effectively_once(job, summary, steps):
-    """Every step once, each of 8 groups of 4, no group in two steps, nothing older than allowed."""
-    assert summary["steps"] == steps
-    assert summary["episodes_trained"] == steps * 8 * 4
+def tough_job(workspace, name, steps, **changes):
+    checkpoint = {"every_steps": 6, "keep": 2}
+    settings = {"checkpoint": checkpoint, "observe": WATCHED, "supervisor": TOUGH}
+    return workspace.job(name, trainer__steps=steps, **settings, **changes)
+
+
+def end_of_trained_once(job, job_file):
+    """The summary of the job once it has ended: its history keeps every promise."""
+    summary = job.end().summary
+    config = load_job(job_file)
+    assert check(read_events(job.folder), promise_of(config)).violations == []
+    assert summary["steps"] == config.trainer.steps
+    assert summary["episodes_trained"] == config.trainer.steps * 8 * 4
     assert summary["max_staleness_seen"] <= 4
-    assert [step["step"] for step in as_it_became(job.steps())] == list(range(steps))
-    last = {}
-    for event in job.events("batched"):
-        last[event["step"]] = event
-    groups = [group for event in last.values() for group in event["groups"]]
-    assert len(groups) == len(set(groups)) == steps * 8
-    tasks = [group.partition("#")[0] for group in groups]
-    assert len(tasks) == len(set(tasks)), "a task was trained twice"
+    return summary
 
 
 @pytest.mark.timeout(400)
-def test_one_death_is_local_whichever_process_it_is(workspace, running, nothing_is_left):
-    steps = 44
-    job_file = workspace.job(
-        "survivor",
-        trainer__steps=steps,
-        checkpoint={"every_steps": 6, "keep": 2},
-        observe=WATCHED,
-        supervisor=TOUGH,
-    )
+def test_one_death_is_local_whichever_process_it_is(workspace, running):
+    job_file = tough_job(workspace, "survivor", 44)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
         for name in ("rollout-0", "reward", "buffer", "redis", "trainer", "evaluator"):
             job.service(name).kill()
             job.wait_for_steps(5, 200)
-        run = job.record
-        job.read_all(150)
-        assert job.process.wait(60) == 0, job.told
-    nothing_is_left(run)
-    summary = summary_of(job.folder)
+        summary = end_of_trained_once(job, job_file)
     assert summary["restarts"] == dict.fromkeys(("rollout-0", "reward", "buffer", "trainer", "evaluator"), 1)
-    assert_trained_effectively_once(job, summary, steps)
     assert summary["accuracy_end"] is not None
 
 
 @pytest.mark.timeout(400)
-def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running, nothing_is_left):
-    steps = 30
-    job_file = workspace.job(
-        "resumed",
-        trainer__steps=steps,
-        checkpoint={"every_steps": 6, "keep": 2},
-        observe=WATCHED,
-        supervisor=TOUGH,
-    )
+def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
+    job_file = tough_job(workspace, "resumed", 30)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 10, "step 10", 200)
         os.kill(job.process.pid, signal.SIGKILL)
         first = job.record
     with running("resume", job_file) as job:
-        job.read_all(150)
-        assert job.process.wait(60) == 0, job.told
-    nothing_is_left(first)
-    summary = summary_of(job.folder)
+        summary = end_of_trained_once(job, job_file)
+    assert processes_of(first["run_id"]) == []
     assert summary["resumes"] == 1
-    assert_trained_effectively_once(job, summary, steps)
     restored = job.events("restored")[-1]["step"]
     assert restored >= 6
     again = [event for event in job.events("published") if event["epoch"] == 2]
@@ -88,15 +72,7 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running, nothin
 @pytest.mark.timeout(400)
 def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(workspace, running):
     """SIGSTOP for longer than a lease lives: a stall has its name only after three seconds."""
-    steps = 40
-    job_file = workspace.job(
-        "sleeper",
-        trainer__steps=steps,
-        buffer={"max_staleness": 4, "batch_groups": 8, "lease_s": 2},
-        checkpoint={"every_steps": 6, "keep": 2},
-        observe=WATCHED,
-        supervisor=TOUGH,
-    )
+    job_file = tough_job(workspace, "sleeper", 40, buffer__lease_s=2)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
         for name in ("reward", "rollout-0", "buffer", "redis", "trainer"):
@@ -107,13 +83,27 @@ def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(worksp
             assert stalled_s(job, edge) > 0
             process.send_signal(signal.SIGCONT)
             job.wait_for_steps(4, 60)
-        job.read_all(150)
-        assert job.process.wait(60) == 0, job.told
-    summary = summary_of(job.folder)
+        summary = end_of_trained_once(job, job_file)
     assert summary["restarts"] == {}
-    assert_trained_effectively_once(job, summary, steps)
-    stalls = {json.loads(line).get("edge") for line in supervisor_log(job) if "training stands still" in line}
+    log = (job.folder / "logs" / "supervisor.log").read_text().splitlines()
+    stalls = {json.loads(line).get("edge") for line in log if "training stands still" in line}
     assert {edge for edge, _ in EDGES.values()} <= stalls
+
+
+def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(workspace, running):
+    job_file = workspace.job(
+        "frail", trainer__steps=1000, checkpoint__every_steps=100, supervisor=TOUGH | {"restarts": 1}
+    )
+    with running("run", job_file) as job:
+        job.read_until(r"step [1-9]\d*/1000", 200)
+        job.service("rollout-0").kill()
+        job.read_until("rollout-0 was killed by SIGKILL; it is started again", 60)
+        job.wait_for_steps(8)
+        job.service("rollout-0").kill()
+        job.end(60, status=1)
+    assert "death number 2" in job.told
+    assert f"areal-async resume {job.folder}" in " ".join(job.told.split())
+    assert "Traceback" not in job.told
 
 
 EDGES = {
@@ -129,17 +119,5 @@ EDGES = {
 def stalled_s(job, edge):
     """What the supervisor's own metrics say."""
     targets = json.loads((job.folder.parent / "prometheus" / f"{job.folder.name}.json").read_text())
-    (port,) = (
-        int(target["targets"][0].rpartition(":")[2])
-        for target in targets
-        if target["labels"]["process"] == "supervisor"
-    )
-    return fetch_samples(port).get(f'areal_stall_seconds{{edge="{edge}"}}', 0.0)
-
-
-def supervisor_log(job):
-    return (job.folder / "logs" / "supervisor.log").read_text().splitlines()
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
+    (place,) = (one["targets"][0] for one in targets if one["labels"]["process"] == "supervisor")
+    return fetch_samples(int(place.rpartition(":")[2])).get(f'areal_stall_seconds{{edge="{edge}"}}', 0.0)

@@ -2,14 +2,11 @@
 
 import re
 
-import numpy as np
 import pytest
 
 from areal_async.runtime.events import VARIABLE
-from areal_async.trajectory import unpack
-from tests.e2e.test_versions_are_true import model_of, recomputed_logprobs
+from tests.e2e.test_versions_are_true import spans_of
 from tests.scrape import fetch_samples
-from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -18,29 +15,10 @@ TOUGH = {"ready_s": 120, "restarts": 10, "first_pause_s": 0.1}
 WATCHED = {"metrics_port": 0, "event_log": True, "stall_s": 10}
 
 
-def assert_versions_are_true(folder, weights, steps):
-    """Every sampled unit of the recorded batches, computed again with the weights that it names."""
-    base = weights(0)
-    worst, seen = 0.0, set()
-    for step in range(steps):
-        for blob in list(read_step(folder / "batches", step).blobs.values())[:8]:
-            episode = unpack(blob)
-            sampled = episode.units.mask == 1
-            for version in np.unique(episode.units.version[sampled]):
-                seen.add(int(version))
-                span = sampled & (episode.units.version == version)
-                model = model_of(weights(int(version)), base)
-                gap = np.abs(recomputed_logprobs(model, episode) - episode.units.logprob)
-                worst = max(worst, gap[span].max())
-    assert worst < 1e-4
-    assert len(seen) > 2
-
-
-def weights_in(workspace, folder):
-    def find(version):
-        return folder / "checkpoints" / f"step-{version:06d}" if version else workspace.folder / "model"
-
-    return find
+def assert_versions_are_true(run):
+    found = spans_of(run, 14, most=8)
+    assert found.worst < 1e-4
+    assert len(found.versions) > 2
 
 
 def sent_bytes(job, source):
@@ -57,7 +35,7 @@ def sent_bytes(job, source):
 
 
 @pytest.mark.timeout(300)
-def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, running, nothing_is_left):
+def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, running):
     job_file = workspace.job(
         "three-hosts",
         rollout__workers=2,
@@ -68,19 +46,16 @@ def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, runn
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 8, "step 8", 200)
         from_trainer, from_peers = sent_bytes(job, "publisher"), sent_bytes(job, "peer")
-        run = job.record
-        job.read_all(150)
-        assert job.process.wait(60) == 0, job.told
-    nothing_is_left(run)
+        run = job.end()
     assert 0 < from_peers <= from_trainer * 1.5
     served = {(event["process"], event["version"]) for event in job.events("served")}
     assert {name for name, _ in served} >= {"rollout-0", "rollout-1"}
     assert len(job.events("evaluated")) >= 2
-    assert_versions_are_true(job.folder, weights_in(workspace, job.folder), 14)
+    assert_versions_are_true(run)
 
 
 @pytest.mark.timeout(300)
-def test_one_death_is_local_a_trainer_killed_in_mid_transfer(workspace, running, nothing_is_left):
+def test_one_death_is_local_a_trainer_killed_in_mid_transfer(workspace, running):
     job_file = workspace.job(
         "cut-off",
         rollout__workers=2,
@@ -92,12 +67,8 @@ def test_one_death_is_local_a_trainer_killed_in_mid_transfer(workspace, running,
     )
     points = "weights.publisher_sent@9,weights.received@12"
     with running("run", job_file, **{VARIABLE: points}) as job:
-        job.read_all(200)
-        assert job.process.wait(60) == 0, job.told
+        run = job.end()
     deaths = job.events("failpoint")
-    assert sorted(event["name"] for event in deaths) == [
-        "weights.publisher_sent",
-        "weights.received",
-    ]
+    assert sorted(event["name"] for event in deaths) == ["weights.publisher_sent", "weights.received"]
     assert [step["step"] for step in job.steps()][-1] == 13
-    assert_versions_are_true(job.folder, weights_in(workspace, job.folder), 14)
+    assert_versions_are_true(run)

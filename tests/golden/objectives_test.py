@@ -34,9 +34,6 @@ def units(behaviour, *, episode, advantage, mask=None, version=None, prox=None):
     )
 
 
-# --- advantage ---------------------------------------------------------------------------------------
-
-
 def test_grpo_by_hand():
     # group 5: mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4; group 2: mean 2, sample variance 2
     rewards = tensor([1.0, 0.0, 0.0, 0.0, 3.0, 1.0])
@@ -61,9 +58,6 @@ def test_groups_are_whole_positions_never_define_groups():
     close(built_in.grpo(rewards[shuffled], groups[shuffled]), expected[shuffled], atol=0)
     relabelled = tensor([90, 7, 13, -4])[groups]
     close(built_in.grpo(rewards, relabelled), expected, atol=0)
-
-
-# --- loss --------------------------------------------------------------------------------------------
 
 
 def test_ppo_by_hand():
@@ -93,9 +87,6 @@ def test_sft_is_the_negative_log_prob():
     close(built_in.sft(tensor([-0.5, -2.0]), None), [0.5, 2.0])
 
 
-# --- correction --------------------------------------------------------------------------------------
-
-
 def test_the_behaviour_weight_by_hand():
     prox = tensor([log(2.0), 0.0, -1.0], requires_grad=True)
     weight = built_in.behaviour_weight(prox, tensor([0.0, log(4.0), -1.0]))
@@ -105,18 +96,12 @@ def test_the_behaviour_weight_by_hand():
     close(built_in.none(weight, None), [1.0, 1.0, 1.0])
 
 
-# --- normaliser --------------------------------------------------------------------------------------
-
-
 def test_normalisers_by_hand():
     mask = tensor([True, True, True, False, True])
     episode = tensor([0, 0, 0, 2, 2])
     counts = tensor([3, 0, 1])
     close(built_in.token(mask, episode, counts), [0.25, 0.25, 0.25, 0.0, 0.25])
     close(built_in.sequence(mask, episode, counts), [1 / 6, 1 / 6, 1 / 6, 0.0, 1 / 2])
-
-
-# --- the whole ---------------------------------------------------------------------------------------
 
 
 def test_decoupled_ppo_by_hand():
@@ -188,9 +173,6 @@ def test_a_masked_unit_counts_nowhere(normaliser, parts, mask):
 def test_the_combination_of_sft_and_a_correction_says_why_it_is_wrong():
     with pytest.raises(ObjectiveError, match="no behaviour policy"):
         Objective(ObjectiveSection(loss="sft", correction="decoupled"))
-
-
-# --- statistics --------------------------------------------------------------------------------------
 
 
 def test_statistics_by_hand_split_by_staleness():

@@ -1,7 +1,5 @@
 """`engines/make.sh`: what it makes anew and what it leaves alone. Its engine here takes no time to set up."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -26,7 +24,7 @@ sys.exit(not (pathlib.Path(sys.executable).parent.parent / "whole").exists())
 class Place:
     """A copy of the script with one engine, `toy`, and the folder that it is made in."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root, self.venv = root, root / "made" / "toy"
         (root / "toy").mkdir()
         shutil.copy(SCRIPT, root)
@@ -34,11 +32,11 @@ class Place:
         (root / "toy" / "setup.sh").chmod(0o755)
         (root / "toy" / "check.py").write_text(CHECK)
 
-    def make(self) -> subprocess.CompletedProcess[str]:
+    def make(self):
         words = [str(self.root / "make.sh"), str(self.root / "made"), "toy"]
         return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
 
-    def was_made(self) -> bool:
+    def was_made(self):
         """Whether the next call makes the environment (and succeeds)."""
         (self.venv / "trace").touch()
         done = self.make()
@@ -47,11 +45,11 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path):
     return Place(tmp_path)
 
 
-def test_a_finished_environment_is_left_alone_until_its_pins_change(place: Place) -> None:
+def test_a_finished_environment_is_left_alone_until_its_pins_change(place):
     assert "Making the environment" in place.make().stdout
     assert (place.venv / "whole").exists()
     assert not place.was_made()
@@ -60,7 +58,7 @@ def test_a_finished_environment_is_left_alone_until_its_pins_change(place: Place
     assert not place.was_made()
 
 
-def test_a_half_built_environment_is_made_anew(place: Place) -> None:
+def test_a_half_built_environment_is_made_anew(place):
     (place.root / "broken").touch()
     assert place.make().returncode == 7
     assert (place.venv / "bin" / "python").exists()
@@ -71,7 +69,7 @@ def test_a_half_built_environment_is_made_anew(place: Place) -> None:
     assert not place.was_made()
 
 
-def test_a_folder_that_is_no_environment_is_not_touched(place: Place) -> None:
+def test_a_folder_that_is_no_environment_is_not_touched(place):
     place.venv.mkdir(parents=True)
     (place.venv / "thesis.tex").touch()
     done = place.make()

@@ -1,7 +1,5 @@
 """`areal-async reward new`: what it makes works as it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,33 +18,27 @@ from areal_async.tasks import read_tasks
 REPOSITORY = Path(__file__).parents[3]
 
 
-def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def call(*arguments):
+    """A program in a process of its own, with this package on its path."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "100"},
-    )
+    command, places = [sys.executable, "-m", *arguments], {"PYTHONPATH": path, "COLUMNS": "100"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | places)
 
 
-def test_the_files_of_a_new_reward_work_as_they_are(tmp_path: Path) -> None:
-    command = ["-m", "areal_async.cli.main", "reward"]
-    made = call(*command, "new", "tidy", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+def test_the_files_of_a_new_reward_work_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(app, ["reward", "new", "tidy"])
+    assert made.exit_code == 0, made.stderr
     assert "areal-async reward test tidy/tidy.py:tidy --data tidy/tasks.jsonl" in made.stdout
-    own_test = call("-m", "pytest", "-q", "-p", "no:cacheprovider", "tidy", cwd=tmp_path)
+    own_test = call("pytest", "-q", "-p", "no:cacheprovider", "tidy")
     assert own_test.returncode == 0, own_test.stdout
-    tried = call(*command, "test", "tidy/tidy.py:tidy", "--data", "tidy/tasks.jsonl", cwd=tmp_path)
+    tried = call("areal_async.cli.main", "reward", "test", "tidy/tidy.py:tidy", "--data", "tidy/tasks.jsonl")
     assert tried.returncode == 0, tried.stdout + tried.stderr
     assert tried.stdout.rstrip().endswith("ok")
     assert "sums/carry" in tried.stdout
 
 
-def test_the_job_file_of_a_new_reward_names_it(tmp_path: Path) -> None:
+def test_the_job_file_of_a_new_reward_names_it(tmp_path):
     folder = write_reward_files("tidy", tmp_path)
     job = yaml.safe_load((folder / "job.yaml").read_text())
     section = RewardSection.model_validate(job["reward"])
@@ -58,13 +50,13 @@ def test_the_job_file_of_a_new_reward_names_it(tmp_path: Path) -> None:
     assert "model: " in wrong.stderr
 
 
-def test_the_page_shows_what_is_made(tmp_path: Path) -> None:
+def test_the_page_shows_what_is_made(tmp_path):
     made = (write_reward_files("tidy", tmp_path) / "tidy.py").read_text()
     code = made.partition("\n\n")[2].strip()
     assert code in (REPOSITORY / "docs" / "rewards.md").read_text()
 
 
-def test_the_tasks_are_the_same_every_time(tmp_path: Path) -> None:
+def test_the_tasks_are_the_same_every_time(tmp_path):
     one, two = (write_reward_files("tidy", tmp_path / name) for name in "ab")
     assert (one / "tasks.jsonl").read_bytes() == (two / "tasks.jsonl").read_bytes()
     sources = {json.loads(line)["data_source"] for line in (one / "tasks.jsonl").read_text().splitlines()}
@@ -80,13 +72,13 @@ def test_the_tasks_are_the_same_every_time(tmp_path: Path) -> None:
         ("json", "Python module"),
     ],
 )
-def test_a_name_that_cannot_serve_is_refused(tmp_path: Path, name: str, words: str) -> None:
+def test_a_name_that_cannot_serve_is_refused(tmp_path, name, words):
     with pytest.raises(RewardFilesError, match=words):
         write_reward_files(name, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_that_exists_is_replaced(tmp_path: Path) -> None:
+def test_nothing_that_exists_is_replaced(tmp_path):
     (tmp_path / "tidy").mkdir()
     (tmp_path / "tidy" / "tidy.py").write_text("mine")
     result = CliRunner().invoke(app, ["reward", "new", "tidy", "--in", str(tmp_path)])

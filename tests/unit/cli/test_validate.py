@@ -1,44 +1,26 @@
 """`validate` finds what would only fail, or be trained as something else, once the job runs."""
 
-from __future__ import annotations
-
 import json
-import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
-import areal_async
 from areal_async.cli.main import app
-from areal_async.quickstart.model import make_tokenizer, write_model
+from areal_async.quickstart.model import make_tokenizer
 
 pytestmark = pytest.mark.slow
 FREE_PORTS = "observe.metrics_port=0"
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder, seed=0, positions=256)
-    return folder
-
-
 @pytest.fixture
-def folder(tmp_path: Path, model: Path) -> Path:
-    shutil.copytree(model, tmp_path / "model")
-    write_tasks(tmp_path, ["1+1=", "2+3="])
-    (tmp_path / "job.yaml").write_text(
-        "job: sums\nmodel: model\ntasks: {train: train.jsonl}\n"
-        "rollout: {max_model_len: 64, sampling: {max_new_tokens: 8}}\n"
-        "evaluation: {sampling: {temperature: 0.0, max_new_tokens: 8}}\n"
-    )
-    return tmp_path
+def folder(job_file):
+    with job_file.open("a") as file:
+        file.write("rollout: {max_model_len: 64, sampling: {max_new_tokens: 8}}\n")
+        file.write("evaluation: {sampling: {temperature: 0.0, max_new_tokens: 8}}\n")
+    return job_file.parent
 
 
-def write_tasks(folder: Path, prompts: list[Any], **columns: Any) -> None:
+def write_tasks(folder, prompts, **columns):
     rows = (
         {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "2"}, **columns}
         for prompt in prompts
@@ -46,35 +28,35 @@ def write_tasks(folder: Path, prompts: list[Any], **columns: Any) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def validate(folder: Path, *overrides: str) -> Result:
+def validate(folder, *overrides):
     return CliRunner().invoke(app, ["validate", str(folder / "job.yaml"), *overrides])
 
 
-def refused(folder: Path, *overrides: str) -> str:
+def refused(folder, *overrides):
     result = validate(folder, *overrides)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     return " ".join(result.output.split())
 
 
-def test_a_job_whose_files_work_is_valid(folder: Path) -> None:
+def test_a_job_whose_files_work_is_valid(folder):
     result = validate(folder)
     assert result.exit_code == 0, result.output
 
 
-def lose_a_shard(folder: Path) -> None:
+def lose_a_shard(folder):
     weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     (folder / "model" / "model.safetensors").rename(folder / "model" / "model-00001-of-00002.safetensors")
 
 
-def give_more_tokens(folder: Path) -> None:
+def give_more_tokens(folder):
     make_tokenizer("abcdefghijklm0123456789+-=").save_pretrained(folder / "model")
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}]
 ONLY_TEXT = "only text is trained here"
-SPOILT: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+SPOILT = {
     "a shard": (lose_a_shard, ["model:", "lacks model-00002-of-00002.safetensors of the 2 files"]),
     "long prompts": (
         lambda folder: write_tasks(folder, ["1+1=", "1" * 64, "1" * 100]),
@@ -93,14 +75,14 @@ SPOILT: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_files_that_would_fail_a_run_are_found(folder: Path, kind: str) -> None:
+def test_files_that_would_fail_a_run_are_found(folder, kind):
     spoil, words = SPOILT[kind]
     spoil(folder)
     said = refused(folder)
     assert [text for text in words if text not in said] == []
 
 
-def test_prompts_of_messages_need_a_chat_template(folder: Path) -> None:
+def test_prompts_of_messages_need_a_chat_template(folder):
     write_tasks(folder, [[{"role": "user", "content": "1+1="}]])
     assert "has no chat template" in refused(folder)
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -108,7 +90,7 @@ def test_prompts_of_messages_need_a_chat_template(folder: Path) -> None:
     assert validate(folder).exit_code == 0
 
 
-def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder: Path) -> None:
+def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder):
     config = json.loads((folder / "model" / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -116,34 +98,24 @@ def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder: Path) -
     (folder / "model" / "configuration_mine.py").write_text(f"open({str(mark)!r}, 'w')\n")
     assert "code that comes with a model is never run" in refused(folder)
     assert not mark.exists()
-
-
-def test_trust_remote_code_is_refused_with_the_reason(folder: Path) -> None:
     assert "code that comes with a model is never run" in refused(folder, "rollout.trust_remote_code=true")
 
 
-REWARDS: dict[str, tuple[str, str]] = {
-    "not marked": ("def close(given):\n    return 1.0\n", "is not marked. Put `@reward`"),
+UNMARKED = "def close(given):\n    return 1.0\n"
+MARKED = f"from reward_service.sdk import reward\n\n@reward\n{UNMARKED}\n"
+REWARDS = {
+    "not marked": (UNMARKED, "is not marked. Put `@reward`"),
     "an import that is missing": (
-        "import no_such_module_anywhere\nfrom reward_service.sdk import reward\n\n"
-        "@reward\ndef close(given):\n    return 1.0\n",
+        "import no_such_module_anywhere\n" + MARKED,
         "No module named 'no_such_module_anywhere'",
     ),
-    "an exit": (
-        "from reward_service.sdk import reward\n\n@reward\ndef close(given):\n    return 1.0\n\n"
-        "raise SystemExit(0)\n",
-        "SystemExit",
-    ),
-    "the end of its process": (
-        "import os\nfrom reward_service.sdk import reward\n\n@reward\ndef close(given):\n    return 1.0\n\n"
-        "os._exit(3)\n",
-        "its process ended with 3",
-    ),
+    "an exit": (MARKED + "raise SystemExit(0)\n", "SystemExit"),
+    "the end of its process": (MARKED + "import os\nos._exit(3)\n", "its process ended with 3"),
 }
 
 
 @pytest.mark.parametrize("kind", REWARDS)
-def test_a_reward_that_cannot_be_loaded_is_found(folder: Path, kind: str) -> None:
+def test_a_reward_that_cannot_be_loaded_is_found(folder, kind):
     source, words = REWARDS[kind]
     (folder / "mine.py").write_text(source)
     said = refused(folder, "reward.name=mine.py:close")
@@ -151,26 +123,21 @@ def test_a_reward_that_cannot_be_loaded_is_found(folder: Path, kind: str) -> Non
     assert words in said
 
 
-def test_a_reward_inside_another_is_loaded_too(folder: Path) -> None:
-    (folder / "mine.py").write_text(REWARDS["not marked"][0])
+def test_a_reward_inside_another_is_loaded_too(folder):
+    (folder / "mine.py").write_text(UNMARKED)
     parts = "reward={name: weighted, args: {parts: [{name: math}, {name: 'mine.py:close'}]}, timeout_s: 10}"
     assert "is not marked" in refused(folder, parts)
 
 
-def test_a_reward_that_prints_and_leaves_a_thread_behind_is_valid(folder: Path) -> None:
-    (folder / "mine.py").write_text(
-        "import threading\nfrom reward_service.sdk import reward\n\nprint('hello')\n"
-        "threading.Thread(target=threading.Event().wait).start()\n\n"
-        "@reward\ndef close(given):\n    return 1.0\n"
-    )
+def test_a_reward_that_prints_and_leaves_a_thread_behind_is_valid(folder):
+    leaves = "print('hello')\nimport threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    (folder / "mine.py").write_text(leaves + MARKED)
     result = validate(folder, "reward.name=mine.py:close")
     assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_an_engine_without_its_environment_is_found_and_leaves_nothing_behind(
-    folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_without_its_environment_is_found_and_leaves_nothing_behind(folder, engine, monkeypatch):
     monkeypatch.setenv("AREAL_ASYNC_ENGINES", str(folder / "nowhere"))
     said = refused(folder, f"rollout.engine={engine}")
     assert f"has no Python environment with {engine}" in said
@@ -180,20 +147,14 @@ def test_an_engine_without_its_environment_is_found_and_leaves_nothing_behind(
     assert not (folder / "runs").exists()
 
 
-def test_a_gpu_that_is_not_there_is_found(folder: Path) -> None:
+def test_a_gpu_that_is_not_there_is_found(folder):
     import torch
 
     gpu = f"cuda:{torch.cuda.device_count()}"
     assert "trainer.device" in refused(folder, f"trainer.device={gpu}")
 
 
-def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder: Path) -> None:
+def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder):
     said = refused(folder, "model=Qwen/Qwen3-0.6B", "tasks.train=openai/gsm8k")
     assert "hf download NAME --local-dir DIR" in said
     assert "hf download NAME --repo-type dataset --local-dir DIR" in said
-
-
-def test_the_version_is_told() -> None:
-    result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.output) == (0, f"areal-async {areal_async.__version__}\n")
-    assert areal_async.__version__[0].isdigit()

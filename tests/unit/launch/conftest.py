@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from areal_async.config.job import JobConfig
+from areal_async.launch.folders import RunFolders, claim_folders
+from areal_async.runtime.process import kill_processes_of
 
 
 @pytest.fixture
@@ -26,3 +30,11 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     set_behaviour()
     return set_behaviour
+
+
+@pytest.fixture
+def folders(job: JobConfig) -> Iterator[RunFolders]:
+    """The folders of a run of the job; what is left of its processes is killed."""
+    folders = claim_folders(job, overwrite=False)
+    yield folders
+    kill_processes_of(folders.run_id)

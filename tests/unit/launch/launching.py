@@ -5,15 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from areal_async.config.job import JobConfig
+from areal_async.launch.lifecycle import Lifecycle
 from areal_async.launch.plan import MODULES
 from areal_async.runtime.context import ServicePlace
+from areal_async.runtime.process import RestartPolicy
 
 STAND_IN = dict.fromkeys(MODULES, "stand_in")
 NAMES = ("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator")
 ROLES = [name.partition("-")[0] for name in NAMES]
 PLACES = [ServicePlace(name, role, 0, MODULES[role], 0) for name, role in zip(NAMES, ROLES, strict=True)]
-Behave = Callable[[dict[str, str]], None]
-"""Has the stand-in services behave as told, by process name."""
+
+
+def changed(job: JobConfig, section: str, **fields: object) -> JobConfig:
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=fields)})
+
+
+def serving(*policy: RestartPolicy) -> Lifecycle:
+    """A lifecycle whose services all serve at time 0."""
+    life = Lifecycle(PLACES, 60.0, *policy)
+    life.begin(0.0)
+    for name in NAMES:
+        life.ready(name, 0.0)
+    return life
 
 
 def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:

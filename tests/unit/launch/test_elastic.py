@@ -1,37 +1,30 @@
 """Workers join and leave a run: the lifecycle, the choice of names, and the supervisor with its socket."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import signal
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.errors import RunError, RunFolderError
-from areal_async.launch.folders import RunFolders, claim_folders
-from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle, Phase
+from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle
 from areal_async.launch.plan import name_is_held, services_of, workers_to_change
 from areal_async.launch.runs import change_workers
 from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import RestartPolicy
-from tests.unit.launch.launching import STAND_IN, Behave, wait_for
+from tests.unit.launch.launching import STAND_IN, wait_for
 
 
-def worker(number: int) -> ServicePlace:
+def worker(number):
     return ServicePlace(f"rollout-{number}", "rollout", number, "rollout_service", 0)
 
 
-def life_of(job: JobConfig, restarts: int = 5, *, joined: bool = False) -> Lifecycle:
+def life_of(job, restarts=5, *, joined=False):
     """One whose services all serve at time 0; with `joined`, rollout-1 does since time 2."""
     life = Lifecycle(services_of(job), 60.0, RestartPolicy(restarts))
     life.begin(0.0)
@@ -43,7 +36,7 @@ def life_of(job: JobConfig, restarts: int = 5, *, joined: bool = False) -> Lifec
     return life
 
 
-def test_those_that_join_take_the_lowest_free_names_and_the_newest_leave_first() -> None:
+def test_those_that_join_take_the_lowest_free_names_and_the_newest_leave_first():
     joining, leaving = workers_to_change([worker(0)], 3, "m", {"rollout-0", "rollout-2"}.__contains__)
     assert [place.name for place in joining] == ["rollout-1", "rollout-3"]
     assert leaving == []
@@ -52,7 +45,7 @@ def test_those_that_join_take_the_lowest_free_names_and_the_newest_leave_first()
     assert [place.name for place in leaving] == ["rollout-1", "rollout-2"]
 
 
-def test_a_name_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
+def test_a_name_is_held_as_long_as_its_process_lives(tmp_path):
     with (tmp_path / "rollout-3.name").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert name_is_held(tmp_path, "rollout-3")
@@ -60,18 +53,7 @@ def test_a_name_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
     assert not name_is_held(tmp_path, "rollout-4")
 
 
-def test_one_that_joins_is_started_and_serves_like_any_other(job: JobConfig) -> None:
-    life = life_of(job)
-    assert life.join(worker(1), 5.0) == [Action("start", "rollout-1")]
-    assert not life.all_serve()
-    life.ready("rollout-1", 6.0)
-    assert life.all_serve()
-    life.exited("rollout-1", -9, 30.0)
-    assert life.states["rollout-1"].phase is Phase.RESTARTING
-    assert life.tick(30.0) == [Action("start", "rollout-1")]
-
-
-def test_one_that_joins_while_the_buffer_is_away_waits_for_it(job: JobConfig) -> None:
+def test_one_that_joins_while_the_buffer_is_away_waits_for_it(job):
     life = life_of(job)
     life.exited("buffer", -9, 5.0)
     assert life.join(worker(1), 5.1) == []
@@ -80,9 +62,7 @@ def test_one_that_joins_while_the_buffer_is_away_waits_for_it(job: JobConfig) ->
 
 
 @pytest.mark.parametrize(("status", "after_s"), [(1, 1.0), (-9, 1.0), (143, 62.0)])
-def test_one_that_joins_and_never_serves_does_not_take_the_job_along(
-    job: JobConfig, status: int, after_s: float
-) -> None:
+def test_one_that_joins_and_never_serves_does_not_take_the_job_along(job, status, after_s):
     life = life_of(job, restarts=0)
     life.join(worker(1), 5.0)
     late = [Action("terminate", "rollout-1")] if after_s > 60 else []
@@ -95,7 +75,7 @@ def test_one_that_joins_and_never_serves_does_not_take_the_job_along(
 
 
 @pytest.mark.parametrize("status", [0, 1, -9, 143])
-def test_a_drained_worker_is_not_started_again_however_it_ends(job: JobConfig, status: int) -> None:
+def test_a_drained_worker_is_not_started_again_however_it_ends(job, status):
     life = life_of(job, joined=True)
     assert life.leave("rollout-1", 30.0, 10.0) == []
     assert life.exited("rollout-1", status, 12.0) == []
@@ -104,7 +84,7 @@ def test_a_drained_worker_is_not_started_again_however_it_ends(job: JobConfig, s
     assert not life.stopping
 
 
-def test_a_drained_worker_that_stays_is_told_to_end_and_then_killed(job: JobConfig) -> None:
+def test_a_drained_worker_that_stays_is_told_to_end_and_then_killed(job):
     life = life_of(job, joined=True)
     life.leave("rollout-1", 30.0, 10.0)
     assert life.tick(39.9) == []
@@ -114,7 +94,7 @@ def test_a_drained_worker_that_stays_is_told_to_end_and_then_killed(job: JobConf
     assert life.tick(50.0) == []
 
 
-def test_a_worker_that_does_not_serve_leaves_at_once(job: JobConfig) -> None:
+def test_a_worker_that_does_not_serve_leaves_at_once(job):
     life = life_of(job)
     life.join(worker(1), 1.0)
     assert life.leave("rollout-1", 30.0, 2.0) == [Action("terminate", "rollout-1")]
@@ -123,21 +103,11 @@ def test_a_worker_that_does_not_serve_leaves_at_once(job: JobConfig) -> None:
     assert life.states["rollout-0"].gone
 
 
-@pytest.fixture
-def folders(job: JobConfig) -> RunFolders:
-    return claim_folders(job, overwrite=False)
-
-
-def drive(
-    job: JobConfig,
-    folders: RunFolders,
-    script: Callable[[Supervisor], None],
-    on_restart: Callable[[str, str], None] = lambda name, text: None,
-) -> Supervisor:
+def drive(job, folders, script, on_restart=lambda name, text: None):
     """Run the supervisor; `script` runs beside it, in a thread, once all serve. The run is then stopped."""
-    failures: list[BaseException] = []
+    failures = []
 
-    def follow() -> None:
+    def follow():
         try:
             script(supervisor)
         except BaseException as error:
@@ -146,7 +116,7 @@ def drive(
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=follow)
-    told: dict[str, Any] = {"on_serving": thread.start, "on_restart": on_restart}
+    told = {"on_serving": thread.start, "on_restart": on_restart}
     # The stand-in of the buffer does not answer.
     supervisor = Supervisor(job, folders, modules=STAND_IN, buffer_wait_s=0.2, **told)
     try:
@@ -160,15 +130,15 @@ def drive(
     return supervisor
 
 
-def watched(folders: RunFolders) -> set[str]:
+def watched(folders):
     return {entry["labels"]["process"] for entry in json.loads(folders.targets.read_text())}
 
 
-def test_workers_join_and_leave_a_run(job: JobConfig, folders: RunFolders, behave: Behave) -> None:
+def test_workers_join_and_leave_a_run(job, folders, behave):
     behave({"rollout-1": "drains"})
     first = {"buffer", "trainer", "reward", "rollout-0"}
 
-    def script(supervisor: Supervisor) -> None:
+    def script(supervisor):
         told = change_workers(folders.run_dir, ScaleWorkers(3, 1000))
         assert told.text == "started rollout-1, rollout-2"
         assert told.workers == ["rollout-0", "rollout-1", "rollout-2"]
@@ -201,10 +171,8 @@ def test_workers_join_and_leave_a_run(job: JobConfig, folders: RunFolders, behav
     assert resumed.rollout.workers == 2
 
 
-def test_what_makes_no_sense_is_refused_with_the_reason(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
-    def script(supervisor: Supervisor) -> None:
+def test_what_makes_no_sense_is_refused_with_the_reason(job, folders, behave):
+    def script(supervisor):
         for request, words in (
             (DrainWorker("rollout-5", 100), r"rollout-5 is no worker.*workers are rollout-0.*--outside"),
             (DrainWorker("trainer", 100), "trainer is no worker"),
@@ -222,13 +190,11 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
         change_workers(folders.run_dir, ScaleWorkers(2, 100))
 
 
-def test_a_worker_that_cannot_start_leaves_the_run_alone(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
+def test_a_worker_that_cannot_start_leaves_the_run_alone(job, folders, behave):
     behave({"rollout-1": "dies at start"})
-    told: list[str] = []
+    told = []
 
-    def script(supervisor: Supervisor) -> None:
+    def script(supervisor):
         change_workers(folders.run_dir, ScaleWorkers(2, 100))
         wait_for(lambda: told)
 

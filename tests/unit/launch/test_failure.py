@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +6,7 @@ from areal_async.launch.lifecycle import Ending
 from areal_async.launch.report import failure_text, last_lines, readable
 
 
-def test_the_paragraph_names_service_status_words_and_log(tmp_path: Path) -> None:
+def test_the_paragraph_names_service_status_words_and_log(tmp_path):
     log = tmp_path / "reward.log"
     record = {"time": "x", "level": "error", "event": "service failed", "message": "twice"}
     log.write_text(json.dumps(record) + "\nreward: rewards.py has no function far.\n")
@@ -33,13 +30,13 @@ def test_the_paragraph_names_service_status_words_and_log(tmp_path: Path) -> Non
         (Ending("did_not_end", "evaluator", lived_s=120), "The trained model is complete"),
     ],
 )
-def test_each_ending_says_what_to_do(tmp_path: Path, ending: Ending, says: str) -> None:
+def test_each_ending_says_what_to_do(tmp_path, ending, says):
     text = failure_text(ending, tmp_path / "absent.log")
     assert says in text
     assert "It said last: nothing." in text
 
 
-def test_structured_lines_are_put_in_words() -> None:
+def test_structured_lines_are_put_in_words():
     line = {"time": "t", "level": "warning", "job": "j", "process": "p", "event": "call slow", "ms": 3}
     assert readable(json.dumps(line)) == "warning: call slow ms=3"
     assert readable("plain ") == "plain"
@@ -48,7 +45,7 @@ def test_structured_lines_are_put_in_words() -> None:
     assert readable(json.dumps(failed)).endswith("ValueError: no")
 
 
-def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_a_large_log_is_read(tmp_path):
     log = tmp_path / "log"
     log.write_text("".join(f"line {i} {'x' * 1000}\n" for i in range(1000)))
     lines = last_lines(log)

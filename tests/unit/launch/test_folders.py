@@ -1,31 +1,24 @@
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.errors import RunFolderError
-from areal_async.launch.folders import RunFolders, claim_folders, describe_work, leftovers
+from areal_async.launch.folders import claim_folders, describe_work, leftovers
 from areal_async.runtime.context import SOCKET_PATH_LIMIT, short_socket_dir
 from areal_async.status.record import RunLog
+from tests.unit.launch.launching import changed
 
 
 @pytest.fixture
-def claimed(job: JobConfig, shm: Path) -> Iterator[RunFolders]:
+def claimed(job, shm):
     folders = claim_folders(job, overwrite=False, shm_root=shm)
     yield folders
     folders.release()
 
 
-def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_does(
-    job: JobConfig, shm: Path, tmp_path: Path
-) -> None:
-    disk = job.weights.model_copy(update={"channel": "disk", "directory": tmp_path / "nfs"})
-    job = job.model_copy(update={"weights": disk})
+def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_does(job, shm, tmp_path):
+    job = changed(job, "weights", channel="disk", directory=tmp_path / "nfs")
     root, other = tmp_path / "nfs" / job.job, tmp_path / "nfs" / "another" / "policy-e0-v1"
     other.mkdir(parents=True)
     for kept in (False, True):
@@ -42,16 +35,14 @@ def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_doe
     assert other.is_dir()
 
 
-def test_a_second_run_of_a_running_job_is_refused_with_its_pid(
-    job: JobConfig, shm: Path, claimed: RunFolders
-) -> None:
+def test_a_second_run_of_a_running_job_is_refused_with_its_pid(job, shm, claimed):
     with pytest.raises(RunFolderError, match=f"already running .process {os.getpid()} "):
         claim_folders(job, overwrite=True, shm_root=shm)
     assert claimed.shm_dir.exists()
 
 
 @pytest.mark.parametrize("entry", ["model/config.json", "checkpoints/a/b", "metrics.jsonl", "notes.txt"])
-def test_work_is_never_deleted_silently(job: JobConfig, shm: Path, entry: str) -> None:
+def test_work_is_never_deleted_silently(job, shm, entry):
     claim_folders(job, overwrite=False, shm_root=shm).release()
     kept = job.run_dir / "test" / entry
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +54,7 @@ def test_work_is_never_deleted_silently(job: JobConfig, shm: Path, entry: str) -
     assert not kept.exists()
 
 
-def test_a_run_that_did_nothing_is_simply_started_again(job: JobConfig, shm: Path) -> None:
+def test_a_run_that_did_nothing_is_simply_started_again(job, shm):
     folders = claim_folders(job, overwrite=False, shm_root=shm)
     (folders.logs / "buffer.log").write_text("died")
     with RunLog(folders.run_dir / "metrics.jsonl") as records:
@@ -81,7 +72,7 @@ def test_a_run_that_did_nothing_is_simply_started_again(job: JobConfig, shm: Pat
     again.release()
 
 
-def test_a_folder_that_no_run_made_is_never_touched(job: JobConfig, shm: Path) -> None:
+def test_a_folder_that_no_run_made_is_never_touched(job, shm):
     foreign = job.run_dir / "test"
     foreign.mkdir(parents=True)
     (foreign / "thesis.tex").write_text("years of work")
@@ -91,7 +82,7 @@ def test_a_folder_that_no_run_made_is_never_touched(job: JobConfig, shm: Path) -
     assert not (foreign / "run.lock").exists()
 
 
-def test_leftovers_of_a_dead_run_are_found_and_cleaned_by_the_next(job: JobConfig, shm: Path) -> None:
+def test_leftovers_of_a_dead_run_are_found_and_cleaned_by_the_next(job, shm):
     dead = claim_folders(job, overwrite=False, shm_root=shm)
     os.close(dead.lock_fd)  # as the kernel does when the supervisor is killed
     roots = [shm, dead.socket_dir.parent]
@@ -106,23 +97,21 @@ def test_leftovers_of_a_dead_run_are_found_and_cleaned_by_the_next(job: JobConfi
     again.release()
 
 
-def test_without_shared_memory_the_weights_go_through_a_temporary_folder(
-    job: JobConfig, tmp_path: Path
-) -> None:
+def test_without_shared_memory_the_weights_go_through_a_temporary_folder(job, tmp_path):
     folders = claim_folders(job, overwrite=False, shm_root=tmp_path / "absent")
     assert folders.shm_dir.is_dir()
     folders.release()
     assert not folders.shm_dir.exists()
 
 
-def test_a_run_dir_that_cannot_be_made_is_one_paragraph(job: JobConfig, shm: Path, tmp_path: Path) -> None:
+def test_a_run_dir_that_cannot_be_made_is_one_paragraph(job, shm, tmp_path):
     (tmp_path / "file").write_text("")
     blocked = job.model_copy(update={"run_dir": tmp_path / "file"})
     with pytest.raises(RunFolderError, match=r"cannot be used.*run_dir"):
         claim_folders(blocked, overwrite=False, shm_root=shm)
 
 
-def test_socket_paths_stay_below_the_kernel_limit(tmp_path: Path) -> None:
+def test_socket_paths_stay_below_the_kernel_limit(tmp_path):
     assert short_socket_dir(tmp_path / "s") == tmp_path / "s"
     long = tmp_path / ("d" * 100) / "s"
     short = short_socket_dir(long)

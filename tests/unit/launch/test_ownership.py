@@ -1,18 +1,13 @@
 """What is found under a name of ours may be another user's: it is not read, run, deleted or waited for."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from areal_async.config.errors import ConfigError
-from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders, leftovers
@@ -24,7 +19,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files
 MODE = 0o777
 
 
-def dead_run(job: JobConfig, shm: Path, victim: Path) -> Path:
+def dead_run(job, shm, victim):
     """The folder of a run whose supervisor is gone, and whose record names `victim` for deletion."""
     folders = claim_folders(job, overwrite=False, shm_root=shm)
     os.close(folders.lock_fd)
@@ -34,13 +29,13 @@ def dead_run(job: JobConfig, shm: Path, victim: Path) -> Path:
     return folders.run_dir
 
 
-def worth(folder: Path) -> Path:
+def worth(folder):
     folder.mkdir()
     (folder / "thesis").write_text("years of work")
     return folder
 
 
-def give_away(path: Path) -> None:
+def give_away(path):
     os.chown(path, STRANGER, STRANGER)
 
 
@@ -53,8 +48,8 @@ def give_away(path: Path) -> None:
     ],
 )
 def test_what_another_user_made_or_may_change_is_neither_run_in_nor_believed(
-    job: JobConfig, shm: Path, tmp_path: Path, what: str, spoil: Callable[[Path], None], words: str
-) -> None:
+    job, shm, tmp_path, what, spoil, words
+):
     victim = worth(tmp_path / f"areal-{os.getuid()}-mine")
     run_dir = dead_run(job, shm, victim)
     spoil(run_dir / what)
@@ -71,18 +66,14 @@ def test_what_another_user_made_or_may_change_is_neither_run_in_nor_believed(
 
 
 @pytest.mark.parametrize("name", ["areal-notes", f"areal-{os.getuid() + 1}-x"])
-def test_only_volatile_folders_of_this_user_are_deleted_after_a_dead_run(
-    job: JobConfig, shm: Path, tmp_path: Path, name: str
-) -> None:
+def test_only_volatile_folders_of_this_user_are_deleted_after_a_dead_run(job, shm, tmp_path, name):
     victim = worth(tmp_path / name)
     dead_run(job, shm, victim)
     claim_folders(job, overwrite=True, shm_root=shm).release()
     assert (victim / "thesis").exists()
 
 
-def test_no_link_is_followed_to_what_a_dead_run_is_said_to_have_left(
-    job: JobConfig, shm: Path, tmp_path: Path
-) -> None:
+def test_no_link_is_followed_to_what_a_dead_run_is_said_to_have_left(job, shm, tmp_path):
     victim = worth(tmp_path / "elsewhere")
     link = tmp_path / f"areal-{os.getuid()}-x"
     link.symlink_to(victim)
@@ -91,7 +82,7 @@ def test_no_link_is_followed_to_what_a_dead_run_is_said_to_have_left(
     assert (victim / "thesis").exists()
 
 
-def test_a_run_is_closed_to_others_from_the_start_whatever_the_umask(job: JobConfig, shm: Path) -> None:
+def test_a_run_is_closed_to_others_from_the_start_whatever_the_umask(job, shm):
     before = os.umask(0)
     try:
         folders = claim_folders(job, overwrite=False, shm_root=shm)
@@ -103,7 +94,7 @@ def test_a_run_is_closed_to_others_from_the_start_whatever_the_umask(job: JobCon
     folders.release()
 
 
-def test_an_open_run_folder_of_ours_is_closed_before_it_is_used(job: JobConfig, shm: Path) -> None:
+def test_an_open_run_folder_of_ours_is_closed_before_it_is_used(job, shm):
     run_dir = job.run_dir / "test"
     run_dir.mkdir(parents=True)
     run_dir.chmod(MODE)
@@ -111,12 +102,12 @@ def test_an_open_run_folder_of_ours_is_closed_before_it_is_used(job: JobConfig, 
     assert run_dir.stat().st_mode & MODE == 0o700
 
 
-def pipes(folder: Path, name: str) -> Path:
+def pipes(folder, name):
     os.mkfifo(folder / name)
     return folder / name
 
 
-def test_a_pipe_in_place_of_a_record_is_not_waited_for(job: JobConfig, shm: Path, tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(job, shm, tmp_path):
     left = shm / f"areal-{os.getuid()}-x-shm"
     left.mkdir(mode=0o700)
     pipes(left, "owner.json")
@@ -130,7 +121,7 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(job: JobConfig, shm: Path
 
 
 @as_root
-def test_folders_of_another_user_under_our_name_are_no_leftovers(shm: Path) -> None:
+def test_folders_of_another_user_under_our_name_are_no_leftovers(shm):
     left = shm / f"areal-{os.getuid()}-x-shm"
     left.mkdir(mode=0o700)
     (left / "owner.json").write_text(json.dumps({"pid": 1, "created_s": 1.0, "job": "x"}))
@@ -140,7 +131,7 @@ def test_folders_of_another_user_under_our_name_are_no_leftovers(shm: Path) -> N
 
 
 @pytest.mark.parametrize("what", ["reward", "workflow", "tasks"])
-def test_a_pipe_that_a_job_names_is_a_mistake_and_not_waited_for(tmp_path: Path, what: str) -> None:
+def test_a_pipe_that_a_job_names_is_a_mistake_and_not_waited_for(tmp_path, what):
     files = {"reward": "r.py", "workflow": "w.py", "tasks": "t.jsonl"}
     (tmp_path / "r.py").write_text("def score(given): return 1.0\n")
     (tmp_path / "w.py").write_text("async def play(ctx, task): ...\n")
@@ -155,7 +146,7 @@ def test_a_pipe_that_a_job_names_is_a_mistake_and_not_waited_for(tmp_path: Path,
         load_job(tmp_path / "job.yaml")
 
 
-def test_doctor_is_not_stopped_by_a_pipe_named_like_a_leftover(tmp_path: Path) -> None:
+def test_doctor_is_not_stopped_by_a_pipe_named_like_a_leftover(tmp_path):
     folder = tmp_path / f"areal-{os.getuid()}-0badcafe"
     folder.mkdir(mode=0o700)
     pipes(folder, "owner.json")

@@ -1,10 +1,7 @@
 """Finding a run to look into, and which runs can be gone on with, as which job."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -19,7 +16,7 @@ from areal_async.runtime.context import RunPlaces
 
 
 @pytest.fixture
-def job_file(tmp_path: Path) -> Path:
+def job_file(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -33,7 +30,7 @@ def job_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_dir(job_file: Path, tmp_path: Path) -> Path:
+def run_dir(job_file, tmp_path):
     """The folder of a run that was killed after a step."""
     job = load_job(job_file)
     folders = claim_folders(job, overwrite=False, shm_root=tmp_path / "no-shm")
@@ -43,20 +40,20 @@ def run_dir(job_file: Path, tmp_path: Path) -> Path:
     return folders.run_dir
 
 
-def test_a_run_is_found_by_its_folder_and_by_its_job_file(job_file: Path, run_dir: Path) -> None:
+def test_a_run_is_found_by_its_folder_and_by_its_job_file(job_file, run_dir):
     run = find_run(run_dir)
     assert (run.folder, run.job.job, run.alive) == (run_dir, "sums", False)
     assert find_run(job_file).folder == run_dir
     assert job_to_resume(run_dir) == job_to_resume(job_file) == load_job(job_file)
 
 
-def test_a_run_is_found_when_what_its_job_names_is_gone(job_file: Path, run_dir: Path) -> None:
+def test_a_run_is_found_when_what_its_job_names_is_gone(job_file, run_dir):
     (job_file.parent / "train.jsonl").unlink()
     (job_file.parent / "model" / "config.json").unlink()
     assert find_run(run_dir).folder == find_run(job_file).folder == run_dir
 
 
-def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(run_dir: Path) -> None:
+def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(run_dir):
     process = psutil.Process()
     record = {"pid": os.getpid(), "created_s": process.create_time()}
     (run_dir / "run.lock").write_text(json.dumps(record))
@@ -64,13 +61,12 @@ def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(run_dir
     places = RunPlaces("r", 1, str(run_dir), "s", "m", "ipc://s/buffer", "ipc://s/weights", [], job)
     (run_dir / "context.json").write_bytes(msgspec.json.encode(places))
     run = find_run(run_dir)
-    assert run.places is not None
     assert run.places.buffer_endpoint == "ipc://s/buffer"
     (run_dir / "run.lock").write_text(json.dumps(record | {"created_s": 1.0}))
     assert not find_run(run_dir).alive, "another process has the supervisor's number"
 
 
-def test_overrides_are_checked_against_the_recorded_job(run_dir: Path) -> None:
+def test_overrides_are_checked_against_the_recorded_job(run_dir):
     assert find_run(run_dir, ["trainer.optimizer.lr=0.5"]).job.trainer.optimizer.lr == 0.5
     with pytest.raises(ConfigError, match=r"Did you mean trainer\.optimizer\.lr"):
         find_run(run_dir, ["trainer.lr=1"])
@@ -83,31 +79,31 @@ def test_overrides_are_checked_against_the_recorded_job(run_dir: Path) -> None:
         ("runs", "is not the folder of a run. The runs in it are: sums"),
     ],
 )
-def test_a_name_that_is_no_run_is_refused_with_those_that_are(run_dir: Path, name: str, words: str) -> None:
+def test_a_name_that_is_no_run_is_refused_with_those_that_are(run_dir, name, words):
     with pytest.raises(RunFolderError, match=words):
         find_run(run_dir.parents[1] / name)
 
 
-def test_a_job_that_has_not_been_run_is_refused(tmp_path: Path) -> None:
+def test_a_job_that_has_not_been_run_is_refused(tmp_path):
     (tmp_path / "job.yaml").write_text("job: new\nmodel: gone\ntasks: {train: gone.jsonl}\n")
     with pytest.raises(RunFolderError, match="this job has not been run"):
         find_run(tmp_path / "job.yaml")
 
 
-def test_a_job_without_a_buffer_is_refused(job_file: Path, run_dir: Path) -> None:
+def test_a_job_without_a_buffer_is_refused(job_file, run_dir):
     job = load_job(job_file).model_copy(update={"kind": "sft"})
     (run_dir / "job.yaml").write_text(dump_job(job))
     with pytest.raises(RunFolderError, match="kind sft, which has no buffer"):
         find_run(run_dir)
 
 
-def test_the_recorded_job_is_run_not_what_the_file_says_now(job_file: Path, run_dir: Path) -> None:
+def test_the_recorded_job_is_run_not_what_the_file_says_now(job_file, run_dir):
     job_file.write_text(job_file.read_text().replace("max_staleness: 2", "max_staleness: 7"))
     assert job_to_resume(job_file).buffer.max_staleness == 2
     assert job_to_resume(job_file, ["buffer.max_staleness=3"]).buffer.max_staleness == 3
 
 
-def test_a_run_that_runs_is_not_resumed(job_file: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_that_runs_is_not_resumed(job_file, run_dir, tmp_path):
     folders = claim_folders(load_job(job_file), overwrite=False, resume=True, shm_root=tmp_path / "no-shm")
     try:
         with pytest.raises(RunFolderError, match="already running"):
@@ -116,7 +112,7 @@ def test_a_run_that_runs_is_not_resumed(job_file: Path, run_dir: Path, tmp_path:
         folders.release()
 
 
-def test_a_folder_that_was_moved_is_where_it_is(run_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_that_was_moved_is_where_it_is(run_dir, tmp_path):
     moved = tmp_path / "elsewhere" / "sums"
     moved.parent.mkdir()
     run_dir.rename(moved)
@@ -124,12 +120,12 @@ def test_a_folder_that_was_moved_is_where_it_is(run_dir: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("override", ["seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z"])
-def test_what_batches_depend_on_cannot_be_changed(run_dir: Path, override: str) -> None:
+def test_what_batches_depend_on_cannot_be_changed(run_dir, override):
     with pytest.raises(RunFolderError, match="cannot be changed on resume"):
         job_to_resume(run_dir, [override])
 
 
-def test_nothing_to_resume_is_said_with_what_to_do(job_file: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_nothing_to_resume_is_said_with_what_to_do(job_file, run_dir, tmp_path):
     (run_dir / "metrics.jsonl").write_text("")
     with pytest.raises(RunFolderError, match=r"(?s)before it had done anything.*areal-async run"):
         job_to_resume(job_file)
@@ -148,7 +144,7 @@ def test_nothing_to_resume_is_said_with_what_to_do(job_file: Path, run_dir: Path
         job_to_resume(job_file)
 
 
-def test_what_an_earlier_run_left_stays(run_dir: Path, tmp_path: Path) -> None:
+def test_what_an_earlier_run_left_stays(run_dir, tmp_path):
     job = job_to_resume(run_dir)
     folders = claim_folders(job, overwrite=False, resume=True, shm_root=tmp_path / "no-shm")
     assert (run_dir / "metrics.jsonl").read_text() != ""

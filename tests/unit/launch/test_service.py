@@ -1,28 +1,22 @@
 """What a service process promises, shown on stand-ins started by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.errors import EndpointError
 from areal_async.launch.plan import ready_limit_s, services_of
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import RunPlaces, ServiceContext
+from tests.unit.launch.launching import changed
 
-Start = Callable[..., subprocess.Popen[str]]
 
-
-def write_context(job: JobConfig, folder: Path) -> Path:
+def write_context(job, folder):
     places = RunPlaces(
         run_id="x",
         supervisor_pid=os.getpid(),
@@ -39,22 +33,19 @@ def write_context(job: JobConfig, folder: Path) -> Path:
 
 
 @pytest.fixture
-def start(job: JobConfig, tmp_path: Path, behave: Callable[..., None]) -> Iterator[Start]:
+def start(job, tmp_path, behave):
     """Start the stand-in `reward` with a behaviour; its folders are below tmp_path."""
     for name in ("run", "shm"):
         (tmp_path / name).mkdir()
     write_context(job, tmp_path)
     RunSecret.make(tmp_path)
-    processes: list[subprocess.Popen[str]] = []
+    processes = []
 
-    def start_one(behaviour: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
+    def start_one(behaviour, *arguments, **options):
         behave({"reward": behaviour})
         command = [sys.executable, "-m", "stand_in", "--context", str(tmp_path / "context.json")]
         process = subprocess.Popen(
-            [*command, "--name", "reward", *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-            **options,  # type: ignore[call-overload]
+            [*command, "--name", "reward", *arguments], stderr=subprocess.PIPE, text=True, **options
         )
         processes.append(process)
         return process
@@ -65,16 +56,15 @@ def start(job: JobConfig, tmp_path: Path, behave: Callable[..., None]) -> Iterat
         process.communicate()
 
 
-def until_logged(process: subprocess.Popen[str], event: str) -> dict[str, object]:
-    assert process.stderr is not None
+def until_logged(process, event):
     for line in process.stderr:
         if line.startswith("{") and (record := json.loads(line))["event"] == event:
-            return record  # type: ignore[no-any-return]
+            return record
     raise AssertionError(f"never logged {event!r}")
 
 
 @pytest.mark.parametrize("behaviour", ["serve", "blocks in native code"])
-def test_sigterm_ends_a_service_in_order(start: Start, behaviour: str) -> None:
+def test_sigterm_ends_a_service_in_order(start, behaviour):
     process = start(behaviour)
     until_logged(process, "service starts")
     process.send_signal(signal.SIGTERM)
@@ -89,8 +79,8 @@ def test_sigterm_ends_a_service_in_order(start: Start, behaviour: str) -> None:
     ],
 )
 def test_an_error_of_ours_is_one_paragraph_and_any_other_shows_where_it_came_from(
-    start: Start, behaviour: str, traced: bool, last: str
-) -> None:
+    start, behaviour, traced, last
+):
     process = start(behaviour)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -98,7 +88,7 @@ def test_an_error_of_ours_is_one_paragraph_and_any_other_shows_where_it_came_fro
     assert text.splitlines()[-1] == last
 
 
-def test_a_second_ctrl_c_by_hand_ends_it_at_once(start: Start) -> None:
+def test_a_second_ctrl_c_by_hand_ends_it_at_once(start):
     process = start("ignores stop")
     until_logged(process, "service starts")
     process.send_signal(signal.SIGINT)
@@ -107,7 +97,7 @@ def test_a_second_ctrl_c_by_hand_ends_it_at_once(start: Start) -> None:
     assert process.wait(timeout=60) == 130
 
 
-def test_readiness_is_told_once_through_the_descriptor(start: Start) -> None:
+def test_readiness_is_told_once_through_the_descriptor(start):
     read_fd, write_fd = os.pipe()
     process = start("serve", "--ready-fd", str(write_fd), pass_fds=(write_fd,))
     os.close(write_fd)
@@ -118,9 +108,8 @@ def test_readiness_is_told_once_through_the_descriptor(start: Start) -> None:
     assert report["metrics_port"] > 0
 
 
-def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Path) -> None:
-    weights = job.weights.model_copy(update={"nodes": {"rollout-7": "gpu-7"}})
-    job = job.model_copy(update={"weights": weights})
+def test_a_context_file_gives_each_service_its_own(job, tmp_path):
+    job = changed(job, "weights", nodes={"rollout-7": "gpu-7"})
     path = write_context(job, tmp_path)
     with pytest.raises(EndpointError, match="secret of the run"):
         ServiceContext.load(path, "rollout-0")
@@ -140,8 +129,7 @@ def test_a_context_file_gives_each_service_its_own(job: JobConfig, tmp_path: Pat
     assert ServiceContext.load(path, "rollout-far-away").index == 0
 
 
-def test_a_server_of_an_engine_may_take_its_own_time_to_serve(job: JobConfig) -> None:
+def test_a_server_of_an_engine_may_take_its_own_time_to_serve(job):
     assert ready_limit_s(job) == 60
     server = job.rollout.server.model_copy(update={"ready_s": 900})
-    rollout = job.rollout.model_copy(update={"engine": "vllm", "server": server})
-    assert ready_limit_s(job.model_copy(update={"rollout": rollout})) == 960
+    assert ready_limit_s(changed(job, "rollout", engine="vllm", server=server)) == 960

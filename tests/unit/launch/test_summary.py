@@ -1,10 +1,5 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.launch.report import summarise
 from areal_async.rpc.messages import BufferStats, PolicyStats
 
@@ -14,7 +9,7 @@ PROMISED = (
 )
 
 
-def step_record(step: int, **changes: Any) -> dict[str, Any]:
+def step_record(step, **changes):
     record = {"kind": "step", "step": step, "version": step + 1, "time_s": 1000.0 + 2 * step}
     figures = {"reward_mean": 0.4 + 0.01 * step, "tokens": 500, "episodes": 10, "step_s": 2.0, "busy_s": 1.5}
     return record | figures | {"staleness_max": 3, "share_stale": 0.5} | changes
@@ -31,7 +26,7 @@ STATS = BufferStats(
 )
 
 
-def test_a_whole_run_in_numbers(job: JobConfig) -> None:
+def test_a_whole_run_in_numbers(job):
     records = [step_record(step) for step in range(20)]
     records[3] = step_record(3, share_stale=1.0, episodes=30)
     records += [
@@ -52,31 +47,31 @@ def test_a_whole_run_in_numbers(job: JobConfig) -> None:
     assert summary["held_out"] == "accuracy"
 
 
-def test_what_is_not_known_is_none(job: JobConfig) -> None:
+def test_what_is_not_known_is_none(job):
     summary = summarise(job, [])
     known = {"steps": 0, "wall_s": 0, "max_staleness_bound": 4}
     assert {name: summary[name] for name in PROMISED.split() if summary[name] is not None} == known
 
 
-def test_without_the_buffer_the_records_still_count(job: JobConfig) -> None:
+def test_without_the_buffer_the_records_still_count(job):
     summary = summarise(job, [step_record(0), step_record(1)])
     assert summary["episodes_trained"] == 20
     assert summary["max_staleness_seen"] == 3
     assert summary["episodes_dropped"] is None
 
 
-def test_a_supervised_run(job: JobConfig) -> None:
+def test_a_supervised_run(job):
     records = [{"kind": "sft", "step": 0, "accuracy": 0.0}, {"kind": "sft", "step": 10, "accuracy": 0.38}]
     summary = summarise(job.model_copy(update={"kind": "sft"}), records)
     assert (summary["accuracy_start"], summary["accuracy_end"], summary["steps"]) == (0.0, 0.38, 10)
     assert summary["max_staleness_seen"] is None
 
 
-def test_the_last_evaluation_and_self_check_are_kept(job: JobConfig) -> None:
-    def check(n: int) -> dict[str, Any]:
+def test_the_last_evaluation_and_self_check_are_kept(job):
+    def check(n):
         return {"kind": "self_check", "passed": True, "engine": "local", "n": n, "max": 0.5, "mean": 0.1}
 
-    def evaluation(version: int, **figures: Any) -> dict[str, Any]:
+    def evaluation(version, **figures):
         return {"kind": "evaluation", "version": version, "accuracy": 0.2, "samples": 4} | figures
 
     early = evaluation(0, mean=[0.2, 0.1, 0.3], best=[0.4, 0.3, 0.5], maj=[0.3, 0.2, 0.4], unscored=0)
@@ -90,9 +85,9 @@ def test_the_last_evaluation_and_self_check_are_kept(job: JobConfig) -> None:
     assert nothing["accuracy_interval"] is nothing["self_check"] is nothing["best_end"] is None
 
 
-def test_a_summary_covers_all_lives_of_a_run(job: JobConfig) -> None:
+def test_a_summary_covers_all_lives_of_a_run(job):
     """One that was interrupted, one whose supervisor was killed, and one that finished."""
-    records: list[dict[str, Any]] = [
+    records = [
         {"kind": "start", "time_s": 900.0},
         {"kind": "evaluation", "version": 0, "accuracy": 0.2, "partial_credit": False, "time_s": 950.0},
         *(step_record(step) for step in range(10)),

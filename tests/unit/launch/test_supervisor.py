@@ -1,36 +1,23 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from areal_async.config.job import JobConfig, RedisLoginSection
-from areal_async.launch.folders import RunFolders, claim_folders
+from areal_async.config.job import RedisLoginSection
+from areal_async.launch.folders import claim_folders
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
-from areal_async.runtime.process import kill_processes_of, service_environment
+from areal_async.runtime.process import service_environment
 from tests.processes import processes_of
-from tests.unit.launch.launching import STAND_IN, Behave, wait_for
+from tests.unit.launch.launching import STAND_IN, changed, wait_for
 
 
-@pytest.fixture
-def folders(job: JobConfig) -> Iterator[RunFolders]:
-    folders = claim_folders(job, overwrite=False)
-    yield folders
-    kill_processes_of(folders.run_id)
-
-
-def supervise(
-    job: JobConfig, folders: RunFolders, on_serving: Callable[[], None] = lambda: None
-) -> tuple[Ending, Supervisor]:
+def supervise(job, folders, on_serving=lambda: None):
     supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=on_serving)
     try:
         ending = supervisor.run()
@@ -40,7 +27,7 @@ def supervise(
     return ending, supervisor
 
 
-def assert_nothing_is_left(folders: RunFolders) -> None:
+def assert_nothing_is_left(folders):
     assert processes_of(folders.run_id) == []
     assert not folders.socket_dir.exists()
     assert not folders.shm_dir.exists()
@@ -48,10 +35,10 @@ def assert_nothing_is_left(folders: RunFolders) -> None:
 
 
 def test_all_serve_before_their_endpoints_are_named_and_the_run_ends_once_the_trainer_is_done(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
+    job, folders, behave
+):
     behave({"trainer": "finishes"})
-    seen: list[dict[str, Any]] = []
+    seen = []
     ending, _ = supervise(job, folders, lambda: seen.extend(json.loads(folders.targets.read_text())))
     assert ending == Ending("finished")
     names = ["buffer", "trainer", "reward", "rollout-0"]
@@ -70,9 +57,7 @@ def test_all_serve_before_their_endpoints_are_named_and_the_run_ends_once_the_tr
         ("ends by itself", 0, "no service may before the trainer is done"),
     ],
 )
-def test_a_death_ends_the_run_and_names_the_service(
-    job: JobConfig, folders: RunFolders, behave: Behave, behaviour: str, status: int, said: str
-) -> None:
+def test_a_death_ends_the_run_and_names_the_service(job, folders, behave, behaviour, status, said):
     behave({"reward": behaviour})
     ending, _ = supervise(job, folders)
     assert (ending.kind, ending.culprit, ending.status) == ("died", "reward", status)
@@ -82,33 +67,25 @@ def test_a_death_ends_the_run_and_names_the_service(
     assert "logs/reward.log" in text
 
 
-def test_a_service_that_is_started_again_knows_that_it_has_served(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
+def test_a_service_that_is_started_again_knows_that_it_has_served(job, folders, behave):
     behave({"reward": "killed once", "trainer": "waits for the next"})
-    often = job.model_copy(update={"supervisor": job.supervisor.model_copy(update={"restarts": 2})})
-    assert supervise(often, folders)[0].kind == "finished"
+    assert supervise(changed(job, "supervisor", restarts=2), folders)[0].kind == "finished"
 
 
-def test_a_service_that_never_serves_ends_the_run(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
+def test_a_service_that_never_serves_ends_the_run(job, folders, behave):
     behave({"buffer": "never ready"})
-    quick = job.model_copy(update={"supervisor": job.supervisor.model_copy(update={"ready_s": 2.0})})
-    ending, supervisor = supervise(quick, folders)
+    ending, supervisor = supervise(changed(job, "supervisor", ready_s=2.0), folders)
     assert (ending.kind, ending.culprit) == ("not_ready", "buffer")
     assert list(supervisor.children) == ["buffer"]
     assert "supervisor.ready_s" in failure_text(ending, folders.logs / "buffer.log")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_everything_and_its_repetitions_count_once(
-    job: JobConfig, folders: RunFolders, behave: Behave, number: signal.Signals
-) -> None:
+def test_an_interrupt_ends_everything_and_its_repetitions_count_once(job, folders, behave, number):
     behave({"rollout-0": "leaves helpers", "trainer": "blocks in native code"})
     before = signal.getsignal(number)
 
-    def interrupt() -> None:
+    def interrupt():
         for _ in range(3):
             os.kill(os.getpid(), number)
 
@@ -118,9 +95,7 @@ def test_an_interrupt_ends_everything_and_its_repetitions_count_once(
     assert (folders.run_dir / "order").read_text().split()[-1] == "buffer"
 
 
-def test_services_that_ignore_the_stop_are_cancelled_or_killed(
-    job: JobConfig, folders: RunFolders, behave: Behave
-) -> None:
+def test_services_that_ignore_the_stop_are_cancelled_or_killed(job, folders, behave):
     behave({"buffer": "ignores SIGTERM", "reward": "ignores SIGTERM", "rollout-0": "ignores stop"})
     ending, _ = supervise(job, folders, on_serving=lambda: os.kill(os.getpid(), signal.SIGINT))
     assert ending == Ending("interrupted")
@@ -128,7 +103,7 @@ def test_services_that_ignore_the_stop_are_cancelled_or_killed(
     assert "cancelled" in (folders.logs / "rollout-0.log").read_text()
 
 
-def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave: Behave) -> None:
+def test_a_second_interrupt_kills_at_once(tmp_path, job, behave):
     behave({"trainer": "ignores SIGTERM"})
     run = start_run(tmp_path, job, same_interrupt_s=0.0)
     wait_for(lambda: (tmp_path / "serving").exists())
@@ -141,9 +116,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path, job: JobConfig, behave
     assert volatile_folders(job) == []
 
 
-def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
-    tmp_path: Path, job: JobConfig, behave: Behave
-) -> None:
+def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(tmp_path, job, behave):
     behave({"trainer": "leaves helpers", "reward": "ignores SIGTERM"})
     run = start_run(tmp_path, job)
     wait_for(lambda: (tmp_path / "serving").exists())
@@ -162,7 +135,7 @@ def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(
     assert volatile_folders(job) == []
 
 
-def start_run(tmp_path: Path, job: JobConfig, same_interrupt_s: float = 0.5) -> subprocess.Popen[bytes]:
+def start_run(tmp_path, job, same_interrupt_s=0.5):
     """A supervisor in a process of its own, which makes the file `serving` once all serve."""
     script = (
         "import sys; from pathlib import Path\n"
@@ -180,7 +153,7 @@ def start_run(tmp_path: Path, job: JobConfig, same_interrupt_s: float = 0.5) -> 
     return subprocess.Popen([sys.executable, "-c", script, *arguments])
 
 
-def volatile_folders(job: JobConfig) -> list[Path]:
+def volatile_folders(job):
     record = (job.run_dir / job.job / "run.lock").read_text()
     if not record:
         return []
@@ -188,18 +161,15 @@ def volatile_folders(job: JobConfig) -> list[Path]:
     return [path for name in ("socket_dir", "shm_dir") if (path := Path(places[name])).exists()]
 
 
-def test_a_password_for_redis_reaches_the_buffer_alone(
-    job: JobConfig, folders: RunFolders, behave: Behave, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_for_redis_reaches_the_buffer_alone(job, folders, behave, monkeypatch):
     """Reward and workflow code is a user's."""
     monkeypatch.setenv("OUR_REDIS_PASSWORD", "hunter2")
     login = RedisLoginSection(password_env="OUR_REDIS_PASSWORD")
-    buffer = job.buffer.model_copy(update={"redis": "redis://user@127.0.0.1", "redis_login": login})
-    job = job.model_copy(update={"buffer": buffer})
+    job = changed(job, "buffer", redis="redis://user@127.0.0.1", redis_login=login)
     behave({})
     knowing = []
 
-    def look() -> None:
+    def look():
         for process in processes_of(folders.run_id):
             if "hunter2" in process.environ().values():
                 knowing.append(process.cmdline()[process.cmdline().index("--name") + 1])
@@ -211,9 +181,7 @@ def test_a_password_for_redis_reaches_the_buffer_alone(
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
 
 
-def test_a_service_spreads_its_memory_over_two_arenas_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_service_spreads_its_memory_over_two_arenas_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == "2"
     monkeypatch.setenv("MALLOC_ARENA_MAX", "7")

@@ -29,10 +29,6 @@ def test_every_ground_truth_is_the_answer(files):
         assert eval(task.prompt.removesuffix("=")) == int(task.ground_truth)  # our own two-digit sums
 
 
-def test_the_split_is_a_function_of_the_seed():
-    assert split_problems(1, 100) == split_problems(1, 100) != split_problems(2, 100)
-
-
 def test_the_tokenizer_gives_one_token_a_character_and_back(files):
     tokenizer = AutoTokenizer.from_pretrained(files / "base")
     text = Sum(12, 34).prompt + "-22"
@@ -41,7 +37,8 @@ def test_the_tokenizer_gives_one_token_a_character_and_back(files):
     assert tokenizer.decode(ids) == text
 
 
-def test_the_model_is_a_function_of_the_seed_and_covers_the_vocabulary(files, tmp_path):
+def test_split_and_model_are_functions_of_the_seed_and_the_model_covers_the_vocabulary(files, tmp_path):
+    assert split_problems(1, 100) == split_problems(1, 100) != split_problems(2, 100)
     prepare(tmp_path, seed=7)
     first, second = (AutoModelForCausalLM.from_pretrained(path / "base") for path in (files, tmp_path))
     assert all((a == b).all() for a, b in zip(first.parameters(), second.parameters(), strict=True))

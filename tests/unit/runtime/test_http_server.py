@@ -11,7 +11,6 @@ import struct
 
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
@@ -31,28 +30,22 @@ class App:
         self.release = asyncio.Event()
         self.held = 0
         self.bodies = 0
-        self.app = Starlette(
-            routes=[
-                Route("/", self.root),
-                Route("/held", self.hold),
-                Route("/big", self.big),
-                Route("/body", self.body, methods=["POST"]),
-                Route("/fail", self.fail),
-            ]
-        )
+        got = {"/": self.root, "/held": self.hold, "/big": self.big, "/fail": self.fail}
+        routes = [Route(path, answer) for path, answer in got.items()]
+        self.app = Starlette(routes=[*routes, Route("/body", self.body, methods=["POST"])])
 
-    async def root(self, request: Request):
+    async def root(self, request):
         return PlainTextResponse("fine")
 
-    async def hold(self, request: Request):
+    async def hold(self, request):
         self.held += 1
         await self.release.wait()
         return PlainTextResponse("held")
 
-    async def big(self, request: Request):
+    async def big(self, request):
         return PlainTextResponse(b"x" * BIG)
 
-    async def body(self, request: Request):
+    async def body(self, request):
         try:
             body = await read_body(request, 1 << 20)
         except BodyTooLong:
@@ -64,7 +57,7 @@ class App:
             await self.release.wait()
         return PlainTextResponse(str(len(body)))
 
-    async def fail(self, request: Request):
+    async def fail(self, request):
         raise ValueError("no answer to this")
 
 

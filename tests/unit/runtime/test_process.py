@@ -1,13 +1,10 @@
 """What the kit for child processes promises, with real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -29,35 +26,35 @@ WITH_HELPER = (
 )
 
 
-def python(code: str, *arguments: str) -> list[str]:
+def python(code, *arguments):
     return [sys.executable, "-c", code, *arguments]
 
 
-async def ended(child: ChildProcess) -> int:
+async def ended(child):
     return await asyncio.wait_for(child.wait(), 30.0)
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
     ("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
 )
-async def test_the_exit_status_is_that_of_the_command(code: str, status: int) -> None:
+async def test_the_exit_status_is_that_of_the_command(code, status):
     child = ChildProcess(python(code))
     assert await ended(child) == status
     assert child.poll() == status
     assert not child.alive
 
 
-async def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
+async def test_a_command_that_does_not_exist_says_so(tmp_path):
     child = ChildProcess([str(tmp_path / "nothing")], output=tmp_path / "log")
     assert await ended(child) == 127
     assert "nothing cannot be started" in (tmp_path / "log").read_text()
 
 
-async def test_a_child_gets_what_it_is_given_and_its_output_is_kept(tmp_path: Path) -> None:
+async def test_a_child_gets_what_it_is_given_and_its_output_is_kept(tmp_path):
     code = "import os, sys; print(sys.stdin.read() + os.environ['COLOUR'])"
     (tmp_path / "log").write_text("before\n")
     child = ChildProcess(
@@ -67,7 +64,7 @@ async def test_a_child_gets_what_it_is_given_and_its_output_is_kept(tmp_path: Pa
     assert (tmp_path / "log").read_text() == "before\ndark blue\n"
 
 
-def test_a_child_tells_once_that_it_is_ready() -> None:
+def test_a_child_tells_once_that_it_is_ready():
     code = "import os, sys, time; os.write(int(sys.argv[2]), b'{\"port\": 7}\\n'); time.sleep(600)"
     child = ChildProcess(python(code), ready_option="--ready-fd")
     try:
@@ -78,9 +75,10 @@ def test_a_child_tells_once_that_it_is_ready() -> None:
         child.close()
 
 
-async def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
-    child = ChildProcess(python(WITH_HELPER), output=tmp_path / "log")
-    assert await ended(child) == 0
+@pytest.mark.parametrize("guard", [{}, {"on_orphaned": "kill_group"}], ids=["plain", "guarded"])
+async def test_what_a_child_started_ends_with_it_and_the_status_is_its_own(tmp_path, guard):
+    child = ChildProcess(python(WITH_HELPER + "raise SystemExit(5)"), output=tmp_path / "log", **guard)
+    assert await ended(child) == 5
     helper = int((tmp_path / "log").read_text())
     wait_for(lambda: is_gone(helper))
 
@@ -89,9 +87,7 @@ async def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
     ("code", "grace_s", "status"),
     [(SLEEPS, 30.0, -signal.SIGTERM), (SLEEPS, 0.0, -signal.SIGKILL), (DEAF, 0.1, -signal.SIGKILL)],
 )
-async def test_a_child_is_asked_to_end_and_killed_if_it_does_not(
-    tmp_path: Path, code: str, grace_s: float, status: int
-) -> None:
+async def test_a_child_is_asked_to_end_and_killed_if_it_does_not(tmp_path, code, grace_s, status):
     child = ChildProcess(python(code), output=tmp_path / "log")
     if code is DEAF:
         wait_for(lambda: (tmp_path / "log").read_text())
@@ -101,7 +97,7 @@ async def test_a_child_is_asked_to_end_and_killed_if_it_does_not(
 
 
 @pytest.mark.parametrize("how", ["terminate", "kill", "kill_group"])
-def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path: Path, how: str) -> None:
+def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path, how):
     log = tmp_path / "log"
     code = WITH_HELPER + "import os; print(os.getpid(), flush=True); time.sleep(600)"
     parent = subprocess.Popen(
@@ -129,16 +125,7 @@ def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path: Path, ho
         os.kill(helper, signal.SIGKILL)
 
 
-async def test_the_end_of_a_guarded_group_is_that_of_its_command(tmp_path: Path) -> None:
-    child = ChildProcess(
-        python(WITH_HELPER + "raise SystemExit(5)"), output=tmp_path / "log", on_orphaned="kill_group"
-    )
-    assert await ended(child) == 5
-    helper = int((tmp_path / "log").read_text().split()[0])
-    wait_for(lambda: is_gone(helper))
-
-
-def test_the_pause_doubles_up_to_its_limit_and_deaths_are_counted_within_the_window() -> None:
+def test_the_pause_doubles_up_to_its_limit_and_deaths_are_counted_within_the_window():
     policy = RestartPolicy(limit=4, window_s=100.0, first_pause_s=0.5, longest_pause_s=3.0, steady_s=10.0)
     restarts = Restarts(policy)
     assert [restarts.died(now_s) for now_s in (1.0, 2.0, 3.0, 4.0)] == [0.5, 1.0, 2.0, 3.0]
@@ -148,7 +135,7 @@ def test_the_pause_doubles_up_to_its_limit_and_deaths_are_counted_within_the_win
     assert restarts.died(221.0, served_s=220.5) == 0.5
 
 
-def test_an_error_that_a_restart_does_not_cure_is_final_at_once() -> None:
+def test_an_error_that_a_restart_does_not_cure_is_final_at_once():
     policy = RestartPolicy(limit=9, first_pause_s=1.0)
     assert Restarts(policy).died(0.0, status=1) is None
     assert [Restarts(policy).died(0.0, status=status) for status in (-9, -11, 0, 75, 143)] == [1.0] * 5

@@ -2,19 +2,17 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
 import pytest
+from hostile_http import free_port, until
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "prometheus" / "prometheus.yml"
-DEADLINE_S = 60.0
 
 needs_prometheus = pytest.mark.skipif(
     not shutil.which("prometheus"), reason="needs the Debian package prometheus"
@@ -59,10 +57,10 @@ def test_a_real_prometheus_finds_a_run_and_answers_for_its_series(checkout):
         f"--storage.tsdb.path={checkout / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
     ]
-    with open(checkout / "prometheus.log", "w") as log:
-        prometheus = subprocess.Popen(command, stdout=log, stderr=log)
+    prometheus = subprocess.Popen(command)
     try:
-        [series] = until(lambda: query(port, "areal_busy_seconds_total"), checkout / "prometheus.log")
+        until(lambda: query(port, "areal_busy_seconds_total"), "no answer", 60.0)
+        [series] = query(port, "areal_busy_seconds_total")
         assert series["metric"].items() >= {"job": "demo", "process": "trainer", "activity": "train"}.items()
         assert float(series["value"][1]) > 0
         [up] = query(port, "up")
@@ -79,19 +77,3 @@ def query(port, expression):
             return json.load(reply)["data"]["result"]
     except OSError:
         return []
-
-
-def until(ask, log):
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        if answer := ask():
-            return answer
-        # There is no event to wait on: another program's scrapes are seen by asking again.
-        time.sleep(0.1)
-    raise AssertionError(f"no answer within {DEADLINE_S} s; its log:\n{log.read_text()}")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,16 +1,11 @@
 """A service answers how it is, whatever its own loop is busy with."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.errors import PeerGone, RpcTimeout
-from areal_async.rpc.control_messages import ServiceStatus
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
@@ -19,11 +14,11 @@ from areal_async.status.monitor import StatusClients
 
 
 @pytest.fixture
-def ctx(job: JobConfig, tmp_path: Path) -> ServiceContext:
+def ctx(job, tmp_path):
     return ServiceContext.for_test(job, tmp_path, "rollout", "rollout-0")
 
 
-async def ask(ctx: ServiceContext, name: str = "rollout-0") -> ServiceStatus:
+async def ask(ctx, name="rollout-0"):
     clients = StatusClients(ctx.socket_dir, ctx.job.job, ctx.secret)
     try:
         return await asyncio.wait_for(clients.ask(name), 30.0)
@@ -31,7 +26,7 @@ async def ask(ctx: ServiceContext, name: str = "rollout-0") -> ServiceStatus:
         await clients.close()
 
 
-async def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx: ServiceContext) -> None:
+async def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx):
     answer_status(ctx, StatusBoard())
     before = await ask(ctx)
     assert (before.name, before.state) == ("rollout-0", "starting")
@@ -46,14 +41,14 @@ async def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx: S
     assert all(name.startswith("areal_") for name in after.figures)
 
 
-async def test_a_service_whose_thread_is_held_up_answers(ctx: ServiceContext) -> None:
+async def test_a_service_whose_thread_is_held_up_answers(ctx):
     answer_status(ctx, StatusBoard())
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(asyncio.run, ask(ctx))
         assert answer.result(60).name == "rollout-0", "this loop stands still meanwhile"
 
 
-def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are() -> None:
+def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are():
     said = StatusBoard()
     said.waits("trainer", "the first snapshot")
     said.waits("server", "its SGLang server to load")
@@ -66,6 +61,6 @@ def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are() -> None:
     assert said.status("rollout-0", serves=True).state == "draining"
 
 
-async def test_nobody_at_the_endpoint_is_an_error(ctx: ServiceContext) -> None:
+async def test_nobody_at_the_endpoint_is_an_error(ctx):
     with pytest.raises((RpcTimeout, PeerGone)):
         await ask(ctx, "rollout-7")

@@ -1,43 +1,38 @@
 """What is worked out of a run's records and of what its services say of themselves."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from areal_async.config.job import JobConfig
 from areal_async.errors import PeerGone
 from areal_async.rpc.control_messages import ServiceStatus
 from areal_async.rpc.messages import NoScore
-from areal_async.status.aggregator import MESSAGE_LIFE_S, RunStatus, StatusAggregator
+from areal_async.status.aggregator import MESSAGE_LIFE_S, StatusAggregator
 from areal_async.status.monitor import Monitor, Tail
 
 NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
 
 
 @pytest.fixture
-def aggregator(job: JobConfig) -> StatusAggregator:
+def aggregator(job):
     return StatusAggregator(job, NAMES, started_s=100.0)
 
 
-def said(name: str, figures: Mapping[str, object] | None = None, **fields: object) -> ServiceStatus:
+def said(name, figures=None, **fields):
     """A service's answer. A figure is a number, or numbers by label."""
     plain = {
-        series: value if isinstance(value, dict) else {"": float(value)}  # type: ignore[arg-type]
+        series: value if isinstance(value, dict) else {"": float(value)}
         for series, value in (figures or {}).items()
     }
     given = {"pid": 1, "state": "serving", "waiting_for": {}} | fields
-    return ServiceStatus(name=name, figures=plain, **given)  # type: ignore[arg-type]
+    return ServiceStatus(name=name, figures=plain, **given)
 
 
-def busy(**seconds: float) -> dict[str, object]:
+def busy(**seconds):
     return {"areal_busy_seconds_total": seconds}
 
 
-def test_records_make_progress_and_time_left(aggregator: StatusAggregator) -> None:
+def test_records_make_progress_and_time_left(aggregator):
     empty = aggregator.status(101.0)
     assert (empty.step, empty.elapsed_s, empty.eta_s, empty.reward, empty.bound) == (0, 1.0, None, None, 4)
     for step in range(30):
@@ -52,7 +47,7 @@ def test_records_make_progress_and_time_left(aggregator: StatusAggregator) -> No
     assert status.reward == 0.5
 
 
-def test_held_out_accuracy_is_by_version_not_by_arrival(aggregator: StatusAggregator) -> None:
+def test_held_out_accuracy_is_by_version_not_by_arrival(aggregator):
     assert aggregator.status(101.0).accuracy_interval is None
     for version, accuracy in ((25, 0.5), (0, 0.3), (50, 0.6), (40, 0.4)):
         ends = [accuracy, accuracy - 0.125, accuracy + 0.125]
@@ -66,7 +61,7 @@ def test_held_out_accuracy_is_by_version_not_by_arrival(aggregator: StatusAggreg
 SELF_CHECK = {"kind": "self_check", "step": 0, "n": 4096, "engine": "local", "mean": 4e-7, "bound": 1e-3}
 
 
-def test_the_self_check_is_told(aggregator: StatusAggregator) -> None:
+def test_the_self_check_is_told(aggregator):
     assert aggregator.status(101.0).self_check == ""
     aggregator.feed_record(SELF_CHECK | {"passed": True, "max": 3.14e-6})
     assert aggregator.status(101.0).self_check == (
@@ -76,7 +71,7 @@ def test_the_self_check_is_told(aggregator: StatusAggregator) -> None:
     assert "not finite" in aggregator.status(101.0).self_check
 
 
-def test_supervised_records_count_from_one(job: JobConfig) -> None:
+def test_supervised_records_count_from_one(job):
     aggregator = StatusAggregator(job.model_copy(update={"kind": "sft"}), ["trainer"], 0.0)
     aggregator.feed_record({"kind": "sft", "step": 0, "accuracy": 0.0, "time_s": 10.0})
     aggregator.feed_record({"kind": "sft", "step": 10, "loss": 2.0, "time_s": 15.0})
@@ -84,7 +79,7 @@ def test_supervised_records_count_from_one(job: JobConfig) -> None:
     assert (status.step, status.loss, status.eta_s) == (10, 2.0, pytest.approx(45.0))
 
 
-def test_rates_and_busy_shares_are_of_the_last_seconds(aggregator: StatusAggregator) -> None:
+def test_rates_and_busy_shares_are_of_the_last_seconds(aggregator):
     for tick in range(41):
         now_s = 100 + tick / 2
         rate = 100 if tick <= 20 else 50
@@ -100,13 +95,11 @@ def test_rates_and_busy_shares_are_of_the_last_seconds(aggregator: StatusAggrega
     assert shares["trainer"] is None
 
 
-def test_busy_while_training_is_from_the_first_to_the_last_step_of_the_process_that_is_there(
-    aggregator: StatusAggregator,
-) -> None:
+def test_busy_while_training_is_from_the_first_to_the_last_step_of_the_process_that_is_there(aggregator):
     phases = dict.fromkeys(NAMES, "serving")
     aggregator.set_phases(phases)
 
-    def feed(now_s: float, busy_s: float, tokens: float = 0.0, step: int | None = None) -> float | None:
+    def feed(now_s, busy_s, tokens=0.0, step=None):
         if step is not None:
             aggregator.feed_record({"kind": "step", "step": step})
         figures = busy(generate=busy_s) | {"areal_rollout_tokens_total": tokens}
@@ -125,7 +118,7 @@ def test_busy_while_training_is_from_the_first_to_the_last_step_of_the_process_t
     assert aggregator.status(1010.0).generated_per_s == pytest.approx(10.0)
 
 
-def test_steps_done_again_have_a_pace_of_their_own(aggregator: StatusAggregator) -> None:
+def test_steps_done_again_have_a_pace_of_their_own(aggregator):
     for number, time_s in [*((number, 1000.0 + number) for number in range(8)), (5, 1020.0)]:
         aggregator.feed_record({"kind": "step", "step": number, "time_s": time_s})
     assert aggregator.status(111.0).eta_s is None
@@ -134,7 +127,7 @@ def test_steps_done_again_have_a_pace_of_their_own(aggregator: StatusAggregator)
     assert (status.step, status.eta_s) == (7, pytest.approx(93.0))
 
 
-def test_a_resumed_run_is_starting_until_it_trains(aggregator: StatusAggregator) -> None:
+def test_a_resumed_run_is_starting_until_it_trains(aggregator):
     for number in range(3):
         aggregator.feed_record({"kind": "step", "step": number, "time_s": 1000.0 + number})
     assert aggregator.status(101.0).trained
@@ -148,7 +141,7 @@ def test_a_resumed_run_is_starting_until_it_trains(aggregator: StatusAggregator)
     assert aggregator.status(101.0).trained
 
 
-def test_what_a_silent_service_said_last_is_not_shown(aggregator: StatusAggregator) -> None:
+def test_what_a_silent_service_said_last_is_not_shown(aggregator):
     aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
     for at_s, tokens in ((100.0, 0.0), (101.0, 50.0)):
         answer = said("rollout-0", {"areal_rollout_tokens_total": tokens}, waiting_for={"a": "rain"})
@@ -160,9 +153,7 @@ def test_what_a_silent_service_said_last_is_not_shown(aggregator: StatusAggregat
     assert {service.name: service.phase for service in status.services}["rollout-0"] == "silent"
 
 
-def test_the_last_notice_is_shown_for_a_while_and_then_what_is_waited_for(
-    aggregator: StatusAggregator,
-) -> None:
+def test_the_last_notice_is_shown_for_a_while_and_then_what_is_waited_for(aggregator):
     aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
     waits = {"batch": "a batch (reward: it has 0 of 4 workers)"}
     for now_s, notices in ((110.0, 1), (112.0, 1), (139.0, 1)):
@@ -177,7 +168,7 @@ def test_the_last_notice_is_shown_for_a_while_and_then_what_is_waited_for(
     assert aggregator.status(142.0).message == "trainer: another life"
 
 
-def test_a_tail_gives_each_whole_record_once(tmp_path: Path) -> None:
+def test_a_tail_gives_each_whole_record_once(tmp_path):
     tail = Tail(tmp_path / "log")
     assert list(tail.records()) == []
     with (tmp_path / "log").open("a") as file:
@@ -193,25 +184,25 @@ def test_a_tail_gives_each_whole_record_once(tmp_path: Path) -> None:
 class Answers:
     """In place of the clients: what each service answers, where it does."""
 
-    def __init__(self, **answers: ServiceStatus) -> None:
+    def __init__(self, **answers):
         self.answers = answers
 
-    async def ask(self, name: str) -> ServiceStatus:
+    async def ask(self, name):
         await asyncio.sleep(0)
         if name not in self.answers:
             raise PeerGone(f"{name} is not there")
         return self.answers[name]
 
-    async def close(self) -> None: ...
+    async def close(self): ...
 
 
-def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job: JobConfig, tmp_path: Path) -> None:
+def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 4}\nnot json\n[1]\n')
-    shown: list[RunStatus] = []
+    shown = []
     monitor = Monitor(
         StatusAggregator(job, ["trainer", "reward"], 0.0),
         tmp_path / "metrics.jsonl",
-        clients=lambda: Answers(trainer=said("trainer", notice="odd", notices=1)),  # type: ignore[arg-type, return-value]
+        clients=lambda: Answers(trainer=said("trainer", notice="odd", notices=1)),
         phases=lambda: {"trainer": "serving", "reward": "serving"},
         show=shown.append,
     )
@@ -222,48 +213,43 @@ def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job: JobCo
     assert monitor.newest == shown[-1]
 
 
-def test_workers_that_join_and_leave_are_shown_as_long_as_they_are_there(
-    aggregator: StatusAggregator,
-) -> None:
+def test_workers_that_join_and_leave_are_shown_as_long_as_they_are_there(aggregator):
     aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
     aggregator.set_phases(dict.fromkeys(("buffer", "trainer", "rollout-0", "rollout-2"), "serving"))
     aggregator.feed_status("rollout-1", said("rollout-1"), 200.0)
-    status = aggregator.status(200.0)
-    assert [service.name for service in status.services] == ["buffer", "trainer", "rollout-0", "rollout-2"]
+    assert list(shown(aggregator)) == ["buffer", "trainer", "rollout-0", "rollout-2"]
     assert aggregator.names("rollout") == ["rollout-0", "rollout-2"]
 
 
-def test_a_worker_that_drains_is_shown_so_whoever_told_it_to(aggregator: StatusAggregator) -> None:
-    def shown() -> dict[str, str]:
-        return {service.name: service.phase for service in aggregator.status(103.0).services}
+def shown(aggregator):
+    """The services by name."""
+    return {service.name: service for service in aggregator.status(103.0).services}
 
+
+def test_a_worker_that_drains_is_shown_so_whoever_told_it_to(aggregator):
     aggregator.set_phases(dict.fromkeys(NAMES, "serving") | {"rollout-0": "draining"})
     aggregator.feed_status("rollout-1", said("rollout-1"), 102.0)
-    assert (shown()["rollout-0"], shown()["rollout-1"]) == ("draining", "serving")
+    assert [shown(aggregator)[name].phase for name in NAMES[2:]] == ["draining", "serving"]
     aggregator.feed_status("rollout-1", said("rollout-1", state="draining"), 103.0)
-    assert shown()["rollout-1"] == "draining"
+    assert shown(aggregator)["rollout-1"].phase == "draining"
 
 
-def test_a_service_that_starts_says_what_it_waits_for(aggregator: StatusAggregator) -> None:
-    def waiting_for() -> str:
-        return next(s.waiting_for for s in aggregator.status(103.0).services if s.name == "rollout-0")
-
-    phases = dict.fromkeys(NAMES, "serving") | {"rollout-0": "starting"}
-    aggregator.set_phases(phases)
-    assert waiting_for() == ""
+def test_a_service_that_starts_says_what_it_waits_for(aggregator):
+    aggregator.set_phases(dict.fromkeys(NAMES, "serving") | {"rollout-0": "starting"})
+    assert shown(aggregator)["rollout-0"].waiting_for == ""
     loads = said("rollout-0", state="starting", waiting_for={"server": "its SGLang server to load"})
     aggregator.feed_status("rollout-0", loads, 102.0)
-    assert waiting_for() == "its SGLang server to load"
+    assert shown(aggregator)["rollout-0"].waiting_for == "its SGLang server to load"
     assert aggregator.status(103.0).message == "", "a service that starts is named where the start is shown"
     aggregator.feed_status("rollout-0", said("rollout-0"), 103.0)
-    assert waiting_for() == ""
+    assert shown(aggregator)["rollout-0"].waiting_for == ""
 
 
-def counted(**reasons: int) -> dict[str, object]:
+def counted(**reasons):
     return {"areal_buffer_transitions_total": {n.replace("__", ":"): float(c) for n, c in reasons.items()}}
 
 
-def test_what_was_dropped_and_masked_is_told_with_its_reasons(aggregator: StatusAggregator) -> None:
+def test_what_was_dropped_and_masked_is_told_with_its_reasons(aggregator):
     figures = counted(scored=9, dropped__overtaken=1, dropped__verdict_error=4, episode_masked__timeout=2)
     no_scores = [
         NoScore("timeout", 3, "no answer within 1 s", "e", age_ms=5),
@@ -275,7 +261,7 @@ def test_what_was_dropped_and_masked_is_told_with_its_reasons(aggregator: Status
     assert [note.kind for note in dropped.no_scores] == ["error:exception", "timeout"]
 
 
-def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregator: StatusAggregator) -> None:
+def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregator):
     aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
     why = [NoScore("error:exception", 4, "ValueError: no", "e", age_ms=5)]
     aggregator.feed_status("buffer", said("buffer", counted(dropped__verdict_error=50)), 100.0)
@@ -287,7 +273,6 @@ def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregato
             aggregator.feed_status(name, said(name, busy(train=1.0)), now_s)
         stall = aggregator.stall(now_s)
         assert (stall is not None and "8 groups were dropped" in stall.detail) == (dropped == 58)
-    assert stall is not None
     assert "ValueError: no" in stall.detail
 
 
@@ -298,9 +283,7 @@ def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregato
         ("rollout-0", "weights", "no chunk of version 3 has come for 9 s"),
     ],
 )
-def test_a_stall_says_what_a_service_waits_for(
-    aggregator: StatusAggregator, name: str, subject: str, what: str
-) -> None:
+def test_a_stall_says_what_a_service_waits_for(aggregator, name, subject, what):
     names = (*NAMES, "reward")
     aggregator.set_phases(dict.fromkeys(names, "serving"))
     published = {"areal_trainer_version": 3.0, "areal_rollout_version": 2.0}
@@ -310,5 +293,4 @@ def test_a_stall_says_what_a_service_waits_for(
             answer = said(each, busy(train=1.0) | published, waiting_for=waiting)
             aggregator.feed_status(each, answer, now_s)
     stall = aggregator.stall(1000.0)
-    assert stall is not None
     assert what in stall.detail

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import io
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,52 +14,33 @@ SERVICES = tuple(
 )
 
 
-def status(**changes: Any) -> RunStatus:
-    values: dict[str, Any] = {
-        "job": "sums",
-        "kind": "rl",
-        "elapsed_s": 83.0,
-        "step": 123,
-        "steps": 300,
-        "eta_s": 121.0,
-        "version": 123,
-        "reward": 0.61,
-        "loss": 0.01,
-        "accuracy": 0.63,
-        "accuracy_start": 0.38,
-        "accuracy_version": 100,
-        "generated_per_s": 4512.0,
-        "trained_per_s": 4310.0,
-        "staleness_mean": 1.31,
-        "staleness_max": 3,
-        "staleness_seen": 4,
-        "bound": 4,
-        "groups": {"queued": 2, "leased": 130, "scored": 70, "trained": 1472, "committed": 0},
-        "services": SERVICES,
-        "message": "",
-    }
-    return RunStatus(**(values | changes))
+def status(**changes):
+    place = {"job": "sums", "kind": "rl", "elapsed_s": 83.0, "step": 123, "steps": 300, "eta_s": 121.0}
+    learnt = {"version": 123, "reward": 0.61, "loss": 0.01, "message": "", "services": SERVICES}
+    held_out = {"accuracy": 0.63, "accuracy_start": 0.38, "accuracy_version": 100}
+    rates = {"generated_per_s": 4512.0, "trained_per_s": 4310.0}
+    staleness = {"staleness_mean": 1.31, "staleness_max": 3, "staleness_seen": 4, "bound": 4}
+    groups = {"queued": 2, "leased": 130, "scored": 70, "trained": 1472, "committed": 0}
+    figures = place | learnt | held_out | rates | staleness | {"groups": groups}
+    return RunStatus(**(figures | changes))
 
 
-class Paper(Console):
-    """A console that keeps what is printed."""
-
-    def __init__(self, width: int = 200, **options: Any) -> None:
-        self.paper = io.StringIO()
-        super().__init__(file=self.paper, width=width, **options)
-
-    @property
-    def text(self) -> str:
-        return self.paper.getvalue()
+def paper(width=200, **options):
+    """A console that keeps what is printed; `text` has it."""
+    return Console(file=io.StringIO(), width=width, **options)
 
 
-def drawn(shown: RunStatus, width: int = 100) -> str:
-    console = Paper(width)
+def text(console):
+    return console.file.getvalue()
+
+
+def drawn(shown, width=100):
+    console = paper(width)
     console.print(render(shown, width))
-    return console.text
+    return text(console)
 
 
-def test_the_panel_shows_every_figure() -> None:
+def test_the_panel_shows_every_figure():
     panel = drawn(status(message="trainer: waiting for scored groups"))
     for figure in (
         "step 123/300, left 2:01",
@@ -89,21 +67,21 @@ def test_the_panel_shows_every_figure() -> None:
         {"step": 0, "services": (ServiceActivity("trainer", "starting"),), "stopping": True},
     ],
 )
-def test_every_line_fits_the_terminal(width: int, changes: dict[str, Any]) -> None:
+def test_every_line_fits_the_terminal(width, changes):
     lines = drawn(status(**changes), width).splitlines()
     assert {len(line) for line in lines} == {width}
     assert len(lines) < 24
 
 
-def test_the_interval_and_the_self_check_have_a_place() -> None:
+def test_the_interval_and_the_self_check_have_a_place():
     shown = status(accuracy_interval=(0.59, 0.671), self_check="passed: 512 log-probs")
     assert "0.380 → 0.630 [0.590, 0.671] at version 100" in drawn(shown)
     assert "self-check  passed: 512 log-probs" in drawn(shown)
-    console = Paper()
+    console = paper()
     view = PlainView(console)
     for _ in range(3):
         view.show(shown)
-    assert console.text.count("self-check passed: 512 log-probs") == 1
+    assert text(console).count("self-check passed: 512 log-probs") == 1
 
 
 STARTING = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
@@ -119,14 +97,14 @@ STARTING = ServiceActivity("rollout-0", "starting", None, "its SGLang server to 
         (ServiceActivity("rollout-1", "draining", 0.4), True, "rollout-1 draining"),
     ],
 )
-def test_a_service_that_does_not_serve_says_so(service: ServiceActivity, trained: bool, words: str) -> None:
+def test_a_service_that_does_not_serve_says_so(service, trained, words):
     shown = status(services=(SERVICES[0], service), trained=trained)
-    for text in (drawn(shown), plain_line(shown)):
-        assert words in text
-        assert "80%" not in text, "not the share of the process that died"
+    for said in (drawn(shown), plain_line(shown)):
+        assert words in said
+        assert "80%" not in said, "not the share of the process that died"
 
 
-def test_the_plain_line_has_it_all() -> None:
+def test_the_plain_line_has_it_all():
     assert plain_line(status()) == (
         "1:23 · step 123/300, left 2:01 · reward 0.610 · held-out 0.380 → 0.630 at version 100 · "
         "staleness 1.31, max 3, seen 4 of 4 allowed · tokens/s 4,512 generated, 4,310 trained · "
@@ -134,20 +112,20 @@ def test_the_plain_line_has_it_all() -> None:
     )
 
 
-def test_plain_lines_come_every_few_seconds_and_warnings_at_once() -> None:
-    console = Paper()
+def test_plain_lines_come_every_few_seconds_and_warnings_at_once():
+    console = paper()
     now_s = 0.0
     view = PlainView(console, every_s=5.0, clock=lambda: now_s)
     for tick in range(24):
         now_s = tick * 0.5
         view.show(status(message="odd" if tick in (3, 4) else ""))
-    lines = console.text.splitlines()
+    lines = text(console).splitlines()
     assert sum("step 123/300" in line for line in lines) == 3
     assert lines.count("1:23 odd") == 1
 
 
-def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
-    console = Paper()
+def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():
+    console = paper()
     now_s = 0.0
     view = PlainView(console, every_s=1e9, clock=lambda: now_s)
     for tick in range(80):
@@ -155,7 +133,7 @@ def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
         edge = "reward" if tick < 70 else "rollout"
         stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
         view.show(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
-    assert [line for line in console.text.splitlines() if "stalled" in line] == [
+    assert [line for line in text(console).splitlines() if "stalled" in line] == [
         "0:00 stalled for 0:00: trainer waits; reward has not answered for 0 s",
         "0:30 stalled for 0:30: trainer waits; reward has not answered for 30 s",
         "0:35 stalled for 0:35: trainer waits; rollout has not answered for 35 s",
@@ -165,15 +143,15 @@ def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again() -> None:
 @pytest.mark.parametrize(
     ("terminal", "plain", "live"), [(False, False, False), (True, True, False), (True, False, True)]
 )
-def test_the_live_view_is_for_terminals(terminal: bool, plain: bool, live: bool) -> None:
-    console = Paper(90, force_terminal=terminal)
+def test_the_live_view_is_for_terminals(terminal, plain, live):
+    console = paper(90, force_terminal=terminal)
     with open_view(console, plain=plain) as show:
         show(status())
-    assert ("╭" in console.text) == live
-    assert "step 123/300" in console.text
+    assert ("╭" in text(console)) == live
+    assert "step 123/300" in text(console)
 
 
-def test_times_are_minutes_and_hours() -> None:
+def test_times_are_minutes_and_hours():
     shown = [clock_text(seconds) for seconds in (0, 59.9, 61, 3600, -5)]
     assert shown == ["0:00", "0:59", "1:01", "1:00:00", "0:00"]
 
@@ -190,10 +168,10 @@ LOST = DropReport(
 
 @pytest.mark.parametrize("width", [100, 120])
 def test_the_panel_says_what_was_lost_and_why(width):
-    text = drawn(status(dropped=LOST), width)
-    assert "9 groups (verdict_error 6, overtaken 3)" in text
-    assert "14 episodes masked (timeout 14)" in text
-    assert "error:exception ×12: ValueError: the grader lost" in text
-    assert "timeout ×14: no answer within 0.5 s" in text
-    assert max(map(len, text.splitlines())) <= width
+    panel = drawn(status(dropped=LOST), width)
+    assert "9 groups (verdict_error 6, overtaken 3)" in panel
+    assert "14 episodes masked (timeout 14)" in panel
+    assert "error:exception ×12: ValueError: the grader lost" in panel
+    assert "timeout ×14: no answer within 0.5 s" in panel
+    assert max(map(len, panel.splitlines())) <= width
     assert f"dropped {LOST.text}" in plain_line(status(dropped=LOST))

@@ -62,11 +62,6 @@ def untied_model_dir(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
 
 
-@pytest.fixture(scope="session")
-def make_model() -> Callable[..., Path]:
-    return write_model
-
-
 PARTS = (
     lambda n_units: None,
     lambda n_units: Parts(segments={1: 0.5}, agents={"main": -1.0}),

@@ -29,9 +29,10 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Ok
 from areal_async.status.record import RunLog
+from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.recording import read_step
-from trainer_service.loop.learner import load_backend
+from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.ranks import Ranks, join_ranks
 
@@ -100,6 +101,13 @@ def trainer_of(
     given = {"files": {}, "publisher": None, "stopping": threading.Event()} | options
     run_log = RunLog(out / "metrics.jsonl") if ranks.first else None
     return RlTrainer(job, ranks, backend, buffer, run_dir=out, run_log=run_log, **given)
+
+
+def learner_of(model: Path, out: Path, **trainer: Any) -> tuple[TrainingBackend, Learner]:
+    """Back end and learner of a trainer of one rank, whose steps are one minibatch."""
+    job, ranks = job_of(model, out, minibatches=1, **trainer), join_ranks(0, 1)
+    backend = load_backend(job, ranks)
+    return backend, Learner(job, ranks, backend)
 
 
 def two_ranks(*paths: Path, **environment: str) -> list[tuple[int, str]]:

@@ -26,6 +26,7 @@ def _save(root, step, *, keep=2, checkpoints=None, content=b"weights"):
 
 
 def test_what_was_saved_is_opened(tmp_path):
+    assert newest_usable(tmp_path / "none", job="job") is None
     _save(tmp_path, 50)
     checkpoint = newest_usable(tmp_path, job="job")
     assert checkpoint.folder == tmp_path / "step-000050"
@@ -74,10 +75,6 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
     (folder / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
         open_checkpoint(folder, job="job")
-
-
-def test_no_checkpoint_is_no_path(tmp_path):
-    assert newest_usable(tmp_path / "none", job="job") is None
 
 
 def test_a_version_published_again_with_equal_weights_is_recognised(tmp_path):

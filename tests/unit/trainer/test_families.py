@@ -1,7 +1,5 @@
 """Every family through the trainer's packed forward pass, against one plain sequence at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -49,19 +47,10 @@ def test_logprobs_of_packed_rows_are_those_of_single_rows(family, dtype):
     )
     with torch.no_grad():
         model.set_attn_implementation(PACKED_ATTENTION)
-        packed = (
-            model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                use_cache=False,
-                packed_runs=batch.runs,
-                logits_to_keep=batch.predict,
-            )
-            .logits[0]
-            .float()
-            / batch.temperature[:, None]
-        )
-        packed = packed.log_softmax(-1).gather(1, batch.target[:, None])[:, 0]
+        runs = {"packed_runs": batch.runs, "logits_to_keep": batch.predict, "use_cache": False}
+        out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, **runs)
+        logits = out.logits[0].float() / batch.temperature[:, None]
+        packed = logits.log_softmax(-1).gather(1, batch.target[:, None])[:, 0]
         model.set_attn_implementation("eager")
         alone = []
         for row in rows:

@@ -1,29 +1,30 @@
 """The FSDP back end computes what the plain model computes."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import OptimizerSection
+from tests.unit.trainer.conftest import write_model as write_tiny_model
 from trainer_service.backends.base import learning_rate
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
 from trainer_service.data.microbatch import build_micro_batch, row_of
+from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import CheckpointError, ModelError
 from trainer_service.ranks import join_ranks
 
 OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, warmup_steps=3)
 
 
-def _backend(folder, **changes):
-    return FsdpBackend(
-        {"policy": folder},
-        OPTIMIZER,
-        join_ranks(0, 1),
-        **{"dtype": torch.float32, "total_updates": 100, **changes},
-    )
+def _backend(folder, *, dtype=torch.float32, **others):
+    models, ranks = {"policy": folder, **others}, join_ranks(0, 1)
+    return FsdpBackend(models, OPTIMIZER, ranks, dtype=dtype, total_updates=100)
 
 
 def _rows(seed=0, temperature=1.0):
@@ -84,31 +85,23 @@ def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tie
 def test_buffers_that_no_file_holds_are_filled(model_dir):
     """Rotary frequencies are in no state dict; made on the meta device they would be garbage."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    with torch.no_grad():
-        rows = _rows()
-        torch.testing.assert_close(
-            _backend(model_dir).logprobs("policy", [_batch(rows)])[0],
-            _plain_logprobs(model, rows),
-            atol=1e-5,
-            rtol=0,
-        )
+    rows = _rows()
+    (found,) = _backend(model_dir).logprobs("policy", [_batch(rows)])
+    torch.testing.assert_close(found, _plain_logprobs(model, rows).detach(), atol=1e-5, rtol=0)
 
 
 def test_greedy_marks_the_arg_max(model_dir):
     rows = _rows()
-    backend = _backend(model_dir)
-    batch = _batch(rows)
-    (hits,) = backend.greedy("policy", [batch])
+    (hits,) = _backend(model_dir).greedy("policy", [_batch(rows)])
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     for row, mine in zip(rows, hits.split([len(row.position) for row in rows]), strict=True):
         with torch.no_grad():
-            best = (
-                model(input_ids=torch.from_numpy(row.token_ids[None].astype(np.int64))).logits[0].argmax(-1)
-            )
+            logits = model(input_ids=torch.from_numpy(row.token_ids[None].astype(np.int64))).logits
+        best = logits[0].argmax(-1)
         assert mine.tolist() == (best[row.position - 1].numpy() == row.token_ids[row.position]).tolist()
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir):
+def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir, tmp_path):
     half = _backend(model_dir, dtype=torch.bfloat16)
     full = _backend(model_dir)
     batch = _batch(_rows())
@@ -118,17 +111,13 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir):
     assert {t.dtype for t in half.export("policy").values()} == {torch.bfloat16}
     half.forward_backward([batch], lambda index, logp: logp.sum())
     half.update()
-    assert {shard.dtype for shard in half._shards.values()} == {torch.float32}
+    half.save(tmp_path)
+    (shard,) = tmp_path.glob("policy*.safetensors")
+    assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.float32}
 
 
 def test_named_models_other_than_the_policy_are_frozen(model_dir, untied_model_dir):
-    backend = FsdpBackend(
-        {"policy": model_dir, "ref": untied_model_dir},
-        OPTIMIZER,
-        join_ranks(0, 1),
-        dtype=torch.float32,
-        total_updates=100,
-    )
+    backend = _backend(model_dir, ref=untied_model_dir)
     before = {name: t.clone() for name, t in backend.export("ref").items()}
     batch = _batch(_rows())
     (ref,) = backend.logprobs("ref", [batch])
@@ -174,17 +163,17 @@ def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
         assert torch.equal(tensor, second.export("policy")[name])
 
 
-def test_a_checkpoint_of_another_model_is_refused(model_dir, make_model, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(model_dir, tmp_path):
     _backend(model_dir).save(tmp_path)
-    wider = _backend(make_model(tmp_path / "wider", hidden=64))
+    wider = _backend(write_tiny_model(tmp_path / "wider", hidden=64))
     with pytest.raises(CheckpointError, match="cannot be read"):
         wider.load(tmp_path, updates=0)
 
 
-def test_an_unusable_model_directory_says_what_it_must_be(make_model, tmp_path):
+def test_an_unusable_model_directory_says_what_it_must_be(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json and safetensors"):
         _backend(tmp_path)
-    broken = make_model(tmp_path / "broken")
+    broken = write_tiny_model(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"config\.json and safetensors"):
@@ -217,31 +206,42 @@ def test_a_missing_shard_is_named(tmp_path):
         assert file.metadata() == {"rows": '{"a": [0, 6]}'}
 
 
-def rates(total: int = 11, **settings) -> list[float]:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"warmup_steps": 4}, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 10: 1.0}),
+        ({"schedule": "linear"}, {update: 1 - 0.1 * update for update in range(11)}),
+        ({"schedule": "linear", "final_lr_share": 0.5}, {10: 0.5, 500: 0.5}),
+        ({"schedule": "linear", "warmup_steps": 5}, {4: 1.0, 5: 1.0, 10: 0.0}),
+        ({"schedule": "cosine"}, {5: 0.5, 10: 0.0}),
+    ],
+)
+def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_its_final_share(settings, expected):
     section = OptimizerSection(lr=1.0, **settings)
-    return [learning_rate(section, update, total) for update in range(total)]
+    found = {update: learning_rate(section, update, 11) for update in expected}
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_constant_rate_rises_over_the_warm_up_and_stays():
-    assert rates(warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 8)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_loads_with_transformers(model_dir, untied_model_dir, tmp_path, tied, dtype):
+    source = model_dir if tied else untied_model_dir
+    backend = _backend(source, dtype=getattr(torch, dtype))
+    for _ in range(2):  # the second replaces the first
+        write_model(tmp_path / "model", backend.export("policy"), companion_files(source, dtype))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True)
+    assert model.dtype == getattr(torch, dtype)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
+    for (name, a), (_, b) in zip(model.named_parameters(), original.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    ids = AutoTokenizer.from_pretrained(tmp_path / "model")("12+34=")["input_ids"]
+    assert ids == AutoTokenizer.from_pretrained(source)("12+34=")["input_ids"]
+    assert not list(tmp_path.glob(".model*"))
 
 
-def test_a_linear_rate_falls_evenly_to_its_final_share_at_the_last_update():
-    assert rates(schedule="linear") == pytest.approx([1 - 0.1 * update for update in range(11)])
-    assert rates(schedule="linear", final_lr_share=0.5)[-1] == pytest.approx(0.5)
-
-
-def test_a_cosine_rate_is_halfway_down_in_the_middle():
-    assert rates(schedule="cosine")[5] == pytest.approx(0.5)
-    assert rates(schedule="cosine")[-1] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_the_decay_begins_after_the_warm_up_without_a_step():
-    values = rates(schedule="linear", warmup_steps=5)
-    assert values[4:6] == pytest.approx([1.0, 1.0])
-    assert values[-1] == pytest.approx(0.0)
-
-
-def test_updates_beyond_the_planned_ones_keep_the_final_rate():
-    section = OptimizerSection(lr=1.0, schedule="linear", final_lr_share=0.1)
-    assert learning_rate(section, 500, 10) == pytest.approx(0.1)
+def test_companion_files_are_configuration_and_tokenizer_only(model_dir):
+    files = companion_files(model_dir, "bfloat16")
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
+    assert not any(name.endswith((".safetensors", ".bin", ".index.json")) for name in files)
+    assert json.loads(files["config.json"])["dtype"] == "bfloat16"

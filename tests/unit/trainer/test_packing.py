@@ -47,11 +47,8 @@ def test_groups_are_whole_in_minibatches_of_nearly_equal_size(groups, minibatche
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_a_plan_is_a_function_of_its_arguments():
+def test_a_plan_is_a_function_of_its_arguments_and_an_empty_row_is_refused():
     lengths = [7, 3, 3, 9, 1, 7]
     assert pack(lengths, 12) == pack(list(lengths), 12) == [[3, 1], [0, 2, 4], [5]]
-
-
-def test_an_empty_row_is_refused():
     with pytest.raises(BatchError, match="row 1 has 0 tokens"):
         pack([3, 0], 10)

@@ -2,19 +2,15 @@
 
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 
 import pytest
 import torch
 
 from areal_async.config.job import ObjectiveSection
 from areal_async.config.load import load_job
-from areal_async.registry import ADVANTAGES
 from tests.unit.trainer import rank_process
 from trainer_service.algorithms.objective import Objective
 from trainer_service.errors import ObjectiveError
-from trainer_service.loop.learner import Learner, load_backend
-from trainer_service.ranks import join_ranks
 
 OWN = """
 from trainer_service.algorithms.parts import advantage, correction, loss
@@ -51,9 +47,7 @@ def own(tmp_path):
 
 def trained(model, out, make_batch, **objective):
     """The result of one step with this objective."""
-    job = rank_process.job_of(model, out, minibatches=1, objective=objective)
-    ranks = join_ranks(0, 1)
-    learner = Learner(job, ranks, load_backend(job, ranks))
+    _, learner = rank_process.learner_of(model, out, objective=objective)
     batch, blobs = make_batch(0)
     views = {name: memoryview(blob) for name, blob in blobs.items()}
     return learner.train(batch, learner.plan(batch, 0), views)
@@ -69,17 +63,6 @@ def test_an_advantage_of_a_users_file_drives_a_step(model_dir, tmp_path, make_ba
     assert one.loss != trained(model_dir, tmp_path, make_batch).loss
     undeclared = trained(model_dir, tmp_path, make_batch, advantage=own("undeclared"))
     assert undeclared.loss == pytest.approx(one.loss, rel=1e-6)
-
-
-def test_an_advantage_of_an_installed_package_drives_a_step(model_dir, tmp_path, make_batch, monkeypatch):
-    folder = tmp_path / "site"
-    (folder / "outside").mkdir(parents=True)
-    (folder / "outside" / "__init__.py").write_text(OWN)
-    point = EntryPoint("scaled", "outside:scaled", "areal_async.advantages")
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setitem(vars(ADVANTAGES), "installed", {"scaled": point})
-    result = trained(model_dir, tmp_path, make_batch, advantage="scaled")
-    assert result.loss < 0, "rewards are 0 or 1, and none is compared with others"
 
 
 def test_a_loss_and_a_correction_of_a_users_file_get_their_columns_and_arguments(

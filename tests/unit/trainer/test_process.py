@@ -1,9 +1,7 @@
 """The trainer as a service: the real wire to a stand-in buffer, the real weights plane, whole jobs."""
 
-import asyncio
 import json
-import threading
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -19,36 +17,30 @@ from trainer_service.data.recording import read_step, write_step
 from trainer_service.main import main
 
 
-@contextmanager
-def serving(ctx, recorded):
+@asynccontextmanager
+async def serving(ctx, recorded):
     """A buffer on the real wire whose answers are those of a `RecordedBuffer`."""
 
     async def handle(peer, request, attachments):
         return recorded.exchange(request, attachments=attachments)
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
     server = Server(ctx.buffer_endpoint, service="buffer", job="job", handler=handle, access=ctx.secret)
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+    await server.start()
     try:
         yield
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
-        loop.close()
+        await server.stop()
 
 
-def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
+async def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
     for step in range(3):
         batch, blobs = make_batch(step, max_staleness=1, groups=3)
         write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
     job = rank_process.job_of(model_dir, tmp_path, steps=3, record_batches=True)
     ctx = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
     recorded = rank_process.RecordedBuffer(tmp_path / "given")
-    with serving(ctx, recorded):
-        asyncio.run(main(ctx))
+    async with serving(ctx, recorded):
+        await main(ctx)
     assert recorded.calls[0] == ("open", 0, b"")
     assert recorded.calls[-2:] == [("export", 3), ("checkpointed", 3)]
     assert [r["version"] for r in read_run_log(ctx.run_log) if r["kind"] == "step"] == [1, 2, 3]
@@ -58,31 +50,23 @@ def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
     AutoModelForCausalLM.from_pretrained(ctx.run_dir / "model")
 
 
-def test_a_refusal_of_the_buffer_ends_the_job(tmp_path, model_dir):
+async def test_a_refusal_of_the_buffer_ends_the_job(tmp_path, model_dir):
     class Fenced(rank_process.RecordedBuffer):
         def next_batch(self, epoch, step):
             raise FaultError("fenced", "epoch 2 has replaced epoch 1")
 
     ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
-    with serving(ctx, Fenced(tmp_path)):
-        with pytest.raises(FaultError, match="epoch 2 has replaced epoch 1"):
-            asyncio.run(main(ctx))
+    with pytest.raises(FaultError, match="epoch 2 has replaced epoch 1"):
+        async with serving(ctx, Fenced(tmp_path)):
+            await main(ctx)
 
 
-def test_a_whole_sft_job(tmp_path, model_dir):
+async def test_a_whole_sft_job(tmp_path, model_dir):
     rows = [{"prompt": f"{a}+1=", "reward_model": {"ground_truth": a + 1}} for a in range(9)]
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    job = JobConfig.model_validate(
-        {
-            "job": "warm",
-            "kind": "sft",
-            "model": str(model_dir),
-            "tasks": {"train": str(tmp_path / "t.jsonl")},
-            "trainer": {"steps": 2},
-            "sft": {"batch_size": 4},
-        }
-    )
+    content = {"job": "warm", "kind": "sft", "model": model_dir, "tasks": {"train": tmp_path / "t.jsonl"}}
+    job = JobConfig.model_validate(content | {"trainer": {"steps": 2}, "sft": {"batch_size": 4}})
     ctx = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
-    asyncio.run(main(ctx))
+    await main(ctx)
     assert [record["step"] for record in read_run_log(ctx.run_log)] == [1, 2]
     AutoModelForCausalLM.from_pretrained(ctx.run_dir / "model")

@@ -1,10 +1,9 @@
 """Recorded batches and exported episodes read back, damage found, replayed steps compared."""
 
-from __future__ import annotations
-
 import msgspec
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 
 from areal_async.rpc.verdicts import Parts
 from areal_async.status.record import RunLog
@@ -67,7 +66,7 @@ def test_a_changed_byte_of_an_episode_is_found_when_its_step_is_read(run_dir, pl
 
 def test_a_manifest_that_says_something_else_of_an_episode_is_damaged(run_dir, make_batch):
     batch, blobs = make_batch(1, max_staleness=1, groups=3)
-    batch.groups[0].episodes[0] = msgspec.structs.replace(batch.groups[0].episodes[0], n_sampled=99)
+    batch.groups[0].episodes[0] = replace(batch.groups[0].episodes[0], n_sampled=99)
     write_step(run_dir / "batches", batch, blobs, losses=[0.0], grad_norms=[0.0])
     with pytest.raises(BatchError, match="step 1 is damaged: its manifest says"):
         Recording(run_dir).read(1)

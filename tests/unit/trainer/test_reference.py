@@ -1,23 +1,10 @@
 """At max_staleness 0 the trainer is the synchronous reference loop, step for step."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
+from tests.golden.reference_loop import reference_losses
+from tests.unit.trainer import rank_process
 from trainer_service.data.recording import read_step, write_step
-
-
-def _module(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HERE = Path(__file__)
-reference_loop = _module(HERE.parents[2] / "golden" / "reference_loop.py")
-rank_process = _module(HERE.with_name("rank_process.py"))
 
 
 @pytest.mark.parametrize("prox", ["recompute", "reuse"])
@@ -38,7 +25,7 @@ def test_staleness_zero_equals_synchronous_training(tmp_path, model_dir, make_ba
     )
     steps = [read_step(tmp_path / "run" / "batches", step) for step in range(10)]
     trainer = rank_process.job_of(model_dir, tmp_path, **settings).trainer
-    expected = reference_loop.reference_losses(model_dir, steps, trainer)
+    expected = reference_losses(model_dir, steps, trainer)
     assert [step.losses[0] for step in steps] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
     assert [step.grad_norms[0] for step in steps] == pytest.approx([norm for _, norm in expected], rel=1e-4)
     assert max(norm for _, norm in expected) > 0.2

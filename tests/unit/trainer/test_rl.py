@@ -1,38 +1,31 @@
 """The loop around the steps: publications, records, waiting, stopping, and what ends it."""
 
-import asyncio
 import json
 import threading
-from contextlib import closing
-from pathlib import Path
+from contextlib import closing, contextmanager
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
-from areal_async.rpc.weights_messages import NoNews
+from areal_async.runtime.log import setup_logging
 from areal_async.status.record import read_run_log
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.publisher import Publisher
-from areal_async.weights.receiver import Receiver
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, StalenessViolation
-from trainer_service.loop.learner import Learner, load_backend
-from trainer_service.ranks import join_ranks
-
-SECRET = RunSecret(bytes(32))
 
 
 @pytest.fixture
-def batches(tmp_path, make_batch) -> Path:
+def batches(tmp_path, make_batch):
     for step in range(4):
         batch, blobs = make_batch(step, max_staleness=2)
         write_step(tmp_path / "batches", batch, blobs, losses=[], grad_norms=[])
@@ -48,6 +41,19 @@ class Recording(Publisher):
         self.calls.append(("publish", tag.version, evaluate, final))
         return super().publish(tag, tensors, evaluate=evaluate, final=final)
 
+    def wait_evaluated(self, timeout_s):
+        self.calls.append(("wait_evaluated", timeout_s > 0))
+        return True
+
+
+@contextmanager
+def publishing(folder, buffer, **options):
+    made = Recording(folder / "shm", f"ipc://{folder}/w", job="job", access=RunSecret(bytes(32)), **options)
+    made.calls = buffer.calls
+    made.start()
+    with closing(made):
+        yield made
+
 
 def _trainer(model, out, buffer, *, changes=None, **options):
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
@@ -56,65 +62,16 @@ def _trainer(model, out, buffer, *, changes=None, **options):
     return rank_process.trainer_of(job, out, buffer, files=companion_files(model, "float32"), **options)
 
 
-def _learner(model, out):
-    job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=8192)
-    ranks = join_ranks(0, 1)
-    backend = load_backend(job, ranks)
-    return backend, Learner(job, ranks, backend)
-
-
 def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_dir, batches):
-    """A whole run with an evaluator beside it: versions 0, 2 and the last are evaluated, then it ends."""
+    """A whole run: versions 0, 2 and the last are for the evaluator, and the last is marked so."""
     buffer = rank_process.RecordedBuffer(batches)
-    publisher = Recording(
-        tmp_path / "shm",
-        f"ipc://{tmp_path}/w",
-        job="job",
-        access=SECRET,
-        files=companion_files(model_dir, "float32"),
-        tied={"lm_head.weight": "model.embed_tokens.weight"},
-    )
-    publisher.calls = buffer.calls
-    publisher.start()
-    evaluated = []
-
-    async def evaluate():
-        receiver = Receiver(
-            publisher.endpoint, job="job", name="evaluator", purpose="evaluate", access=SECRET
-        )
-        await receiver.connect()
-        after = None
-        async with asyncio.timeout(60):
-            while True:
-                news = await receiver.next(after, wait_ms=500)
-                if isinstance(news, NoNews):
-                    if news.finished:
-                        break
-                    continue
-                snapshot = await receiver.open(news)
-                evaluated.append((news.tag.version, news.final, len(snapshot.tensors)))
-                after = news.tag
-                await receiver.ack(news.tag)
-        await receiver.close()
-
-    evaluator = threading.Thread(target=asyncio.run, args=(evaluate(),))
     ready = []
-    with closing(publisher):
-        evaluator.start()
-        trainer = _trainer(
-            model_dir,
-            tmp_path,
-            buffer,
-            publisher=publisher,
-            changes={
-                "tasks": {"train": "a.jsonl", "evaluation": "b.jsonl"},
-                "evaluation": {"every_steps": 2},
-                "checkpoint": {"every_steps": 3},
-            },
-        )
+    with publishing(tmp_path, buffer) as publisher:
+        tasks = {"train": "a.jsonl", "evaluation": "b.jsonl"}
+        changes = {"tasks": tasks, "evaluation": {"every_steps": 2}, "checkpoint": {"every_steps": 3}}
+        trainer = _trainer(model_dir, tmp_path, buffer, publisher=publisher, changes=changes)
         assert trainer.run(name="trainer", ready=lambda: ready.append(list(buffer.calls)))
         last = open_snapshot(tmp_path / "shm" / "policy-e1-v4")
-        evaluator.join(60)
     assert buffer.calls == [
         ("open", 0, b""),
         ("publish", 0, True, False),
@@ -123,11 +80,9 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
         *[("next", 2), ("fetch", 16), ("publish", 3, False, False), ("commit", 2)],
         *[("export", 3), ("checkpointed", 3)],
         *[("next", 3), ("fetch", 16), ("publish", 4, True, True), ("commit", 3)],
-        *[("export", 4), ("checkpointed", 4)],
+        *[("export", 4), ("checkpointed", 4), ("wait_evaluated", True)],
     ]
     assert ready == [buffer.calls[:2]]
-    assert [version for version, _, _ in evaluated] == [0, 2, 4]
-    assert evaluated[-1][1]
     assert last.tag == VersionTag("policy", 1, 4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in model.named_parameters():
@@ -151,12 +106,7 @@ class Recorder(PublishingEnd):
 def test_tensors_can_be_had_before_their_version_is_announced(tmp_path, model_dir, batches):
     buffer = rank_process.RecordedBuffer(batches)
     channel = Recorder()
-    publisher = Recording(
-        tmp_path / "shm", f"ipc://{tmp_path}/w", job="job", access=SECRET, keep=9, channel=channel
-    )
-    publisher.calls = buffer.calls
-    publisher.start()
-    with closing(publisher):
+    with publishing(tmp_path, buffer, keep=9, channel=channel) as publisher:
         changes = {"weights": {"channel": "nccl"}}
         trainer = _trainer(model_dir, tmp_path, buffer, publisher=publisher, changes=changes)
         assert trainer.run(name="trainer", ready=lambda: None)
@@ -182,9 +132,8 @@ def test_a_record_of_every_step(tmp_path, model_dir, batches):
     assert third["staleness_max"] == max(2 - e.min_version for e in episodes)
     assert {"loss", "grad_norm", "share_stale", "share_multi_version", "staleness_mean"} <= third.keys()
     assert third["step_s"] >= third["wait_s"] + third["busy_s"] > 0
-    assert {"w_mean", "w_max", "w_min", "ess", "chi2", "kl_prox_beh", "by_staleness"} <= third[
-        "correction"
-    ].keys()
+    correction = {"w_mean", "w_max", "w_min", "ess", "chi2", "kl_prox_beh", "by_staleness"}
+    assert correction <= third["correction"].keys()
 
 
 def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, make_batch):
@@ -192,15 +141,12 @@ def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, ma
     batch, blobs = make_batch(5, max_staleness=4)
     write_step(tmp_path / "batches", batch, blobs, losses=[], grad_norms=[])
 
-    def fresh(entry):
-        return msgspec.structs.replace(entry, min_version=max(3, entry.min_version))
-
-    hidden = [
-        msgspec.structs.replace(group, episodes=[fresh(entry) for entry in group.episodes])
-        for group in batch.groups
-    ]
-    lie = msgspec.structs.replace(batch, groups=hidden)
-    backend, learner = _learner(model_dir, tmp_path)
+    hidden = []
+    for group in batch.groups:
+        fresh = [replace(entry, min_version=max(3, entry.min_version)) for entry in group.episodes]
+        hidden.append(replace(group, episodes=fresh))
+    lie = replace(batch, groups=hidden)
+    backend, learner = rank_process.learner_of(model_dir, tmp_path)
     with pytest.raises(StalenessViolation, match=r"outside 0 … 2"):
         learner.plan(batch, 5)
     with pytest.raises(BatchError, match=r"the bytes fetched hold"):
@@ -212,20 +158,17 @@ def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path
     """The manifest names it truly, and the plan looks at the oldest versions only."""
     batch, blobs = make_batch(6, max_staleness=2)
     groups = [
-        msgspec.structs.replace(group, episodes=[e for e in group.episodes if e.min_version < 6])
-        for group in batch.groups
+        replace(group, episodes=[e for e in group.episodes if e.min_version < 6]) for group in batch.groups
     ]
-    early = msgspec.structs.replace(batch, step=5, groups=groups)
+    early = replace(batch, step=5, groups=groups)
     assert any(e.max_version == 6 for group in groups for e in group.episodes)
-    backend, learner = _learner(model_dir, tmp_path)
+    backend, learner = rank_process.learner_of(model_dir, tmp_path)
     with pytest.raises(StalenessViolation, match="which is not published yet"):
         learner.train(early, learner.plan(early, 5), {name: memoryview(blob) for name, blob in blobs.items()})
     assert backend.updates == 0
 
 
 def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir, monkeypatch, capsys):
-    from areal_async.runtime.log import setup_logging
-
     stopping = threading.Event()
 
     class Starving(rank_process.RecordedBuffer):
@@ -241,7 +184,6 @@ def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir
     assert trainer.run(name="trainer", ready=lambda: None) is False
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
     waits = [line for line in lines if line["event"] == "waiting for a batch"]
-    assert [(line["edge"], line["detail"]) for line in waits] == [
-        ("reward -> buffer", "0 of 4 workers alive")
-    ]
+    told = [(line["edge"], line["detail"]) for line in waits]
+    assert told == [("reward -> buffer", "0 of 4 workers alive")]
     assert not (tmp_path / "model").exists()

@@ -16,22 +16,20 @@ def _rows(episode, index=0, **changes):
     return rows_of_episode(pack(episode), entry_of(episode, **changes), index)
 
 
-def _sampled(builder, n, parent, version=0, temperature=1.0, **options):
-    return builder.sampled(
-        list(range(n)),
-        [-1.0 - i for i in range(n)],
-        version,
-        parent=parent,
-        sampling=Sampling(temperature=temperature),
-        finish_reason="stop",
-        **options,
-    )
+def _builder():
+    return EpisodeBuilder("job", "t", "t#0", 0)
+
+
+def _sampled(builder, ids, parent, version=0, logprobs=None, temperature=1.0, **options):
+    logprobs = [-1.0 - i for i in range(len(ids))] if logprobs is None else logprobs
+    options = {"sampling": Sampling(temperature=temperature)} | options
+    return builder.sampled(ids, logprobs, version, parent=parent, finish_reason="stop", **options)
 
 
 @st.composite
 def branching_episodes(draw):
     """Random trees of sampled and observed segments; each sampled unit has a log-prob of its own."""
-    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    builder = _builder()
     segments = [builder.prompt(list(range(draw(st.integers(1, 3)))))]
     serial = 0
     for _ in range(draw(st.integers(1, 7))):
@@ -42,11 +40,7 @@ def branching_episodes(draw):
             serial += n
             versions = draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))
             ids = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
-            segments.append(
-                builder.sampled(
-                    ids, logprobs, versions, parent=parent, sampling=Sampling(), finish_reason="stop"
-                )
-            )
+            segments.append(_sampled(builder, ids, parent, versions, logprobs))
         else:
             segments.append(builder.observed(SegmentKind.TOOL, [0] * n, parent))
     return builder.build()
@@ -69,20 +63,19 @@ def test_every_sampled_unit_is_trained_exactly_once(episode):
 
 
 def test_a_pack_feeds_what_came_before_each_unit():
-    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    builder = _builder()
     root = builder.prompt([7, 8])
-    first = builder.sampled([3, 4], [-1.0, -2.0], 2, parent=root, sampling=Sampling(), finish_reason="stop")
+    first = _sampled(builder, [3, 4], root, 2)
     tool = builder.observed(SegmentKind.TOOL, [9], first)
-    builder.sampled([5], [-3.0], 3, parent=tool, sampling=Sampling(), finish_reason="stop")
+    _sampled(builder, [5], tool, 3, [-3.0])
     builder.observed(SegmentKind.TOOL, [9, 9], 3)
     (row,) = _rows(builder.build(), index=1)
-    short = row_of(
-        0,
+    ids, mask, logprobs = (
         np.array([1, 2], np.int32),
         np.array([0, 1], np.uint8),
         np.array([0, -4], np.float32),
-        np.zeros(2, np.int32),
     )
+    short = row_of(0, ids, mask, logprobs, np.zeros(2, np.int32))
     batch = build_micro_batch(
         [row, short], groups=np.array([5, 6]), advantages=np.array([0.5, -0.5], np.float32)
     )
@@ -105,8 +98,8 @@ def test_a_row_that_begins_with_a_sampled_unit_is_refused():
 
 
 def test_bytes_that_are_not_what_the_manifest_names_are_refused():
-    builder = EpisodeBuilder("job", "t", "t#0", 0)
-    _sampled(builder, 2, builder.prompt([1]), version=4)
+    builder = _builder()
+    _sampled(builder, range(2), builder.prompt([1]), version=4)
     episode = builder.build()
     assert len(_rows(episode)) == 1
     for changes in ({"episode_id": "t#0.1"}, {"n_sampled": 3}, {"min_version": 3}, {"max_version": 5}):
@@ -117,12 +110,12 @@ def test_bytes_that_are_not_what_the_manifest_names_are_refused():
 
 
 def test_each_unit_is_trained_at_the_temperature_of_its_call():
-    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    builder = _builder()
     root = builder.prompt([1])
-    hot = _sampled(builder, 2, root, temperature=2.0)
+    hot = _sampled(builder, range(2), root, temperature=2.0)
     tool = builder.observed(SegmentKind.TOOL, [1], hot)
-    cold = _sampled(builder, 1, tool, temperature=0.5)
-    _sampled(builder, 1, cold, temperature=1.0, logprobs_of="raw")
+    cold = _sampled(builder, range(1), tool, temperature=0.5)
+    _sampled(builder, range(1), cold, temperature=1.0, logprobs_of="raw")
     (row,) = _rows(builder.build())
     assert row.temperature.tolist() == [2.0, 2.0, 0.5, 1.0]
 
@@ -141,18 +134,9 @@ def test_each_unit_is_trained_at_the_temperature_of_its_call():
 def test_what_was_not_sampled_from_what_is_trained_reaches_no_gradient(sampling, logprobs_of, how):
     """As `ctx.generate(top_p=0.5)` samples it. The very same units are well as context."""
     for mask in (None, [0, 0], [0, 1]):
-        builder = EpisodeBuilder("job", "t", "t#0", 0)
-        good = _sampled(builder, 2, builder.prompt([1]))
-        builder.sampled(
-            [3, 4],
-            [-1.0, -2.0],
-            0,
-            parent=good,
-            sampling=sampling,
-            finish_reason="stop",
-            logprobs_of=logprobs_of,
-            mask=mask,
-        )
+        builder = _builder()
+        good = _sampled(builder, range(2), builder.prompt([1]))
+        _sampled(builder, [3, 4], good, sampling=sampling, logprobs_of=logprobs_of, mask=mask)
         episode = builder.build()
         if mask == [0, 0]:
             (row,) = _rows(episode)
@@ -167,7 +151,7 @@ def test_what_was_not_sampled_from_what_is_trained_reaches_no_gradient(sampling,
 
 def test_calls_of_other_policies_cannot_be_trained():
     other = EpisodeBuilder("job", "t", "t#0", 0, policies=("policy", "judge"), agents=(("main", 0), ("j", 1)))
-    _sampled(other, 1, other.prompt([1]), agent=1)
+    _sampled(other, range(1), other.prompt([1]), agent=1)
     with pytest.raises(BatchError, match="only 'policy' is trained"):
         call_temperatures(unpack(pack(other.build())))
 
@@ -194,10 +178,10 @@ def test_staleness_is_bounded_on_the_units_themselves():
 
 
 def test_units_below_the_lowest_version_are_in_no_row():
-    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    builder = _builder()
     prompt = builder.prompt([1, 2, 3])
-    first = _sampled(builder, 2, prompt, version=1)
-    _sampled(builder, 3, first, version=2)
+    first = _sampled(builder, range(2), prompt, version=1)
+    _sampled(builder, range(3), first, version=2)
     episode = builder.build()
     entry = entry_of(episode)
     (row,) = rows_of_episode(pack(episode), entry, 0)

@@ -1,9 +1,6 @@
 """The first-batch self-check: what an honest engine says passes, what a wrong one says is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,28 +22,28 @@ Lie = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(logits [n, V], ids [n], honest log-probs [n]) -> what the engine says."""
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits):
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def honest(logits: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+def honest(logits, ids, logprobs):
     return logprobs
 
 
 def episodes(
-    model_dir: Path,
-    out: Path,
+    model_dir,
+    out,
     *,
-    step: int = 0,
-    lie: Lie = honest,
-    sampling: Sampling | None = None,
-    logprobs_of: str = "sampled",
-    versions: Callable[[int, int], np.ndarray] = lambda step, n: np.full(n, step),
-    weights: float = 0.0,
-    epoch: int = 1,
-    turns: int = 2,
-) -> Path:
+    step=0,
+    lie=honest,
+    sampling=None,
+    logprobs_of="sampled",
+    versions=lambda step, n: np.full(n, step),
+    weights=0.0,
+    epoch=1,
+    turns=2,
+):
     """Record a batch that an engine with the weights of `model_dir` sampled, as it says it did."""
     how = sampling or Sampling(temperature=0.8, max_new_tokens=8)
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
@@ -94,7 +91,7 @@ def episodes(
     return out / "batches"
 
 
-def train(model: Path, out: Path, batches: Path, *, steps: int = 1, **changes) -> list[dict]:
+def train(model, out, batches, *, steps=1, **changes):
     """Train the recorded steps; the self-check's records."""
     out.mkdir(exist_ok=True)
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=48, steps=steps)
@@ -109,7 +106,7 @@ def train(model: Path, out: Path, batches: Path, *, steps: int = 1, **changes) -
     return [r for r in read_run_log(out / "metrics.jsonl") if r["kind"] == "self_check"]
 
 
-def merged(base: dict, changes: dict) -> dict:
+def merged(base, changes):
     return base | {k: merged(base[k], v) if isinstance(v, dict) else v for k, v in changes.items()}
 
 
@@ -130,7 +127,7 @@ def test_an_honest_engine_passes_whatever_its_logprobs_are_of(tmp_path, model_di
     assert record["n"] + sum(record["skipped"].values()) >= 16 * 2 * 2
 
 
-def at_temperature(factor: float) -> Lie:
+def at_temperature(factor):
     def lie(logits, ids, logprobs):
         return log_softmax(logits / (0.8 * factor))[np.arange(len(ids)), ids]
 
@@ -187,37 +184,26 @@ def test_a_warning_and_a_wider_bound_let_the_job_go_on(tmp_path, model_dir):
     assert record["max"] == pytest.approx(0.02, abs=1e-4)
 
 
+def first_of_version_before(model, out, versions, **rollout):
+    """The record of a run whose first batch is of the version before, and whose second is of `versions`."""
+    episodes(model, out, step=0, versions=lambda step, n: np.zeros(n, int), epoch=7)
+    episodes(model, out, step=1, versions=versions, turns=1)
+    frozen = {"trainer": {"optimizer": {"lr": 1e-12}}, "rollout": rollout}
+    (record,) = train(model, out, out / "batches", steps=2, **frozen)
+    assert (record["step"], record["passed"]) == (1, True)
+    return record
+
+
 def test_it_waits_for_the_first_batch_with_units_of_the_starting_version(tmp_path, model_dir):
-    """A batch of the version before, then one of mixed versions: only what version 1 sampled is compared,
-    and it is the weights of version 1 that it is compared with."""
-    episodes(model_dir, tmp_path, step=0, versions=lambda step, n: np.full(n, step), epoch=7)
-    episodes(
-        model_dir,
-        tmp_path,
-        step=1,
-        versions=lambda step, n: np.where(np.arange(n) < 2, 0, 1),
-        turns=1,
-    )
-    frozen = {"trainer": {"optimizer": {"lr": 1e-12}}}
-    (record,) = train(model_dir, tmp_path, tmp_path / "batches", steps=2, **frozen)
-    assert record["step"] == 1
-    assert record["passed"]
-    assert record["skipped"] == {"another version": 32}
+    """Of the mixed one only what version 1 sampled is compared, with the weights of version 1."""
+    mixed = first_of_version_before(model_dir, tmp_path, lambda step, n: np.where(np.arange(n) < 2, 0, 1))
+    assert mixed["skipped"] == {"another version": 32}
 
 
 def test_kept_kv_is_not_compared(tmp_path, model_dir):
     """In mode `keep` what follows a unit of another version is approximate by the engine's own account."""
-    episodes(model_dir, tmp_path, step=0, versions=lambda step, n: np.full(n, 0), epoch=7)
-    episodes(
-        model_dir,
-        tmp_path,
-        step=1,
-        versions=lambda step, n: np.full(n, 1) if n < 4 else np.where(np.arange(n) < 1, 0, 1),
-        turns=1,
-    )
-    changes = {"trainer": {"optimizer": {"lr": 1e-12}}, "rollout": {"update_mode": "keep"}}
-    (record,) = train(model_dir, tmp_path, tmp_path / "batches", steps=2, **changes)
-    assert record["passed"]
+    versions = lambda step, n: np.full(n, 1) if n < 4 else np.where(np.arange(n) < 1, 0, 1)  # noqa: E731
+    record = first_of_version_before(model_dir, tmp_path, versions, update_mode="keep")
     assert record["skipped"]["kept KV of another version"] > 0
     assert record["n"] > 0
 

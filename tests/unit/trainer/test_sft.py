@@ -2,7 +2,6 @@
 
 import json
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.config.job import JobConfig
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
+from tests.unit.trainer.conftest import write_model as write_tiny_model
 from trainer_service.errors import BatchError
 from trainer_service.loop.learner import load_backend
 from trainer_service.loop.sft import SftTrainer, examples, load_tokenizer
 from trainer_service.ranks import join_ranks
 
 
-def _tasks(path: Path, pairs) -> Path:
+def _tasks(path, pairs):
     rows = [
         {"prompt": prompt, "data_source": "t", "reward_model": {"style": "rule", "ground_truth": answer}}
         for prompt, answer in pairs
@@ -29,29 +29,17 @@ def _tasks(path: Path, pairs) -> Path:
 SUMS = [(f"{a}+{b}=", a + b) for a in range(5) for b in range(5)]
 
 
-def _trainer(tmp_path, model, *, stopping=None, held_out=SUMS, **changes):
-    settings = {"steps": 60, "optimizer": {"lr": 3e-3}, **changes.pop("trainer", {})}
-    job = JobConfig.model_validate(
-        {
-            "job": "warm",
-            "kind": "sft",
-            "model": str(model),
-            "tasks": {
-                "train": str(_tasks(tmp_path / "train.jsonl", SUMS)),
-                "evaluation": str(_tasks(tmp_path / "held.jsonl", held_out)) if held_out else None,
-                **changes.pop("tasks", {}),
-            },
-            "trainer": settings,
-            "sft": {"batch_size": 25, "evaluate_every": 5, **changes.pop("sft", {})},
-            **changes,
-        }
-    )
-    ranks = join_ranks(0, 1)
-    backend = load_backend(job, ranks)
-    log = RunLog(tmp_path / "metrics.jsonl")
-    return SftTrainer(
-        job, ranks, backend, run_dir=tmp_path, run_log=log, stopping=stopping or threading.Event()
-    )
+def _trainer(tmp_path, model, *, stopping=None, held_out=SUMS, seed=0, passes=None, steps=60, **sft):
+    tasks = {"train": str(_tasks(tmp_path / "train.jsonl", SUMS))}
+    tasks |= {"evaluation": str(_tasks(tmp_path / "held.jsonl", held_out))} if held_out else {}
+    tasks |= {"passes": passes} if passes else {}
+    content = {"job": "warm", "kind": "sft", "model": str(model), "seed": seed, "tasks": tasks}
+    content["trainer"] = {"steps": steps, "optimizer": {"lr": 3e-3}}
+    content["sft"] = {"batch_size": 25, "evaluate_every": 5} | sft
+    job, ranks = JobConfig.model_validate(content), join_ranks(0, 1)
+    parts = {"run_dir": tmp_path, "run_log": RunLog(tmp_path / "metrics.jsonl")}
+    parts["stopping"] = stopping or threading.Event()
+    return SftTrainer(job, ranks, load_backend(job, ranks), **parts)
 
 
 def test_an_example_is_prompt_answer_and_end_with_the_loss_after_the_prompt(tmp_path, model_dir):
@@ -70,9 +58,9 @@ def test_a_task_without_an_answer_is_named(tmp_path, model_dir):
         examples(load_tokenizer(model_dir), table)
 
 
-def test_training_raises_accuracy_and_stops_where_asked(tmp_path, make_model):
-    model = make_model(tmp_path / "start", hidden=64)
-    assert _trainer(tmp_path, model, sft={"stop_between": [0.5, 1.0]}).run()
+def test_training_raises_accuracy_and_stops_where_asked(tmp_path):
+    model = write_tiny_model(tmp_path / "start", hidden=64)
+    assert _trainer(tmp_path, model, stop_between=[0.5, 1.0]).run()
     records = read_run_log(tmp_path / "metrics.jsonl")
     measured = [(record["step"], record["accuracy"]) for record in records if "accuracy" in record]
     assert measured[0][0] == 0
@@ -94,21 +82,21 @@ def test_training_raises_accuracy_and_stops_where_asked(tmp_path, make_model):
     assert right / len(SUMS) == pytest.approx(measured[-1][1])
 
 
-def test_a_measurement_above_the_wanted_accuracy_does_not_stop_it(tmp_path, make_model):
-    model = make_model(tmp_path / "start", hidden=64)
-    assert _trainer(tmp_path, model, trainer={"steps": 60}, sft={"stop_between": [0.999, 0.9995]}).run()
+def test_a_measurement_above_the_wanted_accuracy_does_not_stop_it(tmp_path):
+    model = write_tiny_model(tmp_path / "start", hidden=64)
+    assert _trainer(tmp_path, model, stop_between=[0.999, 0.9995]).run()
     records = read_run_log(tmp_path / "metrics.jsonl")
     assert records[-1]["step"] == 60
     assert max(record.get("accuracy") or 0 for record in records) > 0.5
 
 
 def test_it_ends_with_its_steps_or_its_passes_and_measures_last(tmp_path, model_dir):
-    assert _trainer(tmp_path, model_dir, trainer={"steps": 3}, sft={"batch_size": 10}).run()
+    assert _trainer(tmp_path, model_dir, steps=3, batch_size=10).run()
     records = read_run_log(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 3, 3]
     assert "accuracy" in records[-1]
     (tmp_path / "metrics.jsonl").unlink()
-    assert _trainer(tmp_path, model_dir, held_out=None, tasks={"passes": 2}, sft={"batch_size": 10}).run()
+    assert _trainer(tmp_path, model_dir, held_out=None, passes=2, batch_size=10).run()
     records = read_run_log(tmp_path / "metrics.jsonl")
     assert max(record["step"] for record in records) == 6  # 25 examples: 10, 10, 5, twice
     assert not any("accuracy" in record for record in records)
@@ -118,9 +106,7 @@ def test_the_same_seed_gives_the_same_losses(tmp_path, model_dir):
     losses = []
     for seed in (1, 1, 2):
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        _trainer(
-            tmp_path, model_dir, held_out=None, seed=seed, trainer={"steps": 4}, sft={"batch_size": 8}
-        ).run()
+        _trainer(tmp_path, model_dir, held_out=None, seed=seed, steps=4, batch_size=8).run()
         losses.append([r["loss"] for r in read_run_log(tmp_path / "metrics.jsonl") if "loss" in r])
     assert losses[0] == losses[1] != losses[2]
 

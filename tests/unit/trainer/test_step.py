@@ -1,9 +1,9 @@
 """A step's result depends on its data, not on how the data is cut."""
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from areal_async.config.job import ObjectiveSection, OptimizerSection
 from trainer_service.algorithms.objective import Objective
@@ -81,14 +81,14 @@ def test_groups_are_whole_a_step_of_uneven_groups_depends_on_no_position(model_d
     """As partial groups leave it: 4, 1, 3 and 2 of 4 samples, not the first ones."""
     batch, blobs = make_batch(3, max_staleness=2, lengths=(1, 9))
     groups = [
-        msgspec.structs.replace(group, episodes=group.episodes[4 - size :])
+        replace(group, episodes=group.episodes[4 - size :])
         for group, size in zip(batch.groups, (4, 1, 3, 2), strict=True)
     ]
-    forth, back = (msgspec.structs.replace(batch, groups=order) for order in (groups, groups[::-1]))
+    forth, back = (replace(batch, groups=order) for order in (groups, groups[::-1]))
     one = _step(model_dir, forth, blobs, normaliser=normaliser)
     _same(one, _step(model_dir, back, blobs, normaliser=normaliser, budget=12, shuffle=1))
     # The group of one has no advantage: without it, only what the normaliser divides by is another.
-    without = msgspec.structs.replace(batch, groups=[groups[0], *groups[2:]])
+    without = replace(batch, groups=[groups[0], *groups[2:]])
     fewer, _ = _step(model_dir, without, blobs, normaliser=normaliser)
     divisor = {"sequence": (10, 9), "token": (one[0].statistics["units"], fewer.statistics["units"])}
     all_, some = divisor[normaliser]
@@ -109,15 +109,6 @@ def test_prox_is_that_of_the_start_of_the_step_in_every_minibatch(model_dir, mak
         assert four.statistics[name] == pytest.approx(one.statistics[name], rel=1e-4)
     assert four.statistics["clip_high_share"] + four.statistics["clip_low_share"] > 0
     assert one.statistics["clip_high_share"] == one.statistics["clip_low_share"] == 0
-
-
-def test_statistics_are_split_by_staleness(model_dir, make_batch):
-    batch, blobs = make_batch(5, max_staleness=2)
-    result, _ = _step(model_dir, batch, blobs)
-    by = result.statistics["by_staleness"]
-    assert set(by) <= {"0", "1", "2"}
-    assert sum(figures["units"] for figures in by.values()) == result.statistics["units"]
-    assert result.statistics["units"] == sum(e.n_sampled for g in batch.groups for e in g.episodes)
 
 
 class Broken(FsdpBackend):

@@ -1,0 +1,78 @@
+"""Job files on a random model that needs no training, for tests that run whole jobs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_async.quickstart.model import split_problems, write_model, write_parquet
+
+REWARD = """
+from reward_service.sdk import RewardInput, reward
+
+
+@reward
+def share_of_ones(given: RewardInput) -> float:
+    return given.response.count("1") / max(1, len(given.response))
+"""
+"""Varies within every group, so that even a random model has something to learn."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder with a model, tasks and a reward; `job` writes a job file into it."""
+
+    folder: Path
+
+    def job(self, name: str, **changes: Any) -> Path:
+        content = {
+            "job": name,
+            "seed": 3,
+            "run_dir": "runs",
+            "model": "model",
+            "tasks": {"train": "train.parquet", "evaluation": "held_out.parquet"},
+            "rollout": {
+                "group_size": 4,
+                "max_concurrent": 32,
+                "max_model_len": 48,
+                "sampling": {"temperature": 0.9, "max_new_tokens": 32},
+            },
+            "buffer": {"max_staleness": 4, "batch_groups": 8},
+            "reward": {"name": "reward.py:share_of_ones"},
+            "trainer": {
+                "steps": 10,
+                "record_batches": True,
+                "optimizer": {"lr": 1e-3, "clip_grad_norm": 1.0},
+                "objective": {"prox": "reuse"},
+            },
+            "checkpoint": {"every_steps": 1, "keep": 100},
+            "evaluation": {"every_steps": 5, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
+            "observe": {"metrics_port": 0},
+        }
+        for key, value in changes.items():
+            section, _, field = key.partition("__")
+            if field:
+                content[section] = {**content[section], field: value}
+            else:
+                content[section] = value
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
+        return path
+
+
+def make_workspace(folder: Path) -> Workspace:
+    """Whatever a job needs, in `folder`; a model that is there stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_problems(seed=0, n_held_out=64)
+    write_parquet(train[:500], folder / "train.parquet", "train")
+    write_parquet(held_out, folder / "held_out.parquet", "held_out")
+    if not (folder / "model").exists():
+        write_model(folder / "model", seed=0)
+        config = json.loads((folder / "model" / "config.json").read_text())
+        (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 320}))
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return Workspace(folder)
