@@ -1,13 +1,12 @@
-"""The chaos run in short: real processes killed at labelled places and at random, and the checker's verdict.
-
-The long form is `python -m tests.chaos.long_run`; docs/recovery.md has its results.
-"""
+"""The chaos run and the flood in short: real processes killed at labelled places and at random, malformed
+messages at every socket of a job, and the checker's verdict. docs/recovery.md has the long forms."""
 
 import json
 import random
 
 import pytest
 
+from tests.chaos.flood import MOST_GROWTH_MB, run
 from tests.chaos.job import Job, write_job
 from tests.chaos.plan import cuts, each_role_once
 from tests.chaos.storm import Storm
@@ -55,3 +54,20 @@ def test_a_redis_that_lost_the_end_of_its_log_costs_at_most_two_seconds_of_work(
     log = (storm.job.run_dir / "logs" / "buffer.log").read_text().splitlines()
     told = [json.loads(line)["lost"] for line in log if "without acknowledged writes" in line]
     assert sum(told) >= verdict.figures["lost_writes"] > 0
+
+
+@pytest.mark.timeout(660)
+def test_malformed_messages_at_every_socket_leave_a_job_with_exact_counts(tmp_path):
+    messages = 150
+    kinds = ("redis", "buffer", "weights", "control", "chunks", "gateway", "metrics", "reward")
+    verdict, figures = run(
+        tmp_path, steps=100, messages=messages, connections=150, quiet_steps=1, limit_s=600.0
+    )
+    assert verdict.violations == []
+    assert verdict.figures["lost_episodes"] == verdict.figures["trained_twice"] == 0
+    assert verdict.figures["trainer_epochs"] == 1, "nobody was started again"
+    flooded = [name for name in figures if not name.endswith("_mb") and name != "job"]
+    assert [kind for kind in kinds if not any(kind in name for name in flooded)] == []
+    for name in flooded:
+        assert figures[name].get("known", messages) == messages, name
+    assert max(figures["growth_mb"].values()) < MOST_GROWTH_MB

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.load import load_job
 from tests.golden.reference_loop import reference_losses
-from tests.unit.launch.test_summary import PROMISED
+from tests.unit.launch.test_report import PROMISED
 from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]

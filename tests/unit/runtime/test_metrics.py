@@ -1,11 +1,13 @@
 import contextlib
 import gzip
+import re
 import resource
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -119,3 +121,16 @@ def test_a_scraper_is_answered_in_the_form_it_asks_for():
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(data=b"x")
     assert refused.value.code == 405
+
+
+def test_every_series_is_documented_and_every_documented_series_exists():
+    root = Path(__file__).parents[3]
+    sources = [path for path in root.glob("*_*/**/metrics.py") if "tests" not in path.parts]
+    declared = names("\n".join(re.findall(r'"(areal_[a-z_]+)"', "\n".join(map(Path.read_text, sources)))))
+    assert names((root / "docs" / "metrics.md").read_text()) == declared
+
+
+def names(text):
+    """Series as declared: the client library adds `_total` to a counter by itself."""
+    found = re.findall(r"\bareal_[a-z]+_[a-z_]+", text)
+    return {name.removesuffix("_total") for name in found} - {"areal_async"}
