@@ -17,17 +17,10 @@ from tests.unit.launch.launching import changed
 
 
 def write_context(job, folder):
-    places = RunPlaces(
-        run_id="x",
-        supervisor_pid=os.getpid(),
-        run_dir=str(folder / "run"),
-        socket_dir=str(folder),
-        shm_dir=str(folder / "shm"),
-        buffer_endpoint="ipc://b",
-        weights_endpoint="ipc://w",
-        services=services_of(job),
-        job=job.model_dump(mode="json"),
-    )
+    dirs = {"run_dir": str(folder / "run"), "socket_dir": str(folder), "shm_dir": str(folder / "shm")}
+    endpoints = {"buffer_endpoint": "ipc://b", "weights_endpoint": "ipc://w"}
+    given = {"services": services_of(job), "job": job.model_dump(mode="json")}
+    places = RunPlaces(run_id="x", supervisor_pid=os.getpid(), **dirs, **endpoints, **given)
     (folder / "context.json").write_bytes(msgspec.json.encode(places))
     return folder / "context.json"
 
