@@ -1,5 +1,6 @@
 """The loop around the steps: publications, records, waiting, stopping, and what ends it."""
 
+import io
 import json
 import threading
 from contextlib import closing, contextmanager
@@ -168,7 +169,7 @@ def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path
     assert backend.updates == 0
 
 
-def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir, monkeypatch, capsys):
+def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir):
     stopping = threading.Event()
 
     class Starving(rank_process.RecordedBuffer):
@@ -178,11 +179,12 @@ def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir
                 stopping.set()
             return Waiting("reward -> buffer", "0 of 4 workers alive")
 
-    setup_logging("job", "trainer")
+    written = io.StringIO()
+    setup_logging("job", "trainer", "info", written)
     buffer = Starving(tmp_path)
     trainer = _trainer(model_dir, tmp_path, buffer, stopping=stopping)
     assert trainer.run(name="trainer", ready=lambda: None) is False
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in written.getvalue().splitlines()]
     waits = [line for line in lines if line["event"] == "waiting for a batch"]
     told = [(line["edge"], line["detail"]) for line in waits]
     assert told == [("reward -> buffer", "0 of 4 workers alive")]

@@ -215,7 +215,7 @@ def test_bfloat16_has_a_bound_of_its_own(tmp_path, model_dir):
 
 
 def test_two_ranks_come_to_one_verdict(tmp_path, model_dir):
-    """Both fail, with the same words, whichever holds the worst unit; an honest batch passes on both."""
+    """Both fail, with the same words, whichever holds the worst unit."""
 
     def run(name, lie):
         out = tmp_path / name
@@ -241,6 +241,3 @@ def test_two_ranks_come_to_one_verdict(tmp_path, model_dir):
     ends, _ = run("other", lie)
     assert "SelfCheckError" in ends[0]
     assert ends[0].split("Worst unit:")[1][:40] != said[0].split("Worst unit:")[1][:40]
-    ends, (record,) = run("right", honest)
-    assert record["passed"]
-    assert not any("Error" in end for end in ends)
