@@ -79,7 +79,7 @@ def test_a_child_tells_once_that_it_is_ready():
 async def test_what_a_child_started_ends_with_it_and_the_status_is_its_own(tmp_path, guard):
     child = ChildProcess(python(WITH_HELPER + "raise SystemExit(5)"), output=tmp_path / "log", **guard)
     assert await ended(child) == 5
-    helper = int((tmp_path / "log").read_text())
+    helper = int((tmp_path / "log").read_text().split()[0])
     wait_for(lambda: is_gone(helper))
 
 
