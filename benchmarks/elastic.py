@@ -33,7 +33,8 @@ from areal_async.launch.runs import change_workers
 from areal_async.quickstart.model import split_problems, write_model, write_parquet
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from tests.chaos.history import check
-from tests.chaos.job import REWARD, Job, promise_of
+from tests.chaos.job import Job, promise_of
+from tests.jobs import REWARD
 
 AT_ONCE = 16
 """Episodes in one worker."""
