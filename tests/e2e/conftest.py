@@ -162,7 +162,7 @@ def told_by(*arguments: object) -> str:
 
 def finish(workspace: Workspace, job_file: Path) -> FinishedRun:
     with started(workspace, "run", job_file) as job:
-        return job.end()
+        return job.end(220)
 
 
 @pytest.fixture(scope="session")
