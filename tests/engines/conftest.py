@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from agreement import Snapshots, job_for, write_sharp_model
@@ -26,9 +28,10 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.quickstart.model import write_model
 from areal_async.rpc.schema import VersionTag
+from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine
-from rollout_service.engines.base import Engine, EngineError, GenerateResult
+from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
 from rollout_service.engines.http.keyed import VARIABLE
 
 # Of every server of the tests, so that they can attach to each other's.
@@ -46,10 +49,13 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True)
 class Model:
-    """The quickstart's model (16 ids, 64 positions, eos 1), with weights unlike for each version."""
+    """A model directory, and weights unlike for each version of it."""
 
     directory: Path
     root: Path
+    noise: float = 0.1
+    grows: bool = False
+    """Whether version 0 is the model itself, and each later one further from it."""
 
     def snapshot(self, version: int, epoch: int = 0) -> Snapshot:
         """Written to disk and opened."""
@@ -59,48 +65,73 @@ class Model:
     def _snapshot(self, tag: VersionTag) -> Snapshot:
         noise = torch.Generator().manual_seed(1000 * tag.epoch + tag.version)
         state = AutoModelForCausalLM.from_pretrained(self.directory).state_dict()
+        scale = self.noise * (tag.version if self.grows else 1)
         tensors = {
-            name: tensor + 0.1 * torch.randn(tensor.shape, generator=noise)
+            name: tensor + scale * torch.randn(tensor.shape, generator=noise)
             for name, tensor in state.items()
             if name != "lm_head.weight"
         }
-        written = write_snapshot(
-            self.root,
-            tag,
-            tensors,
-            files={path.name: path for path in self.directory.glob("*.json")},
-            tied={"lm_head.weight": "model.embed_tokens.weight"},
-        )
-        return open_snapshot(written.path)
+        files = {path.name: path for path in self.directory.glob("*.json")}
+        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        return open_snapshot(write_snapshot(self.root, tag, tensors, files=files, tied=tied).path)
 
     @functools.cache  # noqa: B019
-    def _reference(self, tag: VersionTag) -> Any:
+    def network(self, tag: VersionTag) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.snapshot(tag.version, tag.epoch).path).eval()
 
-    def logits(self, tag: VersionTag, ids: Sequence[int]) -> np.ndarray:
-        """`[T, V]` of a full forward pass with the weights of `tag`."""
-        with torch.inference_mode():
-            logits: np.ndarray = self._reference(tag)(input_ids=torch.tensor([list(ids)])).logits[0].numpy()
-        return logits.astype(np.float64)
+    @torch.no_grad()
+    def logits(self, tag: VersionTag, prompt: Sequence[int], result: GenerateResult) -> torch.Tensor:
+        """f64 `[n, V]`: what each unit of an answer is drawn from under a version, at temperature 1."""
+        ids = torch.tensor([[*prompt, *map(int, result.token_ids)]])
+        return self.network(tag)(input_ids=ids).logits[0].double()[len(prompt) - 1 : -1]
 
     def logprobs(self, prompt: Sequence[int], result: GenerateResult, temperature: float = 1.0) -> np.ndarray:
         """Log-probs of the answer's units, each by a full pass with the weights of its own version."""
-        ids = [*prompt, *map(int, result.token_ids)]
         found = np.empty(len(result.token_ids))
-        for epoch, version in sorted(set(zip(result.epochs.tolist(), result.versions.tolist(), strict=True))):
-            rows = log_softmax(
-                self.logits(VersionTag("policy", epoch, version), ids)[len(prompt) - 1 : -1] / temperature
-            )
+        for epoch, version in set(zip(result.epochs.tolist(), result.versions.tolist(), strict=True)):
+            logits = self.logits(VersionTag("policy", epoch, version), prompt, result) / temperature
             mine = (result.epochs == epoch) & (result.versions == version)
-            found[mine] = rows[np.arange(len(found)), result.token_ids][mine]
+            found[mine] = logprobs_under(logits, result)[mine]
         return found
 
+    def assert_true(self, prompt: Sequence[int], result: GenerateResult, temperature: float = 1.0) -> None:
+        np.testing.assert_allclose(result.logprobs, self.logprobs(prompt, result, temperature), atol=1e-4)
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    normalised: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return normalised
+
+def logprobs_under(logits: torch.Tensor, result: GenerateResult) -> np.ndarray:
+    """f64 [n] of the answer's ids, under logits `[n, V]`."""
+    rows = logits.log_softmax(-1).numpy()
+    found: np.ndarray = rows[np.arange(len(rows)), result.token_ids]
+    return found
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A snapshot's directory, whatever is in it. Nothing else of a snapshot may be needed."""
+
+    path: Path
+    tag: VersionTag
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        raise AssertionError("the tensors would be read while the engine is paused")
+
+
+def processes(url: str) -> list[psutil.Process]:
+    """The server at `url` and all its children."""
+    port = int(url.rpartition(":")[2])
+    owner = next(
+        psutil.Process(connection.pid)
+        for connection in psutil.net_connections("tcp")
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+    )
+    return [owner, *owner.children(recursive=True)]
+
+
+def ask(engine: Any, count: int, prompt: Sequence[int], sampling: Sampling, name: str = "r") -> list[Any]:
+    """Tasks of so many requests `<name>0`, `<name>1` …"""
+    requests = [GenerateRequest(f"{name}{n}", list(prompt), sampling) for n in range(count)]
+    return [asyncio.create_task(engine.generate(request)) for request in requests]
 
 
 @pytest.fixture(scope="session")
@@ -109,42 +140,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     write_model(root / "model", seed=0)
     # What a server would take from here for its defaults would make every answer greedy.
     path = root / "model" / "generation_config.json"
-    settings = json.loads(path.read_text()) | {
-        "do_sample": True,
-        "temperature": 0.01,
-        "top_k": 1,
-        "top_p": 0.1,
-    }
-    path.write_text(json.dumps(settings))
+    misleading = {"do_sample": True, "temperature": 0.01, "top_k": 1, "top_p": 0.1}
+    path.write_text(json.dumps(json.loads(path.read_text()) | misleading))
     return Model(root / "model", root / "snapshots")
 
 
-@pytest.fixture(scope="session")
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in the loop that the engines belong to."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run = pyfuncitem.funcargs["run"]
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), None)  # bounded by its mark
+    return True
+
+
+@pytest.fixture(scope="session", autouse=True)
 def run() -> Iterator[Callable[..., Any]]:
     """Runs a coroutine in the loop that the engines belong to."""
     with asyncio.Runner() as runner:
 
-        def run(work: Coroutine[Any, Any, T], deadline_s: float = DEADLINE_S) -> T:
+        def run(work: Coroutine[Any, Any, T], deadline_s: float | None = DEADLINE_S) -> T:
             async def bounded() -> T:
                 return await asyncio.wait_for(work, deadline_s)
 
             return runner.run(bounded())
 
         yield run
-
-
-async def update(engine: Engine, snapshot: Snapshot) -> None:
-    """One exchange of weights."""
-    await engine.pause()
-    try:
-        await engine.load(snapshot)
-    finally:
-        await engine.resume()
-
-
-@pytest.fixture(scope="session")
-def exchange() -> Callable[[Engine, Snapshot], Coroutine[Any, Any, None]]:
-    return update
 
 
 @pytest.fixture(scope="session")
@@ -181,3 +204,9 @@ def endless_server(
     yield url_of
     for engine in started.values():
         run(engine.stop())
+
+
+@pytest.fixture(params=["sglang", "vllm"])
+def server_of(request: pytest.FixtureRequest, endless_server: Callable[[str], str]) -> tuple[str, str]:
+    """The name of an engine and the url of its server, which is on the model `endless`."""
+    return request.param, endless_server(request.param)

@@ -27,7 +27,6 @@ from tests.unit.gateway.agents import (
 from tests.unit.gateway.fakes import make_tokenizer, serving, write_chat_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of a server's start
-START_S = 330
 UPDATE_S = 0.05
 
 
@@ -52,7 +51,7 @@ async def recorded(engine: Any, stream: bool) -> tuple[Any, Logged]:
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_the_rows_of_tool_agents_equal_the_servers_ids(name: str, tmp_path: Path) -> None:
+async def test_the_rows_of_tool_agents_equal_the_servers_ids(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_chat_model(model, hidden_size=128)
     snapshots = Snapshots(model, tmp_path / "snapshots", noise=0.3)
@@ -62,20 +61,16 @@ def test_the_rows_of_tool_agents_equal_the_servers_ids(name: str, tmp_path: Path
     except EngineError as error:  # no environment
         pytest.skip(str(error))
 
-    async def main() -> list[tuple[Any, Logged]]:
+    try:
+        await engine.start(snapshots.write(VersionTag("policy", 0, 0)))
+        updating = asyncio.create_task(updates(engine, snapshots))
         try:
-            async with asyncio.timeout(START_S):
-                await engine.start(snapshots.write(VersionTag("policy", 0, 0)))
-            updating = asyncio.create_task(updates(engine, snapshots))
-            try:
-                return [await recorded(engine, stream) for stream in (False, True, False, True)]
-            finally:
-                updating.cancel()
-                await asyncio.gather(updating, return_exceptions=True)
+            found = [await recorded(engine, stream) for stream in (False, True, False, True)]
         finally:
-            await engine.stop()
-
-    found = asyncio.run(main())
+            updating.cancel()
+            await asyncio.gather(updating, return_exceptions=True)
+    finally:
+        await engine.stop()
     for episode, logged in found:
         assert_a_tool_agent_was_recorded(episode, logged.log)
     # Of all: a random model's answers may be short, and one of them may fall between two updates.

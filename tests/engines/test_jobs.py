@@ -3,11 +3,8 @@ nothing is lost or too old, and what it stored says truly which weights sampled 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.quickstart.main import prepare
-from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, unpack
+from tests.e2e.conftest import FinishedRun, Workspace
 from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -50,33 +47,17 @@ def run_job(job_file: Path, *overrides: str) -> Path:
     return job_file.parent.parent
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a finished job left."""
-
-    folder: Path
-    model: Path
-    """Of the warm start."""
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return found
-
-    def records(self, kind: str) -> list[dict[str, Any]]:
-        return [record for record in read_run_log(self.folder / "metrics.jsonl") if record["kind"] == kind]
-
+class Run(FinishedRun):
     def episodes(self, step: int) -> list[Episode]:
         return [unpack(blob) for blob in read_step(self.folder / "batches", step).blobs.values()]
 
-    def weights(self, version: int) -> Any:
+    def network(self, version: int) -> Any:
         """A plain model with the weights after so many steps."""
-        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
-        if version:
-            for shard in (self.folder / f"checkpoints/step-{version:06d}").glob("policy-*.safetensors"):
-                missing, unexpected = model.load_state_dict(load_file(shard), strict=False)
-                assert not unexpected
-                assert set(missing) <= {"lm_head.weight"}  # tied
+        model = AutoModelForCausalLM.from_pretrained(self.weights(0), dtype=torch.float32).eval()
+        for shard in self.weights(version).glob("policy-*.safetensors"):
+            missing, unexpected = model.load_state_dict(load_file(shard), strict=False)
+            assert not unexpected
+            assert set(missing) <= {"lm_head.weight"}  # tied
         return model
 
 
@@ -99,7 +80,7 @@ def job(request: pytest.FixtureRequest, warm_start: Path) -> Run:
         pytest.skip(str(error))
     overrides = ("seed=0", f"job={engine}", f"rollout.engine={engine}", *SHORTENED)
     run_job(warm_start / "quickstart-files" / "train.yaml", *overrides)
-    return Run(warm_start / engine, warm_start / "quickstart-warm" / "model")
+    return Run(warm_start / engine, Workspace(warm_start / "quickstart-warm"))
 
 
 @torch.inference_mode()
@@ -133,7 +114,7 @@ def test_the_first_batch_was_checked_against_the_trainer(job: Run) -> None:
 
 
 def test_stored_versions_are_true(job: Run) -> None:
-    marked, other = job.weights(MARKED), job.weights(0)
+    marked, other = job.network(MARKED), job.network(0)
     own, foreign = [], []
     for step in range(MARKED, MARKED + STALENESS + 1):
         for episode in job.episodes(step)[::4]:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -46,19 +47,11 @@ def launched(python: Path, model: Path, port: int) -> Launch:
 
 
 def vllm(python: Path, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    flags = [
-        "--model",
-        str(model),
-        "--served-model-name",
-        "judge",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    flags += ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"]
-    flags += ["--enforce-eager", "--no-enable-chunked-prefill", "--disable-uvicorn-access-log"]
-    flags += ["--distributed-executor-backend", ONE_PROCESS]
+    flags = ["--model", str(model), "--served-model-name", "judge", "--host", "127.0.0.1"]
+    flags += ["--port", str(port), "--dtype", "float32", "--max-model-len", str(CONTEXT)]
+    flags += ["--max-num-seqs", "16"]
+    flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    flags += ["--disable-uvicorn-access-log", "--distributed-executor-backend", ONE_PROCESS]
     module = [str(python), "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return [*module, *flags], vllm_variables(launched(python, model, port), os.environ)
 
@@ -123,27 +116,23 @@ def arguments(served: Served, **more: object) -> dict[str, object]:
 TEXTS = ["1111", "2345", "1234", "", "11110000", "+-=+", "123123123123"]
 
 
-def test_the_server_judges_and_several_votes_agree(served: Served) -> None:
-    async def judged(**more: object) -> list[object]:
-        section = RewardSection(name="judge", args=arguments(served, **more), timeout_s=60)
-        async with LocalScorer(section) as scorer:
-            return list(await scorer.score([RewardInput(response=text) for text in TEXTS]))
+async def judged(served: Served, texts: list[str], **more: object) -> list[Any]:
+    section = RewardSection(name="judge", args=arguments(served, **more), timeout_s=60)
+    async with LocalScorer(section) as scorer:
+        return list(await scorer.score([RewardInput(response=text) for text in texts]))
 
-    once = asyncio.run(judged())
-    values = [verdict.value for verdict in once if isinstance(verdict, Score)]
+
+async def test_the_server_judges_and_several_votes_agree(served: Served) -> None:
+    values = [verdict.value for verdict in await judged(served, TEXTS) if isinstance(verdict, Score)]
     assert values == pytest.approx([share_of_ones(text) for text in TEXTS], abs=0.17)
-    voted = asyncio.run(judged(votes=3, temperature=0.05, aggregate="median", seed=1))
+    voting = {"votes": 3, "temperature": 0.05, "aggregate": "median", "seed": 1}
+    voted = await judged(served, TEXTS, **voting)
     medians = [verdict.value for verdict in voted if isinstance(verdict, Score)]
     assert medians == pytest.approx(values, abs=0.12)
 
 
-def test_a_text_that_the_server_cannot_take_is_an_error_in_its_words(served: Served) -> None:
-    async def judged() -> list[object]:
-        section = RewardSection(name="judge", args=arguments(served), timeout_s=60)
-        async with LocalScorer(section) as scorer:
-            return list(await scorer.score([RewardInput(response="1" * 300), RewardInput(response="1")]))
-
-    long, short = asyncio.run(judged())
+async def test_a_text_that_the_server_cannot_take_is_an_error_in_its_words(served: Served) -> None:
+    long, short = await judged(served, ["1" * 300, "1"])
     assert isinstance(long, Failure)
     assert long.kind == "judge"
     assert str(CONTEXT) in long.message

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import psutil
 import pytest
 
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.keyed import VARIABLE
+from tests.engines.conftest import processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ROUTES = {
@@ -45,32 +42,22 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_no_route_of_a_real_server_is_open_and_no_command_line_tells_the_key(
-    name: str, endless_server: Callable[[str], str], run: Callable[..., Any]
+async def test_no_route_of_a_real_server_is_open_and_no_command_line_tells_the_key(
+    server_of: tuple[str, str],
 ) -> None:
-    url = endless_server(name)
-
-    async def body() -> None:
-        stranger = ServerClient("server", url)
-        guessing = ServerClient("server", url, key="0" * 64)
-        try:
-            for route in ROUTES[name]:
-                method, path = route.split()
-                for client in (stranger, guessing):
-                    status, content = await client.request(method, path, {"model_path": "elsewhere"})
-                    assert (route, status, content) == (route, 401, b"")
-        finally:
-            await stranger.close()
-            await guessing.close()
-
-    run(body())
-    port = int(url.rpartition(":")[2])
-    (server,) = {
-        psutil.Process(connection.pid)
-        for connection in psutil.net_connections("tcp")
-        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-    }
+    name, url = server_of
+    stranger = ServerClient("server", url)
+    guessing = ServerClient("server", url, key="0" * 64)
+    try:
+        for route in ROUTES[name]:
+            method, path = route.split()
+            for client in (stranger, guessing):
+                status, content = await client.request(method, path, {"model_path": "elsewhere"})
+                assert (route, status, content) == (route, 401, b"")
+    finally:
+        await stranger.close()
+        await guessing.close()
+    server, *children = processes(url)
     key = server.environ()[VARIABLE]
-    family = [server, *server.parents()[:1], *server.children(recursive=True)]
+    family = [server, *server.parents()[:1], *children]
     assert not [process for process in family if key in " ".join(process.cmdline())]

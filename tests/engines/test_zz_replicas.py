@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,87 +19,66 @@ from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.process import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
-from rollout_service.engines.base import Engine, EngineError, GenerateRequest
+from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.replicas import ReplicaSet
+from tests.engines.conftest import processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-LIMIT_S = 500.0
 LONG = Sampling(temperature=1.0, max_new_tokens=48)
 
 
 def job_of(name: str, model: Path, urls: list[str]) -> JobConfig:
     server = {"ready_s": 330, "urls": urls}
     rollout = {"engine": name, "max_concurrent": 16, "max_model_len": 64, "server": server}
-    return JobConfig.model_validate(
-        {"job": "replicas", "model": model, "tasks": {"train": "none"}, "rollout": rollout}
-    )
+    content = {"job": "replicas", "model": model, "tasks": {"train": "none"}, "rollout": rollout}
+    return JobConfig.model_validate(content)
 
 
-def processes(url: str) -> list[psutil.Process]:
-    """The server at `url` and all its children."""
-    port = int(url.rpartition(":")[2])
-    owner = next(
-        psutil.Process(connection.pid)
-        for connection in psutil.net_connections("tcp")
-        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-    )
-    return [owner, *owner.children(recursive=True)]
-
-
-@pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_requests_survive_the_death_of_their_server(
-    name: str,
-    endless: Path,
-    endless_server: Callable[[str], str],
-    run: Callable[..., Any],
-    tmp_path: Path,
+async def test_requests_survive_the_death_of_their_server(
+    server_of: tuple[str, str], endless: Path, tmp_path: Path
 ) -> None:
-    url = endless_server(name)
-    snapshots = [
-        Snapshots(endless, tmp_path / "snapshots").write(VersionTag("policy", 0, v)) for v in range(3)
-    ]
-    made: list[Engine] = []
+    name, url = server_of
+    written = Snapshots(endless, tmp_path / "snapshots")
+    snapshots = [written.write(VersionTag("policy", 0, v)) for v in range(3)]
+    made: list[Any] = []
 
-    def make(index: int) -> Engine:
+    def make(index: int) -> Any:
         """The first is attached to the server that runs already, the next starts its own."""
         job = job_of(name, endless, [] if made else [url])
         place = ServiceContext.for_test(job, tmp_path, "rollout", "rollout-0")
         made.append(make_engine(job, slots=16, activity="rollout", place=place, replica=index))
         return made[-1]
 
-    async def body() -> None:
-        replicas = ReplicaSet(make, restarts=RestartPolicy(limit=2, first_pause_s=0.1))
+    replicas = ReplicaSet(make, restarts=RestartPolicy(limit=2, first_pause_s=0.1))
 
-        def ask(number: int, of: str = "r") -> asyncio.Task[Any]:
-            request = GenerateRequest(f"{of}{number}", [5, 6, 7], LONG, session=f"g#0.{number}")
-            return asyncio.create_task(replicas.generate(request))
+    def asking(number: int, of: str = "r") -> asyncio.Task[Any]:
+        request = GenerateRequest(f"{of}{number}", [5, 6, 7], LONG, session=f"g#0.{number}")
+        return asyncio.create_task(replicas.generate(request))
 
-        await replicas.start(snapshots[0])
-        watching = asyncio.create_task(replicas.watch())
-        try:
-            await replicas.exchange(snapshots[1])
-            asked = [ask(number) for number in range(24)]
-            await asyncio.wait(asked, timeout=0.05)
-            for process in processes(url):
-                os.kill(process.pid, signal.SIGKILL)
-            results = await asyncio.gather(*asked)
-            assert not watching.done()
-            assert len(made) == 2
-            assert replicas.version == VersionTag("policy", 0, 1)
-            for result in results:
-                assert len(result.token_ids) == 48
-                assert set(result.versions.tolist()) == {1}
-            await replicas.exchange(snapshots[2])
-            assert set((await ask(0, "after")).versions.tolist()) == {2}
-            own = processes(made[1].url)
-            last = [ask(number, "last") for number in range(8)]
-            await asyncio.sleep(0)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            await replicas.stop()
-        for outcome in await asyncio.gather(*last, return_exceptions=True):
-            assert isinstance(outcome, EngineError)
-        assert not psutil.wait_procs(own, timeout=10)[1]
-
-    run(body(), LIMIT_S)
+    await replicas.start(snapshots[0])
+    watching = asyncio.create_task(replicas.watch())
+    try:
+        await replicas.exchange(snapshots[1])
+        asked = [asking(number) for number in range(24)]
+        await asyncio.wait(asked, timeout=0.05)
+        for process in processes(url):
+            os.kill(process.pid, signal.SIGKILL)
+        results = await asyncio.gather(*asked)
+        assert not watching.done()
+        assert len(made) == 2
+        assert replicas.version == VersionTag("policy", 0, 1)
+        for result in results:
+            assert len(result.token_ids) == 48
+            assert set(result.versions.tolist()) == {1}
+        await replicas.exchange(snapshots[2])
+        assert set((await asking(0, "after")).versions.tolist()) == {2}
+        own = processes(made[1].url)
+        last = [asking(number, "last") for number in range(8)]
+        await asyncio.sleep(0)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await replicas.stop()
+    for outcome in await asyncio.gather(*last, return_exceptions=True):
+        assert isinstance(outcome, EngineError)
+    assert not psutil.wait_procs(own, timeout=10)[1]

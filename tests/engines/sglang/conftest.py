@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +11,22 @@ from areal_async.config.engines import find_engine_python
 from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.sglang.adapter import SGLangAdapter
+from rollout_service.replicas import exchange
 
 SLOTS = 32
 STARTUP_S = 330.0
 
 
 @pytest.fixture(scope="session")
-def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs") / "sglang.log"
-
-
-@pytest.fixture(scope="session")
-def started(model: Any, run: Callable[..., Any], log_path: Path) -> Iterator[HttpEngine]:
+def started(
+    model: Any, run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HttpEngine]:
     """The engine that owns the server (`recompute`)."""
     settings = ServerSettings(
         slots=SLOTS,
         max_model_len=64,
         python=find_engine_python("sglang"),
-        log_path=log_path,
+        log_path=tmp_path_factory.mktemp("logs") / "sglang.log",
         ready_s=STARTUP_S,
     )
     engine = HttpEngine(SGLangAdapter(model.directory, settings))
@@ -39,7 +36,7 @@ def started(model: Any, run: Callable[..., Any], log_path: Path) -> Iterator[Htt
 
 
 @pytest.fixture
-def recompute(started: HttpEngine, model: Any, run: Callable[..., Any], exchange: Any) -> HttpEngine:
+def recompute(started: HttpEngine, model: Any, run: Callable[..., Any]) -> HttpEngine:
     """Serves version 0."""
     run(exchange(started, model.snapshot(0)))
     return started

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.keyed import VARIABLE
 from rollout_service.engines.sglang.adapter import Loads, RankLoad
 
@@ -16,16 +17,19 @@ KEY = os.environ[VARIABLE]
 """Of all servers of the tests (see `tests/engines/conftest.py`)."""
 
 
-async def until(client: ServerClient, holds: Callable[[RankLoad], bool], limit_s: float = LIMIT_S) -> float:
+async def until(engine: HttpEngine, holds: Callable[[RankLoad], bool]) -> float:
     """Seconds until the server's load is as wanted. It tells its load after each prefill, when it falls idle,
     and after every 15 steps of decoding."""
-    began_s = time.monotonic()
-    while not holds((await client.get("/v1/loads", Loads)).loads[0]):
-        assert time.monotonic() - began_s < limit_s
-        await asyncio.sleep(0.005)
-    return time.monotonic() - began_s
+    began_s, client = time.monotonic(), ServerClient("server", engine.url, key=KEY)
+    try:
+        while not holds((await client.get("/v1/loads", Loads)).loads[0]):
+            assert time.monotonic() - began_s < LIMIT_S
+            await asyncio.sleep(0.005)
+        return time.monotonic() - began_s
+    finally:
+        await client.close()
 
 
-async def in_server(client: ServerClient, wanted: Callable[[int], bool], limit_s: float = LIMIT_S) -> float:
+async def in_server(engine: HttpEngine, wanted: Callable[[int], bool]) -> float:
     """Seconds until the number of requests in the server is one that is wanted."""
-    return await until(client, lambda load: wanted(load.num_running_reqs + load.num_waiting_reqs), limit_s)
+    return await until(engine, lambda load: wanted(load.num_running_reqs + load.num_waiting_reqs))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -8,12 +9,11 @@ from tests.engines.vllm.served import Served
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -> Iterator[Served]:
     """One server for all tests, which takes longer to start than they run."""
     served = Served(tmp_path_factory.mktemp("vllm"))
     try:
-        served.run(served.engine.start(served.snapshots[0]), limit_s=300)
+        run(served.engine.start(served.model.snapshot(0, epoch=1)), 300)
         yield served
     finally:
-        served.run(served.engine.stop())
-        served.runner.close()
+        run(served.engine.stop())

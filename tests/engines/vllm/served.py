@@ -1,19 +1,17 @@
-"""A real vLLM server for the tests of the engine: one small model, three versions of it, one event loop."""
+"""A real vLLM server for the tests of the engine, on one small model."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -21,25 +19,23 @@ from areal_async.config.engines import find_engine_python
 from areal_async.quickstart.model import make_tokenizer
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.keyed import VARIABLE
 from rollout_service.engines.vllm.adapter import VllmAdapter
-
-T = TypeVar("T")
+from rollout_service.replicas import exchange
+from tests.engines.conftest import Model, logprobs_under
 
 MAX_MODEL_LEN = 4096
+PROMPT = (3, 13, 4)
 MISLEADING = {"temperature": 0.2, "top_k": 2, "repetition_penalty": 1.8, "eos_token_id": 1}
 """Defaults in the model's generation_config.json, of which none may take part."""
 
 
-def write_versions(root: Path) -> tuple[Path, list[Snapshot], list[Qwen2ForCausalLM]]:
-    """A model directory, three snapshots of it that differ, and the same in torch. The output layer is tied
-    to the embedding."""
-    tokenizer = make_tokenizer()
+def write_model(root: Path) -> Model:
+    """The output layer is tied to the embedding."""
     torch.manual_seed(11)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -65,32 +61,17 @@ def write_versions(root: Path) -> tuple[Path, list[Snapshot], list[Qwen2ForCausa
         embedding[1] -= common
     directory = root / "model"
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps(MISLEADING))
-    files = {p.name: p for p in directory.iterdir() if p.suffix != ".safetensors"}
-    models, snapshots = [], []
-    for version in range(3):
-        model = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * version * torch.randn(parameter.shape))
-        tag = VersionTag("policy", 1, version)
-        tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-        written = write_snapshot(
-            root / "shelf", tag, tensors, files=files, tied={"lm_head.weight": "model.embed_tokens.weight"}
-        )
-        snapshots.append(open_snapshot(written.path, manifest_hash=written.manifest_hash))
-        models.append(model)
-    return directory, snapshots, models
+    return Model(directory, root / "shelf", noise=0.05, grows=True)
 
 
 class Served:
-    """An engine on a server of its own, and the loop that both are used from."""
+    """An engine on a server of its own."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.directory, self.snapshots, self.models = write_versions(root)
-        self.runner = asyncio.Runner()
+        self.model = write_model(root)
         self.engine = self.make_engine(python=find_engine_python("vllm"))
         self._numbers = itertools.count()
 
@@ -103,43 +84,28 @@ class Served:
         }
         scratch = arguments.pop("scratch", self.root / "scratch")
         settings = ServerSettings(**(defaults | arguments))
-        return HttpEngine(VllmAdapter(self.directory, settings, scratch=scratch))
+        return HttpEngine(VllmAdapter(self.model.directory, settings, scratch=scratch))
 
-    def run(self, work: Coroutine[Any, Any, T], limit_s: float = 120) -> T:
-        async def limited() -> T:
-            async with asyncio.timeout(limit_s):
-                return await work
-
-        return self.runner.run(limited())
-
-    def request(self, prompt: Sequence[int] = (3, 13, 4), **given: Any) -> GenerateRequest:
+    def request(self, prompt: Sequence[int] = PROMPT, **given: Any) -> GenerateRequest:
         """A request with an id of its own; sampling parameters and the request's fields mixed by name."""
-        sampling = {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "max_new_tokens": 32,
-            "stop": (),
-            "seed": 0,
-        }
         fields = {name: given.pop(name) for name in ("priority", "deadline_s") if name in given}
-        return GenerateRequest(
-            f"request-{next(self._numbers)}", list(prompt), Sampling(**(sampling | given)), **fields
-        )
+        sampling = Sampling(**({"max_new_tokens": 32, "seed": 0} | given))
+        return GenerateRequest(f"request-{next(self._numbers)}", list(prompt), sampling, **fields)
 
     def endless(self) -> GenerateRequest:
         """A request that is under way for seconds, whatever a test has to wait for meanwhile: the likeliest
         next id never is the end (`test_an_answer_ends_at_the_model_s_last_position`)."""
         return self.request(temperature=0.0, max_new_tokens=MAX_MODEL_LEN)
 
-    def many(self, n: int, **given: Any) -> list[GenerateResult]:
-        """Answers to `n` requests at once, with the seeds 0 to n - 1."""
+    def tasks(
+        self, n: int, engine: HttpEngine | None = None, **given: Any
+    ) -> list[asyncio.Task[GenerateResult]]:
+        """Of `n` requests, with the seeds 0 to n - 1."""
+        requests = [self.request(**{"seed": seed} | given) for seed in range(n)]
+        return [asyncio.create_task((engine or self.engine).generate(request)) for request in requests]
 
-        async def together() -> list[GenerateResult]:
-            requests = [self.request(seed=seed, **given) for seed in range(n)]
-            return await asyncio.gather(*(self.engine.generate(request) for request in requests))
-
-        return self.run(together())
+    async def many(self, n: int, **given: Any) -> list[GenerateResult]:
+        return await asyncio.gather(*self.tasks(n, **given))
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[ServerClient]:
@@ -170,60 +136,40 @@ class Served:
         await self._until(lambda found: found >= since + n_units, "generation_tokens_total")
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        while True:
-            if holds():
-                return
+        while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def _until(self, holds: Callable[[float], bool], name: str) -> None:
-        while True:
-            if holds(await self.gauge(name)):
-                return
+        while not holds(await self.gauge(name)):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     async def update(self, version: int, engine: HttpEngine | None = None) -> None:
-        engine = engine or self.engine
-        await engine.pause()
-        try:
-            await engine.load(self.snapshots[version])
-        finally:
-            await engine.resume()
+        await exchange(engine or self.engine, self.model.snapshot(version, epoch=1))
 
     def text(self, ids: Sequence[int]) -> str:
         return str(make_tokenizer().decode(list(ids), skip_special_tokens=True))
 
 
 @torch.no_grad()
-def logits(model: Qwen2ForCausalLM, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """`[n, vocabulary]`: of each unit of the answer, those that it was drawn from."""
-    out = model(torch.tensor([[*prompt, *answer]])).logits[0]
-    return out[len(prompt) - 1 : -1]
-
-
-@torch.no_grad()
-def kept_logits(
-    models: Sequence[Qwen2ForCausalLM], prompt: Sequence[int], result: GenerateResult
-) -> torch.Tensor:
-    """As `logits`, of an answer whose KV survived each update: what was fed stays as its version made it."""
+def kept_logits(model: Model, prompt: Sequence[int], result: GenerateResult) -> torch.Tensor:
+    """As `Model.logits`, of an answer whose KV survived its updates: what was fed stays as it was made."""
     ids = result.token_ids.tolist()
     cuts = [0, *(np.flatnonzero(np.diff(result.versions)) + 1).tolist(), len(ids)]
     past, rows = None, []
     for start, stop in itertools.pairwise(cuts):
         fed = [*prompt, *ids[: stop - 1]] if start == 0 else ids[start - 1 : stop - 1]
-        out = models[result.versions[start]](torch.tensor([fed]), past_key_values=past, use_cache=True)
+        network = model.network(tag(int(result.versions[start])))
+        out = network(torch.tensor([fed]), past_key_values=past, use_cache=True)
         past = out.past_key_values
-        rows.append(out.logits[0, -(stop - start) :])
+        rows.append(out.logits[0, -(stop - start) :].double())
     return torch.cat(rows)
 
 
-def worst(
-    result: GenerateResult, expected: torch.Tensor, units: npt.NDArray[np.bool_] | None = None
-) -> float:
+def tag(version: int) -> VersionTag:
+    return VersionTag("policy", 1, version)
+
+
+def worst(result: GenerateResult, expected: torch.Tensor, units: Any = slice(None)) -> float:
     """Largest distance in nats between the engine's log-probs and those under logits `[n, vocabulary]`, over
     all units or those of a mask `[n]`."""
-    ids = torch.tensor(result.token_ids.astype("int64"))
-    reference = torch.log_softmax(expected, -1).gather(1, ids[:, None])[:, 0]
-    difference = (reference - torch.tensor(result.logprobs)).abs()
-    if units is not None:
-        difference = difference[torch.tensor(units)]
-    return float(difference.max()) if difference.numel() else 0.0
+    return float(np.abs(logprobs_under(expected, result) - result.logprobs)[units].max(initial=0.0))

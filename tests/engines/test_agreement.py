@@ -1,4 +1,5 @@
-"""benchmarks/versions.py in short: versions are true on every engine while weights change under requests."""
+"""benchmarks/parity.py and versions.py in short: every engine against a plain forward pass and the trainer's
+back end; and versions are true on every engine while weights change under requests."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parity
 import pytest
 import versions
-from agreement import write_sharp_model
+from agreement import Snapshots, job_for, write_sharp_model
 
+from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateResult
 from rollout_service.engines.local.engine import LocalEngine
 
@@ -39,6 +42,49 @@ def measured(engine: str, model: Path, root: Path, **how: Any) -> versions.Versi
     update_s, longest = UPDATE_S.get(engine, 0.05), LONGEST.get(engine, 120)
     how = {"episodes": 16, "longest": longest, "slots": 16, "most_updates": 5, "update_s": update_s} | how
     return asyncio.run(versions.versions(engine, model, root, **how))
+
+
+def tell_lies(patch: pytest.MonkeyPatch, lie: Callable[[GenerateResult], GenerateResult]) -> None:
+    """What the local engine says goes through `lie` from now on."""
+
+    class Lying(LocalEngine):
+        async def generate(self, request: Any) -> GenerateResult:
+            return lie(await super().generate(request))
+
+    patch.setattr("rollout_service.engines.local.engine.LocalEngine", Lying)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_says_what_a_plain_forward_pass_and_the_trainer_say(
+    engine: str, endless: Path, tmp_path: Path, endless_server: Callable[[str], str | None]
+) -> None:
+    url = endless_server(engine)
+    work = parity.parity([engine], endless, tmp_path, prompts=8, new_tokens=16, url=url)
+    (found,) = asyncio.run(work)
+    assert found.failed == []
+    assert found.compared_units > 60
+    assert found.sampled_units > 100
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (lambda r: replace(r, token_ids=np.where(r.token_ids > 3, r.token_ids - 1, 3)), "answers differ"),
+        (lambda r: replace(r, logprobs=r.logprobs - 2e-4), "greedy log-prob"),
+        (lambda r: replace(r, logprobs=r.logprobs * np.float32(1.1)), "trainer's log-prob"),
+        (lambda r: replace(r, versions=r.versions + 1), "not of the version that served"),
+    ],
+    ids=["ids", "logprobs", "temperature", "version"],
+)
+def test_an_engine_that_says_something_else_is_noticed(
+    lie: Any, words: str, ending: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_lies(monkeypatch, lie)
+    engine = make_engine(job_for("local", ending, max_model_len=64), slots=8, activity="parity")
+    snapshot = Snapshots(ending, tmp_path).write(parity.TAG)
+    prompts = parity.make_prompts(6, 16)
+    found = asyncio.run(parity.measure(engine, "local", snapshot, prompts, new_tokens=12))
+    assert any(words in failure for failure in found.failed)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -75,13 +121,6 @@ def test_kept_kv_is_exact_until_the_first_update_and_labelled_truly_after(
     assert found.max > versions.BOUND  # else nothing was approximate, and `keep` did not keep
 
 
-class Lying(LocalEngine):
-    lie: Callable[[GenerateResult], GenerateResult]
-
-    async def generate(self, request: Any) -> GenerateResult:
-        return type(self).lie(await super().generate(request))
-
-
 def shifted(result: GenerateResult) -> GenerateResult:
     """Each version begins one unit late, as with a client that guesses from the time of the swap."""
     return replace(result, versions=np.r_[result.versions[:1], result.versions[:-1]])
@@ -100,7 +139,6 @@ def shifted(result: GenerateResult) -> GenerateResult:
 def test_a_wrong_tag_or_a_cut_answer_is_noticed(
     lie: Any, words: str, endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Lying.lie = staticmethod(lie)
-    monkeypatch.setattr("rollout_service.engines.local.engine.LocalEngine", Lying)
+    tell_lies(monkeypatch, lie)
     found = measured("local", endless, tmp_path, episodes=12, longest=120, update_s=0.01)
     assert any(words in failure for failure in found.failed)
