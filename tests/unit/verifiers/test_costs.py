@@ -53,6 +53,7 @@ def test_no_answer_makes_maths_run_into_the_deadline_of_its_call():
 
 
 def test_an_answer_that_takes_longer_than_its_budget_is_wrong_and_says_so():
+    preload()  # what is interrupted shall be the comparison, not an import
     formula = r"\boxed{" + "+".join(rf"\sin({i}x)\cos({i + 1}x)" for i in range(1, 12)) + "}"
     given = RewardInput(response=formula, ground_truth="x^2+1")
     assert math(given, budget_s=0.02) == Score(0.0, {"answered": 1.0, "too_costly": 1.0})
