@@ -178,7 +178,7 @@ def test_one_death_is_local_a_member_that_dies_while_it_takes(sender):
 def test_a_request_that_is_repeated_gets_a_group_that_works(sender):
     sender.offer(VersionTag("policy", 0, 0), weights(0))
     first = ask(sender, 0)
-    for group in ("", first.group):  # the first is still sent to
+    for group in (first.group, ""):  # the first is still sent to
         again = ask(sender, 0, group)
         assert again.group != first.group
         assert_equal(Member().take(again), weights(0))
