@@ -147,3 +147,38 @@ def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
     ledger.commit(1, [])
     assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
     assert ledger.lease(10) != []
+
+
+def test_episodes_whose_bytes_are_held_survive_when_the_copy_wins(drive):
+    ledger = drive(batch_groups=1, max_staleness=3, group_size=3)
+    ledger.steps(1)
+    (group,) = ledger.lease()
+    ledger.put(group, [0], version=1)
+    copy = ledger.export()
+    ledger.checkpointed(1)
+    ledger.judge(ledger.claim())
+    ledger.scored(1)
+    ledger.decide_batch_without(group)
+    ledger.commit()
+    ledger.checkpointed(2)
+    ledger.put(group, [1], version=2)
+    ledger.open(step=1, copy=copy)
+    held = ledger.index.groups[group.group_id]
+    assert held.missing == [1, 2], "version 2 is abandoned"
+    assert held.episodes[0].reward == 1.0
+    assert ledger.decisions[-1].writes.freed[group.group_id] == (1,)
+    assert ledger.index.payload_bytes == 100
+
+
+def test_a_batch_that_lost_its_groups_is_filled_with_what_is_generated_for_it(drive):
+    """Even where the redo log goes on for longer than what is generated now stays young."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    ledger.steps(5)
+    ledger.open(step=0)
+    ledger.batch(0)
+    ledger.commit(0)
+    ledger.waiting(1)
+    (group,) = ledger.lease(1)
+    assert ledger.put(group, version=1).refused == []
+    ledger.judge(ledger.claim())
+    assert ids(ledger.batch(1)) == [group.group_id]

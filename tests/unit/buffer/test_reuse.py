@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from areal_async.rpc.messages import TrainerOpened
-from tests.unit.buffer.conftest import ids
+from replay_buffer.ledger.committing import Copy
+from replay_buffer.ledger.records import GroupState
+from tests.unit.buffer.conftest import Driver, ids
 
 
 def names(leases):
@@ -123,3 +128,43 @@ def test_trained_effectively_once_on_the_lineage_of_a_checkpoint(drive):
     assert held(ledger, b).steps == (1, 3)
     assert ledger.index.consumer("policy").episodes_trained == trained
     assert ledger.state(b) == "SCORED", "one use left"
+
+
+@pytest.mark.parametrize("redis", ["committed", "new"])
+def test_a_used_group_whose_bytes_are_gone_is_not_generated_again(drive, redis):
+    """Its use is in the weights of the checkpoint: another generation would be another use."""
+    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=2)
+    (a,) = names(ledger.scored(1))
+    train(ledger)
+    copy = ledger.export()
+    assert [group.group_id for group in msgspec.msgpack.decode(copy, type=Copy).groups] == [a]
+    ledger.checkpointed(1)
+    if redis == "committed":
+        train(ledger)
+        ledger.checkpointed(2)
+    else:
+        ledger = Driver(batch_groups=1, max_staleness=4, max_reuse=2)
+        ledger.index.meta = msgspec.structs.replace(ledger.index.meta, ledger_id="another")
+    ledger.open(step=1, copy=copy)
+    assert ledger.index.groups == {}
+    assert ledger.count("committed:adopted") == 1
+    assert names(ledger.lease()) != [a]
+
+
+def test_the_copy_made_while_steps_are_redone_holds_what_they_will_train(drive):
+    """Such groups lie before the cursor: forgotten, they would be skipped."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    batches = [ids(ledger.step()) for _ in range(3)]
+    ledger.open(step=0)
+    ledger.batch()
+    ledger.commit(0, [1])
+    copy = msgspec.msgpack.decode(ledger.export(), type=Copy)
+    assert [[group.group_id] for group in copy.groups] == batches[1:]
+    blob = msgspec.msgpack.encode(copy)
+    for step in (1, 2):
+        ledger.batch()
+        ledger.commit(step, [1])
+    ledger.checkpointed(3)
+    ledger.open(step=1, copy=blob)
+    assert {group.state for group in ledger.index.groups.values()} == {GroupState.QUEUED}
+    assert [[group_id] for group_id in names(ledger.lease(5))[:2]] == batches[1:]

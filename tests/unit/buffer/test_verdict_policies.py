@@ -323,3 +323,25 @@ def test_verdicts_are_final(drive):
 
 def counted(ledger):
     return {name: n for name, n in ledger.index.meta.counts.items() if not name.startswith("refused:")}
+
+
+def test_verdicts_of_all_kinds_count_against_the_tries_of_the_kind_that_comes(drive):
+    """So that a reward that fails in turns does not go on for ever."""
+    ledger = drive(group_size=1, on_timeout=VerdictPolicy(1), on_error=VerdictPolicy(2))
+    (group,) = ledger.generated()
+    for verdict in (Failure("exception", "no"), Failure("exception", "no")):
+        ledger.judge(ledger.claim(), verdict)
+        assert ledger.state(group) == "GENERATED"
+    ledger.judge(ledger.claim(), Timeout(100))
+    assert ledger.state(group) is None
+    assert ledger.count("dropped:verdict_timeout") == 1
+
+
+def test_a_failure_comes_before_a_drop_of_the_same_group(drive):
+    """What fails the job must be there when it is resumed."""
+    ledger = drive(group_size=2, on_error=FAIL, on_timeout=DROP)
+    (group,) = ledger.generated()
+    first, second = ledger.claim()
+    ledger.judge_each([(first, Timeout(5)), (second, Failure("exception", "no"))])
+    assert ledger.states(group) == ["STORED", "STORED"]
+    assert ledger.index.meta.failed

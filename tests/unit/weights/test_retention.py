@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -18,7 +19,7 @@ def add(policy: RetentionPolicy, *versions: int, evaluate: bool = False) -> None
         policy.add(tag(version), evaluate=evaluate, final=False)
 
 
-def test_what_a_delta_is_being_made_of_stays():
+def test_what_a_delta_is_being_made_of_stays() -> None:
     policy = policy_with(0, 1)
     policy.use(tag(0), tag(1))
     add(policy, *(2, 3, 4))
@@ -30,7 +31,22 @@ def test_what_a_delta_is_being_made_of_stays():
     assert [retired.tag for retired in policy.retire(0)] == [tag(1)]
 
 
-def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends():
+def test_serving_skips_to_the_newest() -> None:
+    policy = policy_with(0, 1, 2)
+    assert policy.serve("r", None, 0) == tag(2)
+    assert policy.serve("r", tag(0), 0) == tag(2)
+    assert policy.serve("r", tag(2), 0) is None
+
+
+def test_a_newer_epoch_is_newer_whatever_its_version() -> None:
+    policy = policy_with(8, 9)
+    policy.add(tag(5, epoch=2), evaluate=False, final=False)
+    assert policy.serve("r", tag(9), 0) == tag(5, epoch=2)
+    with pytest.raises(ValueError, match="not newer"):
+        policy.add(tag(10), evaluate=False, final=False)
+
+
+def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_but_never_the_ends() -> None:
     policy = RetentionPolicy(2, hold_ms=1000)
     policy.add(tag(0), evaluate=True, final=False)
     for version in range(1, 10):
@@ -40,7 +56,7 @@ def test_nothing_is_unbounded_an_evaluation_that_falls_behind_loses_the_oldest_b
     assert not policy.is_final(tag(8))
 
 
-def test_what_is_being_evaluated_is_not_dropped():
+def test_what_is_being_evaluated_is_not_dropped() -> None:
     policy = policy_with(1, evaluate=True)
     assert policy.evaluate("e", None, 0) == tag(1)
     for version in (2, 3, 4, 5):
@@ -48,12 +64,43 @@ def test_what_is_being_evaluated_is_not_dropped():
     assert policy.pending_evaluations == [tag(1), tag(4), tag(5)]
 
 
-def test_nothing_is_unbounded_a_receiver_that_never_acknowledges_holds_only_a_few():
+def test_old_ones_retire_and_may_be_filled_again() -> None:
+    assert policy_with(0, 1, 2, 3).retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
+
+
+def test_what_a_receiver_was_told_of_stays_until_acknowledged() -> None:
+    policy = policy_with(0)
+    policy.serve("r", None, 0)
+    add(policy, *(1, 2, 3))
+    assert policy.retire(0) == [Retired(tag(1), True)]
+    policy.acknowledge("r", "serve", tag(0))
+    assert policy.retire(0) == [Retired(tag(0), True)]
+
+
+def test_what_a_receiver_never_acknowledged_is_not_filled_again() -> None:
+    policy = policy_with(0)
+    policy.serve("r", None, 0)
+    add(policy, *(1, 2))
+    assert policy.retire(999) == []
+    assert policy.retire(1000) == [Retired(tag(0), False)]
+
+
+def test_nothing_is_unbounded_a_receiver_that_never_acknowledges_holds_only_a_few() -> None:
     policy = policy_with()
     for version in range(MAX_HOLDS + 4):
         add(policy, version)
         assert policy.serve("r", None, 0) == tag(version)
     assert policy.retire(0) == [Retired(tag(version), False) for version in range(4)]
+
+
+def test_acknowledging_a_newer_one_ends_older_holds() -> None:
+    policy = policy_with(0)
+    policy.serve("r", None, 0)
+    policy.add(tag(1), evaluate=False, final=False)
+    policy.serve("r", None, 0)
+    add(policy, *(2, 3))
+    policy.acknowledge("r", "serve", tag(1))
+    assert policy.retire(0) == [Retired(tag(0), True), Retired(tag(1), True)]
 
 
 class Policies(RuleBasedStateMachine):
