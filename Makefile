@@ -51,8 +51,7 @@ packages:
 WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 
 test: $(STAMP) packages
-	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not alone" $(ARGS)
-	$(BIN)/python -m pytest -m "alone and not engine" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not engine" $(ARGS)
 
 # dm-reverb, for benchmarks/buffer.py --reverb: it needs Python 3.11 or older and a TensorFlow of its time.
 reverb-env: .reverb-env/.complete
@@ -67,10 +66,10 @@ engines:
 	PYTHON=$(PYTHON) engines/make.sh $(ENGINES) sglang vllm
 
 test-engines: $(STAMP) engines
-	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest -m engine $(ARGS)
+	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS) -m engine $(ARGS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not alone and not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

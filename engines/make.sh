@@ -13,18 +13,19 @@ folder=$(cd "$folder" && pwd)
 exec 9> "$folder/.lock"
 flock 9
 
-for engine in "$@"; do
+make_one() {
+    local engine=$1 venv mark pins
     venv=$folder/$engine
     mark=$venv/.complete
     pins=$(cd "$here/$engine" && find . -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
     if [ -f "$mark" ] && [ "$(cat "$mark")" = "$pins" ]; then
-        continue
+        return
     fi
     if [ ! -f "$mark" ] && [ -x "$venv/bin/python" ]; then
         echo "Checking the environment $venv, which has no mark of being finished"
         if (cd / && "$venv/bin/python" -W ignore "$here/$engine/check.py") > /dev/null 2>&1; then
             echo "$pins" > "$mark"
-            continue
+            return
         fi
         echo "It is broken"
     fi
@@ -37,4 +38,16 @@ for engine in "$@"; do
     "$here/$engine/setup.sh" "$venv"
     (cd / && "$venv/bin/python" -W ignore "$here/$engine/check.py")
     echo "$pins" > "$mark"
+}
+
+# Each waits for the network and unpacks on one core: all at once.
+made=()
+for engine in "$@"; do
+    make_one "$engine" &
+    made+=($!)
 done
+failed=0
+for one in "${made[@]}"; do
+    wait "$one" || failed=$?
+done
+exit $failed

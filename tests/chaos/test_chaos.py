@@ -11,7 +11,7 @@ from tests.chaos.job import Job, write_job
 from tests.chaos.plan import cuts, each_role_once
 from tests.chaos.storm import Storm
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 900.0
 PLACES = (

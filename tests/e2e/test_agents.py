@@ -17,7 +17,7 @@ from areal_async.trajectory import Episode, SegmentKind, training_rows, unpack
 from tests.e2e.conftest import told_by
 from trainer_service.data.recording import read_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ["trainer.record_batches=true", "buffer.batch_groups=4"]

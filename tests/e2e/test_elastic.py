@@ -11,7 +11,7 @@ from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.conftest import told_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 WORKFLOW = """
 import asyncio

@@ -6,7 +6,7 @@ import pytest
 from areal_async.quickstart.model import split_problems, write_parquet
 
 STEPS, TASKS = 12, 100
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 WORKFLOW = """
 import pathlib

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.conftest import told_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 REWARD = """
 import hashlib

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 STRAGGLERS = """
 import asyncio

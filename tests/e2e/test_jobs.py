@@ -8,7 +8,7 @@ from tests.golden.reference_loop import reference_losses
 from tests.unit.launch.test_report import PROMISED
 from trainer_service.data.recording import read_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 def test_a_finished_job_leaves_its_summary_curves_logs_and_a_model_that_transformers_loads(asynchronous_run):

@@ -28,7 +28,6 @@ MOST_GROWTH_BYTES = 200 << 20
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a second user of the machine"),

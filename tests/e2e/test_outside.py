@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 PACKAGE = '''
 from pathlib import Path

@@ -12,7 +12,7 @@ from areal_async.launch.preflight import find_redis_server
 from areal_async.runtime.context import short_socket_dir
 from tests.redis_client import documented_rights
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 LIMIT_BYTES = 400_000
 STEPS = 12

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import command
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 def buffer(*arguments):

@@ -12,7 +12,7 @@ from tests.graders import share_of_ones, write_trained_reward_model
 from tests.unit.reward_models.tiny import bare_scores
 from trainer_service.data.recording import read_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 STEPS = 24

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.conftest import told_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 SERVERS = Path(__file__).parents[2] / "examples" / "reward_servers"
 STEPS = 12

@@ -13,7 +13,7 @@ from tests.chaos.job import promise_of
 from tests.processes import processes_of
 from tests.scrape import fetch_samples
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 TOUGH = {"ready_s": 120, "restarts": 10, "first_pause_s": 0.1}
 WATCHED = {"metrics_port": 0, "event_log": True, "stall_s": 3}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from areal_async.trajectory import unpack
 from trainer_service.data.recording import read_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 @cache

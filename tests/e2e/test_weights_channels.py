@@ -8,7 +8,7 @@ from areal_async.runtime.events import VARIABLE
 from tests.e2e.test_versions_are_true import spans_of
 from tests.scrape import fetch_samples
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 NODES = {"rollout-0": "host-1", "rollout-1": "host-2", "evaluator": "host-2"}
 TOUGH = {"ready_s": 120, "restarts": 10, "first_pause_s": 0.1}
