@@ -22,6 +22,20 @@ def test_what_arrives_from_abandoned_weights_is_refused_and_from_undecided_ones_
     assert "abandoned" in ledger.why_not(version=1)
 
 
+def test_a_step_is_committed_only_by_the_trainer_that_was_given_its_batch(drive):
+    """The plan of step 1 is in the redo log, but it was given to the epoch before."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    ledger.steps(2)
+    ledger.open(step=0)
+    reply = ledger.commit(0, [1])
+    assert reply.kind == "invalid"
+    assert "was not given to this trainer" in reply.message
+    assert ledger.v_train == 0
+    ledger.batch(0)
+    ledger.commit(0, [1])
+    assert ledger.v_train == 1
+
+
 def test_a_restart_abandons_what_came_after_its_checkpoint():
     assert accepts(START, 0, 0, 0), "before any trainer"
     assert accepts(START, 9, -1, -1), "an episode without sampled units"

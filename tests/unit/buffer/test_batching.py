@@ -178,6 +178,21 @@ def test_under_mask_an_overtaken_group_is_trained_without_its_units_that_are_too
     assert ledger.index.meta.episodes_dropped == 0
 
 
+def test_under_mask_a_group_with_nothing_left_to_train_is_dropped(drive):
+    ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
+    ledger.batch()
+    ledger.commit()
+    ledger.put(slow, [0], version=0)
+    ledger.scored(2)
+    assert slow.group_id not in ids(ledger.batch())
+    assert ledger.state(slow) == "LEASED", "what is to come may be newer"
+    ledger.put(slow, [1], version=0)
+    ledger.commit()
+    ledger.waiting()
+    assert ledger.state(slow) is None
+    assert ledger.count("dropped:stale") == 1
+
+
 def test_staleness_is_bounded_without_a_mask_in_every_manifest(drive):
     ledger = drive()
     ledger.scored(2)

@@ -12,7 +12,7 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.redis import store as store_module
 from replay_buffer.redis.address import StoreFenced, StoreUnavailable
-from replay_buffer.redis.store import Store
+from replay_buffer.redis.store import SCHEMA, TAKE_SCRIPT, Store
 from replay_buffer.redis.writer import ConfirmedRevision, Keys, RedisClock
 from tests.unit.buffer.conftest import RULES, CountedTasks, lease, store
 
@@ -115,6 +115,17 @@ async def test_of_two_fronts_with_one_epoch_the_newer_one_has_the_job(a_store, r
         await older.open(nothing_fails)
     await older.close()
     await newer.close()
+
+
+async def test_an_attempt_that_arrives_late_takes_nothing_over(a_store, redis, job_name):
+    """Redis stood still, and runs the script of an attempt after that of the one which followed it."""
+    mine, meta = a_store(), Keys(job_name).meta
+    found = (await mine.open(nothing_fails)).front_epoch
+    opened = await mine.open(nothing_fails)
+    assert redis.eval(TAKE_SCRIPT, 1, meta, found, found + 1, "a late owner", SCHEMA, b"") == [b"moved"]
+    front, owner = redis.hmget(meta, "front", "owner")
+    assert (int(front), owner == b"a late owner") == (opened.front_epoch, False)
+    await mine.close()
 
 
 async def test_a_front_is_not_fenced_by_an_attempt_of_its_own_to_come_back(a_store, redis, job_name):

@@ -50,7 +50,11 @@ def test_groups_are_ordered_by_version_and_then_by_age(sampling, versions, expec
 def test_priority_takes_what_there_is_most_to_learn_from(by, expected):
     groups = [group(1, 1, 1, 1, seq=0), group(0, 2, 0, 2, seq=1), group(0, 0, 0, 2.4, seq=2)]
     assert order(groups, sampling="priority", priority=by) == expected
-    assert priority(Rules.alone(**RULES, priority=by), group(1e300, -1e300)) >= 1e300, "no overflow error"
+    rules = Rules.alone(**RULES, priority=by)
+    figure = {"reward_variance": 0.25, "advantage": 0.5}[by]
+    assert priority(rules, group(0, 0, 1, 1)) == pytest.approx(figure)
+    assert priority(rules, group(1e300, -1e300)) >= 1e300, "no overflow error"
+    assert priority(rules, replace(group(1, 0), episodes=(MISSING, MISSING))) == 0
 
 
 def test_what_would_be_too_old_for_the_next_step_goes_first():

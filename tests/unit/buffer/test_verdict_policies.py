@@ -150,6 +150,19 @@ def test_dynamic_filtering_looks_at_the_scores_that_are_left(drive):
     assert ledger.count("dropped:no_variance") == 1
 
 
+def test_the_version_of_a_group_is_that_of_what_is_left_of_it(drive):
+    """staleness_is_bounded concerns units that are trained: those of a masked episode are not."""
+    ledger = masking(drive, max_staleness=3, group_size=3)
+    ledger.step()
+    (group,) = ledger.lease()
+    ledger.put(group, [0], version=0)
+    ledger.put(group, [1, 2], version=1)
+    assert ledger.index.groups[group.group_id].training["policy"].min_version == 0
+    items = {item.episode_id[-1]: item for item in ledger.claim()}
+    ledger.judge([items["0"]], Abstain())
+    assert ledger.index.groups[group.group_id].training["policy"].min_version == 1
+
+
 def test_trained_effectively_once_a_masked_group_is_batched_again_as_it_was(drive):
     ledger = masking(drive)
     (group,) = ledger.generated()

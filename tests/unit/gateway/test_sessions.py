@@ -62,6 +62,7 @@ async def test_a_key_works_while_its_episode_lasts(tokenizer: Any) -> None:
                 assert reply.status_code == 401
                 assert reply.json()["error"]["type"] == "authentication_error"
                 assert reason in reply.json()["error"]["message"]
+                assert (await http.get("/v1/models", headers=headers)).status_code == 401
 
 
 async def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -> None:

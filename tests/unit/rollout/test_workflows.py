@@ -150,6 +150,8 @@ async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: An
     episode, said = ctx.builder.build(), logged.log
     assert len(said) == 3
     assert_recorded_is_what_the_engine_said(episode, said)
+    reasons = [result.finish_reason for _, result in said]
+    assert [call.finish_reason for call in episode.header.calls] == reasons
     assert [c.logprobs_of for c in episode.header.calls] == ["sampled", "raw", "sampled"]
     assert [c.sampling.max_new_tokens for c in episode.header.calls] == [6, 6, 3]
     assert len({c.sampling.seed for c in episode.header.calls}) == 3

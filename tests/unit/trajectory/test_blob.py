@@ -20,13 +20,14 @@ from areal_async.trajectory import (
     EpisodeHeader,
     EpisodeLimits,
     InvariantError,
+    Sampling,
     SchemaError,
     SizeError,
     TrajectoryError,
     pack,
     unpack,
 )
-from tests.unit.trajectory.conftest import one_call, with_columns
+from tests.unit.trajectory.conftest import add_call, one_call, with_columns
 
 PREFIX = struct.Struct("<4sHHQII")
 HEAD = 0
@@ -143,6 +144,18 @@ def test_an_empty_episode_goes_through_the_codec():
     builder.prompt([])
     episode = with_columns(builder.build(), {"experts": np.zeros((0, 4), np.uint16)})
     assert unpack(pack(episode)) == episode
+
+
+def test_a_long_episode_costs_at_most_15_bytes_per_token():
+    builder, parent = EpisodeBuilder("job", "t:0:0", "t:0:0#0", 0), None
+    sampling = Sampling(max_new_tokens=4096, stop=("</s>",), seed=2**60)
+    for turn in range(16):
+        parent = builder.prompt([turn] * 200, parent, turn=turn)
+        how = {"parent": parent, "sampling": sampling, "turn": turn}
+        parent = add_call(builder, [turn] * 312, [-1.0] * 312, 3, **how)
+    episode = builder.build()
+    assert episode.n_units == 8192
+    assert len(pack(episode)) / episode.n_units <= 15
 
 
 # --- hostile bytes -----------------------------------------------------------------------------------
@@ -348,6 +361,15 @@ def test_sizes_are_capped_before_anything_is_read(episode, blob):
     assert pack(unpack(wide, limits=exact), limits=exact) == wide
     with pytest.raises(SizeError):
         unpack(wide, limits=EpisodeLimits(column_width=2))
+
+
+def test_more_optional_columns_than_by_default_need_a_wider_limit(episode):
+    limits = EpisodeLimits(columns=50)
+    wide = with_columns(episode, {f"c{i}": np.zeros(12, np.float32) for i in range(49)}, limits=limits)
+    blob = pack(wide, limits=limits)
+    assert unpack(blob, limits=limits) == wide
+    with pytest.raises(CodecError):
+        unpack(blob)
 
 
 @pytest.mark.parametrize("value", [object(), {1, frozenset}, 2**70, "\ud800", np.float32(1)])

@@ -127,6 +127,15 @@ def test_what_a_delta_is_made_of_stays_until_it_is_made(publisher, gate):
     assert [w.path.exists() for w in made[:2]] == [False, False]
 
 
+async def test_a_delta_that_saves_little_is_not_offered(publisher, gate):
+    gate.open.set()
+    generator = torch.Generator().manual_seed(0)
+    for version in range(2):
+        publisher.publish(tag(version), {"w": torch.randn(10_000, generator=generator)})
+    async with node(publisher) as ask:
+        assert (await ask(0, wait_ms=20_000)).delta is None
+
+
 async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher, gate):
     gate.error = SnapshotError("no space left")
     for version in range(2):

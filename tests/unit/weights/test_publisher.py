@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_async.errors import EndpointError, RpcTimeout, SnapshotError
+from areal_async.errors import EndpointError, FaultError, RpcTimeout, SnapshotError
+from areal_async.rpc.client import Client
+from areal_async.rpc.messages import Stats
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.receiver import Receiver
@@ -188,6 +190,12 @@ def test_tensors_may_change_once_published(publisher):
     written = publisher.publish(tag(0), tensors)
     tensors["w"].fill_(9)
     assert open_snapshot(written.path).tensors["w"][0] == 0
+
+
+async def test_other_requests_are_refused(publisher):
+    async with Client(publisher.endpoint, job="j", role="r", name="n", access=SECRET) as client:
+        with pytest.raises(FaultError, match="does not serve Stats"):
+            await client.call(Stats(), timeout_s=5)
 
 
 def test_closing_leaves_no_thread_socket_or_file(place):
