@@ -88,7 +88,7 @@ class BlockingCalls:
                 return await outcome
         except TimeoutError:
             if outcome.done() and not outcome.cancelled():
-                raise  # the call's own TimeoutError
+                return outcome.result()  # it came with the deadline, or raised this itself
             raise CallTimeout(f"not back within {timeout_s:g} s") from None
 
 

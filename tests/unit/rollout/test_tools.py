@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,24 @@ async def test_a_timeout_error_of_the_call_itself_is_its_own() -> None:
 
     with pytest.raises(TimeoutError, match="of the site"):
         await BlockingCalls()(fails, timeout_s=5.0)
+
+
+async def test_an_answer_that_comes_together_with_its_deadline_is_the_answer() -> None:
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + 2.0
+
+    held_up = threading.Event()
+
+    def hold_up() -> None:
+        held_up.set()
+        time.sleep(max(0.0, deadline_s - loop.time()) + 0.1)
+
+    def in_time() -> str:
+        loop.call_soon_threadsafe(hold_up)  # until the deadline has passed too
+        held_up.wait(60)
+        return "in time"
+
+    assert await BlockingCalls()(in_time, timeout_s=2.0) == "in time"
 
 
 @pytest.mark.parametrize(
