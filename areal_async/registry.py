@@ -227,9 +227,8 @@ def section_mistakes(
             yield Mistake(where, f"{owner} has no argument {name!r}", f"It takes {takes}")
         elif detail["type"] == "missing":
             about = section.model_fields[name].description if name in section.model_fields else ""
-            yield Mistake(
-                where, f"{owner} needs {name!r}, and it is missing", f"Add it. {about}".rstrip(". ")
-            )
+            fix = " ".join(f"Add it. {about or ''}".split()).rstrip(". ")
+            yield Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
         else:
             message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
             shown = "" if secret else f" = {detail.get('input')!r:.80}"
