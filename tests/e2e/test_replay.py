@@ -54,6 +54,17 @@ def test_a_part_of_a_run_is_replayed_from_the_checkpoint_before_it(copied_run, t
     assert (tmp_path / "part" / "synchronous" / "model" / "config.json").exists()
 
 
+def test_a_changed_byte_in_the_recording_ends_the_replay_at_its_step(copied_run):
+    path = copied_run / "batches" / "step-000002" / "episodes-0.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    done = buffer("replay", copied_run)
+    assert done.returncode == 1
+    assert "the recording of step 2 is damaged: episode" in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
+
+
 def test_a_recording_that_the_trainer_does_not_reproduce_is_an_error_that_names_step_and_field(copied_run):
     log = copied_run / "metrics.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,7 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
     with running("resume", job_file) as job:
         summary = end_of_trained_once(job, job_file)
     assert processes_of(first["run_id"]) == []
+    assert not any(Path(first[name]).exists() for name in ("socket_dir", "shm_dir"))
     assert summary["resumes"] == 1
     restored = job.events("restored")[-1]["step"]
     assert restored >= 6

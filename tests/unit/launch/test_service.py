@@ -101,6 +101,12 @@ def test_readiness_is_told_once_through_the_descriptor(start):
     assert report["metrics_port"] > 0
 
 
+def test_a_name_that_is_not_of_the_run_is_refused(start):
+    process = start("serve", "--name", "nobody")
+    assert "names no service 'nobody'" in process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+
+
 def test_a_context_file_gives_each_service_its_own(job, tmp_path):
     job = changed(job, "weights", nodes={"rollout-7": "gpu-7"})
     path = write_context(job, tmp_path)

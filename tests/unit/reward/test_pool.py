@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.client import LocalScorer
 from reward_service.pool.pool import WorkerPool
+from reward_service.router import Router
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import processes_below, scored, texts, until, verdicts_of
 
@@ -202,7 +204,7 @@ def test_a_reward_that_kills_its_process_on_import_ends_the_start(tmp_path, sect
         scored(section().model_copy(update={"name": f"{file}:f"}), [])
 
 
-async def test_a_reward_that_can_be_loaded_no_longer_breaks_the_pool_with_verdicts(tmp_path):
+async def test_a_reward_that_can_be_loaded_no_longer_ends_what_scores_it_with_verdicts(tmp_path, section):
     file, needed = tmp_path / "fragile.py", tmp_path / "needed"
     needed.touch()
     file.write_text(
@@ -210,9 +212,10 @@ async def test_a_reward_that_can_be_loaded_no_longer_breaks_the_pool_with_verdic
         f"open({str(needed)!r})\n"
         f"@reward\ndef f(given):\n    os.remove({str(needed)!r})\n    os._exit(1)\n"
     )
-    async with WorkerPool([RewardSpec(f"{file}:f")], workers=1) as pool:
-        first, *others = await verdicts_of(pool.submit, texts(*range(20)))
-        assert "FileNotFoundError" in str(pool.broken.result())
+    async with Router(section().model_copy(update={"name": f"{file}:f"}), workers=1) as router:
+        submit = partial(router.submit, router.specs[0])
+        first, *others = await verdicts_of(submit, texts(*range(20)))
+        assert "FileNotFoundError" in str(await asyncio.wait_for(router.broken, 60))
     assert first.kind == "process_died"
     assert {other.kind for other in others} == {"pool"}
     assert "FileNotFoundError" in others[0].message

@@ -101,8 +101,10 @@ def test_idle_connections_take_nothing_from_the_process():
             assert b"areal_busy_seconds" in text
 
 
-def test_a_scraper_is_answered_in_the_form_it_asks_for():
+def test_a_scraper_is_answered_on_loopback_only_and_in_the_form_it_asks_for():
     port = start_metrics_server(0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
 
     def ask(data=None, **headers):
         request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", data=data, headers=headers)

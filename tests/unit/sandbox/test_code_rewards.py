@@ -35,6 +35,10 @@ def fenced(program, truth=TRUTH):
 ROWS = table()
 
 
+def test_the_table_is_of_at_least_200_cases():
+    assert len(ROWS) >= 200
+
+
 # Every ninth of the table here; `benchmarks/code_table.py` runs all of it.
 @pytest.mark.parametrize("row", ROWS[::9], ids=lambda row: f"{row.category}, {row.given.data_source}")
 def test_labelled_responses_get_their_label(row):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import psutil
@@ -24,9 +25,10 @@ from reward_service.sandbox import CompilerMissing, Program, RunLimits, Sandbox,
 from reward_service.sandbox import sandbox as sandbox_module
 from reward_service.sandbox.isolation import seccomp
 from reward_service.sandbox.languages import installed, language
+from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import run_cases
-from reward_service.verifiers.code_rewards import code_stdio
+from reward_service.verifiers.code_rewards import CodeStdioArguments, code_stdio
 
 HELLO = Program(command=("/bin/sh", "-c", "echo hello"))
 GIVEN = RewardInput(response="```\nprint(1)\n```", ground_truth={"inputs": [""], "outputs": ["1"]})
@@ -41,6 +43,11 @@ def test_the_level_is_in_the_outcome_and_in_the_verdict(sandbox):
     verdict = code_stdio(GIVEN, sandbox=sandbox.level)
     assert isinstance(verdict, Score)
     assert (verdict.value, verdict.sandbox) == (1, sandbox.level)
+
+
+def test_there_are_two_levels_and_isolated_is_what_holds_without_a_word():
+    assert get_args(Level) == ("isolated", "none")
+    assert CodeStdioArguments().sandbox == "isolated"
 
 
 WITHOUT_NAMESPACES = 'echo 0 >/proc/sys/user/max_user_namespaces && exec "$@"'

@@ -59,7 +59,9 @@ KINDS = [{"num_key_value_heads": 1}, {}, {"num_key_value_heads": 4}, WINDOW]
 @example([11, 11, 3], 2, WINDOW)
 def test_packed_rows_equal_unpacked_rows_in_any_order_and_mix_of_lengths(lengths, seed, kind):
     generator = torch.Generator().manual_seed(seed)
-    _compare(_model(**kind), [torch.randint(0, 23, (n,), generator=generator) for n in lengths])
+    model = _model(**kind)
+    assert ("sliding_attention" in model.config.layer_types) == (kind == WINDOW)
+    _compare(model, [torch.randint(0, 23, (n,), generator=generator) for n in lengths])
 
 
 def test_runs_are_required_and_must_add_up():

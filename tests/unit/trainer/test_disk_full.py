@@ -1,5 +1,6 @@
 """A disk without room, played by the limit on the size of files: an error that says so and loses nothing."""
 
+import errno
 import json
 import resource
 from contextlib import contextmanager
@@ -82,3 +83,8 @@ def test_a_metrics_record_that_does_not_fit_leaves_no_half_line(tmp_path):
     assert len(lines) > 10
     assert [json.loads(line)["kind"] for line in lines][-1] == "evaluation"
     assert len(read_run_log(path)) == len(lines)
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    with pytest.raises(PermissionError), room_for("anything", tmp_path):
+        raise PermissionError(errno.EACCES, "not allowed")

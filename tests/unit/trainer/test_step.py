@@ -111,6 +111,15 @@ def test_prox_is_that_of_the_start_of_the_step_in_every_minibatch(model_dir, mak
     assert one.statistics["clip_high_share"] == one.statistics["clip_low_share"] == 0
 
 
+def test_statistics_are_split_by_staleness_and_every_sampled_unit_counts(model_dir, make_batch):
+    batch, blobs = make_batch(5, max_staleness=2)
+    statistics = _step(model_dir, batch, blobs)[0].statistics
+    by = statistics["by_staleness"]
+    assert set(by) <= {"0", "1", "2"}
+    sampled = sum(e.n_sampled for g in batch.groups for e in g.episodes)
+    assert sum(figures["units"] for figures in by.values()) == statistics["units"] == sampled
+
+
 class Broken(FsdpBackend):
     """Whose log-probs of some episodes are `value`, with or without a gradient to take."""
 

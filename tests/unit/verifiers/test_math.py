@@ -24,6 +24,13 @@ def test_every_labelled_answer_is_judged_as_labelled(category):
     assert [case for case in CASES[category] if judged(case[0], case[1]) != case[2]] == []
 
 
+def test_the_table_is_large_and_holds_wrong_answers_too():
+    cases = [case for cases in CASES.values() for case in cases]
+    assert len(cases) >= 200
+    assert sum(case[2] == 0 for case in cases) >= 100
+    assert len({(case[0], case[1]) for case in cases}) == len(cases)
+
+
 def test_of_unseen_answers_none_that_is_wrong_passes_and_nearly_all_that_are_right_do():
     cases = [case for cases in UNSEEN.values() for case in cases]
     wrong = [case for case in cases if judged(case[0], case[1]) != case[2]]

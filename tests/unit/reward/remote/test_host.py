@@ -1,6 +1,7 @@
 """The reference server: what it scores, what it refuses, its deadlines, the document that describes it."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import shutil
@@ -122,11 +123,16 @@ async def test_a_group_reward_is_found_and_used(host, backend, collect):
     assert [verdict.value for verdict in found] == [0.0, 1.0, 0.0]
 
 
-async def test_a_server_that_asks_for_episodes_gets_them(host, backend, collect):
+async def test_a_server_that_asks_for_episodes_gets_them_as_base64_in_json(host, backend, collect):
     async with host("units", wants=("blob",)) as server:
         async with backend(server.url) as entered:
             found = await collect(entered, [given("57", blob=episode_blob())])
+        sent = body("57", reward="units")
+        sent["inputs"][0]["blob"] = base64.b64encode(episode_blob()).decode()
+        check("Request", sent)
+        _, _, answer = await post(server.url, sent)
     assert found == [Score(5.0)]
+    assert answer["verdicts"][0]["value"] == 5.0
 
 
 async def test_values_by_unit_must_be_as_many_as_the_units(scripted, backend, collect):
