@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal_async import Abstain, RewardInput, Score, reward
+from areal_async import Abstain, RewardInput, Score, load_reward, reward
 
+JSON_REWARD: Any = load_reward("json_schema")
 LONGEST_RESPONSE = 200_000
 """Characters; a longer response follows nothing."""
 
@@ -163,11 +164,8 @@ def _json(text: str) -> bool:
     if inner.startswith("```"):
         inner = inner[3:]
         inner = inner[4:] if inner[:4].lower() == "json" else inner
-    try:
-        json.loads(inner.removesuffix("```"))
-    except (ValueError, RecursionError):
-        return False
-    return True
+    given = RewardInput(response=inner.removesuffix("```"))
+    return JSON_REWARD(given, schema=True, where="whole").value == 1
 
 
 def _title(text: str) -> bool:

@@ -95,7 +95,7 @@ def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None
 
 def test_the_story_of_the_loop_names_at_most_twenty_files_that_are_there() -> None:
     story = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    numbered = re.findall(r"`([\w/]+\.py)`\*?\*?[^()]{0,12} \((\d+)\)", story)
+    numbered = re.findall(r"`([\w/]+\.py)`\*?\*?[^()]{0,12}\s\((\d+)\)", story)
     assert [int(number) for _, number in numbered] == list(range(1, len(numbered) + 1))
     assert 15 <= len(numbered) <= 20
     named = {name for name in re.findall(r"`([\w/]+(?:\.py|/))`", story) if "/" in name}
