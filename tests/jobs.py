@@ -28,13 +28,14 @@ class Workspace:
 
     folder: Path
 
-    def job(self, name: str, **changes: Any) -> Path:
-        content = {
+    def job(self, name: str, *, evaluated: bool = False, **changes: Any) -> Path:
+        """The path of the job file; `evaluated` gives it an evaluator: one more process with torch."""
+        content: dict[str, Any] = {
             "job": name,
             "seed": 3,
             "run_dir": "runs",
             "model": "model",
-            "tasks": {"train": "train.parquet", "evaluation": "held_out.parquet"},
+            "tasks": {"train": "train.parquet"},
             "rollout": {
                 "group_size": 4,
                 "max_concurrent": 32,
@@ -50,9 +51,11 @@ class Workspace:
                 "objective": {"prox": "reuse"},
             },
             "checkpoint": {"every_steps": 1, "keep": 100},
-            "evaluation": {"every_steps": 5, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
             "observe": {"metrics_port": 0},
         }
+        if evaluated:
+            content["tasks"] = {"train": "train.parquet", "evaluation": "held_out.parquet"}
+            content["evaluation"] = {"every_steps": 5, "sampling": {"temperature": 0.0, "max_new_tokens": 8}}
         for key, value in changes.items():
             section, _, field = key.partition("__")
             if field:

@@ -41,7 +41,7 @@ def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str
         "observe": {"metrics_port": 0, "event_log": True, "stall_s": 20},
         "supervisor": {"ready_s": 280, "restarts": 1000, **pauses},
     }
-    return make_workspace(folder).job(name, seed=seed, **settings | changes)
+    return make_workspace(folder).job(name, evaluated=True, seed=seed, **settings | changes)
 
 
 def promise_of(job: JobConfig, *, lost_s: float = 0.0) -> Promise:

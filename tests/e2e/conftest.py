@@ -174,7 +174,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="session")
 def asynchronous_run(workspace: Workspace) -> FinishedRun:
-    return finish(workspace, workspace.job("asynchronous"))
+    return finish(workspace, workspace.job("asynchronous", evaluated=True))
 
 
 @pytest.fixture(scope="session")

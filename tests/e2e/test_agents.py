@@ -95,7 +95,8 @@ def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(
 
 def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path):
     files = prepare("calculator", tmp_path)
-    run(files / "warm_start.yaml", "sft.stop_between=[0.3, 1.0]")
+    quick = ["sft.evaluate_every=20", "sft.batch_size=64", "trainer.optimizer.lr=2e-3"]
+    run(files / "warm_start.yaml", "sft.stop_between=[0.3, 1.0]", *quick)
     runs = run(
         files / "job.yaml", *QUICK, "trainer.steps=2", "evaluation.every_steps=2", "rollout.max_concurrent=64"
     )

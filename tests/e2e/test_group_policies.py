@@ -26,7 +26,6 @@ def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(w
     (workspace.folder / "stragglers.py").write_text(STRAGGLERS, encoding="utf-8")
     job_file = workspace.job(
         "stragglers",
-        tasks={"train": "train.parquet"},  # an evaluation would run the stragglers too
         rollout__workers=2,
         rollout__max_concurrent=16,
         rollout__workflow="stragglers.py:stragglers",

@@ -162,6 +162,7 @@ def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(workspace, r
     weights = {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "there"}}
     job_file = workspace.job(
         "other-user",
+        evaluated=True,
         run_dir=str(open_folder),
         weights=weights,
         trainer__steps=100_000,

@@ -23,6 +23,7 @@ def job_file(workspace):
     write_trained_reward_model(workspace.folder / "grader")
     return workspace.job(
         "reward-model",
+        evaluated=True,
         reward={
             "name": "reward_model",
             "args": {"model": "grader", "template": "={response}", "device": "cpu", "max_batch": 16},

@@ -39,7 +39,7 @@ def end_of_trained_once(job, job_file):
 
 @pytest.mark.timeout(400)
 def test_one_death_is_local_whichever_process_it_is(workspace, running):
-    job_file = tough_job(workspace, "survivor", 44)
+    job_file = tough_job(workspace, "survivor", 44, evaluated=True)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
         for name in ("rollout-0", "reward", "buffer", "redis", "trainer", "evaluator"):

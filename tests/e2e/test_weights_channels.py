@@ -38,6 +38,7 @@ def sent_bytes(job, source):
 def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, running):
     job_file = workspace.job(
         "three-hosts",
+        evaluated=True,
         rollout__workers=2,
         trainer__steps=14,
         observe=WATCHED,
@@ -58,6 +59,7 @@ def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, runn
 def test_one_death_is_local_a_trainer_killed_in_mid_transfer(workspace, running):
     job_file = workspace.job(
         "cut-off",
+        evaluated=True,
         rollout__workers=2,
         trainer__steps=14,
         checkpoint={"every_steps": 1, "keep": 100},

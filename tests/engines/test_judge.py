@@ -147,6 +147,7 @@ def test_a_job_learns_what_its_judge_likes(served: Served, tmp_path: Path) -> No
     workspace = Workspace(tmp_path)
     job_file = workspace.job(
         f"judged-by-{served.name}",
+        evaluated=True,
         reward={"name": "judge", "args": arguments(served), "timeout_s": 60},
         trainer__steps=STEPS,
         trainer__optimizer={"lr": 2e-3, "clip_grad_norm": 1.0},

@@ -22,7 +22,6 @@ def test_one_death_is_local_a_job_whose_trainer_sends_tensors_and_dies(workspace
         "tensors",
         rollout__engine="sglang",
         trainer__steps=STEPS,
-        tasks={"train": "train.parquet"},
         checkpoint={"every_steps": 1, "keep": 100},
         observe={"metrics_port": 0, "event_log": True},
         supervisor=TOUGH | {"ready_s": 280},
