@@ -7,7 +7,8 @@ Promises:
 - Nothing a peer sends ends the server: what is not a message is answered `invalid` where it names a request,
   and counted and dropped otherwise. Nothing is handled before a hello of our schema and job.
 - Requests under way are limited per client (`busy`), frames by size, queues by high-water marks.
-- After `stop`, no task, socket or ipc file is left; requests cut short were answered `unavailable`.
+- After `stop`, no task, socket or ipc file is left; requests cut short were answered `unavailable`, and the
+  last answers reached every peer that reads within `ANSWERS_LINGER_MS`.
 
 It does not promise order between concurrent requests, and it never cancels a handler because its client left:
 the handler may be half-way through a write.
@@ -47,6 +48,7 @@ MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
+ANSWERS_LINGER_MS = 2000  # How long a stopped server may take to hand its last answers to busy peers
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Server:
             _, stuck = await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S)
             if stuck:
                 log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
-        self._socket.close()
+        self._socket.close(ANSWERS_LINGER_MS)
         if self._zap is not None:
             self._zap.close()
         context, self._context, self._socket, self._zap = self._context, None, None, None

@@ -17,7 +17,7 @@ from areal_async.rpc.frames import MAX_FRAMES
 
 COPY_BELOW_BYTES = 64 * 1024  # Smaller frames are copied into the socket: cheaper than tracking their buffer
 READ_BURST_MESSAGES = 32  # Messages handled before other callbacks of the loop get their turn
-LINGER_MS = 200  # How long a closed socket may take to hand over what was already sent
+LINGER_MS = 200  # How long a closed socket may take to hand over what was already sent, unless told otherwise
 
 
 class PolledSocket:
@@ -65,13 +65,13 @@ class PolledSocket:
                 self._look_again()
         return True
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = LINGER_MS) -> None:
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)
             if self._scheduled is not None:
                 self._scheduled.cancel()
-            self._sock.close(linger=LINGER_MS)
+            self._sock.close(linger=linger_ms)
 
     def _look_again(self) -> None:
         self._scheduled = self._loop.call_soon(self._readable)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import FaultError, ProtocolError, RpcTimeout
+from areal_async.rpc import server as rpc_server
 from areal_async.rpc.frames import HEADER, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
@@ -174,6 +175,45 @@ async def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+ASK = """
+import asyncio, sys
+from areal_async.rpc.messages import Arrived
+from tests.unit.rpc.peers import client_of
+
+async def main():
+    async with client_of(sys.argv[1]) as client:
+        _, attachments = await client.exchange(Arrived("t"), timeout_s=60)
+        print(len(attachments[0]))
+
+asyncio.run(main())
+"""
+
+
+async def test_a_busy_client_gets_the_last_answer_of_a_server_that_stops(ipc, monkeypatch):
+    monkeypatch.setattr(rpc_server, "ANSWERS_LINGER_MS", 60_000)
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def handle(peer, message, attachments):
+        asked.set()
+        await release.wait()
+        return Ok(), [bytes(8 << 20)]  # more than the line holds
+
+    async with serving(ipc, handle) as server:
+        command = [sys.executable, "-c", ASK, ipc]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as asking:
+            try:
+                await asyncio.wait_for(asked.wait(), 60)
+                asking.send_signal(signal.SIGSTOP)
+                release.set()
+                stopping = asyncio.create_task(server.stop(grace_s=30))
+                assert not (await asyncio.wait([stopping], timeout=0.5))[0], "it waits for who is there"
+                asking.send_signal(signal.SIGCONT)
+                assert (await asyncio.to_thread(asking.communicate, timeout=60))[0] == f"{8 << 20}\n"
+                await stopping
+            finally:
+                asking.kill()
 
 
 ABANDON = """
