@@ -38,7 +38,7 @@ MOST_ITEMS = 4096
 COMPARED = {"set": SET, "sets": SETS, "insert": INSERT, "writer": WRITER}
 
 
-class Crew:
+class Processes:
     """Processes that take orders, one JSON line each."""
 
     def __init__(self, command: list[str], names: list[str], rest: list[str]) -> None:
@@ -94,13 +94,13 @@ class Reverb:
 
     def __init__(self, python: Path, producers: int) -> None:
         script = [str(python), str(HERE / "buffer_reverb.py")]
-        self.server = Crew([*script, "serve"], [""], [])
+        self.server = Processes([*script, "serve"], [""], [])
         assert self.server.all[0].stdout is not None
         port = str(json.loads(self.server.all[0].stdout.readline())["port"])
-        self.crew = Crew([*script, "produce"], [f"producer-{i}" for i in range(producers)], [port])
+        self.processes = Processes([*script, "produce"], [f"producer-{i}" for i in range(producers)], [port])
 
     def end(self) -> None:
-        self.crew.end()
+        self.processes.end()
         self.server.end()
 
 
@@ -131,7 +131,7 @@ class Bench:
         asyncio.run(self.plain.start())
         names = [f"producer-{i}" for i in range(most)]
         command = [sys.executable, str(HERE / "buffer_producer.py")]
-        self.crew = Crew(command, names, [self.service.endpoint, self.plain.url])
+        self.processes = Processes(command, names, [self.service.endpoint, self.plain.url])
         self.reverb = reverb if tier == "memory" and size in options.reverb_sizes else None
         self.blob = folder / "blob"
         self.blob.write_bytes(episode("t", "t#0", 0, self.units, version=0, epoch=1))
@@ -142,7 +142,7 @@ class Bench:
         return max(1, items // (producers * self.group))
 
     def run(self) -> list[dict[str, Any]]:
-        self.crew.do(len(self.crew.all), do="prepare", groups=0, units=self.units)  # all are up
+        self.processes.do(len(self.processes.all), do="prepare", groups=0, units=self.units)  # all are up
         time.sleep(0.2)
         redis, front = self.service.redis, self.service.front
         base_rss = [redis.memory_info().rss, front.memory_info().rss]
@@ -174,16 +174,17 @@ class Bench:
         return f"unix://:{password}@{Path(endpoint.removeprefix('ipc://')).parent}/redis"
 
     def round(self, producers: int, systems: dict[str, list[dict[str, float]]], *, swap: bool) -> None:
-        prepared = self.crew.do(producers, do="prepare", groups=self.groups_each(producers), units=self.units)
+        groups = self.groups_each(producers)
+        prepared = self.processes.do(producers, do="prepare", groups=groups, units=self.units)
         items, size_bytes = (sum(p[name] for p in prepared) for name in ("items", "size_bytes"))
         order = [OURS, SET, SETS]
         if self.reverb is not None:
-            self.reverb.crew.do(producers, do="prepare", blob=str(self.blob), items=items // producers)
+            self.reverb.processes.do(producers, do="prepare", blob=str(self.blob), items=items // producers)
             order += [INSERT, WRITER]
         for system in reversed(order) if swap else order:
-            crew = self.reverb.crew if self.reverb and system in (INSERT, WRITER) else self.crew
+            bench = self.reverb if self.reverb and system in (INSERT, WRITER) else self
             spent_s = self.cpu_s(system)
-            measured = figures(crew.do(producers, do=system), items, size_bytes)
+            measured = figures(bench.processes.do(producers, do=system), items, size_bytes)
             if spent_s is not None and (after_s := self.cpu_s(system)) is not None:
                 measured["server_cpu_us_per_item"] = 1e6 * (after_s - spent_s) / items
             systems.setdefault(system, []).append(measured)
@@ -196,7 +197,7 @@ class Bench:
         return cpu_s(psutil.Process(self.reverb.server.all[0].pid)) if self.reverb is not None else None
 
     def end(self) -> None:
-        self.crew.end()
+        self.processes.end()
         self.client.close()
         self.service.stop()
         asyncio.run(self.plain.stop())

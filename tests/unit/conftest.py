@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,15 @@ def job(tmp_path: Path) -> JobConfig:
             "supervisor": {"ready_s": 60, "restarts": 0},
         }
     )
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """(certificate, key) of 127.0.0.1, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl: the Debian package openssl")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
+    return cert, key

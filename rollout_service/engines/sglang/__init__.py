@@ -32,17 +32,17 @@ class SGLang(EnginePart):
         from rollout_service.engines.http.adapter import settings_of
         from rollout_service.engines.http.engine import HttpEngine
         from rollout_service.engines.sglang.adapter import SGLangAdapter
-        from rollout_service.engines.sglang.weights import TensorFeed
+        from rollout_service.engines.sglang.weights import TensorReceiver
 
         settings = settings_of(job, slots=slots, activity=activity, place=place, replica=replica)
-        feed = None
+        receiver = None
         # An evaluation is of a pinned snapshot, which may be older than what the trainer sends.
         if job.weights.channel == "nccl" and place is not None and place.role == "rollout":
             name = f"{place.name}/{replica}"
             endpoint, access = place.weights_endpoint, place.secret
             trainer = Client(endpoint, job=job.job, role="engine", name=name, access=access)
-            feed = TensorFeed(trainer, name)
-        return HttpEngine(SGLangAdapter(job.model, settings, feed=feed))
+            receiver = TensorReceiver(trainer, name)
+        return HttpEngine(SGLangAdapter(job.model, settings, receiver=receiver))
 
 
 PART = SGLang()

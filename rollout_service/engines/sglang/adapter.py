@@ -41,7 +41,7 @@ from rollout_service.engines.sglang.messages import (
     parse,
     probe,
 )
-from rollout_service.engines.sglang.weights import TensorFeed, load_directory
+from rollout_service.engines.sglang.weights import TensorReceiver, load_directory
 
 MAX_CPU_TOKENS = 65536
 """Room for KV on a CPU, in tokens, where less than all slots at full length will do: SGLang's own choice
@@ -162,10 +162,12 @@ class SGLangAdapter(ServerAdapter):
     answer_type = Generated
     watch_s = 0.5
 
-    def __init__(self, model: Path, settings: ServerSettings, *, feed: TensorFeed | None = None) -> None:
-        """`feed` brings the tensors of updates, where it can."""
+    def __init__(
+        self, model: Path, settings: ServerSettings, *, receiver: TensorReceiver | None = None
+    ) -> None:
+        """`receiver` brings the tensors of updates, where it can."""
         super().__init__(model, settings)
-        self._feed = feed
+        self._receiver = receiver
         self._info: SglangInfo | None = None
         self._flush = settings.update_mode == "recompute"
 
@@ -191,8 +193,8 @@ class SGLangAdapter(ServerAdapter):
             vocab_size=self.facts.vocab_size,
             dtype=settings.dtype,
         )
-        if self._feed is not None:
-            await self._feed.opened(client, settings.python)
+        if self._receiver is not None:
+            await self._receiver.opened(client, settings.python)
         # What start-up left behind is not looked through by every later garbage collection.
         await client.request("POST", "/freeze_gc")
         if settings.url is not None:
@@ -226,7 +228,7 @@ class SGLangAdapter(ServerAdapter):
         await _command(client, "/continue_generation", {"torch_empty_cache": False})
 
     async def load(self, client: ServerClient, weights: Directory) -> None:
-        load = self._feed.load if self._feed is not None else load_directory
+        load = self._receiver.load if self._receiver is not None else load_directory
         await load(client, weights, flush=self._flush, timeout_s=self.settings.ready_s)
 
     async def restore(self, client: ServerClient, weights: Directory) -> None:
@@ -241,8 +243,8 @@ class SGLangAdapter(ServerAdapter):
         )
 
     async def close(self) -> None:
-        if self._feed is not None:
-            await self._feed.close()
+        if self._receiver is not None:
+            await self._receiver.close()
 
 
 async def _command(client: ServerClient, path: str, body: object) -> None:

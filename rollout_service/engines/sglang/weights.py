@@ -11,7 +11,7 @@ Promises:
 - Whatever fails, the server is given the snapshot's directory, or it is lost. A group in which anything
   failed is never used again; the next one has another name.
 - Nothing waits without a limit: for the trainer's answer `ASK_S`, for a bucket the limit that the trainer
-  names and the feed's grace.
+  names and the receiver's grace.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def load_directory(client: ServerClient, snapshot: Directory, *, flush: bo
     await _check_named(client, tag)
 
 
-class TensorFeed:
+class TensorReceiver:
     """The way of tensors into one engine's server. Belongs to one event loop."""
 
     def __init__(self, trainer: Client, name: str, *, grace_s: float = GRACE_S) -> None:

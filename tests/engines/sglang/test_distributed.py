@@ -27,7 +27,7 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.sglang.messages import ModelInfo
-from rollout_service.engines.sglang.weights import GRACE_S, TensorFeed
+from rollout_service.engines.sglang.weights import GRACE_S, TensorReceiver
 from rollout_service.replicas import exchange
 from rollout_service.worker import WeightUpdates
 from tests.engines.conftest import ask
@@ -81,9 +81,9 @@ async def trainer(
         await process.wait()
 
 
-def feed_from(endpoint: str, grace_s: float = GRACE_S) -> TensorFeed:
+def receiver_from(endpoint: str, grace_s: float = GRACE_S) -> TensorReceiver:
     client = Client(endpoint, job="job", role="engine", name="r/0", access=SECRET)
-    return TensorFeed(client, "r/0", grace_s=grace_s)
+    return TensorReceiver(client, "r/0", grace_s=grace_s)
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +93,7 @@ async def following(
     """An engine on the server at `url` that is kept on the newest weights."""
     endpoint = f"ipc://{folder}/w"
     settings = ServerSettings(slots=32, max_model_len=64, url=url)
-    engine = HttpEngine(SGLangAdapter(model.directory, settings, feed=feed_from(endpoint, grace_s)))
+    engine = HttpEngine(SGLangAdapter(model.directory, settings, receiver=receiver_from(endpoint, grace_s)))
     receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
     alone: Any = SimpleNamespace(start=engine.start, exchange=partial(exchange, engine))
     updates = WeightUpdates(receiver, alone)
@@ -214,9 +214,9 @@ async def test_a_trainer_that_stands_still_while_it_sends_costs_the_engine_its_l
 async def test_without_a_trainer_that_answers_the_directory_is_loaded(
     recompute: HttpEngine, model: Any, tmp_path: Path
 ) -> None:
-    feed = feed_from(f"ipc://{tmp_path}/nobody")
+    receiver = receiver_from(f"ipc://{tmp_path}/nobody")
     settings = ServerSettings(slots=32, max_model_len=64, url=recompute.url)
-    engine = HttpEngine(SGLangAdapter(model.directory, settings, feed=feed))
+    engine = HttpEngine(SGLangAdapter(model.directory, settings, receiver=receiver))
     await engine.start(model.snapshot(0))
     await exchange(engine, model.snapshot(1))
     result = await engine.generate(GenerateRequest("n", PROMPT, LONG))

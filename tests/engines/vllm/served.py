@@ -63,7 +63,7 @@ def write_model(root: Path) -> Model:
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps(MISLEADING))
-    return Model(directory, root / "shelf", noise=0.05, grows=True)
+    return Model(directory, root / "published", noise=0.05, grows=True)
 
 
 class Served:

@@ -7,6 +7,7 @@ import json
 import logging
 import resource
 import socket
+import ssl
 import struct
 
 import pytest
@@ -16,6 +17,7 @@ from starlette.routing import Route
 
 from areal_async.errors import EndpointError
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
+from reward_service.backends.remote.host.http import tls_of
 
 DEADLINE_S = 60.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -62,9 +64,10 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(listening=None, **limits):
+async def serving(listening=None, tls=None, **limits):
     app = App()
-    server = HttpServer(app.app, listening or listen("127.0.0.1", 0), HttpLimits(**limits), name="test")
+    listening = listening or listen("127.0.0.1", 0)
+    server = HttpServer(app.app, listening, HttpLimits(**limits), name="test", tls=tls)
     server.start()
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -81,9 +84,9 @@ class Client:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def of(cls, server, sent=b""):
+    async def of(cls, server, sent=b"", trusting=None):
         port = int(server.url.rpartition(":")[2])
-        client = cls(*await asyncio.open_connection("127.0.0.1", port))
+        client = cls(*await asyncio.open_connection("127.0.0.1", port, ssl=trusting))
         client.send(sent)
         return client
 
@@ -213,6 +216,15 @@ async def test_who_was_answered_stays_longer_than_who_has_asked_for_nothing():
         assert await known.answer() == (200, b"fine")
         for one in unknown[:8]:
             await one.closed()
+
+
+async def test_clients_that_never_shake_hands_do_not_keep_others_out(certificate):
+    async with serving(tls=tls_of(*certificate), connections=8) as (server, _app):
+        silent = [await Client.of(server) for _ in range(30)]
+        client = await Client.of(server, GET, ssl.create_default_context(cafile=certificate[0]))
+        assert await client.answer() == (200, b"fine")
+        for one in (*silent, client):
+            one.writer.close()
 
 
 async def test_a_server_whose_every_connection_has_a_request_says_so():

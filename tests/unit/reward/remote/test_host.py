@@ -4,9 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
-import shutil
 import signal
-import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +15,12 @@ import jsonschema
 import psutil
 import pytest
 import yaml
-from starlette.responses import PlainTextResponse
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
 from areal_async.cli.tools import ServeRequest
 from areal_async.errors import ArealError, EndpointError
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
-from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 from reward_service.backends.remote.host.__main__ import serve as run_server
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, read_offers
@@ -340,18 +336,6 @@ def test_reward_serve_names_arguments_that_are_no_mapping():
     assert (result.exit_code, "--args" in result.stderr) == (2, True)
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    """(certificate, key) of 127.0.0.1, signed by itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl: the Debian package openssl")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
-    return cert, key
-
-
 async def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(
     certificate, host, backend, collect, monkeypatch
 ):
@@ -364,27 +348,3 @@ async def test_https_works_with_a_certificate_that_is_trusted_and_with_no_other(
                 pass
         async with backend(server.url, ca_file=str(certificate[0]), **token) as entered:
             assert await collect(entered, [given("the 1")]) == [Score(1.0)]
-
-
-async def test_clients_that_never_shake_hands_do_not_keep_others_out(certificate):
-    cert, key = certificate
-
-    async def app(scope, receive, send):
-        await PlainTextResponse("fine")(scope, receive, send)
-
-    listening = listen("127.0.0.1", 0)
-    server = HttpServer(app, listening, HttpLimits(connections=8), name="test", tls=tls_of(cert, key))
-    server.start()
-    port = int(server.url.rpartition(":")[2])
-    trusting = ssl.create_default_context(cafile=cert)
-    try:
-        async with asyncio.timeout(60):
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert (await reader.read()).endswith(b"fine")
-            writer.close()
-            for _, one in silent:
-                one.close()
-    finally:
-        await server.close()

@@ -16,7 +16,7 @@ from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTens
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.sglang.messages import ModelInfo
-from rollout_service.engines.sglang.weights import TensorFeed, check_releases, release_of, torch_of
+from rollout_service.engines.sglang.weights import TensorReceiver, check_releases, release_of, torch_of
 
 BUCKETS = [
     TensorBucket(["a", "b"], ["float32", "bfloat16"], [[2, 3], [4]]),
@@ -86,9 +86,9 @@ class ScriptedServer:
         return journal
 
 
-def load(feed: TensorFeed, server: Any, version: int, flush: bool = True) -> None:
+def load(receiver: TensorReceiver, server: Any, version: int, flush: bool = True) -> None:
     offered = Directory(VersionTag("policy", 0, version), Path("somewhere"))
-    asyncio.run(feed.load(server, offered, flush=flush, timeout_s=9))
+    asyncio.run(receiver.load(server, offered, flush=flush, timeout_s=9))
 
 
 ALL = ["begin_weight_update", *["update_weights_from_distributed"] * 2, "end_weight_update"]
@@ -99,7 +99,7 @@ LOADS = "update_weights_from_disk"
 
 def test_versions_are_true_the_version_comes_with_the_last_bucket() -> None:
     server = ScriptedServer()
-    load(TensorFeed(ScriptedTrainer(sends()), "r/0"), server, 1)
+    load(TensorReceiver(ScriptedTrainer(sends()), "r/0"), server, 1)
     buckets = [body for path, body in server.bodies if path == ALL[1]]
     assert [body["weight_version"] for body in buckets] == [None, "policy-e0-v1"]
     assert [body["flush_cache"] for body in buckets] == [False, True]
@@ -110,15 +110,15 @@ def test_versions_are_true_the_version_comes_with_the_last_bucket() -> None:
 def test_a_group_is_formed_once_and_used_again() -> None:
     server = ScriptedServer(tp_size=4)
     trainer = ScriptedTrainer(sends(), sends(), sends("g1"))
-    feed = TensorFeed(trainer, "r/0")
-    asyncio.run(feed.opened(server, None))  # type: ignore[arg-type]
+    receiver = TensorReceiver(trainer, "r/0")
+    asyncio.run(receiver.opened(server, None))  # type: ignore[arg-type]
     server.take()
-    load(feed, server, 1)
+    load(receiver, server, 1)
     assert server.take() == [JOINS, *ALL]
     assert dict(server.bodies)[JOINS]["world_size"] == 5
-    load(feed, server, 2, flush=False)
+    load(receiver, server, 2, flush=False)
     assert server.take() == ALL
-    load(feed, server, 3)  # a trainer that was started again knows no group
+    load(receiver, server, 3)  # a trainer that was started again knows no group
     assert server.take() == [LEAVES, JOINS, *ALL]
     assert [(asked.group, asked.ranks) for asked in trainer.asked] == [("", 4), ("g0", 4), ("g0", 4)]
 
@@ -127,15 +127,15 @@ def test_a_group_is_formed_once_and_used_again() -> None:
 def test_what_fails_in_the_middle_is_loaded_from_the_directory(at: str) -> None:
     server = ScriptedServer()
     trainer = ScriptedTrainer(sends(), sends("g1"))
-    feed = TensorFeed(trainer, "r/0")
+    receiver = TensorReceiver(trainer, "r/0")
     server.refuses = {at}
-    load(feed, server, 1)
+    load(receiver, server, 1)
     journal = server.take()
     assert journal[-3:] == ["end_weight_update", LEAVES, LOADS]
     assert dict(server.bodies)[LEAVES] == {"group_name": "g0"}
     assert server.version == "policy-e0-v1"
     server.refuses = set()
-    load(feed, server, 2)
+    load(receiver, server, 2)
     assert trainer.asked[-1].group == ""
     assert server.take() == [JOINS, *ALL]
 
@@ -143,17 +143,17 @@ def test_what_fails_in_the_middle_is_loaded_from_the_directory(at: str) -> None:
 @pytest.mark.parametrize("at", [JOINS, ALL[1], ALL[-1]])
 def test_a_server_that_does_not_answer_is_lost(at: str) -> None:
     server = ScriptedServer()
-    feed = TensorFeed(ScriptedTrainer(sends()), "r/0")
+    receiver = TensorReceiver(ScriptedTrainer(sends()), "r/0")
     server.loses = {at}
     with pytest.raises(EngineLost):
-        load(feed, server, 1)
+        load(receiver, server, 1)
     assert LOADS not in server.journal
 
 
 def test_a_version_that_the_server_does_not_name_is_loaded_from_the_directory() -> None:
     server = ScriptedServer()
     server.nameless = True
-    load(TensorFeed(ScriptedTrainer(sends()), "r/0"), server, 1)
+    load(TensorReceiver(ScriptedTrainer(sends()), "r/0"), server, 1)
     assert server.take()[-2:] == [LEAVES, LOADS]
     assert server.version == "policy-e0-v1"
 
@@ -162,9 +162,9 @@ def test_without_tensors_the_directory_is_loaded_and_the_trainer_asked_ever_less
     server = ScriptedServer()
     away = [RpcTimeout("nobody answers")] * 20
     trainer = ScriptedTrainer(SendsNothing("a newer one"), *away)
-    feed = TensorFeed(trainer, "r/0")
+    receiver = TensorReceiver(trainer, "r/0")
     for version in range(1, 17):
-        load(feed, server, version)
+        load(receiver, server, version)
     assert server.take() == [LOADS] * 16
     # A version that was overtaken is no failure. After it: pauses of 0, 1, 3 and 7 updates.
     assert [asked.tag.version for asked in trainer.asked] == [1, 2, 3, 5, 9]
@@ -172,9 +172,9 @@ def test_without_tensors_the_directory_is_loaded_and_the_trainer_asked_ever_less
 
 @pytest.mark.parametrize("size", ["pp_size", "dp_size"])
 def test_servers_that_cannot_take_tensors_are_refused_at_the_start(size: str) -> None:
-    feed = TensorFeed(ScriptedTrainer(), "r/0")
+    receiver = TensorReceiver(ScriptedTrainer(), "r/0")
     with pytest.raises(EngineError, match=r"size 2.*weights.channel to shm"):
-        asyncio.run(feed.opened(ScriptedServer(**{size: 2}), None))  # type: ignore[arg-type]
+        asyncio.run(receiver.opened(ScriptedServer(**{size: 2}), None))  # type: ignore[arg-type]
 
 
 def test_torch_releases_must_be_alike() -> None:
