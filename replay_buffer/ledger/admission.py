@@ -1,6 +1,6 @@
 """Admission: how many groups a worker may lease now, so that none can become too old.
 
-    outstanding < (η + 1 − max(0, v_train − v_serving)) · B
+    outstanding < min(η + 1 − max(0, v_train − v_serving), steps − v_train) · B
 
 All of it is of one trained policy: `v_train` counts its committed steps, `v_serving` is the version of it
 that the asking worker serves, `outstanding` counts the groups leased and not yet TRAINED or DROPPED, and a
@@ -11,8 +11,8 @@ newest weights makes groups that are a version too old when their turn comes. A 
 train needs a place of each.
 
 Work that runs is capped by nothing else (docs/decisions/0005-no-cap-beyond-the-formula.md).
-A second limit keeps the last steps of a job from being over-supplied: no step is left for a group beyond
-(steps − v_train) · B.
+The term `steps − v_train` keeps the last steps of a job from being over-supplied: no step is left for a group
+beyond it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The built-in advantages, losses, corrections and normalisers.
+"""The built-in advantages, losses, corrections and normalisers; `parts.py` says how to write one of your own.
 
 A normaliser gives the coefficient of each unit in the loss of one optimizer step, which is
 Σ coefficient · (loss of the unit) over all its micro-batches and ranks. `units_of_episode` counts the

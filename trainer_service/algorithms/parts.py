@@ -1,6 +1,6 @@
 """Declaring an advantage, a loss or a correction, built in or of your own.
 
-    from trainer_service.algorithms.parts import advantage
+    from areal_async import advantage
 
     @advantage(needs_group=2)
     def centred(rewards, groups, *, scale=1.0):

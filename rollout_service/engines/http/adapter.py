@@ -1,9 +1,10 @@
 """What one kind of inference server says differently from another, behind `HttpEngine`.
 
-A new kind is a `ServerAdapter` and the part that makes it. `sglang/` and `vllm/` have one layout:
-`adapter.py` has the command line too, `messages.py` has requests, answers and what the server must offer,
-`weights.py` says how new weights are taken. Which requests are in flight, who is told of a loss and what
-must hold before a request or a load is sent is the engine's, and the same for all.
+A new kind is a `ServerAdapter` and an `EnginePart` that makes an `HttpEngine` of it: `vllm/__init__.py`
+is the shortest example. `sglang/` and `vllm/` have one layout: `adapter.py` has the command line too,
+`messages.py` has requests, answers and what the server must offer, `weights.py` says how new weights are
+taken. Which requests are in flight, who is told of a loss and what must hold before a request or a load
+is sent is the engine's, and the same for all.
 
 A server loads what it finds: a tensor that is missing keeps its old weights, one too many or a file that is
 cut short may be the server's end. So a folder is compared with the first one (`check_folder`) before a server
