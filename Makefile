@@ -66,7 +66,7 @@ engines:
 	PYTHON=$(PYTHON) engines/make.sh $(ENGINES) sglang vllm
 
 test-engines: $(STAMP) engines
-	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS) -m engine $(ARGS)
+	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder tests/engines -m engine $(ARGS)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not slow" $(ARGS)

@@ -361,4 +361,6 @@ def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
 
 if __name__ == "__main__":
     asked_job = JobConfig.model_validate_json(sys.stdin.buffer.read())
+    # transformers would load torch, which takes most of this process's time; a tokenizer needs none of it.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     print(msgspec.json.encode(tokenizer_mistakes(asked_job)).decode())

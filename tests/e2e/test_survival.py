@@ -39,12 +39,12 @@ def end_of_trained_once(job, job_file):
 
 @pytest.mark.timeout(400)
 def test_one_death_is_local_whichever_process_it_is(workspace, running):
-    job_file = tough_job(workspace, "survivor", 44, evaluated=True)
+    job_file = tough_job(workspace, "survivor", 36, evaluated=True)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
         for name in ("rollout-0", "reward", "buffer", "redis", "trainer", "evaluator"):
             job.service(name).kill()
-            job.wait_for_steps(5, 200)
+            job.wait_for_steps(3, 200)
         summary = end_of_trained_once(job, job_file)
     assert summary["restarts"] == dict.fromkeys(("rollout-0", "reward", "buffer", "trainer", "evaluator"), 1)
     assert summary["accuracy_end"] is not None
@@ -74,7 +74,7 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
 @pytest.mark.timeout(400)
 def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(workspace, running):
     """SIGSTOP for longer than a lease lives: a stall has its name only after three seconds."""
-    job_file = tough_job(workspace, "sleeper", 40, buffer__lease_s=2)
+    job_file = tough_job(workspace, "sleeper", 32, buffer__lease_s=2)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
         for name in ("reward", "rollout-0", "buffer", "redis", "trainer"):
@@ -84,7 +84,7 @@ def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(worksp
             job.read_until(f"stalled for .*{words}", 40)
             assert stalled_s(job, edge) > 0
             process.send_signal(signal.SIGCONT)
-            job.wait_for_steps(4, 60)
+            job.wait_for_steps(2, 60)
         summary = end_of_trained_once(job, job_file)
     assert summary["restarts"] == {}
     log = (job.folder / "logs" / "supervisor.log").read_text().splitlines()

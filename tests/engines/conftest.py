@@ -1,9 +1,10 @@
 """A tiny model, snapshots of any version of it on disk, and what `transformers` says about them; and a server
 of each engine.
 
-A start takes up to half a minute, so tests share servers: those of `sglang/` and `vllm/` the one of their own
-folder, the others the one that `endless_server` gives, to which they attach. A server is used from one event
-loop by the engine that started it; a test leaves no request in flight.
+A start takes up to half a minute, so tests share servers: those of `sglang/` and `vllm/` the one of their
+own folder, the others the one that `endless_server` gives, to which they attach. Tests that share one are
+one group, which one worker of xdist runs. A server is used from one event loop by the engine that started
+it; a test leaves no request in flight.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import pytest
 import torch
 from agreement import Snapshots, job_for, write_sharp_model
 from transformers import AutoModelForCausalLM
+from xdist.scheduler import LoadScopeScheduling
 
 from areal_async.quickstart.model import write_model
 from areal_async.rpc.schema import VersionTag
@@ -45,6 +47,32 @@ SLOTS, LENGTH = 16, 136
 """Of the servers of `endless_server`."""
 
 torch.set_num_threads(1)
+
+ALONE = ("test_jobs", "test_judge", "test_zz_nccl_job")
+"""Files whose tests share no server with others."""
+LONGEST_FIRST = ("test_jobs", "engines", "vllm", "sglang", "test_judge", "test_zz_nccl_job")
+"""The groups in the order in which they begin, so that no worker is left with a long one at the end."""
+
+
+def group_of(path: str) -> str:
+    folder, file = Path(path).with_suffix("").parts[-2:]
+    return file if file in ALONE else folder
+
+
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """One worker has all tests of a group. (xdist's own `loadgroup` knows no groups under this pytest.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    return GroupScheduling(config, log) if config.getoption("markexpr") == "engine" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("markexpr") == "engine":
+        items.sort(key=lambda item: LONGEST_FIRST.index(group_of(str(item.path))))
 
 
 @dataclass(frozen=True)
