@@ -48,15 +48,13 @@ SLOTS, LENGTH = 16, 136
 
 torch.set_num_threads(1)
 
-ALONE = ("test_jobs", "test_judge", "test_zz_nccl_job")
-"""Files whose tests share no server with others."""
-LONGEST_FIRST = ("test_jobs", "engines", "vllm", "sglang", "test_judge", "test_zz_nccl_job")
-"""The groups in the order in which they begin, so that no worker is left with a long one at the end."""
+GROUPS = ("test_jobs", "engines", "vllm", "sglang", "test_judge", "test_zz_nccl_job")
+"""Folders and files whose tests share servers, the longest first: no worker is left with it at the end."""
 
 
 def group_of(path: str) -> str:
     folder, file = Path(path).with_suffix("").parts[-2:]
-    return file if file in ALONE else folder
+    return file if file in GROUPS else folder
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -72,7 +70,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("markexpr") == "engine":
-        items.sort(key=lambda item: LONGEST_FIRST.index(group_of(str(item.path))))
+        items.sort(key=lambda item: GROUPS.index(group_of(str(item.path))))
 
 
 @dataclass(frozen=True)

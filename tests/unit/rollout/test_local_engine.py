@@ -18,6 +18,7 @@ from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRe
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.engines.local.model import LocalModel
+from tests.unit.rollout.fakes import eventually
 
 DEADLINE_S = 60.0
 
@@ -36,12 +37,6 @@ async def running(made: Any, **how: Any) -> AsyncIterator[LocalEngine]:
             yield engine
     finally:
         await engine.stop()
-
-
-async def until(condition: Any) -> None:
-    """The engine's thread raises no event that a test could wait on."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0)
 
 
 class Steps:
@@ -75,7 +70,7 @@ async def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless:
         calls = [asyncio.ensure_future(engine.generate(one)) for one in asked]
         for tag in tags[1:]:
             sampled = engine.stats().tokens_total
-            await until(
+            await eventually(
                 lambda sampled=sampled: engine.stats().tokens_total > sampled + 100 or calls[-1].done()
             )
             await update(engine, endless.weights(tag.version, tag.epoch))
@@ -96,11 +91,11 @@ async def test_versions_are_true_and_nothing_is_lost_under_many_updates(endless:
 async def test_a_paused_engine_samples_nothing_and_holds_what_it_has(endless: Any) -> None:
     async with running(endless) as engine:
         call = asyncio.ensure_future(engine.generate(request("a", [3, 4], max_new_tokens=60)))
-        await until(lambda: engine.stats().running)
+        await eventually(lambda: engine.stats().running)
         await engine.pause()
         frozen = engine.stats().tokens_total
         later = asyncio.ensure_future(engine.generate(request("b", [3, 4], max_new_tokens=2)))
-        await until(lambda: engine.stats().waiting)
+        await eventually(lambda: engine.stats().waiting)
         assert engine.stats().tokens_total == frozen < 62
         await engine.load(endless.weights(3))
         assert engine.stats().tokens_total == frozen
@@ -121,11 +116,11 @@ async def test_weights_are_not_exchanged_under_a_running_engine(endless: Any) ->
 async def test_cancelling_a_call_frees_its_slot(endless: Any) -> None:
     async with running(endless, slots=2) as engine:
         calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=90))) for i in range(8)]
-        await until(lambda: engine.stats().running == 2)
+        await eventually(lambda: engine.stats().running == 2)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await until(lambda: engine.stats().running == engine.stats().waiting == 0)
+        await eventually(lambda: engine.stats().running == engine.stats().waiting == 0)
         assert engine.stats().requests_total < 8 or engine.stats().tokens_total < 8 * 90
         assert len((await engine.generate(request("after", [3], max_new_tokens=4))).token_ids) == 4
 
@@ -164,21 +159,21 @@ async def test_an_engine_with_nothing_to_do_or_paused_is_not_busy(endless: Any) 
 
         await engine.generate(request("a", [3], max_new_tokens=20))
         assert engine.stats().busy_s > 0
-        await until(still)
+        await eventually(still)
         call = asyncio.ensure_future(engine.generate(request("b", [3], max_new_tokens=80)))
-        await until(lambda: engine.stats().running)
+        await eventually(lambda: engine.stats().running)
         await engine.pause()
-        await until(still)
+        await eventually(still)
         await engine.resume()
-        await until(lambda: not still())
+        await eventually(lambda: not still())
         await call
-        await until(still)
+        await eventually(still)
 
 
 async def test_stopping_ends_every_call(endless: Any) -> None:
     async with running(endless, slots=2) as engine:
         calls = [asyncio.ensure_future(engine.generate(request(i, [3], max_new_tokens=90))) for i in range(9)]
-        await until(lambda: engine.stats().running)
+        await eventually(lambda: engine.stats().running)
         pausing = asyncio.ensure_future(engine.pause())
         await asyncio.sleep(0)
         await engine.stop()
@@ -213,7 +208,7 @@ async def test_the_oldest_priority_goes_first_wherever_requests_wait(endless: An
             finished.append((priority, number))
 
         calls = [asyncio.ensure_future(one(n, p)) for n, p in enumerate(order)]
-        await until(lambda: engine.stats().waiting == len(order))
+        await eventually(lambda: engine.stats().waiting == len(order))
         await engine.resume()
         await asyncio.gather(*calls)
     assert finished == sorted(finished)
@@ -235,7 +230,7 @@ async def test_a_request_past_its_deadline_ends_by_name_and_frees_its_place(endl
         await engine.resume()
         for call in calls[::2]:
             assert len((await call).token_ids) == 5
-        await until(lambda: engine.stats().running == engine.stats().waiting == 0)
+        await eventually(lambda: engine.stats().running == engine.stats().waiting == 0)
         with pytest.raises(DeadlinePassed, match="had 0 s"):
             await engine.generate(GenerateRequest("a", [3], Sampling(), deadline_s=now_s - 1))
 
@@ -249,7 +244,7 @@ async def test_a_piece_is_told_at_every_step_and_updates_fall_between(
         answer = asyncio.ensure_future(engine.generate(asked, pieces.append))
         for number in range(1, 19):
             steps.allow(1)
-            await until(lambda number=number: len(pieces) == number)
+            await eventually(lambda number=number: len(pieces) == number)
             assert not answer.done(), "the answer is far from complete"
             assert engine.stats().running == 1
             if number in (1, 5, 9):
@@ -269,13 +264,13 @@ async def test_closing_a_stream_aborts_its_request_and_a_deadline_ends_it(
     async with running(endless) as engine:
         steps.allow(3)
         gone = asyncio.ensure_future(engine.generate(request("gone", [2], max_new_tokens=90), told.append))
-        await until(lambda: told)
+        await eventually(lambda: told)
         gone.cancel()
-        await until(lambda: engine.stats().running == 0 and engine.stats().requests_total == 1)
+        await eventually(lambda: engine.stats().running == 0 and engine.stats().requests_total == 1)
         late = GenerateRequest("late", [2], Sampling(max_new_tokens=90), deadline_s=time.monotonic() + 0.1)
         with pytest.raises(DeadlinePassed, match="late"):
             await engine.generate(late, lambda _: None)
-        await until(lambda: engine.stats().running == 0)
+        await eventually(lambda: engine.stats().running == 0)
         steps.allow(100)
         told.clear()
         result = await engine.generate(request("after", [2], max_new_tokens=5), told.append)

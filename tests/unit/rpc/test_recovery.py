@@ -178,16 +178,13 @@ async def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_
 
 
 ASK = """
-import asyncio, sys
+import sys
+from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import Arrived
-from tests.unit.rpc.peers import client_of
+from tests.unit.rpc.peers import SECRET
 
-async def main():
-    async with client_of(sys.argv[1]) as client:
-        _, attachments = await client.exchange(Arrived("t"), timeout_s=60)
-        print(len(attachments[0]))
-
-asyncio.run(main())
+with SyncClient(sys.argv[1], job="j", role="r", name="n", access=SECRET) as client:
+    print(len(client.exchange(Arrived("t"), timeout_s=60)[1][0]))
 """
 
 
