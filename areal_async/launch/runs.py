@@ -294,6 +294,7 @@ FIXED = (
     "run_dir",
     "seed",
     "model",
+    "policy",
     "tasks.train",
     "tasks.passes",
     "rollout.group_size",

@@ -119,7 +119,9 @@ def test_a_folder_that_was_moved_is_where_it_is(run_dir, tmp_path):
     assert job_to_resume(moved).run_dir == find_run(moved).job.run_dir == moved.parent
 
 
-@pytest.mark.parametrize("override", ["seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z"])
+@pytest.mark.parametrize(
+    "override", ["seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z", "policy=bob"]
+)
 def test_what_batches_depend_on_cannot_be_changed(run_dir, override):
     with pytest.raises(RunFolderError, match="cannot be changed on resume"):
         job_to_resume(run_dir, [override])
