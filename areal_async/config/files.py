@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.checks import own_part_mistakes
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
 from areal_async.registry import TOOLS, WORKFLOWS
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows

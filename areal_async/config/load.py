@@ -21,6 +21,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import explain, job_fields
 from areal_async.config.files import OWN_CODE, check_files
 from areal_async.config.job import JobConfig
+from areal_async.config.parts import PART_FIELDS
 from areal_async.config.rewardcheck import with_paths
 from areal_async.config.yamlfile import (
     MOST_LEVELS,
@@ -41,12 +42,6 @@ PATH_FIELDS = (
     ),
     "rollout.workflow_args.cwd",
 )
-CODE_FIELDS = (
-    "rollout.workflow",
-    "trainer.backend",
-    *(f"trainer.objective.{part}" for part in ("advantage", "loss", "correction", "normaliser")),
-)
-"""Fields that may hold `path.py:name`."""
 OF_A_POLICY = ("model", "trainer", "rollout")  # What each policy has of its own
 
 
@@ -165,7 +160,7 @@ def _remove(content: Any, location: Sequence[int | str]) -> None:
 def _resolve_paths(content: dict[str, Any], base: Path) -> None:
     for field in PATH_FIELDS:
         _rewrite(content, field, lambda text: _absolute(text, base))
-    for field in CODE_FIELDS:
+    for field in PART_FIELDS:
         _rewrite(content, field, lambda text: _absolute(text, base) if ".py:" in text else text)
     rollout = content.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("workflow_args"), dict):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from areal_async import registry
-from areal_async.config.checks import named_parts, own_part_mistakes, part_mistakes
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.load import dump_job, load_job
+from areal_async.config.parts import PART_FIELDS, named_parts, own_part_mistakes, part_mistakes
 from areal_async.registry import Registry
 
 
@@ -57,6 +58,30 @@ def test_every_part_that_a_job_names_is_asked(tmp_path):
         "trainer.objective.normaliser",
         "weights.channel",
     }
+
+
+@pytest.mark.parametrize(
+    ("override", "kind"),
+    [
+        *((f"{field}=parts/mine.py:part", kind) for field, kind in PART_FIELDS.items()),
+        ("reward.name=parts/mine.py:part", registry.REWARDS),
+        ("reward.routes=[{name: 'parts/mine.py:part'}]", registry.REWARDS),
+        ("reward={name: weighted, args: {parts: [{name: 'parts/mine.py:part'}]}}", registry.REWARDS),
+        (
+            "rollout={workflow: multi_turn, workflow_args: {environment: 'parts/mine.py:part'}}",
+            registry.ENVIRONMENTS,
+        ),
+        ("rollout={workflow: tool_use, workflow_args: {tools: ['parts/mine.py:part']}}", registry.TOOLS),
+    ],
+)
+def test_a_part_of_every_kind_is_in_a_file_beside_the_job_file(override, kind, folder, monkeypatch):
+    (folder / "parts").mkdir()
+    (folder / "parts" / "mine.py").write_text("part = 'mine'\n")
+    monkeypatch.chdir("/")
+    written = dump_job(load_job(folder / "job.yaml", [override]))
+    name = f"{folder}/parts/mine.py:part"
+    assert name in written
+    assert kind.find(name) == "mine"
 
 
 @pytest.mark.usefixtures("careful_rewards")

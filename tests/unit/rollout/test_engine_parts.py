@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from areal_async.config.checks import check_fields, own_part_mistakes
+from areal_async.config.checks import check_fields
 from areal_async.config.engines import declared_engine
 from areal_async.config.job import JobConfig
+from areal_async.config.parts import own_part_mistakes
 from areal_async.launch.plan import ready_limit_s
 from areal_async.registry import ENGINES
 from areal_async.runtime.context import ServiceContext
