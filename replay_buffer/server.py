@@ -21,36 +21,29 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import (
-    Arrived,
     BufferStats,
-    Checkpointed,
     Claim,
     Claims,
-    Commit,
     Drain,
-    ExportLedger,
     Fetch,
     Fetched,
-    Heartbeat,
     Lease,
     Leases,
     NextBatch,
     OpenTrainer,
     PutEpisodes,
-    PutVerdicts,
-    Release,
     Stats,
     Waiting,
 )
 from areal_async.rpc.schema import Message, Request
-from areal_async.rpc.server import Answer, Peer, Server, by_type
+from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.trajectory import TrajectoryError, unpack, untrainable
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator
-from replay_buffer.ledger.decide import stats
+from replay_buffer.ledger.decide import DECIDES, stats
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
@@ -82,26 +75,23 @@ class BufferServer:
         self._store = store
         self._redis_bytes = 0
         self._lease_waits: dict[str, object] = {}  # Worker → a token of its latest lease request under way
-        self.handle = by_type(
-            "buffer",
-            {
-                Lease: self._lease,
-                PutEpisodes: self._put,
-                Claim: self._claim,
-                NextBatch: self._next_batch,
-                Fetch: self._fetch,
-                OpenTrainer: self._open_trainer,
-                ExportLedger: self._export_ledger,
-                Drain: self._drain,
-                Stats: self._stats,
-                **dict.fromkeys(
-                    (Arrived, Heartbeat, Release, PutVerdicts, Commit, Checkpointed), self._execute
-                ),
-            },
-        )
+        self.handlers: dict[type[Request[Any]], Handler] = {
+            **dict.fromkeys((asked for asked in DECIDES if issubclass(asked, Request)), self._execute),
+            Lease: self._lease,
+            PutEpisodes: self._put,
+            Claim: self._claim,
+            NextBatch: self._next_batch,
+            Fetch: self._fetch,
+            OpenTrainer: self._open_trainer,
+            Drain: self._drain,
+            Stats: self._stats,
+        }
+        """What the ledger decides by itself, and what needs more than its decision."""
+        self.handle = by_type("buffer", self.handlers)
 
     async def _execute(self, peer: Peer, message: Request[Any], attachments: list[memoryview]) -> Answer:
-        return (await self._coordinator.execute(message)).reply
+        decision = await self._coordinator.execute(message)
+        return decision.reply, [decision.payload] if decision.payload is not None else []
 
     async def keep_figures(self, collector: metrics.BufferCollector) -> None:
         """Bring the metrics up to date, for ever."""
@@ -193,12 +183,6 @@ class BufferServer:
             missing = message.episode_ids[blobs.index(None)]
             raise FaultError("invalid", f"episode {missing} is not held here (any more)")
         return Fetched(message.episode_ids), found
-
-    async def _export_ledger(
-        self, peer: Peer, message: ExportLedger, attachments: list[memoryview]
-    ) -> Answer:
-        decision = await self._coordinator.execute(message)
-        return decision.reply, [decision.payload] if decision.payload is not None else []
 
     async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
         reply = (await self._coordinator.execute(message)).reply

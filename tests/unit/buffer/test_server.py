@@ -10,6 +10,7 @@ import pytest
 
 from areal_async.errors import ArealError, FaultError
 from areal_async.rpc.client import Client
+from areal_async.rpc.frames import REQUESTS
 from areal_async.rpc.messages import (
     Arrived,
     Batch,
@@ -36,7 +37,7 @@ from areal_async.rpc.weights_messages import WaitSnapshot
 from replay_buffer import metrics
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
-from replay_buffer.server import main
+from replay_buffer.server import BufferServer, main
 from tests.callers import put
 from tests.unit.buffer.conftest import reasons, serving, until
 
@@ -204,6 +205,11 @@ async def test_blobs_that_are_not_what_they_are_said_to_be_are_refused(context, 
             assert ack.stored == [], what
             assert ack.refused[0].reason.startswith("invalid"), what
         assert (await client.call(Stats())).reasons["refused:invalid"] == len(wrong)
+
+
+def test_every_request_that_is_declared_for_the_buffer_has_one_handler():
+    declared = {request for request in REQUESTS if request.__module__ == Lease.__module__}
+    assert set(BufferServer(None, "job", None).handlers) == declared
 
 
 async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
