@@ -19,7 +19,7 @@ from buffer_service import JOB, episode, secret_at
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes
 from areal_async.rpc.schema import VersionTag
-from rollout_service.worker.uploader import LeaseUpload, PutBatch, UploadQueue
+from rollout_service.worker.uploader import PutBatch, UploadQueue
 
 LINGER_S, MAX_PUTS = 0.05, 4
 """As in `rollout_service.worker`, which would import torch."""
@@ -64,10 +64,10 @@ class Producer:
 
         began_s = time.monotonic()
         for group, blobs in self.held:
-            queue.leases[group.lease_id] = LeaseUpload(group.group_id, len(blobs))
+            queue.open(group.lease_id, group.group_id, len(blobs))
             for sample, blob in blobs.items():
                 queue.add(group.lease_id, sample, blob, 0.0)
-            queue.leases[group.lease_id].complete = True
+            queue.complete(group.lease_id)
         while queue.episodes:
             while len(sending) < MAX_PUTS and (batch := queue.take(1.0)):
                 sending.add(asyncio.create_task(send(batch)))

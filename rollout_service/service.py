@@ -28,7 +28,7 @@ from rollout_service.engines.base import Engine, Weights
 from rollout_service.metrics import EngineMetrics
 from rollout_service.process import connect, make_gateway, make_renderer, prepare
 from rollout_service.replicas import ReplicaSet
-from rollout_service.worker import ConcurrencyTuner, WeightUpdates, Worker
+from rollout_service.worker import WeightUpdates, Worker
 from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.workflows import workflow_of
 
@@ -116,8 +116,11 @@ async def _serve(ctx: ServiceContext) -> None:
     workflow = workflow_of(job)
     render = make_renderer(job.model)
     gateway = make_gateway(job, render, trains=True, index=ctx.index)
-    tuner = ConcurrencyTuner(job.rollout)
-    engine = make_replicas(ctx, on_serving=tuner.serving, on_exchange=tuner.exchanging)
+    engine = make_replicas(
+        ctx,  # what it tells comes only once it is started, and `worker` is there
+        on_serving=lambda share: worker.tuner.serving(share),
+        on_exchange=lambda going_on: worker.tuner.exchanging(going_on),
+    )
     receiver = make_receiver(ctx, "serve", tensors=engine_part(job.rollout.engine).needs == "tensors")
 
     try:
@@ -125,9 +128,7 @@ async def _serve(ctx: ServiceContext) -> None:
             ctx.buffer_endpoint, job=job.job, role="rollout", name=ctx.name, access=ctx.secret
         ) as buffer:
             await buffer.call(Arrived(ctx.name))
-            worker = Worker(
-                buffer, engine, workflow, render, job=job, name=ctx.name, gateway=gateway, tuner=tuner
-            )
+            worker = Worker(buffer, engine, workflow, render, job=job, name=ctx.name, gateway=gateway)
             updates = WeightUpdates(receiver, engine, on_change=worker.weights_changed)
 
             async def first_version() -> VersionTag:

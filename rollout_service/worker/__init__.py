@@ -1,7 +1,6 @@
 """The rollout worker: it leases groups, runs their episodes and uploads what they produced (`worker.py`)."""
 
-from rollout_service.worker.concurrency import ConcurrencyTuner
 from rollout_service.worker.weight_updates import WeightUpdates
 from rollout_service.worker.worker import Worker, WorkerTiming
 
-__all__ = ["ConcurrencyTuner", "WeightUpdates", "Worker", "WorkerTiming"]
+__all__ = ["WeightUpdates", "Worker", "WorkerTiming"]

@@ -123,14 +123,22 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyTuner:
-    """Looks at the engine's load in time, and hears from it when replicas or weights come and go."""
+    """Looks at the engine's `load` in time, and hears from it when replicas or weights come and go.
+    `on_change` is called when more or fewer episodes may run than before."""
 
-    def __init__(self, section: RolloutSection, *, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self,
+        section: RolloutSection,
+        load: Callable[[], EngineStats],
+        on_change: Callable[[], None],
+        *,
+        look_s: float = LOOK_S,
+    ) -> None:
         ceiling = section.max_concurrent * section.replicas
         self.concurrency = ConcurrencyLimit(
             section.group_size, ceiling, section.concurrency, time.monotonic(), look_s=look_s
         )
-        self._look_s = look_s
+        self._load, self._on_change, self._look_s = load, on_change, look_s
         self._running = 0
         self._peak = 0  # Most episodes at once since the last look
         self._changed = asyncio.Event()
@@ -149,9 +157,8 @@ class ConcurrencyTuner:
         self.concurrency.serving(share)
         self._changed.set()
 
-    async def run(self, load: Callable[[], EngineStats], on_change: Callable[[], None]) -> None:
-        """Look at the engine's `load` until cancelled. `on_change` is called when more or fewer episodes may
-        run than before."""
+    async def run(self) -> None:
+        """Look at the engine's load until cancelled."""
         metrics.CONCURRENCY.set(self.concurrency.limit)
         while True:
             while not self._changed.is_set():
@@ -159,10 +166,10 @@ class ConcurrencyTuner:
                     async with asyncio.timeout(self._look_s):
                         await self._changed.wait()
                 except TimeoutError:
-                    self._look(load())
+                    self._look(self._load())
             self._changed.clear()
             metrics.CONCURRENCY.set(self.concurrency.limit)
-            on_change()
+            self._on_change()
 
     def _look(self, stats: EngineStats) -> None:
         peak, self._peak = self._peak, self._running

@@ -70,13 +70,14 @@ class LeaseUpload:
 
 
 class UploadQueue:
-    """Decides what goes into one message, and when. Pure; all times are seconds of one monotonic clock."""
+    """Holds the open leases, and decides what goes into one message, and when. A lease that it does not hold
+    (any more) is passed over. Pure; all times are seconds of one monotonic clock."""
 
     def __init__(
         self, linger_s: float = LINGER_S, *, max_episodes: int = 256, max_bytes: int = 8 << 20
     ) -> None:
         """`max_episodes` and `max_bytes` bound one message; a single larger episode travels alone."""
-        self.leases: dict[str, LeaseUpload] = {}
+        self._leases: dict[str, LeaseUpload] = {}
         self._linger_s = linger_s
         self._max_episodes = max_episodes
         self._max_bytes = max_bytes
@@ -86,19 +87,46 @@ class UploadQueue:
         """How many episodes are finished and not yet acknowledged."""
         return sum(
             len(lease.finished) + (len(lease.under_way.episodes) if lease.under_way else 0)
-            for lease in self.leases.values()
+            for lease in self._leases.values()
         )
 
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._leases
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def open(self, lease_id: str, group_id: str, samples: int) -> None:
+        """A lease for so many samples begins."""
+        self._leases[lease_id] = LeaseUpload(group_id, samples)
+
     def add(self, lease_id: str, sample: int, blob: bytes, now_s: float) -> None:
-        lease = self.leases[lease_id]
-        if not lease.finished:
-            lease.since_s = now_s
-        lease.finished[sample] = blob
-        lease.size_bytes += len(blob)
+        """An episode is finished."""
+        if (lease := self._leases.get(lease_id)) is not None:
+            if not lease.finished:
+                lease.since_s = now_s
+            lease.finished[sample] = blob
+            lease.size_bytes += len(blob)
+
+    def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
+        """A sample of the lease will not come; `at_fault` where that is what its episode does."""
+        if (lease := self._leases.get(lease_id)) is not None:
+            lease.failure = reason
+            lease.at_fault = lease.at_fault or at_fault
+
+    def complete(self, lease_id: str) -> None:
+        """Nothing more will come for the lease: what there is goes at once."""
+        if (lease := self._leases.get(lease_id)) is not None:
+            lease.complete = True
+
+    def drop(self, lease_id: str) -> int:
+        """Forget a lease that is lost; returns how many episodes of it were waiting."""
+        lease = self._leases.pop(lease_id, None)
+        return len(lease.finished) if lease else 0
 
     def take(self, now_s: float) -> PutBatch | None:
         """The next message that is due, if any; it is under way until `settled`."""
-        for lease_id, lease in self.leases.items():
+        for lease_id, lease in self._leases.items():
             if (due_s := self._due_s(lease)) <= now_s and due_s < math.inf:
                 lease.under_way = self._batch(lease_id, lease)
                 lease.since_s = now_s
@@ -107,11 +135,11 @@ class UploadQueue:
 
     def next_due_s(self) -> float:
         """When `take` will next have something; inf when nothing is waiting."""
-        return min((self._due_s(lease) for lease in self.leases.values()), default=math.inf)
+        return min((self._due_s(lease) for lease in self._leases.values()), default=math.inf)
 
     def settled(self, batch: PutBatch, stored: int = 0) -> None:
         """A message was answered: so many of its episodes are stored, the others refused."""
-        lease = self.leases.get(batch.lease_id)
+        lease = self._leases.get(batch.lease_id)
         if lease is not None and lease.under_way is batch:
             lease.under_way = None
             lease.stored += stored
@@ -120,12 +148,17 @@ class UploadQueue:
         """Forget, and return, the leases of which nothing more will come and all is answered."""
         ended = {
             lease_id: lease
-            for lease_id, lease in self.leases.items()
+            for lease_id, lease in self._leases.items()
             if lease.complete and not lease.finished and lease.under_way is None
         }
         for lease_id in ended:
-            del self.leases[lease_id]
+            del self._leases[lease_id]
         return ended
+
+    def pop_all(self) -> dict[str, LeaseUpload]:
+        """Forget, and return, every lease."""
+        leases, self._leases = self._leases, {}
+        return leases
 
     def _due_s(self, lease: LeaseUpload) -> float:
         if lease.under_way is not None or not lease.finished:
@@ -169,59 +202,37 @@ class Uploader:
         self._on_refused = on_refused
         self._retry_pause_s = retry_pause_s
         self._flush_s = flush_s
-        self._queue = UploadQueue()
+        self.queue = UploadQueue()  # The open leases: `open`, `fail` and `drop` them here
         self._calls: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
 
     @property
-    def episodes(self) -> int:
-        """How many episodes are finished and not yet acknowledged."""
-        return self._queue.episodes
-
-    @property
     def idle(self) -> bool:
-        return not self._calls and not self._queue.leases
-
-    def open(self, lease_id: str, group_id: str, samples: int) -> None:
-        """A lease for so many samples begins."""
-        self._queue.leases[lease_id] = LeaseUpload(group_id, samples)
+        return not self._calls and not self.queue
 
     def add(self, lease_id: str, sample: int, blob: bytes) -> None:
         """An episode is finished; that of a lease that was lost is forgotten."""
-        if lease_id in self._queue.leases:
-            self._queue.add(lease_id, sample, blob, time.monotonic())
-            self._wake.set()
-
-    def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
-        """A sample of the lease will not come; `at_fault` where that is what its episode does."""
-        if (lease := self._queue.leases.get(lease_id)) is not None:
-            lease.failure = reason
-            lease.at_fault = lease.at_fault or at_fault
+        self.queue.add(lease_id, sample, blob, time.monotonic())
+        self._wake.set()
 
     def complete(self, lease_id: str) -> None:
-        """Nothing more will come for the lease: what there is goes at once."""
-        if (lease := self._queue.leases.get(lease_id)) is not None:
-            lease.complete = True
-            self._wake.set()
-
-    def drop(self, lease_id: str) -> int:
-        """Forget a lease that is lost; returns how many episodes of it were waiting."""
-        lease = self._queue.leases.pop(lease_id, None)
-        return len(lease.finished) if lease else 0
+        """Nothing more will come for the lease."""
+        self.queue.complete(lease_id)
+        self._wake.set()
 
     async def run(self) -> None:
         """Send what is due, and end the leases of which nothing more will come, until cancelled."""
         while True:
             self._wake.clear()
-            while len(self._calls) < MAX_PUTS and (batch := self._queue.take(time.monotonic())):
+            while len(self._calls) < MAX_PUTS and (batch := self.queue.take(time.monotonic())):
                 self._calls.add(asyncio.ensure_future(self._put(batch)))
-            for lease_id, lease in self._queue.pop_ended().items():
+            for lease_id, lease in self.queue.pop_ended().items():
                 if not lease.whole:
                     release = self._release(lease_id, lease, lease.failure)
                     self._calls.add(asyncio.ensure_future(release))
                 self._on_closed(lease_id)
-            metrics.UNSENT.set(self.episodes)
-            due_s = math.inf if len(self._calls) >= MAX_PUTS else self._queue.next_due_s()
+            metrics.UNSENT.set(self.queue.episodes)
+            due_s = math.inf if len(self._calls) >= MAX_PUTS else self.queue.next_due_s()
             pause_s = min(IDLE_WAIT_S, max(0.0, due_s - time.monotonic()))
             await first_of([*self._calls], self._wake, pause_s)
             for call in [call for call in self._calls if call.done()]:
@@ -235,7 +246,7 @@ class Uploader:
         try:
             async with asyncio.timeout(self._flush_s):
                 while True:
-                    while batch := self._queue.take(math.inf):
+                    while batch := self.queue.take(math.inf):
                         self._calls.add(asyncio.ensure_future(self._put(batch)))
                     if not self._calls:
                         break
@@ -243,13 +254,15 @@ class Uploader:
                     for call in done:
                         call.result()
         except (TimeoutError, RpcTimeout, FaultError):
-            log.info("stopped with episodes unsent", episodes=self.episodes)
+            log.info("stopped with episodes unsent", episodes=self.queue.episodes)
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
-        unfinished = {key: lease for key, lease in self._queue.leases.items() if not lease.whole}
-        self._queue.leases.clear()
-        releases = (self._release(key, lease, lease.failure or reason) for key, lease in unfinished.items())
+        releases = (
+            self._release(key, lease, lease.failure or reason)
+            for key, lease in self.queue.pop_all().items()
+            if not lease.whole
+        )
         await asyncio.gather(*releases)
 
     async def _release(self, lease_id: str, lease: LeaseUpload, reason: str) -> None:
@@ -264,7 +277,7 @@ class Uploader:
         """Send one message until it is answered. A repetition is harmless: each sample is stored once."""
         lease_id, group_id = batch.lease_id, batch.group_id
         stored = 0
-        while lease_id in self._queue.leases:
+        while lease_id in self.queue:
             record("put", lease_id=lease_id, group_id=group_id, samples=list(batch.episodes))
             failpoint("rollout.before_put")
             try:
@@ -289,7 +302,7 @@ class Uploader:
             if ack.refused:
                 self._refused(lease_id, ack)
             break
-        self._queue.settled(batch, stored)
+        self.queue.settled(batch, stored)
         self._wake.set()
         self._on_progress()
 
@@ -301,8 +314,8 @@ class Uploader:
         log.info("episodes refused", n=len(reasons), item=first.item, reason=first.reason)
         if "invalid" in reasons:
             reason = f"the buffer refused {first.item}: {first.reason}"
-            self.fail(lease_id, reason, at_fault=True)
-        elif lease_id in self._queue.leases:
+            self.queue.fail(lease_id, reason, at_fault=True)
+        elif lease_id in self.queue:
             # Stale, abandoned, past its deadline or leased to another: no sample of this group is wanted
             # from us any more.
             self._on_refused(lease_id, first.reason)

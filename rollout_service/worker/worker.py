@@ -41,7 +41,7 @@ from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
 from rollout_service.process import sampling_of
 from rollout_service.replicas import ReplicaSet
-from rollout_service.worker.concurrency import ConcurrencyTuner
+from rollout_service.worker.concurrency import LOOK_S, ConcurrencyTuner
 from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -72,6 +72,8 @@ class WorkerTiming:
     """How long it may then take to send what has finished, and to hand leases back."""
     retry_pause_s: float = 0.5
     """Pause after a call that the buffer did not answer."""
+    look_s: float = LOOK_S
+    """Time between two looks at the engine's load."""
     first_failure_pause_s: float = FIRST_PAUSE_S
     longest_failure_pause_s: float = LONGEST_PAUSE_S
 
@@ -88,7 +90,7 @@ class LeaseState:
 
 
 class Worker:
-    """Makes the episodes of one engine, which starts before `run`. `tuner` is what the engine reports to."""
+    """Makes the episodes of one engine, which starts before `run`."""
 
     def __init__(
         self,
@@ -100,7 +102,6 @@ class Worker:
         job: JobConfig,
         name: str,
         gateway: Gateway | None = None,
-        tuner: ConcurrencyTuner | None = None,
         timing: WorkerTiming = WorkerTiming(),
     ) -> None:
         self._buffer = buffer
@@ -111,7 +112,7 @@ class Worker:
         self._name = name
         self._gateway = gateway
         self._timing = timing
-        self._tuner = tuner or ConcurrencyTuner(job.rollout)
+        self.tuner = ConcurrencyTuner(job.rollout, engine.stats, self.weights_changed, look_s=timing.look_s)
         self._sampling = sampling_of(job.rollout.sampling)
         self.leases: dict[str, LeaseState] = {}
         """The open leases, by id; the uploader says when one is closed."""
@@ -158,7 +159,7 @@ class Worker:
             self._lease_client.run(),
             self.uploader.run(),
             self._beat(),
-            self._tuner.run(self._engine.stats, self.weights_changed),
+            self.tuner.run(),
             self._until_drained(),
             self._until_hopeless(),
             *others,
@@ -183,8 +184,8 @@ class Worker:
         """How many more groups there is room for."""
         if self.failures.pause_s:
             return 0
-        limit, size = self._tuner.concurrency.limit, self._job.rollout.group_size
-        free = min(limit - self.running, 2 * limit - self.running - self.uploader.episodes)
+        limit, size = self.tuner.concurrency.limit, self._job.rollout.group_size
+        free = min(limit - self.running, 2 * limit - self.running - self.uploader.queue.episodes)
         return 0 if self.draining or self._ending else max(0, math.ceil(free / size))
 
     def _granted(self, leases: Leases, serving: VersionTag) -> None:
@@ -193,10 +194,10 @@ class Worker:
         for group in leases.groups:
             self._leases_begun += 1
             lease = self.leases[group.lease_id] = LeaseState(group, self._leases_begun)
-            self.uploader.open(group.lease_id, group.group_id, len(group.missing))
+            self.uploader.queue.open(group.lease_id, group.group_id, len(group.missing))
             if self._ending:
                 # Too late to begin: it goes back at once.
-                self.uploader.fail(group.lease_id, self._reason_to_end)
+                self.uploader.queue.fail(group.lease_id, self._reason_to_end)
                 self.uploader.complete(group.lease_id)
             else:
                 self._begin(lease, serving)
@@ -213,7 +214,7 @@ class Worker:
             version=serving.version,
         )
         self.running += len(group.missing)
-        self._tuner.runs(self.running)
+        self.tuner.runs(self.running)
         for sample in group.missing:
             task = lease.episodes[sample] = asyncio.ensure_future(self._episode(lease, sample))
             # Not in the coroutine itself: one that is cancelled before it begins never runs.
@@ -233,7 +234,7 @@ class Worker:
             group_id=lease.group.group_id,
             reason=reason,
             unfinished=len(lease.episodes),
-            unsent=self.uploader.drop(lease_id),
+            unsent=self.uploader.queue.drop(lease_id),
         )
         for task in lease.episodes.values():
             task.cancel()
@@ -283,7 +284,7 @@ class Worker:
 
     def _ended(self, lease: LeaseState, sample: int, _: asyncio.Task[None]) -> None:
         self.running -= 1
-        self._tuner.runs(self.running)
+        self.tuner.runs(self.running)
         del lease.episodes[sample]
         if not lease.episodes:
             self.uploader.complete(lease.group.lease_id)
@@ -296,7 +297,7 @@ class Worker:
         self.failures.failed(number, error)
         asyncio.get_running_loop().call_later(self.failures.pause_s, self._lease_client.wake)
         reason = f"{type(error).__name__}: {error}"
-        self.uploader.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
+        self.uploader.queue.fail(lease.group.lease_id, reason, at_fault=is_its_own(error))
         log.warning("episode failed", group_id=lease.group.group_id, sample=sample, error=reason)
         self._failed_again.set()
 
@@ -371,12 +372,17 @@ class Worker:
         deadline_s = time.monotonic() + self._timing.drain_s
         try:
             while (
-                self.running or self.uploader.episodes or self._lease_client.under_way or not draining.done()
+                self.running
+                or self.uploader.queue.episodes
+                or self._lease_client.under_way
+                or not draining.done()
             ):
                 self._wake_drain.clear()
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    log.info("the grace is over", unfinished=self.running, unsent=self.uploader.episodes)
+                    log.info(
+                        "the grace is over", unfinished=self.running, unsent=self.uploader.queue.episodes
+                    )
                     break
                 going_on = [task for task in (draining, *tasks) if not task.done()]
                 await first_of(going_on, self._wake_drain, left_s)

@@ -14,7 +14,7 @@ from areal_async.rpc.messages import HeartbeatAck, LeasedGroup, Leases, PutAck
 from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.weights_messages import SnapshotNotice
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
-from rollout_service.worker import ConcurrencyTuner, Worker, WorkerTiming
+from rollout_service.worker import Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
 from tests.callers import FakeCaller
 
@@ -226,7 +226,6 @@ async def working(
     workflow: Any = None,
     engine: Any = None,
     timing: WorkerTiming = TIMING,
-    look_s: float = 0.5,
     stop: asyncio.Event | None = None,
     **rollout: Any,
 ) -> AsyncIterator[tuple[Worker, FakeBuffer, FakeEngine]]:
@@ -240,7 +239,6 @@ async def working(
         Renderer(LetterTokenizer()),
         job=job(**rollout),
         name="rollout-0",
-        tuner=ConcurrencyTuner(job(**rollout).rollout, look_s=look_s),
         timing=timing,
     )
     running, block = asyncio.ensure_future(worker.run(stop)), asyncio.current_task()

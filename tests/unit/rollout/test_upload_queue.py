@@ -6,12 +6,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.worker.uploader import LeaseUpload, UploadQueue
+from rollout_service.worker.uploader import UploadQueue
 
 
 def queue_of(*leases: str, linger_s: float = 1.0, **limits: int) -> UploadQueue:
     queue = UploadQueue(linger_s, **limits)
-    queue.leases |= {lease_id: LeaseUpload("g", samples=4) for lease_id in leases}
+    for lease_id in leases:
+        queue.open(lease_id, "g", samples=4)
     return queue
 
 
@@ -30,7 +31,7 @@ def test_a_complete_lease_travels_at_once_in_one_message() -> None:
     box = queue_of("L")
     for sample in range(5):
         box.add("L", sample, b"x", now_s=0.0)
-    box.leases["L"].complete = True
+    box.complete("L")
     batch = box.take(0.0)
     assert batch is not None
     assert sorted(batch.episodes) == [0, 1, 2, 3, 4]
@@ -65,7 +66,7 @@ def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: 
     for kind, number, wait_s in [*events, ("s", 0, 0), ("s", 1, 0), *[("t", 0, 9.0), ("s", 0, 0)] * 4]:
         now_s += wait_s
         lease = f"L{number}"
-        if kind == "a" and lease not in dropped:
+        if kind == "a" and lease in box:
             sample = added[lease] = added.get(lease, -1) + 1
             box.add(lease, sample, b"x", now_s)
         elif kind == "t" and (batch := box.take(now_s)):
@@ -75,11 +76,11 @@ def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: 
         elif kind == "s":
             while under_way:
                 box.settled(under_way.pop())
-        elif kind == "c" and lease not in dropped:
-            box.leases[lease].complete = True
+        elif kind == "c":
+            box.complete(lease)
         elif kind == "d":
             dropped.add(lease)
-            box.leases.pop(lease, None)
+            box.drop(lease)
             under_way = [p for p in under_way if p.lease_id != lease]
     assert len(sent) == len(set(sent))
     kept = {(lease, s) for lease, last in added.items() if lease not in dropped for s in range(last + 1)}

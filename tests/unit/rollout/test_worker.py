@@ -15,7 +15,8 @@ from areal_async.rpc.messages import PutAck, Refusal
 from areal_async.rpc.schema import Task, VersionTag
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
-from rollout_service.worker import ConcurrencyTuner, WorkerTiming
+from rollout_service.worker import WorkerTiming
+from rollout_service.worker.concurrency import ConcurrencyTuner
 from rollout_service.worker.failures import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -70,7 +71,7 @@ async def test_a_slow_buffer_slows_generation_and_nothing_is_lost() -> None:
 
         buffer.on_put = blocked
         await buffer.add(*(group(n) for n in range(30)))
-        await eventually(lambda: worker.uploader.episodes >= 16)
+        await eventually(lambda: worker.uploader.queue.episodes >= 16)
         assert worker.wanted_groups() == 0
         begun = len(engine.seen)
         assert begun <= 16 + 4
@@ -326,7 +327,8 @@ async def test_requests_carry_their_episode_and_the_turn_of_their_lease() -> Non
 
 
 async def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
-    async with working(max_concurrent=32, concurrency="adaptive", look_s=0.01) as (worker, buffer, engine):
+    timing = WorkerTiming(look_s=0.01)
+    async with working(max_concurrent=32, concurrency="adaptive", timing=timing) as (worker, buffer, engine):
         release = engine.hold()
 
         def limit() -> float | None:
@@ -342,11 +344,13 @@ async def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:
 
 
 async def test_fewer_run_at_once_while_replicas_are_lost() -> None:
-    tuner = ConcurrencyTuner(job(max_concurrent=32).rollout)
     changes: list[int] = []
-    running = asyncio.ensure_future(
-        tuner.run(FakeEngine().stats, lambda: changes.append(tuner.concurrency.limit))
+    tuner = ConcurrencyTuner(
+        job(max_concurrent=32).rollout,
+        FakeEngine().stats,
+        lambda: changes.append(tuner.concurrency.limit),
     )
+    running = asyncio.ensure_future(tuner.run())
     tuner.serving(0.5)
     await eventually(lambda: changes == [16])
     tuner.serving(1.0)

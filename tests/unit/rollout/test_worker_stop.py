@@ -113,7 +113,7 @@ async def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytes
         buffer.on_put = gone
         monkeypatch.setattr(buffer, "release", gone)
         await buffer.add(group(0))
-        await eventually(lambda: worker.uploader.episodes == 4)
+        await eventually(lambda: worker.uploader.queue.episodes == 4)
 
 
 async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> None:
