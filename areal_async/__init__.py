@@ -24,76 +24,96 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
+    from areal_async.config.engines import EnginePart, engine_part
+    from areal_async.config.errors import Mistake
     from areal_async.config.job import JobConfig as Job
-    from areal_async.errors import ArealError
+    from areal_async.errors import ArealError, SnapshotError
     from areal_async.launch.runs import Run, run
     from areal_async.quickstart.model import make_tokenizer, write_model
-    from areal_async.rpc.schema import Task
-    from areal_async.rpc.verdicts import Abstain, Parts, Score
+    from areal_async.rpc.schema import Task, VersionTag
+    from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+    from areal_async.rpc.weights_messages import SnapshotNotice
     from areal_async.status.aggregator import RunStatus
+    from areal_async.trajectory import Episode, EpisodeBuilder, SegmentKind, pack, training_rows, unpack
+    from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
+    from reward_service.backends import BackendReward, ScoringBackend
     from reward_service.client import LocalScorer
     from reward_service.sandbox import Program, RunLimits, Sandbox
-    from reward_service.sdk import RewardInput, load_reward, reward
-    from rollout_service.environments import Environment, EnvironmentFailure, Step, level_seed
-    from rollout_service.workflows import Context, workflow
-    from rollout_service.workflows.tools import tool
+    from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
+    from rollout_service.engines.base import (
+        DeadlinePassed,
+        Engine,
+        EngineError,
+        EngineLost,
+        EngineStats,
+        GenerateRequest,
+        GenerateResult,
+        RequestError,
+    )
+    from rollout_service.engines.http.adapter import ServerAdapter
+    from rollout_service.engines.http.engine import HttpEngine
+    from rollout_service.environments import (
+        Environment,
+        EnvironmentFailure,
+        Step,
+        level_seed,
+        load_environment,
+    )
+    from rollout_service.workflows import Context, Reply, TemplateRewrites, workflow
+    from rollout_service.workflows.tools import ToolReply, tool
     from trainer_service.algorithms.parts import advantage, correction, loss
+    from trainer_service.backends.base import TrainingBackend
+    from trainer_service.data.recording import read_step
 
 try:
     __version__ = version("areal-async")
 except PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0+unknown"
 
-__all__ = [
-    "Abstain",
-    "ArealError",
-    "Context",
-    "Environment",
-    "EnvironmentFailure",
-    "Job",
-    "LocalScorer",
-    "Parts",
-    "Program",
-    "RewardInput",
-    "Run",
-    "RunLimits",
-    "RunStatus",
-    "Sandbox",
-    "Score",
-    "Section",
-    "Step",
-    "Task",
-    "advantage",
-    "correction",
-    "level_seed",
-    "load_reward",
-    "loss",
-    "make_tokenizer",
-    "reward",
-    "run",
-    "tool",
-    "workflow",
-    "write_model",
-]
+# Line by line: runs, workflows, environments, rewards, scoring, objectives, engines, channels, data, models.
+__all__ = ["ArealError", "Job", "Mistake", "Run", "RunStatus", "Section", "Task", "VersionTag", "run"]
+__all__ += ["Context", "Reply", "SegmentKind", "TemplateRewrites", "ToolReply", "tool", "workflow"]
+__all__ += ["Environment", "EnvironmentFailure", "Step", "level_seed", "load_environment"]
+__all__ += ["Abstain", "Parts", "RewardInput", "Score", "load_reward", "reward"]
+__all__ += ["Failure", "LocalScorer", "Program", "RunLimits", "Sandbox", "Timeout", "Verdict"]
+__all__ += ["BackendReward", "RewardLoadError", "ScoringBackend"]
+__all__ += ["TrainingBackend", "advantage", "correction", "loss"]
+__all__ += ["DeadlinePassed", "Engine", "EngineError", "EngineLost", "EnginePart", "EngineStats"]
+__all__ += ["GenerateRequest", "GenerateResult", "HttpEngine", "RequestError", "ServerAdapter", "engine_part"]
+__all__ += ["Channel", "PublishingEnd", "ReceivingEnd", "SnapshotError", "SnapshotNotice"]
+__all__ += ["Episode", "EpisodeBuilder", "pack", "read_step", "training_rows", "unpack"]
+__all__ += ["make_tokenizer", "write_model"]
 
 _PLACES = {
-    "areal_async.config.base": ("Section",),
-    "areal_async.config.job:JobConfig": ("Job",),
-    "areal_async.errors": ("ArealError",),
-    "areal_async.launch.runs": ("Run", "run"),
-    "areal_async.quickstart.model": ("make_tokenizer", "write_model"),
-    "areal_async.rpc.messages": ("Task",),
-    "areal_async.rpc.verdicts": ("Abstain", "Parts", "Score"),
-    "areal_async.status.aggregator": ("RunStatus",),
-    "reward_service.client": ("LocalScorer",),
-    "reward_service.sandbox": ("Program", "RunLimits", "Sandbox"),
-    "reward_service.sdk": ("RewardInput", "load_reward", "reward"),
-    "rollout_service.environments": ("Environment", "EnvironmentFailure", "Step", "level_seed"),
-    "rollout_service.workflows": ("Context", "workflow"),
-    "rollout_service.workflows.tools": ("tool",),
-    "trainer_service.algorithms.parts": ("advantage", "correction", "loss"),
+    "areal_async.config.base": "Section",
+    "areal_async.config.engines": "EnginePart engine_part",
+    "areal_async.config.errors": "Mistake",
+    "areal_async.config.job:JobConfig": "Job",
+    "areal_async.errors": "ArealError SnapshotError",
+    "areal_async.launch.runs": "Run run",
+    "areal_async.quickstart.model": "make_tokenizer write_model",
+    "areal_async.rpc.schema": "Task VersionTag",
+    "areal_async.rpc.verdicts": "Abstain Failure Parts Score Timeout Verdict",
+    "areal_async.rpc.weights_messages": "SnapshotNotice",
+    "areal_async.status.aggregator": "RunStatus",
+    "areal_async.trajectory": "Episode EpisodeBuilder SegmentKind pack training_rows unpack",
+    "areal_async.weights.channels": "Channel PublishingEnd ReceivingEnd",
+    "reward_service.backends": "BackendReward ScoringBackend",
+    "reward_service.client": "LocalScorer",
+    "reward_service.sandbox": "Program RunLimits Sandbox",
+    "reward_service.sdk": "RewardInput RewardLoadError load_reward reward",
+    "rollout_service.engines.base": "DeadlinePassed Engine EngineError EngineLost EngineStats "
+    "GenerateRequest GenerateResult RequestError",
+    "rollout_service.engines.http.adapter": "ServerAdapter",
+    "rollout_service.engines.http.engine": "HttpEngine",
+    "rollout_service.environments": "Environment EnvironmentFailure Step level_seed load_environment",
+    "rollout_service.workflows": "Context Reply TemplateRewrites workflow",
+    "rollout_service.workflows.tools": "ToolReply tool",
+    "trainer_service.algorithms.parts": "advantage correction loss",
+    "trainer_service.backends.base": "TrainingBackend",
+    "trainer_service.data.recording": "read_step",
 }
-_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

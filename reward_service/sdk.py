@@ -1,6 +1,6 @@
 """Writing a reward: one function, marked `@reward`, in a file of your own.
 
-    from reward_service.sdk import RewardInput, reward
+    from areal_async import RewardInput, reward
 
     @reward
     def concise(given: RewardInput) -> float:
@@ -208,7 +208,7 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
     if not isinstance(getattr(found, MARK, None), Mark):
         raise RewardLoadError(
             f"the reward {name!r}: {attribute!r} in {path_text} is not marked. Put `@reward` "
-            f"(from reward_service.sdk import reward) above it. {choice}"
+            f"(from areal_async import reward) above it. {choice}"
         )
     loaded: RewardFunction = found
     return loaded

@@ -1,6 +1,6 @@
 """Untrusted programs, isolated from the machine that runs them.
 
-    from reward_service.sandbox import Program, RunLimits, Sandbox
+    from areal_async import Program, RunLimits, Sandbox
 
     with Sandbox.at("isolated") as sandbox:
         outcome = sandbox.run(Program(source=model_answer, stdin=b"3 4\\n", limits=RunLimits(cpu_s=2)))

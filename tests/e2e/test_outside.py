@@ -10,17 +10,16 @@ pytestmark = pytest.mark.slow
 PACKAGE = '''
 from pathlib import Path
 
-from areal_async import Context, RewardInput, Step, Task, advantage, reward, workflow
-from rollout_service.engines.local import Local
-from rollout_service.environments import load_environment
+from areal_async import Context, EnginePart, RewardInput, Step, Task
+from areal_async import advantage, engine_part, load_environment, reward, workflow
 
 
-class Noted(Local):
+class Noted(EnginePart):
     """The local engine, which leaves a note where it runs."""
 
     def make(self, job, **how):
         (how["place"].run_log.parent / "engine.txt").write_text("noted")
-        return super().make(job, **how)
+        return engine_part("local").make(job, **how)
 
 
 NOTED = Noted()

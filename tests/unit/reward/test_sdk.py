@@ -63,7 +63,7 @@ TWO = "from reward_service.sdk import reward\n@reward\ndef two(a, b): return 1.0
         (GOOD, "{path}.txt:f", "there is no reward"),
         (GOOD, "{path}x/other.py:f", "there is no file"),
         (GOOD, "{path}:other", "defines no 'other'. It has: good."),
-        (GOOD, "{path}:plain", "'plain' .* is not marked.*@reward"),
+        (GOOD, "{path}:plain", "'plain' .* is not marked.*@reward.*from areal_async import reward"),
         ("import no_such_module_at_all\n", "{path}:f", "at line 1: ModuleNotFoundError"),
         ("x = 1\nraise SystemExit(4)\n", "{path}:f", "at line 2: SystemExit: 4"),
         ("def broken(:\n", "{path}:f", "at line 1: SyntaxError"),

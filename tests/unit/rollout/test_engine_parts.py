@@ -28,9 +28,7 @@ from tests.unit.rollout.fakes import FakeBuffer, group, job, working
 
 STUB = """
 import numpy as np
-from areal_async.config.engines import EnginePart
-from areal_async.rpc.schema import VersionTag
-from rollout_service.engines.base import EngineStats, GenerateResult
+from areal_async import EnginePart, EngineStats, GenerateResult, VersionTag
 
 class Backwards:
     version = VersionTag("policy", 0, 0)

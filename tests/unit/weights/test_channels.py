@@ -218,8 +218,7 @@ async def test_versions_are_true_a_delta_that_cannot_be_used_is_replaced_by_the_
 COURIER = """
 import shutil
 from pathlib import Path
-from areal_async.config.base import Section
-from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
+from areal_async import Channel, PublishingEnd, ReceivingEnd, Section
 
 class Sender(PublishingEnd):
     def __init__(self, post): self.post = post
