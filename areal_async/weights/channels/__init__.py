@@ -168,7 +168,7 @@ class Disk(Channel):
 
 class Nccl(Shm):
     """Channel `nccl`: as `shm`, and the trainer sends the tensors from its own device to SGLang servers that
-    serve already. The servers' side is `rollout_service/engines/sglang/distributed.py`."""
+    serve already. The servers' side is `rollout_service/engines/sglang/weights.py`."""
 
     from_device = True
 

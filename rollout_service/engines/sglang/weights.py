@@ -1,8 +1,8 @@
 """New weights for a serving SGLang server: from a snapshot's directory, or from process to process.
 
-Of the latter, the channel `nccl`, the trainer's half is `areal_async/weights/sender.py`. Once its server is
-paused, an engine asks the trainer for the new version's tensors; then each request to the server takes one
-bucket of them from the process group that the server and the trainer share. A server answers a request only
+Of the latter, the channel `nccl`, the trainer's half is `areal_async/weights/channels/tensor_sender.py`. Once
+its server is paused, an engine asks the trainer for the new version's tensors; then each request to the
+server takes one bucket of them from the process group that the two share. A server answers a request only
 once its tensors have arrived.
 
 Promises:
