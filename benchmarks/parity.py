@@ -40,7 +40,7 @@ TIE = 1e-4
 """Where the reference's best two logits are closer than this, rounding may decide."""
 LOGPROB_BOUND = 1e-4
 TRAINER_BOUND = 1e-3
-TAG = VersionTag("policy", 1, 0)
+TAG = VersionTag(POLICY, 1, 0)
 
 
 @dataclass
@@ -173,7 +173,7 @@ def against_trainer(
         )
         blob = pack(builder.build())
         told = unpack(blob)
-        versions = told.versions[POLICY]
+        versions = told.versions[TAG.policy]
         entry = BatchEpisode(
             told.episode_id, 0, told.n_units, told.n_sampled, versions.oldest, versions.newest, 0.0
         )
@@ -181,6 +181,7 @@ def against_trainer(
             memoryview(blob),
             entry,
             number,
+            policy=TAG.policy,
             version=TAG.version,
             epochs=[TAG.epoch],
             kv_is_kept=False,

@@ -468,13 +468,14 @@ def note_decided(index: Index, writes: WriteSet, command: str, *, front_epoch: i
 
 
 def _place(meta: LedgerMeta, index: Index) -> dict[str, Any]:
-    """Where the trainers and the cursor stand; a job of one policy has that one's figures as they are."""
+    """Where the trainers and the cursor stand; a job of one policy has its name beside its figures."""
     trainers = {
         policy: {"v_train": each.v_train, "trainer_epoch": each.epoch, "checkpoint": each.checkpoint}
         for policy in index.consumers
         for each in [meta.consumer(policy)]
     }
-    clocks = next(iter(trainers.values())) if len(trainers) == 1 else {"policies": trainers}
+    only = next(iter(trainers))
+    clocks = {"policy": only, **trainers[only]} if len(trainers) == 1 else {"policies": trainers}
     return {**clocks, "position": meta.position}
 
 

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import asdict
+
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import ServerSection
@@ -169,7 +171,9 @@ class Evaluator:
     async def _answer(self, task: Task, number: int, sample: int) -> _Answer:
         # Every sample draws with a seed of its own, whatever the order in which they are answered.
         place = number * self.samples + sample
-        builder = EpisodeBuilder(self._job.job, task.task_id, f"{task.task_id}#evaluation", sample)
+        builder = EpisodeBuilder(
+            self._job.job, task.task_id, f"{task.task_id}#evaluation", sample, policies=(self._job.policy,)
+        )
         ctx = Context(
             self._engine,
             self._render,
@@ -270,8 +274,7 @@ async def _evaluate_one(
     accuracy, unscored = result.overall.mean.value, sum(result.unscored.values())
     run_log.write(
         "evaluation",
-        version=notice.tag.version,
-        epoch=notice.tag.epoch,
+        **asdict(notice.tag),
         accuracy=accuracy,
         n=result.overall.tasks,
         unscored=unscored,
@@ -287,13 +290,11 @@ async def _evaluate_one(
         wall_s=round(wall_s, 4),
         final=notice.final,
     )
-    metrics.ACCURACY.set(accuracy)
-    metrics.EVALUATED_VERSION.set(notice.tag.version)
-    metrics.show_evaluation(result.overall, result.by_source, result.unscored)
+    metrics.show_evaluation(notice.tag, result.overall, result.by_source, result.unscored)
     log.info("evaluated", version=notice.tag.version, accuracy=round(accuracy, 4), n=result.overall.tasks)
     if unscored:
         log.warning("held-out samples without a score", n=unscored, version=notice.tag.version)
-    record("evaluated", epoch=notice.tag.epoch, version=notice.tag.version, accuracy=accuracy)
+    record("evaluated", **asdict(notice.tag), accuracy=accuracy)
     await _ack(source, notice.tag)
 
 

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from areal_async.rpc.schema import VersionTag
 from rollout_service.statistics import Statistics
 
 EPISODES = Counter("areal_rollout_episodes_total", "Episodes that the buffer has acknowledged.")
@@ -46,10 +47,10 @@ UPDATES = Counter("areal_rollout_updates_total", "Snapshots offered to this work
 SCORE = Gauge(
     "areal_evaluation_score",
     "Held-out figure of the last evaluation: mean, best or maj over a task's samples, by data source.",
-    ["data_source", "statistic"],
+    ["policy", "data_source", "statistic"],
 )
 UNSCORED = Gauge(
-    "areal_evaluation_unscored_samples", "Samples of the last evaluation without a score.", ["data_source"]
+    "areal_evaluation_unscored_samples", "Unscored samples of the last evaluation.", ["policy", "data_source"]
 )
 GATEWAY_CALLS = Counter(
     "areal_gateway_calls_total", "Calls of agents: ok, abandoned, or the status of the refusal.", ["outcome"]
@@ -62,8 +63,8 @@ GATEWAY_ROOTS = Counter(
 GATEWAY_TOKENS = Counter("areal_gateway_tokens_total", "Units sampled for agents and recorded.")
 GATEWAY_SESSIONS = Gauge("areal_gateway_sessions", "Episodes with access.")
 
-ACCURACY = Gauge("areal_evaluation_accuracy", "Mean reward over the held-out tasks.")
-EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snapshot that was evaluated.")
+ACCURACY = Gauge("areal_evaluation_accuracy", "Mean reward over the held-out tasks.", ["policy"])
+EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snapshot evaluated.", ["policy"])
 
 
 class EngineMetrics(Collector):
@@ -78,23 +79,26 @@ class EngineMetrics(Collector):
         yield GaugeMetricFamily("areal_rollout_active_requests", "Requests being computed.", stats.running)
         yield GaugeMetricFamily("areal_rollout_waiting_requests", "Requests not yet begun.", stats.waiting)
         yield GaugeMetricFamily("areal_rollout_kv_used_ratio", "Share of the KV room in use.", stats.kv_used)
-        yield GaugeMetricFamily(
-            "areal_rollout_version", "Version of the weights that sample now.", self._engine.version.version
-        )
+        text, tag = "Version of the weights that sample now.", self._engine.version
+        version = GaugeMetricFamily("areal_rollout_version", text, labels=["policy"])
+        version.add_metric([tag.policy], tag.version)
+        yield version
 
 
 ALL_SOURCES = "*"  # The label of the figures over all data sources
 
 
 def show_evaluation(
-    overall: Statistics, by_source: Mapping[str, Statistics], unscored: Mapping[str, int]
+    tag: VersionTag, overall: Statistics, by_source: Mapping[str, Statistics], unscored: Mapping[str, int]
 ) -> None:
-    """Set the figures of an evaluation, by data source; those of a source that gave none go."""
+    """Set the figures of the evaluation of `tag`, by data source; those of a source that gave none go."""
+    ACCURACY.labels(tag.policy).set(overall.mean.value)
+    EVALUATED_VERSION.labels(tag.policy).set(tag.version)
     for gauge in (SCORE, UNSCORED):
-        gauge.clear()
+        gauge.remove_by_labels({"policy": tag.policy})
     for source, one in {ALL_SOURCES: overall, **by_source}.items():
         for name, figure in (("mean", one.mean), ("best", one.best), ("maj", one.maj)):
-            SCORE.labels(source, name).set(figure.value)
-    UNSCORED.labels(ALL_SOURCES).set(sum(unscored.values()))
+            SCORE.labels(tag.policy, source, name).set(figure.value)
+    UNSCORED.labels(tag.policy, ALL_SOURCES).set(sum(unscored.values()))
     for source, count in unscored.items():
-        UNSCORED.labels(source).set(count)
+        UNSCORED.labels(tag.policy, source).set(count)

@@ -25,11 +25,11 @@ import msgspec
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
-from trainer_service.disk import replace_folder, room_for
+from trainer_service.disk import WithSchema, replace_folder, room_for
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.ranks import Ranks
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 LEDGER = "ledger.bin"
 PUBLISHED = "published.jsonl"
@@ -42,9 +42,9 @@ class FileEntry(msgspec.Struct, frozen=True):
     blake3: str
 
 
-class CheckpointManifest(msgspec.Struct, frozen=True):
-    schema: int
+class CheckpointManifest(WithSchema, frozen=True):
     job: str
+    policy: str
     step: int
     """Finished steps: the version of the weights."""
     epoch: int
@@ -69,9 +69,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run. All ranks call `save`, in the same order."""
 
-    def __init__(self, root: Path, *, job: str, keep: int, ranks: Ranks) -> None:
+    def __init__(self, root: Path, *, job: str, policy: str, keep: int, ranks: Ranks) -> None:
         self.root = root
-        self._job = job
+        self._job, self._policy = job, policy
         self._keep = keep
         self._ranks = ranks
         self._written: list[Path] = []
@@ -102,7 +102,7 @@ class Checkpoints:
                         (fresh / LEDGER).write_bytes(ledger)
                     entries = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
                     manifest = CheckpointManifest(
-                        SCHEMA, self._job, step, epoch, updates, ranks.world, entries
+                        SCHEMA, self._job, self._policy, step, epoch, updates, ranks.world, entries
                     )
                     text = msgspec.json.format(msgspec.json.encode(manifest))
                     (fresh / MANIFEST).write_bytes(text + b"\n")
@@ -128,14 +128,14 @@ def named_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def newest_usable(root: Path, *, job: str) -> Checkpoint | None:
+def newest_usable(root: Path, *, job: str, policy: str) -> Checkpoint | None:
     """The newest checkpoint under `root` that is whole; None when there is none at all.
 
     Raises `CheckpointError`, that of the newest, when there are some and all are damaged."""
     first: CheckpointError | None = None
     for folder in reversed(named_checkpoints(root)):
         try:
-            return open_checkpoint(folder, job=job)
+            return open_checkpoint(folder, job=job, policy=policy)
         except CheckpointError as error:
             log.warning("checkpoint passed over", folder=str(folder), error=str(error))
             first = first or error
@@ -144,18 +144,27 @@ def newest_usable(root: Path, *, job: str) -> Checkpoint | None:
     return None
 
 
-def open_checkpoint(folder: Path, *, job: str) -> Checkpoint:
-    """Read and verify a checkpoint. Raises `CheckpointError` for a damaged one, or one of another job."""
+def open_checkpoint(folder: Path, *, job: str, policy: str) -> Checkpoint:
+    """Read and verify a checkpoint. Raises `CheckpointError` for a damaged one, or one of another job, policy
+    or schema."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest)
+        text = (folder / MANIFEST).read_bytes()
+        schema = msgspec.json.decode(text, type=WithSchema).schema
+        if schema != SCHEMA:
+            raise CheckpointError(
+                f"checkpoint {folder} has schema {schema}; this version reads {SCHEMA}: finish the run with "
+                "the version that began it"
+            )
+        manifest = msgspec.json.decode(text, type=CheckpointManifest)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
-    if manifest.schema != SCHEMA:
-        raise CheckpointError(
-            f"checkpoint {folder} has schema {manifest.schema}; this version reads {SCHEMA}"
-        )
     if manifest.job != job:
         raise CheckpointError(f"checkpoint {folder} is of job {manifest.job!r}, not of {job!r}")
+    if manifest.policy != policy:
+        raise CheckpointError(
+            f"checkpoint {folder} is of policy {manifest.policy!r}, not of {policy!r}: name it in the job "
+            f"(policy: {manifest.policy})"
+        )
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file() or _entry(path) != entry:
@@ -172,8 +181,7 @@ def _entry(path: Path) -> FileEntry:
 
 
 class PublishedVersion(msgspec.Struct, frozen=True):
-    epoch: int
-    version: int
+    tag: VersionTag
     weights_hash: str
 
 
@@ -192,16 +200,18 @@ class PublishedVersions:
     @property
     def last_epoch(self) -> int:
         """The newest epoch that published anything; 0 before the first."""
-        return max((entry.epoch for entry in self.entries), default=0)
+        return max((entry.tag.epoch for entry in self.entries), default=0)
 
     def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
         """Write down a version that was published; returns the earlier epochs that had published it alike."""
         same = [
-            entry.epoch
+            entry.tag.epoch
             for entry in self.entries
-            if (entry.version, entry.weights_hash) == (tag.version, weights_hash) and entry.epoch != tag.epoch
+            if entry.weights_hash == weights_hash
+            and (entry.tag.policy, entry.tag.version) == (tag.policy, tag.version)
+            and entry.tag.epoch != tag.epoch
         ]
-        entry = PublishedVersion(tag.epoch, tag.version, weights_hash)
+        entry = PublishedVersion(tag, weights_hash)
         self.entries.append(entry)
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
@@ -209,7 +219,7 @@ class PublishedVersions:
 
     def forget_before(self, version: int) -> None:
         """A checkpoint of `version` is on disk: no earlier one is published again."""
-        self.entries = [entry for entry in self.entries if entry.version >= version]
+        self.entries = [entry for entry in self.entries if entry.tag.version >= version]
         unfinished = self.path.with_suffix(".tmp")
         unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))
         unfinished.replace(self.path)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +24,12 @@ SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of room: of the disk, a quota or a limit on file sizes."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+class WithSchema(msgspec.Struct, frozen=True):
+    """What can be read of a file whatever its schema."""
+
+    schema: int
 
 
 def companion_files(source: Path, dtype: str) -> dict[str, bytes | Path]:

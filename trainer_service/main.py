@@ -73,7 +73,7 @@ def _rl(
     ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog, stack: ExitStack
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
-    restored = newest_usable(ctx.run_dir / "checkpoints", job=ctx.job.job)
+    restored = newest_usable(ctx.run_dir / "checkpoints", job=ctx.job.job, policy=ctx.job.policy)
     if restored is not None:
         log.info("going on from a checkpoint", step=restored.manifest.step, folder=str(restored.folder))
     buffer = stack.enter_context(

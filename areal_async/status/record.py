@@ -129,11 +129,11 @@ def lives_of(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
 
 
 def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a run without those of work that a restarted trainer did again: of each step, and of
-    each version's evaluation, the last record, in the order of the last ones."""
+    """The records of a run without those of work that a restarted trainer did again: of each step and of each
+    version's evaluation of a policy, the last record, in the order of the last ones."""
     last: dict[Any, int] = {}
     for number, record in enumerate(records):
         kind = record.get("kind")
         name = record.get("version") if kind == "evaluation" else record.get("step")
-        last[(kind, name) if kind in ("step", "evaluation", "sft") else number] = number
+        last[(kind, record.get("policy"), name) if kind in ("step", "evaluation", "sft") else number] = number
     return [dict(records[number]) for number in sorted(last.values())]

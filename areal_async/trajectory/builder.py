@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.rpc.schema import POLICY
 from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.layout import (
     DEFAULT_LIMITS,
@@ -62,7 +63,7 @@ class EpisodeBuilder:
         group_id: str,
         sample: int,
         attempt: int = 0,
-        policies: Sequence[str] = ("policy",),
+        policies: Sequence[str] = (POLICY,),
         agents: Iterable[tuple[str, int]] = (("main", 0),),
     ) -> None:
         """`agents` are (name, index of the agent's policy in `policies`)."""

@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
+from msgspec.structs import asdict
+
 from areal_async.errors import RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record
@@ -330,7 +332,7 @@ class EngineReplica:
         tag = self.engine.version
         if self._recorded is None or self._recorded < tag:
             self._recorded = tag
-            record("served", replica=self.index, epoch=tag.epoch, version=tag.version)
+            record("served", replica=self.index, **asdict(tag))
 
     async def exchange(self, snapshot: Weights) -> UpdateStall:
         """Serve `snapshot`; it gets no requests meanwhile where others can take them."""

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from msgspec.structs import asdict
+
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
@@ -210,8 +212,7 @@ class Worker:
             lease_id=group.lease_id,
             group_id=group.group_id,
             missing=group.missing,
-            epoch=serving.epoch,
-            version=serving.version,
+            **asdict(serving),
         )
         self.running += len(group.missing)
         self.tuner.runs(self.running)

@@ -9,6 +9,7 @@ import pytest
 
 from areal_async.config.load import load_job
 from areal_async.runtime.events import read_events
+from areal_async.status.record import read_run_log
 from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.processes import processes_of
@@ -39,13 +40,16 @@ def end_of_trained_once(job, job_file):
 
 @pytest.mark.timeout(400)
 def test_one_death_is_local_whichever_process_it_is(workspace, running):
-    job_file = tough_job(workspace, "survivor", 36, evaluated=True)
+    job_file = tough_job(workspace, "survivor", 36, evaluated=True, policy="alice")
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
         for name in ("rollout-0", "reward", "buffer", "redis", "trainer", "evaluator"):
             job.service(name).kill()
             job.wait_for_steps(3, 200)
         summary = end_of_trained_once(job, job_file)
+    versions = [event for event in read_events(job.folder) if {"epoch", "trainer_epoch"} & event.keys()]
+    versions += [record for record in read_run_log(job.folder / "metrics.jsonl") if "epoch" in record]
+    assert {each.get("policy") for each in versions} == {"alice"}
     assert summary["restarts"] == dict.fromkeys(("rollout-0", "reward", "buffer", "trainer", "evaluator"), 1)
     assert summary["accuracy_end"] is not None
 

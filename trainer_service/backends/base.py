@@ -18,7 +18,7 @@ from torch import Tensor
 from areal_async.config.job import OptimizerSection
 from trainer_service.data.microbatch import MicroBatch
 
-POLICY = "policy"  # The name of the model that is trained
+TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is trained
 
 
 class TrainingBackend(Protocol):

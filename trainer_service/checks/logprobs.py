@@ -25,7 +25,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
-from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.data.episode_rows import cut_rows
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes
 from trainer_service.data.step_plan import StepPlan
@@ -71,6 +71,7 @@ def rows_to_compare(
     entry: BatchEpisode,
     index: int,
     *,
+    policy: str,
     version: int,
     epochs: Collection[int],
     kv_is_kept: bool,
@@ -100,7 +101,7 @@ def rows_to_compare(
             kept &= ~approximate
         return kept
 
-    return cut_rows(episode, index, comparable)
+    return cut_rows(episode, index, comparable, policy)
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:
@@ -119,7 +120,9 @@ def compare(
     passes = plan_passes(rows, ranks, budget)
     batches = [build_micro_batch(chosen, device=ranks.device) for chosen in passes]
     found = [np.zeros((5, 0))]
-    for chosen, batch, logprobs in zip(passes, batches, backend.logprobs(POLICY, batches), strict=True):
+    for chosen, batch, logprobs in zip(
+        passes, batches, backend.logprobs(TRAINED_MODEL, batches), strict=True
+    ):
         columns = (batch.units.episode, batch.target, batch.units.behaviour, logprobs)
         episode, token, behaviour, trainer = (column.double().cpu().numpy() for column in columns)
         positions = np.concatenate([np.zeros(0), *(row.position for row in chosen)])
@@ -272,6 +275,7 @@ class LogprobCheck:
                 blobs[plan.episodes[index].episode_id],
                 plan.episodes[index],
                 index,
+                policy=self._job.policy,
                 version=step,
                 epochs=epochs,
                 kv_is_kept=self._job.rollout.update_mode == "keep",
@@ -324,7 +328,7 @@ class LogprobCheck:
         record = asdict(outcome)
         if self._run_log is not None:
             with room_for("the record of the self-check", self._run_log.path.parent):
-                self._run_log.write("self_check", step=step, epoch=epoch, **record)
-        metrics.SELF_CHECK.set(outcome.max)
+                self._run_log.write("self_check", policy=self._job.policy, step=step, epoch=epoch, **record)
+        metrics.SELF_CHECK.labels(self._job.policy).set(outcome.max)
         names = ("n", "max", "mean", "bound", "passed", "skipped")
         log.info("self-check", **{name: record[name] for name in names})

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.rpc.messages import BatchEpisode
-from areal_async.rpc.schema import POLICY
 from areal_async.trajectory import (
     Episode,
     PolicyVersions,
@@ -30,7 +29,7 @@ NO_VERSIONS = PolicyVersions(-1, -1, -1)
 
 
 def rows_of_episode(
-    blob: Any, entry: BatchEpisode, index: int, lowest_version: int = 0, *, policy: str = POLICY
+    blob: Any, entry: BatchEpisode, index: int, lowest_version: int = 0, *, policy: str
 ) -> list[TrainingRow]:
     """The rows of one blob; `index` is the episode's place in the manifest, `entry` what that says of it.
     Units below `lowest_version` are masked, and a row of nothing else is left out.
@@ -57,7 +56,7 @@ def rows_of_episode(
 
 
 def cut_rows(
-    episode: Episode, index: int, mask_of: Callable[[Row], NDArray], policy: str = POLICY
+    episode: Episode, index: int, mask_of: Callable[[Row], NDArray], policy: str
 ) -> list[TrainingRow]:
     """The rows of an episode with those units to train that `mask_of` (bool or u8 [T] of a row) leaves; a row
     without any is left out. `index` is the episode's place in the manifest."""
@@ -80,7 +79,7 @@ def cut_rows(
     return [row for row in cut if row is not None]
 
 
-def call_temperatures(episode: Episode, policy: str = POLICY) -> float | dict[int, float]:
+def call_temperatures(episode: Episode, policy: str) -> float | dict[int, float]:
     """What the logits of the episode's sampled units are divided by: one value, or one per segment; 0 for a
     greedy call, whose units are context. Raises `BatchError` for a call of another policy."""
     header = episode.header

@@ -18,14 +18,13 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.status.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, unpack
 from trainer_service.data.episode_rows import NO_VERSIONS
-from trainer_service.disk import room_for
+from trainer_service.disk import WithSchema, room_for
 from trainer_service.errors import BatchError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
-class RankRecord(msgspec.Struct, frozen=True):
-    schema: int
+class RankRecord(WithSchema, frozen=True):
     batch: Batch
     losses: list[float]
     """The loss of each minibatch."""
@@ -88,10 +87,10 @@ class Recording:
             raise BatchError(
                 f"{run_dir} has no recorded batches: set trainer.record_batches: true and run the job again."
             )
-        self._hashes: dict[int, str] = {}
+        self._hashes: dict[tuple[str, int], str] = {}  # By policy and version
         for record in as_it_became(read_run_log(run_dir / "metrics.jsonl")):
             if record.get("kind") == "step" and record.get("weights_hash"):
-                self._hashes[record["version"]] = record["weights_hash"]
+                self._hashes[record.get("policy", ""), record["version"]] = record["weights_hash"]
 
     def read(self, step: int) -> RecordedStep:
         """A step, verified, with the hash of the weights that it made as far as the run has written it down.
@@ -100,7 +99,7 @@ class Recording:
         for group in found.batch.groups:
             for entry in group.episodes:
                 _verify(found.batch, entry, found.blobs[entry.episode_id])
-        return replace(found, weights_hash=self._hashes.get(step + 1, ""))
+        return replace(found, weights_hash=self._hashes.get((found.batch.policy, step + 1), ""))
 
 
 def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
@@ -123,9 +122,14 @@ def read_step(root: Path, step: int) -> RecordedStep:
     records = []
     try:
         for path in sorted(folder.glob("step-*.msgpack")):
-            record = msgspec.msgpack.decode(path.read_bytes(), type=RankRecord)
-            if record.schema != SCHEMA:
-                raise BatchError(f"{path} has schema {record.schema}; this version reads {SCHEMA}")
+            packed = path.read_bytes()
+            schema = msgspec.msgpack.decode(packed, type=WithSchema).schema
+            if schema != SCHEMA:
+                raise BatchError(
+                    f"{path} has schema {schema}; this version reads {SCHEMA}: use it with the version that "
+                    "recorded it"
+                )
+            record = msgspec.msgpack.decode(packed, type=RankRecord)
             rank = path.stem.removeprefix("step-")
             data = (folder / f"episodes-{rank}.bin").read_bytes()
             blobs |= {name: data[start : start + size] for name, (start, size) in record.blobs.items()}

@@ -22,7 +22,7 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.runtime.metrics import busy
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.off_policy import StepStatistics
-from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import check_staleness, rows_of_episode
 from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, plan_passes
@@ -38,7 +38,7 @@ def load_backend(job: JobConfig, ranks: Ranks) -> TrainingBackend:
     section = job.trainer
     minibatches = section.minibatches if job.kind == "rl" else 1
     backend: TrainingBackend = BACKENDS.find(section.backend)(
-        {POLICY: job.model},
+        {TRAINED_MODEL: job.model},
         section.optimizer,
         ranks,
         dtype=torch.bfloat16 if section.dtype == "bfloat16" else torch.float32,
@@ -173,7 +173,7 @@ def train_step(
         for rows in minibatches
     ]
     proximal: list[Sequence[Tensor | None]] = [
-        backend.logprobs(POLICY, batches) if objective.wants_prox else [None] * len(batches)
+        backend.logprobs(TRAINED_MODEL, batches) if objective.wants_prox else [None] * len(batches)
         for batches in packed
     ]
     statistics = StepStatistics(step, max_staleness, objective.shares)

@@ -30,6 +30,7 @@ def report_step(
     with room_for("the record of a step", run_log.path.parent):
         run_log.write(
             "step",
+            policy=batch.policy,
             step=batch.step,
             version=batch.step + 1,
             epoch=batch.epoch,
@@ -52,13 +53,14 @@ def report_step(
         step_s=round(seconds["step_s"], 3),
         wait_s=round(seconds["wait_s"], 3),
     )
-    metrics.STEP.set(batch.step + 1)
-    metrics.TOKENS.inc(figures.tokens)
-    metrics.REWARD_MEAN.set(figures.reward_mean)
-    metrics.LOSS.set(result.loss)
-    metrics.GRAD_NORM.set(result.grad_norm)
-    metrics.STALENESS_MEAN.set(figures.staleness_mean)
-    metrics.STALENESS_MAX.set(figures.staleness_max)
+    policy = batch.policy
+    metrics.STEP.labels(policy).set(batch.step + 1)
+    metrics.TOKENS.labels(policy).inc(figures.tokens)
+    metrics.REWARD_MEAN.labels(policy).set(figures.reward_mean)
+    metrics.LOSS.labels(policy).set(result.loss)
+    metrics.GRAD_NORM.labels(policy).set(result.grad_norm)
+    metrics.STALENESS_MEAN.labels(policy).set(figures.staleness_mean)
+    metrics.STALENESS_MAX.labels(policy).set(figures.staleness_max)
     share = result.statistics.get("ess")
     if isinstance(share, float):
-        metrics.EFFECTIVE_SAMPLES.set(share)
+        metrics.EFFECTIVE_SAMPLES.labels(policy).set(share)

@@ -19,8 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient
@@ -35,7 +37,7 @@ from areal_async.weights.channels import channel_of
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
-from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, Checkpoints, PublishedVersions
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
@@ -82,7 +84,7 @@ class RlTrainer:
         self._run_log = run_log
         self._stopping = stopping
         self._checkpoints = Checkpoints(
-            run_dir / "checkpoints", job=job.job, keep=job.checkpoint.keep, ranks=ranks
+            run_dir / "checkpoints", job=job.job, policy=job.policy, keep=job.checkpoint.keep, ranks=ranks
         )
         self._epoch = 0
         self._published = PublishedVersions(run_dir)
@@ -112,7 +114,7 @@ class RlTrainer:
             step = restored.manifest.step
             self._backend.load(restored.folder, restored.manifest.updates)
             self._checkpoints.went_on_from(restored.folder)
-            record_event("restored", step=step, folder=restored.folder.name)
+            record_event("restored", policy=self._policy, step=step, folder=restored.folder.name)
         if self._ranks.first:
             ledger = restored.ledger() if restored is not None else b""
             opening = OpenTrainer(self._policy, name, step, self._published.last_epoch)
@@ -122,11 +124,11 @@ class RlTrainer:
                     f"the weights are those of step {step}, but the buffer is at {opened.step}"
                 )
             self._epoch = opened.epoch
-            record_event("opened", epoch=opened.epoch, step=opened.step)
+            self._note("opened", step=step)
         if (
             self._run_log is not None
             and restored is not None
-            and was_evaluated(self._run_log.path, restored.manifest.epoch, step)
+            and was_evaluated(self._run_log.path, VersionTag(self._policy, restored.manifest.epoch, step))
         ):
             self._evaluated = step
         place = torch.tensor([self._epoch, step])
@@ -135,6 +137,9 @@ class RlTrainer:
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
         return step
 
+    def _note(self, event: str, **fields: Any) -> None:
+        record_event(event, policy=self._policy, epoch=self._epoch, **fields)
+
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
         failpoint("trainer.before_batch")
@@ -142,9 +147,8 @@ class RlTrainer:
         if batch is None:
             return False
         if self._ranks.first and recording():
-            record_event(
+            self._note(
                 "batched",
-                epoch=self._epoch,
                 step=step,
                 groups=[group.group_id for group in batch.groups],
                 episodes=[[e.episode_id, e.min_version] for group in batch.groups for e in group.episodes],
@@ -166,14 +170,14 @@ class RlTrainer:
                 rank=self._ranks.rank,
             )
         trained_s = time.monotonic()
-        record_event("trained", epoch=self._epoch, step=step)
+        self._note("trained", step=step)
         failpoint("trainer.after_train")
         self._publish(step + 1)
         failpoint("trainer.after_publish")
         if self._ranks.first:
             failpoint("trainer.before_commit")
             self._buffer.call(Commit(self._policy, self._epoch, step, list(self._same_as)))
-            record_event("committed", epoch=self._epoch, step=step)
+            self._note("committed", step=step)
             failpoint("trainer.after_commit")
         ended_s = time.monotonic()
         if self._run_log is not None:
@@ -192,7 +196,7 @@ class RlTrainer:
     def _publish(self, version: int) -> None:
         """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
         with busy("publish"):
-            tensors = self._backend.export(POLICY, on_cpu=not channel_of(self._job).from_device)
+            tensors = self._backend.export(TRAINED_MODEL, on_cpu=not channel_of(self._job).from_device)
             if self._publisher is None:
                 return
             every, last = self._job.evaluation.every_steps, self._job.trainer.steps
@@ -206,9 +210,8 @@ class RlTrainer:
             )
             self._written = written
             self._same_as = self._published.add(written.tag, written.weights_hash)
-            record_event(
+            self._note(
                 "published",
-                epoch=self._epoch,
                 version=version,
                 manifest_hash=written.manifest_hash,
                 same_as=self._same_as,
@@ -219,7 +222,7 @@ class RlTrainer:
                     log.warning(
                         "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
                     )
-        metrics.VERSION.set(version)
+        metrics.VERSION.labels(self._policy).set(version)
 
     def _checkpoint(self, step: int) -> None:
         ledger = b""
@@ -235,21 +238,21 @@ class RlTrainer:
                 write=self._backend.save,
             )
         if self._ranks.first:
-            record_event("saved", epoch=self._epoch, step=step)
+            self._note("saved", step=step)
             failpoint("trainer.after_checkpoint")
             self._buffer.call(Checkpointed(self._policy, self._epoch, step))
-            record_event("checkpointed", epoch=self._epoch, step=step)
+            self._note("checkpointed", step=step)
             self._published.forget_before(step)
             failpoint("trainer.after_checkpointed")
             log.info("checkpoint written", step=step, folder=str(folder))
 
     def _export(self) -> None:
-        tensors = self._backend.export(POLICY)
+        tensors = self._backend.export(TRAINED_MODEL)
         if self._ranks.first:
             with room_for("the trained model", self._run_dir):
                 write_model(self._run_dir / "model", tensors, self._files)
             log.info("model written", folder=str(self._run_dir / "model"))
-            record_event("finished", epoch=self._epoch, step=self._job.trainer.steps)
+            self._note("finished", step=self._job.trainer.steps)
 
     def _wait_for_evaluation(self) -> bool:
         """Keep serving until every pinned snapshot is evaluated; False when told to stop before."""
@@ -267,9 +270,9 @@ class RlTrainer:
         return True
 
 
-def was_evaluated(run_log: Path, epoch: int, version: int) -> bool:
-    """Whether the run log has an evaluation of what trainer epoch `epoch` published as `version`."""
+def was_evaluated(run_log: Path, tag: VersionTag) -> bool:
+    """Whether the run log has an evaluation of what was published as `tag`."""
     return any(
-        record["kind"] == "evaluation" and (record.get("epoch"), record["version"]) == (epoch, version)
+        record["kind"] == "evaluation" and asdict(tag).items() <= record.items()
         for record in read_run_log(run_log)
     )

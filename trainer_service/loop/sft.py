@@ -27,7 +27,7 @@ from areal_async.status.record import RunLog
 from areal_async.tasks import TaskTable, pass_order, read_tasks
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
-from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_episodes, plan_passes, row_of
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import BatchError, ModelError
@@ -88,13 +88,14 @@ class SftTrainer:
                 accuracy=accuracy,
                 step_s=round(time.monotonic() - begun_s, 6),
             )
-            metrics.STEP.set(step)
-            metrics.LOSS.set(loss)
-            metrics.GRAD_NORM.set(grad_norm)
-            metrics.TOKENS.inc(tokens)
+            policy = self._job.policy
+            metrics.STEP.labels(policy).set(step)
+            metrics.LOSS.labels(policy).set(loss)
+            metrics.GRAD_NORM.labels(policy).set(grad_norm)
+            metrics.TOKENS.labels(policy).inc(tokens)
         if step % self._job.sft.evaluate_every:
             self._write(step, accuracy=self.accuracy())
-        tensors = self._backend.export(POLICY)
+        tensors = self._backend.export(TRAINED_MODEL)
         if self._ranks.first:
             files = companion_files(self._job.model, self._job.trainer.dtype)
             write_model(self._run_dir / "model", tensors, files)
@@ -110,7 +111,7 @@ class SftTrainer:
             wrong = np.zeros(len(mine), np.bool_)
             passes = plan_passes(rows, self._ranks, self._job.trainer.micro_batch_tokens)
             batches = [build_micro_batch(chosen, device=self._ranks.device) for chosen in passes]
-            for batch, right in zip(batches, self._backend.greedy(POLICY, batches), strict=True):
+            for batch, right in zip(batches, self._backend.greedy(TRAINED_MODEL, batches), strict=True):
                 wrong[batch.units.episode[~right].cpu().numpy()] = True
             return 1.0 - self._ranks.total(int(wrong.sum())) / len(self._held_out)
 
@@ -155,7 +156,7 @@ class SftTrainer:
         """A record of what is known; none when nothing is."""
         present = {name: value for name, value in fields.items() if value is not None}
         if self._run_log is not None and present:
-            self._run_log.write("sft", step=step, **present)
+            self._run_log.write("sft", policy=self._job.policy, step=step, **present)
         if fields.get("accuracy") is not None:
             log.info("held-out accuracy", step=step, accuracy=fields["accuracy"])
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from areal_async.cli.tools import ReplayRequest, run_tool, step_range
 from areal_async.launch.runs import Run, find_run
-from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.schema import POLICY, VersionTag
 from areal_async.weights.snapshot import write_snapshot
-from trainer_service.backends.base import POLICY, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
 from trainer_service.data.recording import RecordedStep, Recording
 from trainer_service.disk import companion_files, write_model
@@ -54,7 +54,7 @@ def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint
     `BatchError` when a step on the way is not recorded, `CheckpointError` for a damaged checkpoint."""
     folders = named_checkpoints(run.folder / "checkpoints")
     usable = [path for path in folders if int(path.name.removeprefix("step-")) <= steps[0]]
-    start = open_checkpoint(usable[-1], job=run.job.job) if usable else None
+    start = open_checkpoint(usable[-1], job=run.job.job, policy=run.job.policy) if usable else None
     first = start.manifest.step if start is not None else 0
     missing = sorted(set(range(first, steps[-1] + 1)) - set(recording.steps))
     if missing:
@@ -113,13 +113,15 @@ def replay(
         weights = "weights" if known == steps else f"the weights of {known} steps"
         console.print(f"All steps are bit by bit as recorded: losses, gradient norms and {weights}.")
     if out is not None:
-        write_model(out / "model", backend.export(POLICY), companion_files(run.job.model, section.dtype))
+        write_model(
+            out / "model", backend.export(TRAINED_MODEL), companion_files(run.job.model, section.dtype)
+        )
 
 
 def hash_of_weights(backend: TrainingBackend) -> str:
     """The hash that a job publishes these weights with."""
     with tempfile.TemporaryDirectory(prefix="areal-replay-") as folder:
-        tensors = backend.export(POLICY)
+        tensors = backend.export(TRAINED_MODEL)
         return write_snapshot(Path(folder), VersionTag(POLICY, 1, 0), tensors, tied=backend.tied).weights_hash
 
 

@@ -170,9 +170,10 @@ async def test_several_samples_give_mean_best_and_majority_by_source_with_interv
     assert found["sources"]["even"]["maj"][0] == 0.5
     assert found["by_source"] == pytest.approx({"even": 0.5, "odd": 0.5})
     assert REGISTRY.get_sample_value(
-        "areal_evaluation_score", {"data_source": "even", "statistic": "maj"}
+        "areal_evaluation_score", {"policy": "policy", "data_source": "even", "statistic": "maj"}
     ) == pytest.approx(0.5)
-    assert REGISTRY.get_sample_value("areal_evaluation_unscored_samples", {"data_source": "odd"}) == 2
+    odd = {"policy": "policy", "data_source": "odd"}
+    assert REGISTRY.get_sample_value("areal_evaluation_unscored_samples", odd) == 2
 
 
 async def test_samples_of_a_task_are_drawn_with_seeds_of_their_own(endless: Any, tmp_path: Path) -> None:

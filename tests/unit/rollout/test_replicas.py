@@ -12,6 +12,7 @@ import pytest
 from areal_async.errors import RpcTimeout
 from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost
+from rollout_service.metrics import EngineMetrics
 from rollout_service.replicas import ReplicaGone, replica, replica_set
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
@@ -119,6 +120,10 @@ async def test_an_update_reaches_every_replica_and_the_set_serves_the_oldest() -
         stall = await fleet.set.exchange(Snapshot(1))
         assert stall.total_s >= 0
         assert fleet.set.version == VersionTag("policy", 0, 1)
+        (shown,) = [
+            each for each in EngineMetrics(fleet.set).collect() if each.name == "areal_rollout_version"
+        ]
+        assert [(one.labels, one.value) for one in shown.samples] == [({"policy": "policy"}, 1)]
         assert server.journal == ["start 0", "pause", "load 1", "resume"]
         fleet.held = False
         results = await asyncio.gather(*(fleet.ask(f"r{n}") for n in range(4)))
@@ -146,8 +151,8 @@ async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
 ) -> None:
     async with driven(2, started=False) as fleet:
 
-        def write(event: str, *, replica: int, epoch: int, version: int) -> None:
-            assert (event, epoch) == ("served", 0)
+        def write(event: str, *, replica: int, policy: str, epoch: int, version: int) -> None:
+            assert (event, policy, epoch) == ("served", "policy", 0)
             fleet.server(replica).journal.append(f"served {version}")
 
         monkeypatch.setattr(replica, "record", write)

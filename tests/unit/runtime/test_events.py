@@ -77,5 +77,5 @@ def test_an_unset_failpoint_does_nothing_and_a_wrong_list_is_refused():
 def test_the_record_of_a_step_done_again_replaces_the_first():
     life = [{"kind": "step", "step": 1, "loss": 1}, {"kind": "evaluation", "version": 0, "accuracy": 0.1}]
     again = [{"kind": "step", "step": 1, "loss": 2}, {"kind": "evaluation", "version": 0, "accuracy": 0.2}]
-    first, resume = {"kind": "step", "step": 0, "loss": 1}, {"kind": "resume"}
+    first, resume = {"kind": "step", "step": 1, "policy": "alice"}, {"kind": "resume"}
     assert as_it_became([first, *life, resume, *again]) == [first, resume, *again]

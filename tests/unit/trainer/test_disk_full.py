@@ -35,16 +35,16 @@ def weights(folder):
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_a_later_one_can_be_written(tmp_path):
-    checkpoints = Checkpoints(tmp_path, job="job", keep=1, ranks=join_ranks(0, 1))
+    checkpoints = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
     checkpoints.save(1, epoch=1, updates=1, ledger=b"one", write=weights)
     for ledger, write in ((b"two", weights), (bytes(2 * LIMIT_BYTES), lambda folder: None)):
         with no_room(), pytest.raises(DiskFull, match=r"no room for a checkpoint .* `areal-async resume`"):
             checkpoints.save(2, epoch=1, updates=2, ledger=ledger, write=write)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "what was begun is gone"
-        found = newest_usable(tmp_path, job="job")
+        found = newest_usable(tmp_path, job="job", policy="policy")
         assert (found.manifest.step, found.ledger()) == (1, b"one")
     # As a trainer that comes back does it.
-    again = Checkpoints(tmp_path, job="job", keep=1, ranks=join_ranks(0, 1))
+    again = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
     again.went_on_from(found.folder)
     again.save(2, epoch=2, updates=2, ledger=b"two", write=weights)
     assert [path.name for path in named_checkpoints(tmp_path)] == ["step-000002"]

@@ -81,7 +81,7 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     both = zip(_steps(one_rank), _steps(tmp_path / "two"), strict=True)
     # Else a rank that leaves a collective early would not be noticed.
     assert any(one["packed_tokens"] < two["packed_tokens"] for one, two in both), "no rank was short of rows"
-    checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job")
+    checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job", policy="policy")
     assert checkpoint.manifest.ranks == 2
     rank_process.run(0, 1, None, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
     assert [step["step"] for step in _steps(tmp_path / "resumed")] == [2, 3]
@@ -89,7 +89,7 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
 
 
 def test_training_goes_on_identically_after_a_restart(tmp_path, model_dir, batches, one_rank):
-    checkpoint = open_checkpoint(one_rank / "checkpoints" / "step-000002", job="job")
+    checkpoint = open_checkpoint(one_rank / "checkpoints" / "step-000002", job="job", policy="policy")
     buffer = rank_process.run(0, 1, None, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
     assert buffer.calls[0] == ("open", 2, b"ledger of 2")
     resumed = _steps(tmp_path / "resumed")

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 from msgspec.structs import replace
+from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
@@ -126,7 +127,8 @@ def test_a_record_of_every_step(tmp_path, model_dir, batches):
     records = read_run_log(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     third = records[2]
-    assert (third["kind"], third["version"], third["episodes"]) == ("step", 3, 16)
+    assert (third["kind"], third["policy"], third["version"], third["episodes"]) == ("step", "policy", 3, 16)
+    assert REGISTRY.get_sample_value("areal_trainer_step", {"policy": "policy"}) == 4
     episodes = [e for group in read_step(batches, 2).batch.groups for e in group.episodes]
     assert third["tokens"] == sum(e.n_sampled for e in episodes)
     assert third["reward_mean"] == pytest.approx(sum(e.reward for e in episodes) / 16)

@@ -13,7 +13,7 @@ from trainer_service.errors import BatchError, StalenessViolation, UntrainableEp
 
 
 def _rows(episode, index=0, **changes):
-    return rows_of_episode(pack(episode), entry_of(episode, **changes), index)
+    return rows_of_episode(pack(episode), entry_of(episode, **changes), index, policy="policy")
 
 
 def _builder():
@@ -106,7 +106,7 @@ def test_bytes_that_are_not_what_the_manifest_names_are_refused():
         with pytest.raises(BatchError, match="the bytes fetched hold"):
             _rows(episode, **changes)
     with pytest.raises(BatchError, match="cannot be read"):
-        rows_of_episode(pack(episode)[:-3], entry_of(episode), 0)
+        rows_of_episode(pack(episode)[:-3], entry_of(episode), 0, policy="policy")
 
 
 def test_each_unit_is_trained_at_the_temperature_of_its_call():
@@ -153,7 +153,7 @@ def test_calls_of_other_policies_cannot_be_trained():
     other = EpisodeBuilder("job", "t", "t#0", 0, policies=("policy", "judge"), agents=(("main", 0), ("j", 1)))
     _sampled(other, range(1), other.prompt([1]), agent=1)
     with pytest.raises(BatchError, match="only 'policy' is trained"):
-        call_temperatures(unpack(pack(other.build())))
+        call_temperatures(unpack(pack(other.build())), "policy")
 
 
 def _versioned(*versions):
@@ -184,11 +184,11 @@ def test_units_below_the_lowest_version_are_in_no_row():
     _sampled(builder, range(3), first, version=2)
     episode = builder.build()
     entry = entry_of(episode)
-    (row,) = rows_of_episode(pack(episode), entry, 0)
+    (row,) = rows_of_episode(pack(episode), entry, 0, policy="policy")
     assert row.version.tolist() == [1, 1, 2, 2, 2]
     with pytest.raises(StalenessViolation):
         check_staleness([row], step=3, max_staleness=1)
-    (row,) = rows_of_episode(pack(episode), entry, 0, 2)
+    (row,) = rows_of_episode(pack(episode), entry, 0, 2, policy="policy")
     assert (row.version.tolist(), row.position.tolist()) == ([2, 2, 2], [5, 6, 7])
     check_staleness([row], step=3, max_staleness=1)
-    assert rows_of_episode(pack(episode), entry, 0, 3) == []
+    assert rows_of_episode(pack(episode), entry, 0, 3, policy="policy") == []

@@ -23,7 +23,9 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
         [
             row
             for index in minibatch[0]
-            for row in rows_of_episode(blobs[plan.episodes[index].episode_id], plan.episodes[index], index)
+            for row in rows_of_episode(
+                blobs[plan.episodes[index].episode_id], plan.episodes[index], index, policy="policy"
+            )
         ]
         for minibatch in plan.shares
     ]

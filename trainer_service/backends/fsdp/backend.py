@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_async.config.job import OptimizerSection
-from trainer_service.backends.base import POLICY, learning_rate
+from trainer_service.backends.base import TRAINED_MODEL, learning_rate
 from trainer_service.backends.fsdp.loading import load_sharded, tied_names
 from trainer_service.backends.fsdp.shards import read_shard, write_shard
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
@@ -50,16 +50,16 @@ class FsdpBackend:
         self._total_updates = total_updates
         self._dtype = dtype
         self._models = {name: load_sharded(folder, ranks, dtype) for name, folder in models.items()}
-        self.tied = tied_names(self._models[POLICY])
+        self.tied = tied_names(self._models[TRAINED_MODEL])
         for name, model in self._models.items():
-            model.requires_grad_(name == POLICY)
+            model.requires_grad_(name == TRAINED_MODEL)
             # The first forward of FSDP may move the local shards; the optimizer must see them after it.
             self.logprobs(name, [build_micro_batch([], device=ranks.device)])
         self._shards = {
             name: nn.Parameter(_local(parameter))
-            for name, parameter in self._models[POLICY].named_parameters()
+            for name, parameter in self._models[TRAINED_MODEL].named_parameters()
         }
-        self._rows = {name: p.shape[0] for name, p in self._models[POLICY].named_parameters()}
+        self._rows = {name: p.shape[0] for name, p in self._models[TRAINED_MODEL].named_parameters()}
         self._adamw = torch.optim.AdamW(
             self._shards.values(),
             lr=optimizer.lr,
@@ -81,11 +81,11 @@ class FsdpBackend:
     def forward_backward(
         self, batches: Sequence[MicroBatch], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        root = self._models[POLICY]
+        root = self._models[TRAINED_MODEL]
         assert isinstance(root, FSDPModule)
         for index, batch in enumerate(batches):
             root.set_requires_gradient_sync(index + 1 == len(batches))
-            loss = loss_of(index, self._logprobs(POLICY, batch))
+            loss = loss_of(index, self._logprobs(TRAINED_MODEL, batch))
             # FSDP takes the mean over ranks; the objective is a sum over them.
             (loss * self._ranks.world).backward()
 
@@ -106,7 +106,7 @@ class FsdpBackend:
         return logits
 
     def update(self) -> float:
-        parameters = dict(self._models[POLICY].named_parameters())
+        parameters = dict(self._models[TRAINED_MODEL].named_parameters())
         gradients = []
         for name, shard in self._shards.items():
             gradient = parameters[name].grad
@@ -155,7 +155,7 @@ class FsdpBackend:
 
     def save(self, folder: Path) -> None:
         rank, world = self._ranks.rank, self._ranks.world
-        write_shard(folder, POLICY, self._shards, self._rows, rank, world)
+        write_shard(folder, TRAINED_MODEL, self._shards, self._rows, rank, world)
         if self.updates:
             for moment in MOMENTS:
                 values = {name: self._adamw.state[shard][moment] for name, shard in self._shards.items()}
@@ -164,7 +164,7 @@ class FsdpBackend:
 
     def load(self, folder: Path, updates: int) -> None:
         rank, world = self._ranks.rank, self._ranks.world
-        read_shard(folder, POLICY, self._shards, self._rows, rank, world)
+        read_shard(folder, TRAINED_MODEL, self._shards, self._rows, rank, world)
         self._adamw.state.clear()
         if updates:
             for shard in self._shards.values():
