@@ -21,7 +21,7 @@ MOST_COMPONENTS = 64
 class NoVerdict(Exception):
     """What was returned is no verdict; the one to give instead."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, message: str, kind: str = "return_type") -> None:
         super().__init__(message)
         self.verdict = Failure(kind, message)
 
@@ -61,7 +61,7 @@ def as_verdicts(results: object, inputs: list[RewardInput]) -> list[Verdict]:
 def _score(score: Score, given: RewardInput | None) -> Score:
     value = _finite(score.value, "the score")
     if not isinstance(score.components, dict) or len(score.components) > MOST_COMPONENTS:
-        raise NoVerdict("return_type", f"components must be a dict of at most {MOST_COMPONENTS} numbers")
+        raise NoVerdict(f"components must be a dict of at most {MOST_COMPONENTS} numbers")
     components = {
         _name(name, "the name of a component"): _finite(part, f"component {clip(str(name))!r}")
         for name, part in score.components.items()
@@ -72,16 +72,16 @@ def _score(score: Score, given: RewardInput | None) -> Score:
 
 def _parts(parts: object, given: RewardInput | None) -> Parts:
     if not isinstance(parts, Parts):
-        raise NoVerdict("return_type", f"parts is a {_kind(parts)}: give Parts(segments=, agents=, units=)")
+        raise NoVerdict(f"parts is a {_kind(parts)}: give Parts(segments=, agents=, units=)")
     for field, kind in (("segments", dict), ("agents", dict), ("units", list | tuple)):
         if not isinstance(getattr(parts, field), kind):
-            raise NoVerdict("return_type", f"parts.{field} is a {_kind(getattr(parts, field))}")
+            raise NoVerdict(f"parts.{field} is a {_kind(getattr(parts, field))}")
     if given is not None and given.blob:
         _parts_exist(parts, given)
     segments = {}
     for index, value in parts.segments.items():
         if not isinstance(index, int):
-            raise NoVerdict("return_type", f"parts.segments has the key {clip(repr(index))}: give its index")
+            raise NoVerdict(f"parts.segments has the key {clip(repr(index))}: give its index")
         segments[int(index)] = _finite(value, f"the reward of segment {index}")
     agents = {
         _name(name, "the name of an agent"): _finite(value, f"the reward of agent {clip(str(name))!r}")
@@ -96,36 +96,30 @@ def _parts_exist(parts: Parts, given: RewardInput) -> None:
     segments, units = len(episode.segments.kind), episode.n_units
     wrong = [index for index in parts.segments if not (isinstance(index, int) and 0 <= index < segments)]
     if wrong:
-        raise NoVerdict(
-            "return_type", f"there is no segment {clip(repr(wrong[0]))}: the episode has {segments}"
-        )
+        raise NoVerdict(f"there is no segment {clip(repr(wrong[0]))}: the episode has {segments}")
     names = {agent.name for agent in episode.header.agents}
     for name in parts.agents:
         if name not in names:
-            raise NoVerdict(
-                "return_type", f"there is no agent {clip(str(name))!r}: it has {', '.join(names)}"
-            )
+            raise NoVerdict(f"there is no agent {clip(str(name))!r}: it has {', '.join(names)}")
     if parts.units and len(parts.units) != units:
-        raise NoVerdict(
-            "return_type", f"parts.units holds {len(parts.units)} numbers, and the episode {units} units"
-        )
+        raise NoVerdict(f"parts.units holds {len(parts.units)} numbers, and the episode {units} units")
 
 
 def _finite(value: object, what: str) -> float:
     if not isinstance(value, Real):
-        raise NoVerdict("return_type", f"{what} is a {_kind(value)}: return a number, a Score or an Abstain")
+        raise NoVerdict(f"{what} is a {_kind(value)}: return a number, a Score or an Abstain")
     try:
         number = float(value)
     except OverflowError:
-        raise NoVerdict("not_finite", f"{what} is too large for a float") from None
+        raise NoVerdict(f"{what} is too large for a float", "not_finite") from None
     if not math.isfinite(number):
-        raise NoVerdict("not_finite", f"{what} is {number}")
+        raise NoVerdict(f"{what} is {number}", "not_finite")
     return number
 
 
 def _name(name: object, what: str) -> str:
     if not isinstance(name, str) or len(name) > LONGEST_NAME:
-        raise NoVerdict("return_type", f"{what} must be a text of at most {LONGEST_NAME} characters")
+        raise NoVerdict(f"{what} must be a text of at most {LONGEST_NAME} characters")
     return clip(name)
 
 

@@ -24,7 +24,6 @@ import secrets
 import threading
 from collections.abc import Coroutine, Sequence
 from enum import Enum
-from types import TracebackType
 from typing import Any, TypeVar
 
 import zmq
@@ -114,9 +113,7 @@ class Client:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
@@ -387,9 +384,7 @@ class SyncClient:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def connect(self, timeout_s: float = 10.0) -> Welcome:

@@ -38,6 +38,8 @@ from areal_async.trajectory.layout import (
     Units,
 )
 
+OFFSET, LENGTH, FLAGS = map(TABLE_COLUMNS.index, ("offset", "length", "flags"))
+
 Ints = Sequence[int] | NDArray[Any]
 Floats = Sequence[float] | NDArray[Any]
 
@@ -70,13 +72,7 @@ class EpisodeBuilder:
         self._ids = (job, task_id, group_id, sample, attempt)
         self._policies = list(policies)
         self._agents = [Agent(name, policy) for name, policy in agents]
-        self._parent: list[int] = []
-        self._kind: list[int] = []
-        self._agent: list[int] = []
-        self._turn: list[int] = []
-        self._offset: list[int] = []
-        self._length: list[int] = []
-        self._flags: list[int] = []
+        self._table: list[list[int]] = []  # One row a segment, as in `TABLE_COLUMNS`
         self._reward: list[float] = []
         self._anchor: list[int] = []
         self._token_id = array("i")
@@ -174,20 +170,20 @@ class EpisodeBuilder:
 
     def flag(self, segment: int, flags: SegmentFlag) -> None:
         """Add flags to a segment."""
-        self._flags[self._index(segment)] |= int(flags)
+        self._table[self._index(segment)][FLAGS] |= int(flags)
 
     def column(self, name: str, segment: int, values: Floats) -> None:
         """Set an optional f32 column for the units of one segment; elsewhere it is NaN (unknown)."""
         data = _floats(values, name)
-        if len(data) != self._length[self._index(segment)]:
-            raise InvariantError(f"column {name}: {len(data)} values for {self._length[segment]} units")
+        if len(data) != (length := self._table[self._index(segment)][LENGTH]):
+            raise InvariantError(f"column {name}: {len(data)} values for {length} units")
         self._columns.setdefault(name, {})[segment] = data
 
     def media(
         self, segment: int, digest: str, media_type: str, size_bytes: int, start: int = 0, n_units: int = 0
     ) -> None:
         """Refer to an attachment whose `n_units` placeholder units begin `start` units into `segment`."""
-        first = self._offset[self._index(segment)] + start
+        first = self._table[self._index(segment)][OFFSET] + start
         self._media.append(Media(digest, media_type, size_bytes, segment, first, n_units))
 
     def text(self, prompt: str | None = None, response: str | None = None) -> None:
@@ -203,10 +199,9 @@ class EpisodeBuilder:
 
     def build(self, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
         """The episode so far. Raises InvariantError or SizeError."""
-        n_segments = len(self._parent)
-        rows = (self._parent, self._kind, self._agent, self._turn, self._offset, self._length, self._flags)
+        n_segments = len(self._table)
         try:
-            table = array("i", chain.from_iterable(rows))
+            table = array("i", chain.from_iterable(zip(*self._table, strict=True)))
             reward = array("f", self._reward)
         except (TypeError, OverflowError) as error:
             raise InvariantError(f"segment table: {error}") from error
@@ -242,26 +237,21 @@ class EpisodeBuilder:
         return Episode(header, segments, units, limits=limits)
 
     def _add(self, kind: int, n: int, parent: int | None, agent: int, turn: int) -> int:
-        self._parent.append(NO_PARENT if parent is None else parent)
-        self._kind.append(int(kind))
-        self._agent.append(agent)
-        self._turn.append(turn)
-        self._offset.append(len(self._token_id))
-        self._length.append(n)
-        self._flags.append(0)
+        parent = NO_PARENT if parent is None else parent
+        self._table.append([parent, int(kind), agent, turn, len(self._token_id), n, 0])
         self._reward.append(math.nan)
         self._anchor.append(NO_ANCHOR)
-        return len(self._parent) - 1
+        return len(self._table) - 1
 
     def _dense(self, spans: dict[int, array[float]]) -> NDArray[np.float32]:
         column = np.full(len(self._token_id), np.nan, F32)
         for segment, data in spans.items():
-            offset = self._offset[segment]
+            offset = self._table[segment][OFFSET]
             column[offset : offset + len(data)] = data
         return column
 
     def _index(self, segment: int) -> int:
-        if not 0 <= segment < len(self._parent):
+        if not 0 <= segment < len(self._table):
             raise InvariantError(f"there is no segment {segment}")
         return segment
 

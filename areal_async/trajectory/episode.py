@@ -243,17 +243,6 @@ class Episode:
     """Everything one rollout produced. Raises InvariantError, SchemaError or SizeError unless every invariant
     above holds."""
 
-    __slots__ = (
-        "header",
-        "max_version",
-        "min_epoch",
-        "min_version",
-        "n_sampled",
-        "segments",
-        "units",
-        "versions",
-    )
-
     def __init__(
         self,
         header: EpisodeHeader,

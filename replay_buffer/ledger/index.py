@@ -96,7 +96,8 @@ class Index:
         self.claims_of: dict[str, set[str]] = {}  # Scorer → its claims
         self._counts: dict[str, list[int]] = {}  # Group → its episodes by state, as counted in
         self._together: dict[str, bool] = {}  # Group → whether it is scored as one; empty where none is
-        self._write(WriteSet(records.meta, *map(dict, _parts(records))))
+        held = (records.groups, records.leases, records.claims, records.batches)
+        self._write(WriteSet(records.meta, *map(dict, held)))
 
     def gave(self, id_: str) -> bool:
         """Whether this very index gave out the id of a lease or a claim, and none before it did."""
@@ -293,10 +294,6 @@ def _put(table: dict[Any, Any], key: Any, value: Any) -> None:
         table.pop(key, None)
     else:
         table[key] = value
-
-
-def _parts(records: LedgerRecords) -> tuple[Mapping[Any, Any], ...]:
-    return (records.groups, records.leases, records.claims, records.batches)
 
 
 OUTSTANDING = (GroupState.LEASED, GroupState.GENERATED, GroupState.SCORED, GroupState.BATCHED)

@@ -126,7 +126,7 @@ class LoadedReward:
 
     def _result(self, given: RewardInput | list[RewardInput]) -> Any:
         result = self._function(given)
-        return run_until_done(result) if isinstance(result, Awaitable) else result
+        return event_loop().run_until_complete(result) if isinstance(result, Awaitable) else result
 
 
 def load(order: LoadReward) -> LoadedReward:
@@ -164,13 +164,6 @@ def event_loop() -> Any:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
-
-
-def run_until_done(awaitable: Awaitable[Any]) -> Any:
-    async def outcome() -> Any:
-        return await awaitable
-
-    return event_loop().run_until_complete(outcome())
 
 
 def main() -> None:

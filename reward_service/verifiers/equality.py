@@ -20,7 +20,16 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from reward_service.verifiers import BudgetSpent, TooCostly
-from reward_service.verifiers.writing import Quantity, based, is_decimal, number, quantity, ratio, unwrapped
+from reward_service.verifiers.writing import (
+    Quantity,
+    based,
+    is_decimal,
+    number,
+    one_bracket,
+    quantity,
+    ratio,
+    unwrapped,
+)
 
 log = logging.getLogger(__name__)
 
@@ -405,7 +414,7 @@ def _split(text: str) -> Bracketed | None:
     inner, opening, ending = text, "", ""
     if text.startswith(r"\{") and text.endswith(r"\}"):
         inner, opening, ending = text[2:-2], r"\{", r"\}"
-    elif text and text[0] in "([" and text[-1] in ")]" and _one_bracket(text):
+    elif text and text[0] in "([" and text[-1] in ")]" and one_bracket(text, OPENING, CLOSING):
         inner, opening, ending = text[1:-1], text[0], text[-1]
     items = [item for part in _at_commas(inner) for item in _both_signs(part)]
     if len(items) < 2 and opening not in (r"\{", "["):
@@ -436,16 +445,6 @@ def _at_commas(text: str) -> list[str]:
             start = index + 1
     items.append(text[start:].strip())
     return items
-
-
-def _one_bracket(text: str) -> bool:
-    """Whether the first bracket is closed by the last character, half-open intervals included."""
-    depth = 0
-    for index, character in enumerate(text):
-        depth += (character in OPENING) - (character in CLOSING)
-        if depth == 0:
-            return index == len(text) - 1
-    return False
 
 
 def _as_words(text: str) -> str:

@@ -128,7 +128,7 @@ def unwrapped(text: str) -> str:
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1].strip()
     for _ in range(MOST_WRAPPINGS):
-        if text.startswith("(") and text.endswith(")") and "," not in text and _spans(text):
+        if text.startswith("(") and text.endswith(")") and "," not in text and one_bracket(text):
             text = text[1:-1].strip()
     return text
 
@@ -150,11 +150,12 @@ def said_maths(sentence: str) -> str:
     return BECAUSE.sub("", HEDGE.sub("", one_spaced(sentence)))
 
 
-def _spans(text: str) -> bool:
-    """Whether the bracket that opens the text is closed by its last character."""
+def one_bracket(text: str, opening: str = "(", ending: str = ")") -> bool:
+    """Whether the bracket that opens the text is closed by its last character. Any of `opening` may be closed
+    by any of `ending`, as in half-open intervals."""
     depth = 0
     for index, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
+        depth += (character in opening) - (character in ending)
         if depth == 0:
             return index == len(text) - 1
     return False

@@ -53,9 +53,9 @@ def run(request: dict[str, Any], body: bytes, control: int, link: Sequence[int])
     for name, mode, size in request["files"]:
         _write_file(os.path.join(work, name), mode, body[at : at + size])
         at += size
-    _prctl(PR_SET_DUMPABLE, 0)  # no program of the same user may look into this process
+    prctl(PR_SET_DUMPABLE, 0)  # no program of the same user may look into this process
     if not isolated:
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Signals from the jail cannot reach process 1 unless it has handlers for them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     trouble, theirs = os.pipe()
@@ -146,7 +146,7 @@ def _limit(limits: dict[str, Any], others: int) -> None:
         resource.setrlimit(which, (soft, hard))
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) < 0:
         raise OSError(f"prctl {option} is refused")
 

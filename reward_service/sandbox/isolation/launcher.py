@@ -8,7 +8,6 @@ it whatever runs in its jail.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from . import bubblewrap, cgroup, messages, process_tree, seccomp
+from .init import PR_SET_CHILD_SUBREAPER, prctl
 from .monitor import END_LIMIT_S, ClientGone, RunMonitor
 
 START = "import sys; exec(open(int(sys.argv.pop(1)), encoding='utf-8').read())"
@@ -30,7 +30,7 @@ FIRST_UIDS = (0x70000000, 0x40000000, 61000)
 JAIL = "/work"
 PER_USER_NAMESPACE = (5, 14)
 """The Linux from which on a namespace counts the processes of its users by itself."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
 
 
 class Launcher:
@@ -123,7 +123,7 @@ class Launcher:
                 os.setgroups([])
                 os.setresgid(*[request["uid"]] * 3)
                 os.setresuid(*[request["uid"]] * 3)
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
                 return
             words = []
@@ -158,11 +158,6 @@ def _others(request: dict[str, Any]) -> int:
     return process_tree.threads_of_user(os.geteuid())
 
 
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) < 0:
-        raise OSError(f"prctl {option} is refused")
-
-
 def _in_memory(data: bytes) -> BinaryIO:
     """A file in memory that can be read and nothing else."""
     fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -179,7 +174,7 @@ def _in_memory(data: bytes) -> BinaryIO:
 def main() -> None:
     os.umask(0o022)  # a program may be another user, and must read what is put into its room
     os.chdir("/")
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     group = cgroup.enter()
     try:
         Launcher(socket.socket(fileno=int(sys.argv[1])), group).serve()

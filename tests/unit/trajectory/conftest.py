@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from areal_async.trajectory import (
-    DEFAULT_LIMITS,
-    Episode,
-    EpisodeBuilder,
-    EpisodeLimits,
-    Sampling,
-    SegmentFlag,
-    SegmentKind,
-    Units,
-)
+from areal_async.trajectory import Episode, EpisodeBuilder, EpisodeLimits, Sampling, SegmentKind
+from areal_async.trajectory.layout import DEFAULT_LIMITS, SegmentFlag, Units
 
 
 @dataclass

@@ -17,7 +17,6 @@ from areal_async.trajectory import (
     CodecError,
     Episode,
     EpisodeBuilder,
-    EpisodeHeader,
     EpisodeLimits,
     InvariantError,
     Sampling,
@@ -27,6 +26,7 @@ from areal_async.trajectory import (
     pack,
     unpack,
 )
+from areal_async.trajectory.layout import EpisodeHeader
 from tests.unit.trajectory.conftest import add_call, one_call, with_columns
 
 PREFIX = struct.Struct("<4sHHQII")

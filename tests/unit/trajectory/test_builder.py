@@ -8,15 +8,9 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from areal_async.trajectory import (
-    Call,
-    EpisodeBuilder,
-    InvariantError,
-    Sampling,
-    SegmentFlag,
-    SegmentKind,
-    anchor_of,
-)
+from areal_async.trajectory import EpisodeBuilder, InvariantError, Sampling, SegmentKind
+from areal_async.trajectory.builder import anchor_of
+from areal_async.trajectory.layout import Call, SegmentFlag
 from tests.unit.trajectory.conftest import add_call, one_call, with_columns
 
 

@@ -9,21 +9,18 @@ import numpy as np
 import pytest
 
 from areal_async.trajectory import (
-    Agent,
     Episode,
     EpisodeBuilder,
     EpisodeLimits,
     InvariantError,
-    Media,
     Sampling,
     SchemaError,
-    Segments,
     SizeError,
-    Units,
     pack,
     unpack,
 )
 from areal_async.trajectory.episode import LOGPROB_SLACK
+from areal_async.trajectory.layout import Agent, Media, Segments, Units
 from tests.unit.trajectory.conftest import add_call, one_call, with_columns
 
 PARENT, KIND, AGENT, TURN, OFFSET, LENGTH, FLAGS = range(7)
