@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
-from areal_async.cli.reward import reward
-from areal_async.cli.tools import buffer, readable_errors
+from areal_async.cli.tools import buffer, readable_errors, reward
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
@@ -188,6 +187,24 @@ def quickstart(
         from areal_async.quickstart.main import quickstart as start
 
         start(seed=seed, out=out, plain=plain, overrides=overrides or ())
+
+
+@reward.command()
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, its file and its folder.")],
+    parent: Annotated[Path, typer.Option("--in", metavar="DIR", help="Where to make the folder.")] = Path(),
+) -> None:
+    """Make a folder with a reward that works, its test, a few tasks and a job file."""
+    with readable_errors():
+        from areal_async.rewardfiles import write_reward_files
+
+        shown = write_reward_files(name, parent).as_posix()
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(f"{shown}/ has {name}.py, test_{name}.py, tasks.jsonl and job.yaml. What next:")
+        console.print(f"  python -m pytest {shown}", markup=False)
+        console.print(
+            f"  areal-async reward test {shown}/{name}.py:{name} --data {shown}/tasks.jsonl", markup=False
+        )
 
 
 if __name__ == "__main__":

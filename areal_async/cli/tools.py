@@ -1,7 +1,8 @@
 """The commands that are programs of the services: what each is asked for, and how its program is started.
 
 The programs belong to the services whose data or code they need, and this package imports no service: it
-starts them by module name, in place of its own process, and hands over one request as JSON.
+starts them by module name, in place of its own process, and hands over one request as JSON. The fields of a
+request are the arguments and options of its command, its docstring is the command's help.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from inspect import signature
+from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -20,60 +21,112 @@ from rich.console import Console
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)
+]
+Steps = Annotated[
+    str | None, typer.Option(metavar="A:B", help="Only steps from A to before B; either may be left out.")
+]
+State = Annotated[str | None, typer.Option(metavar="STATE", help="Only groups in this state, e.g. SCORED.")]
+
 
 class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the requests. `run` is a run folder or a job file."""
-
-    run: str
-
-
-class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rewards to serve. Empty texts stand for options that are not given."""
-
-    rewards: list[str]
-    args: dict[str, Any] = {}
-    listen: str = "127.0.0.1:8700"
-    workers: int = 1
-    timeout_s: float = 10.0
-    batch: int = 64
-    token_file: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    episodes: bool = False
+    """Base of the requests. What is not given is None."""
 
 
 class StatsRequest(ToolRequest, frozen=True):
-    as_json: bool = False
+    """What the buffer holds, its limits, and why leases or batches wait."""
+
+    run: RunArgument
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a page.")] = False
 
 
 class PeekRequest(ToolRequest, frozen=True):
-    name: str | None = None  # The id of a group or an episode; None lists the groups
-    state: str | None = None
-    limit: int = 20
+    """The groups in the buffer, or one of them, or one episode with its text."""
+
+    run: RunArgument
+    name: Annotated[
+        str | None, typer.Argument(metavar="[GROUP|EPISODE]", help="A group or an episode, by its id.")
+    ] = None
+    state: State = None
+    limit: Annotated[int, typer.Option(min=1, help="Most groups listed.")] = 20
 
 
 class ExportRequest(ToolRequest, frozen=True):
-    out: str  # The parquet file to write
-    state: str | None = None
-    steps: str | None = None  # `a:b`, the steps from a to before b
-    batches: bool = False  # Whether the recorded batches are meant, not the buffer
-    overwrite: bool = False
+    """Episodes as a parquet file, one row each."""
+
+    run: RunArgument
+    out: Annotated[str, typer.Argument(metavar="OUT.PARQUET", help="The file to write.")]
+    state: State = None
+    steps: Steps = None
+    batches: Annotated[
+        bool, typer.Option("--batches", help="The recorded batches (trainer.record_batches), not the buffer.")
+    ] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False
 
 
 class ReplayRequest(ToolRequest, frozen=True):
-    overrides: list[str] = []
-    steps: str | None = None
-    out: str | None = None  # Folder to keep the replay in; None keeps nothing
+    """Train on the recorded batches again, with no generation, and compare bit by bit."""
+
+    run: RunArgument
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. trainer.optimizer.lr=1e-4."),
+    ] = None
+    steps: Steps = None
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="A new folder to keep the model in.")] = None
 
 
-class TrialRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A reward to be tried on a file."""
+class TrialRequest(ToolRequest, frozen=True):
+    """Run a reward over a file: verdicts, scores, times, errors. Status 1 where it fails."""
 
-    reward: str  # Built-in, `path.py:name`, or a job file, whose `reward` section is taken
-    data: str  # A task file; empty for that of the job file
-    fields: list[str] = []  # `key=value` of the section `reward`
-    column: str = "response"  # The column of the task file that has the responses
-    limit: int = 1000
+    reward: Annotated[
+        str,
+        typer.Argument(
+            metavar="REWARD", help="`my.py:name`, a built-in reward, or a job file for what it has."
+        ),
+    ]
+    data: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Task file, .parquet or .jsonl; else the job file's.")
+    ] = None
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Fields of `reward`, e.g. args.longest=80 workers=2."),
+    ] = None
+    column: Annotated[
+        str, typer.Option(metavar="COLUMN", help="Column of the task file that has the responses.")
+    ] = "response"
+    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are taken, evenly spaced.")] = 1000
+
+
+class ServeRequest(ToolRequest, frozen=True):
+    """Serve rewards over HTTP (docs/reward-rpc.md), until Ctrl-C."""
+
+    rewards: Annotated[
+        list[str], typer.Argument(metavar="REWARD...", help="`path.py:function`, or built-in rewards.")
+    ]
+    args: Annotated[
+        str | None,
+        typer.Option(metavar="YAML", help="What the reward takes, e.g. '{most: 100}'; jobs may change it."),
+    ] = None
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0 picks one.")] = (
+        "127.0.0.1:8700"
+    )
+    workers: Annotated[int, typer.Option(min=1, help="Scoring processes.")] = 1
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.001, help="Deadline of one call, in seconds.")
+    ] = 10.0
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Most inputs in one request.")] = 64
+    token_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Clients must show the token in it (made if missing).")
+    ] = None
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
+    ] = None
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's key.")] = None
+    episodes: Annotated[
+        bool, typer.Option("--episodes", help="Ask for whole episodes: for rewards that use given.episode.")
+    ] = False
 
 
 def step_range(text: str | None) -> range:
@@ -86,14 +139,14 @@ def step_range(text: str | None) -> range:
     return range(int(start or 0), int(end or 1 << 62))
 
 
-R = TypeVar("R", bound=msgspec.Struct)
+R = TypeVar("R", bound=ToolRequest)
 
 
-def module_of(request: msgspec.Struct) -> str:
+def module_of(request: ToolRequest) -> str:
     """The module whose program answers `request`."""
     if isinstance(request, ExportRequest) and request.batches:
         return "trainer_service.tools.export"
-    modules: Mapping[type[msgspec.Struct], str] = {
+    modules: Mapping[type[ToolRequest], str] = {
         ServeRequest: "reward_service.backends.remote.host",
         StatsRequest: "replay_buffer.tools.stats",
         PeekRequest: "replay_buffer.tools.peek",
@@ -104,7 +157,7 @@ def module_of(request: msgspec.Struct) -> str:
     return modules[type(request)]
 
 
-def become(request: msgspec.Struct) -> NoReturn:
+def become(request: ToolRequest) -> NoReturn:
     """Go on as the program that answers `request`: its exit status is this process's."""
     sys.stdout.flush()
     # -P: a folder of the user's that is called like a service must not stand in for it.
@@ -165,68 +218,22 @@ buffer = typer.Typer(
     help="Look into the buffer of a run, take episodes out of it, train on recorded batches again.",
     no_args_is_help=True,
 )
-
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)
-]
-Steps = Annotated[
-    str | None, typer.Option(metavar="A:B", help="Only steps from A to before B; either may be left out.")
-]
-State = Annotated[str | None, typer.Option(metavar="STATE", help="Only groups in this state, e.g. SCORED.")]
+reward = typer.Typer(help="Write a reward, try it on a file, serve it.", no_args_is_help=True)
 
 
-@buffer.command()
-def stats(
-    run: RunArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a page.")] = False,
-) -> None:
-    """What the buffer holds, its limits, and why leases or batches wait."""
-    become(StatsRequest(run, as_json=as_json))
+def add_command(group: typer.Typer, name: str, request: type[ToolRequest]) -> None:
+    """Add the command `name`, which becomes the program of `request`."""
+
+    def command(**given: object) -> None:
+        become(request(**given))
+
+    command.__signature__ = signature(request)  # type: ignore[attr-defined]
+    group.command(name, help=request.__doc__)(command)
 
 
-@buffer.command()
-def peek(
-    run: RunArgument,
-    name: Annotated[
-        str | None, typer.Argument(metavar="[GROUP|EPISODE]", help="A group or an episode, by its id.")
-    ] = None,
-    state: State = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most groups listed.")] = 20,
-) -> None:
-    """The groups in the buffer, or one of them, or one episode with its text."""
-    become(PeekRequest(run, name=name, state=state, limit=limit))
-
-
-@buffer.command()
-def export(
-    run: RunArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT.PARQUET", help="The file to write.")],
-    state: State = None,
-    steps: Steps = None,
-    batches: Annotated[
-        bool, typer.Option("--batches", help="The recorded batches (trainer.record_batches), not the buffer.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-) -> None:
-    """Episodes as a parquet file, one row each."""
-    become(ExportRequest(run, str(out), state=state, steps=steps, batches=batches, overwrite=overwrite))
-
-
-@buffer.command()
-def replay(
-    run: RunArgument,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. trainer.optimizer.lr=1e-4."),
-    ] = None,
-    steps: Steps = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A new folder to keep the model in.")
-    ] = None,
-) -> None:
-    """Train on the recorded batches again, with no generation, and compare bit by bit."""
-    become(
-        ReplayRequest(
-            run, overrides=list(overrides or ()), steps=steps, out=str(out) if out is not None else None
-        )
-    )
+add_command(buffer, "stats", StatsRequest)
+add_command(buffer, "peek", PeekRequest)
+add_command(buffer, "export", ExportRequest)
+add_command(buffer, "replay", ReplayRequest)
+add_command(reward, "test", TrialRequest)
+add_command(reward, "serve", ServeRequest)

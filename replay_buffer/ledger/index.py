@@ -96,8 +96,10 @@ class Index:
         self.claims_of: dict[str, set[str]] = {}  # Scorer → its claims
         self._counts: dict[str, list[int]] = {}  # Group → its episodes by state, as counted in
         self._together: dict[str, bool] = {}  # Group → whether it is scored as one; empty where none is
-        held = (records.groups, records.leases, records.claims, records.batches)
-        self._write(WriteSet(records.meta, *map(dict, held)))
+        held = WriteSet(
+            records.meta, {**records.groups}, {**records.leases}, {**records.claims}, {**records.batches}
+        )
+        self._write(held)
 
     def gave(self, id_: str) -> bool:
         """Whether this very index gave out the id of a lease or a claim, and none before it did."""

@@ -82,12 +82,12 @@ def main(request: TrialRequest) -> int:
 def target(request: TrialRequest) -> tuple[RewardSection, Path]:
     """What is tried, and on which task file. Raises `ConfigError`."""
     content: dict[str, Any] = {"name": request.reward}
-    data = request.data
+    data = request.data or ""
     if request.reward.endswith((".yaml", ".yml")):
         job = load_job(Path(request.reward), files=False)
         content = job.reward.model_dump(mode="json")
         data = data or str(job.tasks.train)
-    mistakes = apply_overrides(content, request.fields)
+    mistakes = apply_overrides(content, request.fields or ())
     if not data:
         fix = "Name a task file with --data; a job file brings its own"
         mistakes.append(Mistake("--data", "nothing says what is to be judged", fix))

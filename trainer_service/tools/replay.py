@@ -28,7 +28,7 @@ from trainer_service.ranks import join_ranks
 
 def main(request: ReplayRequest) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    run = find_run(Path(request.run), request.overrides)
+    run = find_run(Path(request.run), request.overrides or ())
     recording = Recording(run.folder)
     out = Path(request.out) if request.out is not None else None
     if out is not None and out.exists() and any(out.iterdir()):

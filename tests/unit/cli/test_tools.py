@@ -36,7 +36,6 @@ from areal_async.config.errors import ConfigError
 def test_a_command_becomes_one_request(monkeypatch, arguments, request_):
     asked = []
     monkeypatch.setattr("areal_async.cli.tools.become", asked.append)
-    monkeypatch.setattr("areal_async.cli.reward.become", asked.append)
     assert CliRunner().invoke(app, arguments.split()).exit_code == 0
     assert asked == [request_]
 

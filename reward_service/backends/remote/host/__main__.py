@@ -9,10 +9,14 @@ import secrets
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 
 from areal_async.cli.tools import ServeRequest, run_tool
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.yamlfile import parse_yaml
 from areal_async.errors import ArealError
 from areal_async.runtime.log import setup_logging
 from reward_service import metrics
@@ -36,7 +40,7 @@ def main(request: ServeRequest) -> None:
 async def serve(request: ServeRequest) -> None:
     """Until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
     wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
-    offers = read_offers(request.rewards, wants, request.args, request.timeout_s)
+    offers = read_offers(request.rewards, wants, arguments_in(request.args), request.timeout_s)
     try:
         token = token_in(Path(request.token_file)) if request.token_file else ""
         key = Path(request.tls_key) if request.tls_key else None
@@ -65,6 +69,18 @@ async def serve(request: ServeRequest) -> None:
         if not stop.is_set():
             raise pool.broken.result()
         await service.drain(DRAIN_LIMIT_S)
+
+
+def arguments_in(text: str | None) -> dict[str, Any]:
+    """What `--args` gives a reward. Raises `ConfigError` for a text that is no mapping."""
+    try:
+        found = parse_yaml(text) if text else {}
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict):
+        told = Mistake("--args", f"{text!r} is no mapping", "Write it as '{name: value}'")
+        raise ConfigError("the command line", [told])
+    return found
 
 
 def announce(offers: Sequence[ServedReward], url: str, workers: int, *, guarded: bool) -> None:
