@@ -176,6 +176,11 @@ def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
     sys.exit(status)
 
 
+def plain(text: str) -> str:
+    """Text that somebody else wrote, safe to print: control characters are shown, not obeyed."""
+    return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
 DEBUG_VARIABLE = "AREAL_ASYNC_DEBUG"
 
 

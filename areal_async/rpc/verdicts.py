@@ -61,3 +61,17 @@ Verdict = Score | Timeout | Failure | Abstain
 
 def kind_of(verdict: Verdict) -> VerdictKind:
     return verdict.__struct_config__.tag  # type: ignore[return-value]
+
+
+def message_of(verdict: Verdict) -> str:
+    """What a verdict that is no score says, on one line."""
+    match verdict:
+        case Timeout():
+            text = f"no answer within {verdict.limit_ms / 1000:g} s"
+        case Failure():
+            text = verdict.message
+        case Abstain():
+            text = verdict.reason or "it gave no reason"
+        case Score():
+            text = ""
+    return " ".join(text.split())

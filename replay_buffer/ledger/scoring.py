@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from areal_async.config.reward import Scope
 from areal_async.rpc.messages import Claim, ClaimedEpisode, Claims
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, Parts, Score, Verdict, kind_of
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import ClaimRecord, EpisodeRecord, EpisodeState, GroupRecord, StoredParts
 from replay_buffer.ledger.transaction import Decision, Transaction
@@ -174,26 +174,4 @@ def parts_of(episode: EpisodeRecord) -> Parts | None:
 
 def detailed_kind(verdict: Verdict) -> str:
     """`timeout`, `abstain`, or `error:` and the failure's own kind."""
-    match verdict:
-        case Timeout():
-            return "timeout"
-        case Failure():
-            return f"error:{verdict.kind[:40]}"
-        case Abstain():
-            return "abstain"
-        case Score():
-            return "score"
-
-
-def message_of(verdict: Verdict) -> str:
-    """What a verdict that is no score says, on one line."""
-    match verdict:
-        case Timeout():
-            text = f"no answer within {verdict.limit_ms / 1000:g} s"
-        case Failure():
-            text = verdict.message
-        case Abstain():
-            text = verdict.reason or "it gave no reason"
-        case Score():
-            text = ""
-    return " ".join(text.split())
+    return f"error:{verdict.kind[:40]}" if isinstance(verdict, Failure) else kind_of(verdict)

@@ -15,12 +15,12 @@ from typing import Literal
 from msgspec.structs import replace
 
 from areal_async.rpc.messages import EpisodeVerdict, PutVerdicts, Refusal, VerdictAck
-from areal_async.rpc.verdicts import Score, Verdict, kind_of
+from areal_async.rpc.verdicts import Score, Verdict, kind_of, message_of
 from replay_buffer.ledger.group_policy import finish, has_too_few
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.scoring import checked, detailed_kind, message_of, renew, stored_parts
+from replay_buffer.ledger.scoring import checked, detailed_kind, renew, stored_parts
 from replay_buffer.ledger.transaction import MOST_MESSAGE, Decision, Transaction, try_failed, try_succeeded
 
 Action = Literal["score", "again", "mask", "drop", "fail"]

@@ -228,11 +228,14 @@ class Commands:
         self._number: dict[str, int] = {keys.meta: 1}
 
     def add(self, name: str, key: str, arguments: Sequence[Argument] = ()) -> None:
+        """A command on a key; as several of its kind where it has very many arguments."""
         number = self._number.get(key)
         if number is None:
             self.keys.append(key)
             number = self._number[key] = len(self.keys)
-        self.arguments += (name, number, len(arguments), *arguments)
+        for start in range(0, len(arguments) or 1, MOST_ARGUMENTS):
+            part = arguments[start : start + MOST_ARGUMENTS]
+            self.arguments += (name, number, len(part), *part)
 
     def before_all(self, name: str, arguments: Sequence[Argument]) -> None:
         """A command on the meta hash, in front of all others."""
@@ -245,10 +248,10 @@ class Commands:
         for name, record in records.items():
             if record is not None:
                 held += (name, _encode(record))
-        for start in range(0, len(gone), MOST_ARGUMENTS):
-            self.add("HDEL", key, gone[start : start + MOST_ARGUMENTS])
-        for start in range(0, len(held), MOST_ARGUMENTS):
-            self.add("HSET", key, held[start : start + MOST_ARGUMENTS])
+        if gone:
+            self.add("HDEL", key, gone)
+        if held:
+            self.add("HSET", key, held)
 
     def add_writes(
         self, writes: WriteSet, attachments: Sequence[Any], elsewhere: Container[tuple[str, int]]
@@ -266,8 +269,8 @@ class Commands:
                 if (group_id, sample) in elsewhere:
                     continue
                 pairs += (sample, attachments[attachment])
-            for start in range(0, len(pairs), MOST_ARGUMENTS):
-                self.add("HSET", self._keys.blobs(group_id), pairs[start : start + MOST_ARGUMENTS])
+            if pairs:
+                self.add("HSET", self._keys.blobs(group_id), pairs)
         self.table(self._keys.groups, writes.groups)
         self.table(self._keys.leases, writes.leases)
         self.table(self._keys.claims, writes.claims)

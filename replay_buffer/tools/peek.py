@@ -14,7 +14,7 @@ from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.cli.tools import PeekRequest, run_tool
+from areal_async.cli.tools import PeekRequest, plain, run_tool
 from areal_async.errors import ArealError
 from areal_async.launch.runs import find_run
 from areal_async.trajectory import SegmentKind, TrajectoryError, unpack
@@ -252,11 +252,6 @@ def age(age_ms: float) -> str:
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds:.0f} s"
-
-
-def plain(text: str) -> str:
-    """Text that somebody else wrote, safe to print: control characters are shown, not obeyed."""
-    return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 def _cut(text: str) -> str:

@@ -16,14 +16,14 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Stack
 from rich.text import Text
 
-from areal_async.cli.tools import StatsRequest, run_tool
+from areal_async.cli.tools import StatsRequest, plain, run_tool
 from areal_async.config.job import JobConfig
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats
 from replay_buffer.ledger.decide import stats as stats_of
 from replay_buffer.redis.address import RedisAddress
-from replay_buffer.tools.peek import age, facts, plain, size, table_of
+from replay_buffer.tools.peek import age, facts, size, table_of
 from replay_buffer.tools.reader import open_reader
 
 PATIENCE_S = 5.0  # How long a buffer may take to answer

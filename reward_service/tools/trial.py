@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.cli.tools import TrialRequest, run_tool
+from areal_async.cli.tools import TrialRequest, plain, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import explain
 from areal_async.config.load import apply_overrides, load_job
@@ -30,7 +30,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
 from areal_async.errors import ArealError
 from areal_async.prompts import message_texts
-from areal_async.rpc.verdicts import Failure, Score, Timeout, Verdict, kind_of
+from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of, message_of
 from areal_async.tasks import TaskTable, read_tasks
 from reward_service.client import LocalScorer
 from reward_service.processes import on_print
@@ -231,19 +231,9 @@ def problems(judged: Sequence[JudgedAnswer]) -> Table:
     table = _table("no score", "calls", "first row", "which says")
     for kind, of_kind in sorted(found.items()):
         row = str(of_kind[0].sample.row)
-        table.add_row(kind, str(len(of_kind)), row, short(_message(of_kind[0].verdict), 300))
+        table.add_row(kind, str(len(of_kind)), row, short(message_of(of_kind[0].verdict), 300))
     table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     return table
-
-
-def _message(verdict: Verdict) -> str:
-    match verdict:
-        case Failure(_, message):
-            return message
-        case Timeout(limit_ms):
-            return f"not back within {limit_ms / 1000:g} s"
-        case _:
-            return getattr(verdict, "reason", "") or "no reason given"
 
 
 def slowest(judged: Sequence[JudgedAnswer]) -> Table:
@@ -267,11 +257,6 @@ def short(text: str, most: int = 60) -> str:
     """One line of a text that somebody else wrote, safe to print."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def plain(text: str) -> str:
-    """The text with its control characters shown, not obeyed."""
-    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 from pydantic import Field
 
@@ -43,7 +42,8 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 
     A ground truth that is a list holds several texts of which any is right. Raises ValueError for an empty
     one: the task is wrong, not the model."""
-    truths = [tidy(str(truth)) for truth in _listed(given.ground_truth) if truth is not None]
+    stated = given.ground_truth if isinstance(given.ground_truth, list) else [given.ground_truth]
+    truths = [tidy(str(truth)) for truth in stated if truth is not None]
     if not truths:
         return Abstain("the task has no ground truth")
     if not all(truths):
@@ -82,7 +82,3 @@ def _cut_off(text: str) -> bool:
     """Whether the last box is never closed: what it would have held is not known."""
     last = last_match(BOX, text)
     return last is not None and text[last.end()] == "{" and closing(text, last.end()) is None
-
-
-def _listed(truth: object) -> list[Any]:
-    return truth if isinstance(truth, list) else [truth]

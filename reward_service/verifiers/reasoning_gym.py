@@ -55,7 +55,7 @@ def _prepare(arguments: ReasoningGymArguments) -> None:
     """Import the library, which takes seconds, and make the data set where one is named."""
     _library()
     if arguments.dataset is not None:
-        _scorer(arguments.dataset, _text(arguments.dataset_args))
+        _dataset(arguments.dataset, _text(arguments.dataset_args))
 
 
 @verifier(ReasoningGymArguments, prepare=_prepare)
@@ -75,7 +75,7 @@ def reasoning_gym(given: RewardInput, arguments: ReasoningGymArguments) -> Score
         return Score(0.0, {"library": 0.0})
     if not harmless(answer, name):
         return Score(0.0, {"library": 0.0, "refused": 1.0})
-    score = _scorer(name, _text(arguments.dataset_args))
+    score = _dataset(name, _text(arguments.dataset_args)).score_answer
     try:
         said = float(within(BUDGET_S, lambda: score(answer, entry)))
     except TooCostly:
@@ -107,12 +107,6 @@ def harmless(answer: str, name: str) -> bool:
 def _evaluates(name: str) -> str:
     source = inspect.getsource(type(_dataset(name, "{}")).score_answer)
     return "evaluates" if EVALUATES.search(source) else "parses" if PARSES.search(source) else ""
-
-
-@functools.lru_cache(maxsize=128)
-def _scorer(name: str, args_text: str) -> Callable[[str, Any], float]:
-    scorer: Callable[[str, Any], float] = _dataset(name, args_text).score_answer
-    return scorer
 
 
 @functools.lru_cache(maxsize=128)

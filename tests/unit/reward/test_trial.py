@@ -91,7 +91,7 @@ def test_errors_and_timeouts_fail_and_say_why(run, tasks):
     assert ["–", "4", "1", "1", "1", "1", "0.5", "0.5", "0.5"] in lines
     page = [" ".join(line) for line in lines]
     assert "abstain 1 3 no opinion" in page
-    assert "timeout 1 2 not back within 0.3 s" in page
+    assert "timeout 1 2 no answer within 0.3 s" in page
     assert any(line.startswith("error: exception 1 1 ") and "ValueError: on purpose" in line for line in page)
 
 

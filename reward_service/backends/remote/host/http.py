@@ -22,7 +22,7 @@ from areal_async.rpc.endpoints import is_loopback
 from areal_async.rpc.verdicts import Verdict
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.service import LONGEST_DEADLINE_S, RequestRefused, ScoringService
-from reward_service.backends.remote.schema import STATUS_OF, RefusedAnswer, ScoreRequest
+from reward_service.backends.remote.schema import STATUS_OF, RefusedAnswer, RequestRefusal, ScoreRequest
 
 CONNECTIONS = 512
 BODIES_AT_ONCE = 8  # So many of the largest bodies are held at a time, or more of smaller ones
@@ -84,8 +84,8 @@ def make_app(service: ScoringService, token: str) -> Starlette:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # A page in a browser may post other types to loopback unasked; for this one it must ask first.
-            wrong = RequestRefused("invalid", "send the request with Content-Type: application/json")
-            return answer(RefusedAnswer(wrong.refusal), 415)
+            wrong = RequestRefusal("invalid", "send the request with Content-Type: application/json")
+            return answer(RefusedAnswer(wrong), 415)
         most_bytes = service.limits.max_body_bytes
         try:
             body = await read_body(request, most_bytes)
@@ -112,19 +112,12 @@ def make_app(service: ScoringService, token: str) -> Starlette:
 
     async def no_route(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return answer(
-            RefusedAnswer(
-                RequestRefused(
-                    "invalid",
-                    f"{request.method} {request.url.path}: {error.detail}. There is GET /v1/info, "
-                    "GET /v1/health, POST /v1/score and GET /metrics",
-                ).refusal
-            ),
-            error.status_code,
-        )
+        known = "There is GET /v1/info, GET /v1/health, POST /v1/score and GET /metrics"
+        refusal = RequestRefusal("invalid", f"{request.method} {request.url.path}: {error.detail}. {known}")
+        return answer(RefusedAnswer(refusal), error.status_code)
 
     async def broken(request: HttpRequest, error: Exception) -> Response:
-        return answer(RefusedAnswer(RequestRefused("internal", type(error).__name__).refusal), 500)
+        return answer(RefusedAnswer(RequestRefusal("internal", type(error).__name__)), 500)
 
     return Starlette(
         routes=[
