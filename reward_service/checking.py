@@ -139,6 +139,6 @@ def describe(error: BaseException) -> str:
 
 
 def clip(text: str) -> str:
-    """At most `LONGEST_MESSAGE` characters that UTF-8 can carry."""
+    """The first `LONGEST_MESSAGE` characters of `text`, as far as UTF-8 can carry them."""
     short = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
     return short.encode("utf-8", "replace").decode("utf-8")

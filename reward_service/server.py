@@ -102,8 +102,8 @@ class RewardServer:
         return self._pending
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set. Raises what makes going on pointless: a `RewardLoadError`, or a `FaultError`
-        that no retry cures."""
+        """Score until `stop` is set. Raises what makes going on pointless: a `RewardLoadError`, or a
+        `FaultError` that no retry cures."""
         for held in self._of.values():
             metrics.QUEUE_AGE.labels(held.spec.label).set_function(held.age_s)
         claiming = asyncio.create_task(self._claim(), name="claim")
@@ -381,7 +381,7 @@ class ClaimLoad:
 
 
 def episodes_to_claim(loads: Sequence[ClaimLoad]) -> int:
-    """At most `MAX_CLAIM`, 0 when enough is held.
+    """How many episodes to claim now: at most `MAX_CLAIM`, and 0 when enough is held.
 
     Which reward an episode is for is known only once it is claimed. So as much is claimed as the reward wants
     that has least to do, until one has all that it can be given: a slow reward does not starve a quick one,

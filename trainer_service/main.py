@@ -49,7 +49,7 @@ async def main(ctx: ServiceContext) -> None:
 
 
 def train(ctx: ServiceContext) -> None:
-    """Blocking. Raises `ArealError`."""
+    """Train to the job's end; blocking. Raises `ArealError`."""
     section = ctx.job.trainer
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(section.torch_threads)

@@ -82,7 +82,7 @@ class EvaluationSamplingSection(Section):
     """Sampling parameters of the evaluation; greedy unless told otherwise."""
 
     temperature: float = Field(default=0.0, ge=0)
-    """0 means greedy."""
+    """Temperature of sampling; 0 means greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the most likely tokens of this total probability; 1 means from all."""
     top_k: int = Field(default=0, ge=0)
@@ -102,8 +102,8 @@ class EvaluationSection(Section):
     """What answers: an engine of its own of the rollout's kind (`same`), or of another kind, named as in
     `rollout.engine`."""
     device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Where that engine computes: `cpu`, `cuda` (the GPU after the rollout's, or the first again) or
-    `cuda:N`; none means as `rollout.device`."""
+    """Where the evaluation's engine computes: `cpu`, `cuda` (the GPU after the rollout's, or the first again)
+    or `cuda:N`; none means as `rollout.device`."""
     server: ServerSection = ServerSection()
     """The server of that engine, where it is one: `urls` lends it one that runs already. As a whole it
     replaces `rollout.server`; left out, that one's settings but its `urls` are used."""
@@ -142,20 +142,20 @@ class SupervisorSection(Section):
     window_s: float = Field(default=300.0, gt=0)
     """Deaths longer ago than so many seconds are forgotten."""
     first_pause_s: float = Field(default=0.5, ge=0)
-    """Pause before a service is started again that died within 10 s of serving, doubled with each such death
-    in a row. One that had served longer is started again at once."""
+    """Seconds before a service is started again that died within 10 s of serving, doubled with each such
+    death in a row. One that had served longer is started again at once."""
     longest_pause_s: float = Field(default=30.0, ge=0)
-    """The pause is doubled up to here."""
+    """Longest pause before a service is started again, in seconds."""
 
 
 class OvertakenSection(Section):
     """What step `v` does about a group with a live lease and minimum version `v - max_staleness`."""
 
     policy: Literal["wait", "drop", "mask"] = "wait"
-    """`wait`: the step waits for the group and takes it in; `drop`: the group is dropped at once, counted;
-    `mask`: it is trained later without its tokens that are too old by then."""
+    """What a step does about a group too old for the next: `wait` for it and take it in, `drop` it at once,
+    counted, or `mask`: leave it to be trained later without its tokens that are too old by then."""
     limit_s: float = Field(default=60.0, gt=0)
-    """Longest wait for such groups, in seconds; then they are dropped, counted."""
+    """Longest wait for overtaken groups, in seconds; then they are dropped, counted."""
 
 
 class RedisLoginSection(Section):
@@ -176,7 +176,7 @@ class RedisTlsSection(Section):
     cert_file: Path | None = None
     """PEM file of the client certificate, where the server asks for one."""
     key_file: Path | None = None
-    """PEM file of its key, without a passphrase."""
+    """PEM file of the client certificate's key, without a passphrase."""
     check_hostname: bool = True
     """Whether the certificate must be for the host in the URL."""
 
@@ -185,8 +185,8 @@ class GroupSection(Section):
     """What becomes of a group of which not all samples have come."""
 
     policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
-    """`complete`: it is waited for; `deadline_drop`: it is dropped at the deadline, counted;
-    `deadline_partial`: what has come by then is trained, the rest is given up."""
+    """What becomes of a group that is not whole: `complete` waits for it; `deadline_drop` drops it at the
+    deadline, counted; `deadline_partial` trains what has come by then and gives up the rest."""
     deadline_s: float | None = Field(default=None, gt=0)
     """Seconds from the group's first lease until its deadline."""
     min_samples: int = Field(default=1, ge=1)
@@ -237,7 +237,7 @@ class OptimizerSection(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the two moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -290,7 +290,7 @@ class SelfCheckSection(Section):
     """Largest difference of a log-prob, in nats; none means the table's value for engine and dtype. The mean
     difference must stay below a twentieth of it."""
     action: Literal["stop", "warn"] = "stop"
-    """Above the bound the job stops, or goes on with a warning."""
+    """What happens above the bound: the job stops, or goes on with a warning."""
 
 
 class TrainerSection(Section):

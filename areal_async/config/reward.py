@@ -16,7 +16,7 @@ class PolicySection(Section):
     """What a group does about a verdict that is no score."""
 
     retries: int = Field(default=1, ge=0, le=1000)
-    """How often the call is made again before that."""
+    """How often the call is made again before the verdict counts."""
     then: Literal["drop_group", "mask", "fail_job"] = "drop_group"
     """`drop_group`: the whole group is dropped. `mask`: the episode alone is, and the group goes on with the
     others, if at least `reward.min_scored` of them are left. `fail_job`: the job ends with an error that
@@ -27,7 +27,7 @@ class AbstainSection(PolicySection):
     """What a group does about a verdict `abstain`."""
 
     retries: int = Field(default=0, ge=0, le=1000)
-    """How often the call is made again before that: a reward that declined is likely to do so again."""
+    """How often the call is made again before the verdict counts; who declined is likely to do so again."""
 
 
 class RouteSection(Section):
@@ -40,13 +40,13 @@ class RouteSection(Section):
     tag: str | None = None
     """Pattern that the task's `extra_info.tag` matches, or one of them where it is a list."""
     name: str
-    """As `reward.name`."""
+    """Reward of these tasks: a built-in one, `path.py:name`, or the name of one in an installed package."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """As `reward.args`."""
+    """What the reward of these tasks takes, by name."""
     scope: Scope = "episode"
-    """As `reward.scope`."""
+    """Whether that reward is called for each `episode`, or once for all episodes of a `group`."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """As `reward.timeout_s`, which it replaces for these tasks."""
+    """Deadline of one call for these tasks, in seconds; `reward.timeout_s` where none is given."""
 
 
 class RewardSection(Section):

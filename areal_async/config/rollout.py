@@ -16,7 +16,7 @@ class SamplingSection(Section):
     """Sampling parameters of one generation call, in the engines' common terms."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """0 means greedy."""
+    """Temperature of sampling; 0 means greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the most likely tokens of this total probability; 1 means from all."""
     top_k: int = Field(default=0, ge=0)
@@ -58,9 +58,9 @@ class GatewaySection(Section):
     max_calls: int = Field(default=32, ge=1, le=65_536)
     """Most answers in the making at once in one session; more are refused (429)."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024, le=1 << 31)
-    """Longer requests are refused (413)."""
+    """Most bytes of a request; a longer one is refused (413)."""
     call_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of one call; then it is aborted (504)."""
+    """Deadline of one call, in seconds; past it the call is aborted (504)."""
 
     @field_validator("host")
     @classmethod

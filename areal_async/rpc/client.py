@@ -395,13 +395,13 @@ class SyncClient:
     def call(
         self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
     ) -> R:
-        """As `Client.call`."""
+        """Send a request and wait for its answer, as `Client.call` does."""
         return self._wait(self._client.call(request, timeout_s=timeout_s, attachments=attachments))
 
     def exchange(
         self, request: Request[R], *, timeout_s: float | None = None, attachments: Sequence[Buffer] = ()
     ) -> tuple[R, list[memoryview]]:
-        """As `Client.exchange`."""
+        """Send a request and wait for its answer and attachments, as `Client.exchange` does."""
         return self._wait(self._client.exchange(request, timeout_s=timeout_s, attachments=attachments))
 
     def close(self) -> None:

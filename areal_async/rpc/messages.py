@@ -128,7 +128,7 @@ class ClaimedEpisode(Record, frozen=True):
     scope: Literal["episode", "group"] = "episode"
     """`group`: all episodes of one claim id, which follow each other, are judged in one call."""
     waited_ms: int = 0
-    """Since it was stored, or since its last verdict that was no score."""
+    """Milliseconds since it was stored, or since its last verdict that was no score."""
 
 
 class Claims(Message, frozen=True):

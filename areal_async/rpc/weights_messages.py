@@ -31,7 +31,7 @@ class SnapshotNotice(Message, frozen=True):
     size_bytes: int = 0
     node_id: str = ""
     delta: DeltaOffer | None = None
-    """Only in the answer to a receiver that said that it holds the base and can use it."""
+    """The delta, for a receiver that said that it holds the base and can use it; None for others."""
 
 
 class NoNews(Message, frozen=True):

@@ -145,7 +145,7 @@ class HttpServer:
         )
         self.connections: dict[Connection, None] = {}  # Oldest first
         self._arriving: dict[asyncio.Task[None], None] = {}
-        """Accepted, and not yet connections: they shake hands."""
+        """Those that were accepted and are not yet connections: they shake hands."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -358,7 +358,7 @@ class Connection(H11Protocol):
 
     @property
     def worth(self) -> int | None:
-        """Those of the least worth are closed first where places are short; None for those that never are."""
+        """A connection of the least worth is closed first where places are short; None: it never is."""
         if self.phase == "answer":
             return None
         return 2 if self.phase == "body" or self._stuck_s is not None else int(self.trusted)

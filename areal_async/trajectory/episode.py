@@ -297,7 +297,7 @@ class Episode:
         return spans[0] if len(spans) == 1 else np.concatenate(spans)
 
     def __eq__(self, other: object) -> bool:
-        """Same header and, bit for bit, the same tables (so NaN equals NaN)."""
+        """Whether header and, bit for bit, tables are the same (so NaN equals NaN)."""
         if not isinstance(other, Episode):
             return NotImplemented
         return self.header == other.header and _bits(self) == _bits(other)

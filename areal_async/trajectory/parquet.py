@@ -120,7 +120,7 @@ class EpisodeWriter:
             self._unfinished.unlink(missing_ok=True)
 
     def add(self, exported: ExportedEpisode) -> None:
-        """One row. Raises `TrajectoryError` for a blob that is no episode."""
+        """Add one row. Raises `TrajectoryError` for a blob that is no episode."""
         self._waiting.append(_row_of(exported))
         self.rows += 1
         self.held_bytes += len(exported.blob)

@@ -44,7 +44,7 @@ class Reader:
         self.at = 0
 
     def read(self, n: int) -> memoryview:
-        """Exactly the next `n` bytes. Raises `SnapshotError` when there are not so many."""
+        """The next `n` bytes, and no fewer. Raises `SnapshotError` when there are not so many."""
         if n > self.size_bytes - self.at:
             raise SnapshotError("a delta ends before its time")
         self.at += n

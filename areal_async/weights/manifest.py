@@ -47,7 +47,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    """Lies directly in the snapshot's directory."""
+    """A file directly in the snapshot's directory."""
 
     file: str
     size_bytes: int

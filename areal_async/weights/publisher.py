@@ -88,7 +88,7 @@ class Publisher:
         self._changed: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
+        """Begin to serve. What an earlier publisher left under `root` is removed. Raises `EndpointError`."""
         self._root.mkdir(parents=True, exist_ok=True)
         thread = LoopThread("weights-publisher")
         try:
@@ -188,7 +188,7 @@ class Publisher:
             raise SnapshotError(f"an old snapshot under {self._root} cannot be removed: {error}") from error
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
-        """Called by the thread that makes deltas, under the lock."""
+        """Announce the delta, if one was made. The thread that makes deltas calls this, under the lock."""
         self._kept.release(base, new)
         if (offer := self._deltas.get(new, base)) is not None:
             self._channel.add(Path(offer.path), offer.manifest_hash)

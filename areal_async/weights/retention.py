@@ -47,7 +47,7 @@ class RetentionPolicy:
 
     @property
     def pending_evaluations(self) -> list[VersionTag]:
-        """Pinned and not yet evaluated, oldest first."""
+        """The versions that are pinned and not yet evaluated, oldest first."""
         return list(self._pins)
 
     def is_final(self, tag: VersionTag) -> bool:

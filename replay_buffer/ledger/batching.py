@@ -160,7 +160,7 @@ class _Assembly:
         return group.state_for(self.policy)
 
     def _chosen(self, most: int) -> Chosen:
-        """Up to `most` scored groups in the order of training: new ones, then those to be used again."""
+        """The first `most` scored groups in the order of training: new ones, then those to be used again."""
         new = self._new(most)
         return new + self._used_before(most - len(new))
 

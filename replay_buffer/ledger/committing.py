@@ -132,7 +132,7 @@ def checkpointed(index: Index, message: Checkpointed, now_ms: int) -> Decision:
 
 
 def commit_before(tx: Transaction, policy: str, step: int) -> None:
-    """COMMITTED for every step of `policy` before `step`."""
+    """Move every group trained in a step of `policy` before `step` to COMMITTED."""
     consumer = tx.consumer(policy)
     if step <= consumer.checkpoint:
         return

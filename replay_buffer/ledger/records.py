@@ -77,7 +77,7 @@ class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     components: dict[str, float] | None = None
     parts: StoredParts | None = None
     waits_ms: int = 0
-    """Since when it waits for its score: it was stored then, or had its last verdict that was none."""
+    """When it began to wait for its score: it was stored then, or had its last verdict that was none."""
     no_score: str = ""  # Kind of its last verdict that was no score; empty when there was none
 
     @property
@@ -94,8 +94,8 @@ class Training(LedgerRecord, frozen=True, array_like=True, gc=False):
     """How far the trainer of one policy has come with a group."""
 
     state: int = GroupState.SCORED
-    """SCORED until a batch takes it, or takes it again; then BATCHED, TRAINED, and at its end COMMITTED or
-    DROPPED. It counts from the moment that the group itself is SCORED."""
+    """The state is SCORED until a batch takes it, or takes it again; then BATCHED, TRAINED, and at its end
+    COMMITTED or DROPPED. It counts from the moment that the group itself is SCORED."""
     min_version: int = NO_VERSION  # The oldest version of the policy in the group's episodes
     leased_version: int = NO_VERSION
     """What the worker of the last lease served when it leased: while that is live, no version in flight is
@@ -253,7 +253,7 @@ def undecided(lineage: Lineage, step: int, min_epoch: int, max_version: int) -> 
 
 
 def pruned(lineage: Lineage, oldest: int) -> Lineage:
-    """Without the spans that no unit of version `oldest` or newer can belong to."""
+    """`lineage` without the spans that no unit of version `oldest` or newer can belong to."""
     return tuple(span for span in lineage if span.last is None or span.last >= oldest)
 
 

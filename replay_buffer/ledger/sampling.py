@@ -51,8 +51,8 @@ def priority(rules: Rules, group: GroupRecord) -> float:
 def choose(
     versions: Sequence[int], unfinished: Iterable[int], *, step: int, room: int, eta: int, batch_groups: int
 ) -> tuple[list[int], set[int]]:
-    """Up to `room` of the groups whose `versions` are given in order: their places, ascending, and which
-    of them were taken before their turn, because of their age.
+    """Choose up to `room` of the groups whose `versions` are given in order. Returns their places, ascending,
+    and which of them were taken before their turn, because of their age.
 
     `unfinished` are the versions of groups that will compete with them for the steps to come."""
     if len(versions) <= room:

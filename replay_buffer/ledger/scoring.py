@@ -158,14 +158,14 @@ def _problem(parts: Parts, episode: EpisodeRecord) -> Failure | None:
 
 
 def stored_parts(parts: Parts | None) -> StoredParts | None:
-    """As the ledger keeps them: rewards of units in single precision."""
+    """`parts` as the ledger keeps them: rewards of units in single precision."""
     if parts is None:
         return None
     return StoredParts(parts.segments, parts.agents, array("f", parts.units).tobytes())
 
 
 def parts_of(episode: EpisodeRecord) -> Parts | None:
-    """As they travel."""
+    """The rewards of an episode's parts, as they travel."""
     stored = episode.parts
     if stored is None:
         return None

@@ -174,7 +174,7 @@ class Transaction:
         return self.set_group(group)
 
     def move(self, group: GroupRecord, state: GroupState, reason: str = "", **changes: Any) -> GroupRecord:
-        """One transition, counted under the state's name and, if given, its reason."""
+        """Make one transition, counted under the state's name and, if given, its reason."""
         self._check(group, GroupState(group.state), state, LEGAL)
         self._count_state(state, reason)
         return self.set_group(group, state=int(state), since_ms=self.now_ms, **changes)
@@ -182,7 +182,7 @@ class Transaction:
     def train(
         self, group: GroupRecord, policy: str, state: GroupState, reason: str = "", **changes: Any
     ) -> GroupRecord:
-        """One transition of the group's training by `policy`. With the last one that ends, the group does."""
+        """Make one transition of the group's training by `policy`. The group ends with the last one."""
         self._check(group, GroupState(group.training[policy].state), state, LEGAL_TRAINING)
         trained = replace(group.training[policy], state=int(state), **changes)
         training = {**group.training, policy: trained}

@@ -136,7 +136,7 @@ class EmbeddedRedis:
         return "\n".join(lines) + "\n"
 
     def _check_files(self, binary: Path) -> None:
-        """Not to start on files that it would not read, nor on a disk that it would end on at once."""
+        """Raises for files that it would not read, and for a disk on which it would end at once."""
         if (self.data_dir / "appendonlydir").is_dir():
             version = redis_server_version(binary) or "0"
             if int(version.split(".")[0]) < 7:
@@ -194,5 +194,5 @@ class EmbeddedRedis:
 
 
 def _quoted(value: str) -> str:
-    """As one word of a Redis configuration file."""
+    """`value` as one word of a Redis configuration file."""
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -81,7 +81,7 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
 
 
 def groups_page(look: Look, groups: Sequence[GroupRecord], limit: int) -> RenderableType:
-    """One row a group."""
+    """A table with one row for each group."""
     if not groups:
         return Text("the buffer holds no group of that kind.")
     rows = (

@@ -40,7 +40,7 @@ class Look:
 
 
 class LedgerReader:
-    """Made by `open_reader`."""
+    """Reads the ledger of a run and its task file. `open_reader` makes it."""
 
     def __init__(self, redis: RedisConnection, url: str, run: Run, tasks: Tasks) -> None:
         self.tasks = tasks

@@ -52,7 +52,7 @@ class UnitRunner:
         self._orders = msgspec.msgpack.Decoder(WorkerOrder)
 
     def serve(self) -> None:
-        """Until the pool closes its end."""
+        """Run what the pool sends, until it closes its end."""
         while (payload := self._link.read()) is not None:
             match self._orders.decode(payload):
                 case Assignment(units):

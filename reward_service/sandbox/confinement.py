@@ -29,7 +29,7 @@ class LauncherDied(SandboxError):
 
 
 class LauncherClient:
-    """Started when first asked; started again when it has died. Not for two threads at once."""
+    """The launcher, started when first asked, and again when it has died. Not for two threads at once."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

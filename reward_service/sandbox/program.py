@@ -75,7 +75,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind == "ok"
 
     def describe(self) -> str:
-        """One line: how it ended, and the end of what it said about that."""
+        """How it ended, and the end of what it said about that, in one line."""
         how = self.kind if self.kind not in ("exit", "signal") else f"{self.kind} {self.status}"
         said = self.stderr.decode("utf-8", "replace").strip().splitlines()
         return f"{how}: {said[-1][-300:]}" if said else how

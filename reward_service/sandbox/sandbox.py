@@ -133,7 +133,7 @@ class Sandbox:
             raise
 
     def _built(self, spoken: Language, files: dict[str, bytes], within_s: float | None) -> Build:
-        """Compiled once for the same sources: the cases of one program follow one another."""
+        """Compile the sources, once for the same ones: the cases of one program follow one another."""
         digest = hashlib.sha256(spoken.name.encode())
         for name, data in sorted(files.items()):
             digest.update(msgspec.msgpack.encode((name, data)))

@@ -89,7 +89,7 @@ class TooCostly(Exception):
 
 
 class BudgetSpent(BaseException):
-    """Raised inside code whose budget is spent. No `Exception`, since sympy and math-verify swallow these."""
+    """The budget of this code is spent. It is no `Exception`, since sympy and math-verify swallow these."""
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:

@@ -59,7 +59,7 @@ class Cases(msgspec.Struct, frozen=True):
         return len(self.stdio) + len(self.calls) + len(self.codes)
 
     def first(self, n: int) -> Cases:
-        """These with at most `n` cases of each form; all for 0."""
+        """These cases, at most `n` of each form; all for 0."""
         if not n:
             return self
         return msgspec.structs.replace(self, stdio=self.stdio[:n], calls=self.calls[:n], codes=self.codes[:n])
@@ -274,7 +274,7 @@ class Names(NamedTuple):
     """The names in texts that share a namespace."""
 
     free: list[str]
-    """Used, and neither the texts' own nor Python's nor the library's."""
+    """Names that are used, and are neither the texts' own nor Python's nor the library's."""
     used: set[str]
     imports: list[str]
     """What supplies the names of the library."""

@@ -144,7 +144,7 @@ def _score_of(result: Result, *, partial: bool) -> Score:
 
 
 LONGEST_TESTS = 10_000
-"""Characters. Reading tests takes time beside that of running them, and a response could take that of all."""
+"""Most characters of tests: reading them takes time too, and a response could take that of all."""
 TESTS_FENCE = re.compile(r"^(tests?|unittests?|pytest)$")
 
 

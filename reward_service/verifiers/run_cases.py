@@ -230,8 +230,8 @@ def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float
 
 
 def _same_token(got: str, expected: str, tolerance: float) -> bool:
-    """Equal, or both numbers and near each other where a decimal is expected: `3` is no `3.5`, and `7` no
-    `7a`."""
+    """Whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`, and
+    `7` no `7a`."""
     if got == expected:
         return True
     if "." not in expected and "e" not in expected.lower():

@@ -229,7 +229,7 @@ LONGEST = 2_000
 
 class ChoiceArguments(Section):
     letters: str = Field(default=LETTERS, pattern=r"^[A-Z]{2,26}$")
-    """Those of the options."""
+    """The letters of the options."""
 
 
 @verifier(ChoiceArguments)

@@ -276,7 +276,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _names_a_unit(words: str) -> bool:
-    """Not so what lists things, counts, or says that another answer may be the right one."""
+    """Whether `words` can be a unit: no list, no count, no hint that another answer may be right."""
     return not any(character.isdigit() or character in ",;()" for character in words) and not hedged(words)
 
 

@@ -84,7 +84,7 @@ class GenerateRequest:
     priority: int = 0
     """Smaller goes first where requests wait."""
     deadline_s: float | None = None
-    """On `time.monotonic`'s clock: past it the request ends with `DeadlinePassed`."""
+    """The time on `time.monotonic`'s clock past which the request ends with `DeadlinePassed`."""
 
 
 @dataclass(frozen=True, slots=True)

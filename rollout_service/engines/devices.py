@@ -38,7 +38,7 @@ def own_gpus(
 
 
 def own_device(job: JobConfig, place: ServiceContext | None, replica: int) -> str:
-    """As torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
+    """The engine's device as torch names it: `cpu` or `cuda:N`. Raises `EngineError`."""
     gpus = own_gpus(job, place, replica)
     return f"cuda:{gpus[0]}" if gpus else "cpu"
 

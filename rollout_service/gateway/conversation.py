@@ -63,9 +63,9 @@ class ConversationTree:
 
     template: ChatTemplate
     calls: int = 0
-    """Recorded."""
+    """Calls that are recorded."""
     requests: int = 0
-    """Begun."""
+    """Calls that have begun."""
     roots: Counter[str] = field(default_factory=Counter)
     _turns: dict[Key, list[RecordedAnswer]] = field(default_factory=dict)
     _prompts: dict[tuple[int, bytes], int] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class ConversationTree:
         reply: Message,
         tool_ids: tuple[str, ...],
     ) -> None:
-        """That an answer may be gone on from, once the agent has been told it."""
+        """Note that an answer may be gone on from, once the agent has been told it."""
         depth = 0 if plan.parent is None else plan.parent.depth + 1
         turn = RecordedAnswer(segment, np.concatenate((plan.ids, ids)), depth, plan.given, said, tool_ids)
         self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)

@@ -133,7 +133,7 @@ class ChatCall:
     stream `begin` comes first, then `delta` for text on the way, then `finish`."""
 
     def __init__(self, given: Mapping[str, Any], template: ChatTemplate, most: int) -> None:
-        """At most `most` answers may be asked for. Raises `ApiError`."""
+        """Raises `ApiError` for a call that is wrong, or asks for more than `most` answers."""
         body = read(given)
         if body.n > most:
             raise bad("n", f"n must be an integer from 1 to {most}")

@@ -15,7 +15,7 @@ from areal_async.trajectory.layout import FinishReason
 
 Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
-"""As a chat template takes it: role, content (text), and tool_calls with `arguments` as an object."""
+"""What a chat template takes: role, content (text), and tool_calls with `arguments` as an object."""
 
 # --- refusals ----------------------------------------------------------------------------------------
 

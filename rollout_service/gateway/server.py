@@ -289,7 +289,7 @@ ANSWER_GRACE_S = 60.0
 
 
 class Gateway:
-    """Made once a process; episodes open sessions in it."""
+    """The gateway of a process; episodes open sessions in it."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ Pieces = asyncio.Queue[tuple[int, Ids]]
 
 
 class Session:
-    """Made by `ctx.gateway()`."""
+    """An agent's access to the policy during one episode. `ctx.gateway()` makes it."""
 
     def __init__(
         self,

@@ -320,7 +320,7 @@ class EngineReplica:
         return self.given < self._most_requests
 
     def serve(self) -> None:
-        """Its engine has started, and has been given nothing."""
+        """Note that its engine has started, and has been given nothing."""
         self.serves, self._served_s = True, self._clock()
         self._detector = StallDetector(self._stuck_s, self._clock)
         self._most_requests = most_requests(self.engine.stats().capacity)
@@ -367,7 +367,7 @@ class EngineReplica:
         return self._detector.trouble(self.engine, given=self.given, paused=self.updating)
 
     def lose(self, error: EngineError) -> None:
-        """Its engine is dead. To be followed by `revive`."""
+        """Note that its engine is dead. To be followed by `revive`."""
         stats = self.engine.stats()
         self._before = self._before[0] + stats.tokens_total, self._before[1] + stats.requests_total
         self.serves, self.error = False, error

@@ -118,8 +118,8 @@ class ReplicaSet:
         self._serving_changed()
 
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
-        """As `engines.base.Engine` has it. Raises `EngineError` when the engine was lost and pieces had been
-        told."""
+        """Sample on one of the replicas, as an `Engine` does. Raises `EngineError` when the engine was lost
+        and pieces had been told."""
         if request.deadline_s is None:
             return await self._generate(request, tell)
         limit = asyncio.timeout(request.deadline_s - time.monotonic())

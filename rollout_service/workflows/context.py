@@ -60,7 +60,7 @@ class WorkflowResources:
     """What the episodes of a worker share: made once, when the workflow is loaded."""
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    """By the names that `ctx.tool` takes."""
+    """The job's tools, by the names that `ctx.tool` takes."""
     max_model_len: int | None = None
     """Most tokens of a path."""
     timeout_s: float = 10.0

@@ -119,7 +119,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """The description of the tool that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -209,7 +209,7 @@ async def run_tool(
 
 
 def cut(text: str, limit: int) -> str:
-    """At most `limit` characters, and a note of what is missing."""
+    """The first `limit` characters of `text`, with a note where more are missing."""
     return text if len(text) <= limit else f"{text[:limit]}… (cut: {limit} of {len(text)} characters)"
 
 

@@ -119,7 +119,7 @@ def _part(kind: type[P], found: Any) -> P:
 
 
 def _taken(part: ObjectivePart, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those fields of the section that the part has a parameter for."""
+    """The fields of the section that the part has a parameter for."""
     parameters = inspect.signature(part).parameters
     return {name: value for name, value in fields.items() if name in parameters}
 

@@ -60,7 +60,7 @@ class ComparedUnits:
 
     @property
     def difference(self) -> NDArray[np.float64]:
-        """Absolute, in nats; what is not finite counts as the largest float32."""
+        """The absolute difference, in nats; what is not finite counts as the largest float32."""
         with np.errstate(invalid="ignore"):
             gap = np.abs(self.behaviour - self.trainer)
         return np.nan_to_num(gap, nan=np.inf).clip(max=float(np.finfo(np.float32).max))
@@ -148,7 +148,7 @@ class CheckOutcome:
     """Reason -> units of the batch that could not be compared."""
     engine: str
     dtype: str
-    """The engine's."""
+    """The dtype of the engine."""
     trainer_dtype: str
     causes: tuple[str, ...] = ()
     """Likely causes, the likeliest first; only after a failure."""

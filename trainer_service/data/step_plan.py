@@ -38,7 +38,7 @@ class BatchFigures:
 
     episodes: int
     tokens: int
-    """Sampled ones."""
+    """Sampled tokens."""
     units: int
     """Prompt and response tokens."""
     reward_mean: float

@@ -31,8 +31,8 @@ DIGEST_BYTES = 32
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 4 << 20
 WANTED_CHUNKS = 256
-"""Enough that a chain of receivers costs little more than one transfer; few enough that each is worth its
-message."""
+"""Chunks of a snapshot: so many that a chain of receivers costs little more than one transfer, so few that
+each is worth its message."""
 MAX_CHUNKS = 1 << 26
 PARTIAL_PREFIX = ".partial-"
 

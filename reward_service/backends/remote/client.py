@@ -72,7 +72,7 @@ class RemoteBackend:
         except ValueError as error:
             raise RewardLoadError(f"the reward remote: {error}") from error
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
-        """Only by a fault of this side: a server that is away may come back."""
+        """It is done only by a fault of this side: a server that is away may come back."""
         self._spec = spec
         self._rng = random.Random()
         self._batch = self._arguments.batch if spec.scope == "episode" else 1
@@ -146,7 +146,7 @@ class RemoteBackend:
     # --- servers -------------------------------------------------------------------------------------
 
     async def _await_first(self) -> None:
-        """Until one server is ready, or all say that they cannot be used, or the limit is up."""
+        """Wait until one server is ready, or all say that they cannot be used, or the limit is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._arguments.connect_s):
                 while not self.alive and not all(replica.unfit for replica in self._replicas):

@@ -50,7 +50,7 @@ GATEWAY_STATUSES = (502, 503, 504)  # What a proxy says when the server behind i
 LOOK_S = 2.0  # Between two looks at a server that answers: it may be about to end, or another one by now
 ASK_LIMIT_S = 5.0
 NOTICE_S = 0.5
-"""Beyond the deadline of an input, for the server to end what is late and to start what waited behind it."""
+"""Time beyond an input's deadline in which the server ends what is late and starts what waited behind it."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0  # Between two looks at a server that does not answer
 OUTCOMES = ("gone", "late", "broken")  # Kinds of a `RemoteError` that is no refusal
@@ -108,7 +108,7 @@ class RemoteServer:
         )
 
     async def close(self) -> None:
-        """Once, when nothing is under way any more."""
+        """End the session. To be called once, when nothing is under way any more."""
         self._ready = False
         with contextlib.suppress(KeyError):
             metrics.REMOTE_READY.remove(self.url)
@@ -192,7 +192,7 @@ class RemoteServer:
     # --- whether it can be used ----------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Until cancelled."""
+        """Keep looking whether the server can be used, until cancelled."""
         tries = 0
         while True:
             self._lost.clear()

@@ -120,10 +120,10 @@ class Patience:
     span_s: float = 20.0
     """Least time from the first of these probes to the end of the last."""
     pause_s: float = 0.25
-    """Between two probes."""
+    """Seconds between two probes."""
 
     def is_over(self, misses: int, silent_s: float) -> bool:
-        """After `misses` probes in a row without an answer, the first of them `silent_s` ago."""
+        """Whether a server is given up after `misses` probes without an answer, the first `silent_s` ago."""
         return misses >= self.misses and silent_s >= self.span_s
 
 
@@ -277,7 +277,7 @@ class ServerAdapter(ABC):
     reached, and `EngineError` when it refuses."""
 
     name: ClassVar[str]
-    """As in `rollout.engine`."""
+    """The engine's name in `rollout.engine`."""
     title: ClassVar[str]
     """The server's name in messages."""
     ready_path: ClassVar[str]

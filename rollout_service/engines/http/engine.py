@@ -90,7 +90,7 @@ class HttpEngine:
         return self._server is None or not self._server.liveness.ended()
 
     async def start(self, snapshot: Weights) -> None:
-        """May be called again after the engine was lost."""
+        """Start or attach the server. May be called again after the engine was lost."""
         await self._close_server()
         self._lost, self._paused, self._stopping = None, False, False
         self._prefix = secrets.token_hex(4)

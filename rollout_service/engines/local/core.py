@@ -157,7 +157,7 @@ class EngineCore:
         self._stale_kv = True
 
     def rebuild(self) -> None:
-        """After `swap`: compute the KV of everything in flight under the new weights (mode `recompute`)."""
+        """Compute the KV of everything in flight under the weights of the last `swap` (mode `recompute`)."""
         if not self._stale_kv:
             return
         self._stale_kv = False

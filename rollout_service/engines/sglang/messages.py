@@ -232,8 +232,8 @@ def _settings(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dty
 
 
 async def _check_answers(client: ServerClient, vocab_size: int) -> None:
-    """That units carry versions, and that log-probs are of what is sampled from. Also the server's first
-    requests: it is warm afterwards."""
+    """Check that units carry versions, and that log-probs are of what is sampled from. These are also the
+    server's first requests: it is warm afterwards."""
     watched = list(range(min(vocab_size, 64)))
     spread = []
     for temperature in (1.0, COLD):

@@ -118,7 +118,7 @@ class TensorReceiver:
             await client.request("POST", "/end_weight_update", {})
 
     async def load(self, client: ServerClient, snapshot: Directory, *, flush: bool, timeout_s: float) -> None:
-        """As `load_directory`: have the paused server serve `snapshot`, by its tensors where they can be had.
+        """Have the paused server serve `snapshot`, by its tensors if they can be had, else by its directory.
 
         Raises `EngineError`, after which nobody knows what the server holds."""
         if self._break:
@@ -228,7 +228,7 @@ def check_releases(ours: str, theirs: str) -> None:
 
 
 def release_of(version: str) -> str:
-    """Without what tells builds apart (`+cpu`, `+cu130`)."""
+    """`version` without what tells builds apart (`+cpu`, `+cu130`)."""
     return version.partition("+")[0]
 
 

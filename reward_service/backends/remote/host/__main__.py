@@ -38,7 +38,7 @@ def main(request: ServeRequest) -> None:
 
 
 async def serve(request: ServeRequest) -> None:
-    """Until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
+    """Serve until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
     wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
     offers = read_offers(request.rewards, wants, arguments_in(request.args), request.timeout_s)
     try:
