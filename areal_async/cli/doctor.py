@@ -28,11 +28,11 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> Iterator[Finding]:
+def examine(least_shm_bytes: int = MIN_SHM_BYTES) -> Iterator[Finding]:
     """Every finding, in the order a person would repair them."""
     yield _packages()
     yield _redis()
-    yield _shared_memory()
+    yield _shared_memory(least_shm_bytes)
     why, fix = no_sandbox()
     if why:
         yield Finding("warn", "sandbox", f"code rewards cannot be had: {why}", fix)
@@ -79,14 +79,14 @@ def _redis() -> Finding:
     return Finding("ok", "redis-server", f"{found} ({binary})")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory(least_bytes: int) -> Finding:
     try:
         free = shutil.disk_usage(SHM_ROOT).free
     except OSError:
         fix = f"Weights go through {tempfile.gettempdir()} instead, which is slower; mount a tmpfs there"
         return Finding("warn", "shared memory", f"{SHM_ROOT} cannot be used", fix)
     found = f"{free / (1 << 30):.1f} GiB free in {SHM_ROOT}"
-    if free >= MIN_SHM_BYTES:
+    if free >= least_bytes:
         return Finding("ok", "shared memory", found)
     fix = "Room for five copies of the model is needed; in Docker, start with --shm-size=8g"
     return Finding("warn", "shared memory", found, fix)

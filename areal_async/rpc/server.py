@@ -8,7 +8,7 @@ Promises:
   and counted and dropped otherwise. Nothing is handled before a hello of our schema and job.
 - Requests under way are limited per client (`busy`), frames by size, queues by high-water marks.
 - After `stop`, no task, socket or ipc file is left; requests cut short were answered `unavailable`, and the
-  last answers reached every peer that reads within `ANSWERS_LINGER_MS`.
+  last answers reached every peer that reads within `linger_ms`.
 
 It does not promise order between concurrent requests, and it never cancels a handler because its client left:
 the handler may be half-way through a write.
@@ -48,7 +48,7 @@ MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
-ANSWERS_LINGER_MS = 2000  # How long a stopped server may take to hand its last answers to busy peers
+ANSWERS_LINGER_MS = 2000
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Server:
         self._handler = handler
         self._access = access
         self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
-        self._sessions: OrderedDict[bytes, Peer] = OrderedDict()
+        self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # At most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -135,8 +135,9 @@ class Server:
         self._stopping = False
         self._socket = PolledSocket(sock, 2, self._on_frames)
 
-    async def stop(self, grace_s: float = 0.5) -> None:
-        """Let handlers finish for `grace_s`, answer the rest `unavailable`, and leave nothing behind."""
+    async def stop(self, grace_s: float = 0.5, linger_ms: int = ANSWERS_LINGER_MS) -> None:
+        """Let handlers finish for `grace_s`, answer the rest `unavailable`, hand the last answers to busy
+        peers within `linger_ms`, and leave nothing behind."""
         if self._socket is None or self._context is None:
             return
         self._stopping = True
@@ -148,13 +149,13 @@ class Server:
             _, stuck = await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S)
             if stuck:
                 log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
-        self._socket.close(ANSWERS_LINGER_MS)
+        self._socket.close(linger_ms)
         if self._zap is not None:
             self._zap.close()
         context, self._context, self._socket, self._zap = self._context, None, None, None
         await end_context(context)
         endpoints.remove_ipc_file(self.endpoint)
-        self._sessions.clear()
+        self.sessions.clear()
         self._identities.clear()
 
     # --- arrivals ------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Server:
         except (ValueError, ProtocolError):
             self.counters["malformed"] += 1
             return
-        session = self._sessions.get(identity)
+        session = self.sessions.get(identity)
         if session is not None and session.client != header.client:
             self.counters["malformed"] += 1
         elif header.kind == Kind.REQUEST:
@@ -196,7 +197,7 @@ class Server:
         elif self._stopping:
             self._send(identity, self._frames(header, Fault("unavailable", "stopping", STOP_RETRY_MS)))
         else:
-            self._sessions.move_to_end(identity)
+            self.sessions.move_to_end(identity)
             self._admit(identity, session, header, message, attachments)
 
     def _admit(
@@ -232,14 +233,14 @@ class Server:
         before = self._identities.get(client)
         if before is not None and before != identity:
             self._drop_session(before)
-        elif before is None and len(self._sessions) >= MAX_SESSIONS:
-            self._drop_session(next(iter(self._sessions)))
-        self._sessions[identity] = Peer(hello.role, hello.name, client)
+        elif before is None and len(self.sessions) >= MAX_SESSIONS:
+            self._drop_session(next(iter(self.sessions)))
+        self.sessions[identity] = Peer(hello.role, hello.name, client)
         self._identities[client] = identity
         return Welcome(SCHEMA, self._service)
 
     def _drop_session(self, identity: bytes) -> None:
-        session = self._sessions.pop(identity, None)
+        session = self.sessions.pop(identity, None)
         if session is not None and self._identities.get(session.client) == identity:
             del self._identities[session.client]
 

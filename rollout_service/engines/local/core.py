@@ -37,8 +37,6 @@ from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.local.requests import RequestTable, draw, pad
 
-PREFILL_TOKENS = 4096  # Most tokens, padding included, in one prefill pass (a longer prompt goes alone)
-
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -47,6 +45,8 @@ class Finished:
 
 
 class EngineCore:
+    """`prefill_tokens`: most tokens, padding included, in one prefill pass; a longer prompt goes alone."""
+
     def __init__(
         self,
         model: LocalModel,
@@ -54,6 +54,7 @@ class EngineCore:
         slots: int,
         max_model_len: int,
         update_mode: Literal["recompute", "keep"] = "recompute",
+        prefill_tokens: int = 4096,
     ) -> None:
         limit = getattr(model.model.config, "max_position_embeddings", max_model_len)
         if max_model_len > limit:
@@ -64,6 +65,7 @@ class EngineCore:
         self.slots = slots
         self.max_model_len = max_model_len
         self.update_mode = update_mode
+        self.prefill_tokens = prefill_tokens
         self.tag = VersionTag(POLICY, 0, 0)
         self.tokens_total = 0
         self.requests_total = 0
@@ -170,7 +172,7 @@ class EngineCore:
         ]
         order = sorted(range(len(live)), key=lambda i: len(sequences[i]))
         while order:
-            batch = _budget([sequences[i] for i in order])
+            batch = _budget([sequences[i] for i in order], self.prefill_tokens)
             self._prefill([sequences[i] for i in order[:batch]], [live[i] for i in order[:batch]])
             order = order[batch:]
 
@@ -186,7 +188,7 @@ class EngineCore:
         """Prefill the first waiting requests in one pass and sample their first units. The samples of a
         group arrive together: one prompt is computed once, whatever number of requests begin with it."""
         count = min(len(self.waiting), len(self._table.free))
-        batch = _budget([self.waiting[i].prompt_ids for i in range(count)])
+        batch = _budget([self.waiting[i].prompt_ids for i in range(count)], self.prefill_tokens)
         rows, sequences = [], []
         for _ in range(batch):
             request = self.waiting.popleft()
@@ -305,7 +307,7 @@ class EngineCore:
             self._slot_of_row[holes] = self._slot_of_row[live]
 
 
-def _budget(sequences: Sequence[Any]) -> int:
+def _budget(sequences: Sequence[Any], most_tokens: int) -> int:
     """How many sequences, in this order, fit one prefill pass when the distinct ones are padded to the
     longest; at least one."""
     seen: set[bytes] = set()
@@ -313,6 +315,6 @@ def _budget(sequences: Sequence[Any]) -> int:
     for count, ids in enumerate(sequences):
         seen.add(ids.tobytes())
         longest = max(longest, len(ids))
-        if count and len(seen) * longest > PREFILL_TOKENS:
+        if count and len(seen) * longest > most_tokens:
             return count
     return len(sequences)

@@ -116,8 +116,7 @@ def test_doctor_finds_this_machine_fit():
 
 def test_doctor_fails_where_a_run_would(monkeypatch):
     monkeypatch.setattr(doctor_module, "find_redis_server", lambda: None)
-    monkeypatch.setattr(doctor_module, "MIN_SHM_BYTES", 1 << 60)
-    found = {finding.about: finding for finding in examine()}
+    found = {finding.about: finding for finding in examine(least_shm_bytes=1 << 60)}
     assert found["redis-server"].level == "fail"
     assert found["shared memory"].level == "warn"
     assert all(finding.fix for finding in found.values() if finding.level != "ok")

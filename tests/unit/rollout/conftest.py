@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,10 +83,8 @@ class Tiny:
             want = self.logprobs(asked, got, version, epoch)
             np.testing.assert_allclose(got.logprobs[at], want[at], atol=1e-4)
 
-    def core(self, slots: int = 8, *, update_mode: str = "recompute", max_model_len: int = 96) -> EngineCore:
-        core = EngineCore(
-            LocalModel(self.directory), slots=slots, max_model_len=max_model_len, update_mode=update_mode
-        )
+    def core(self, slots: int = 8, *, max_model_len: int = 96, **options: Any) -> EngineCore:
+        core = EngineCore(LocalModel(self.directory), slots=slots, max_model_len=max_model_len, **options)
         core.swap(self.weights(0))
         return core
 

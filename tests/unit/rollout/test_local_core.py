@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
-from rollout_service.engines.local import core as core_module
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.requests import Draw, draw, uniforms
 from tests.unit.rollout.conftest import distribution
@@ -100,12 +99,9 @@ def test_samples_of_one_prompt_share_its_prefill(tiny: Any, monkeypatch: pytest.
     assert len({int(r.token_ids[0]) for r in done.values()}) > 1
 
 
-def test_prompts_beyond_one_pass_are_prefilled_in_several(
-    endless: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core_module, "PREFILL_TOKENS", 24)
+def test_prompts_beyond_one_pass_are_prefilled_in_several(endless: Any) -> None:
     asked = [request(i, p, max_new_tokens=6, seed=i) for i, p in enumerate(prompts(12, longest=60))]
-    core = endless.core(slots=12)
+    core = endless.core(slots=12, prefill_tokens=24)
     submit(core, *asked)
     done: dict[str, Any] = {}
     with torch.inference_mode():

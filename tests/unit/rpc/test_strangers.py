@@ -99,7 +99,7 @@ async def test_ten_thousand_malformed_messages_cost_a_server_nothing(endpoint, k
             assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
             assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
         assert (server.counters["malformed"] > MESSAGES) is known
-        assert len(server._sessions) <= 8
+        assert len(server.sessions) <= 8
 
 
 async def test_a_peer_that_leaves_in_the_middle_of_a_message_leaves_nothing(endpoint):
