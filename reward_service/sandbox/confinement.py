@@ -29,9 +29,11 @@ class LauncherDied(SandboxError):
 
 
 class LauncherClient:
-    """The launcher, started when first asked, and again when it has died. Not for two threads at once."""
+    """The launcher, started with `start` when first asked, and again when it has died. Not for two threads at
+    once."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: str = START) -> None:
+        self.start = start
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
         self._owner = 0
@@ -90,7 +92,7 @@ class LauncherClient:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", START, str(theirs.fileno()), FOLDER],
+                    [sys.executable, "-I", "-S", "-c", self.start, str(theirs.fileno()), FOLDER],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -43,14 +43,14 @@ class Sandbox:
     def __init__(self, confinement: Confinement, launcher: LauncherClient) -> None:
         self._confinement = confinement
         self._launcher = launcher
-        self._partner = LauncherClient()
+        self._partner = LauncherClient(launcher.start)
         self._builds: OrderedDict[str, Build] = OrderedDict()
 
     @classmethod
-    def at(cls, level: Level) -> Sandbox:
-        """A sandbox of this level. Raises CannotIsolate where this machine cannot isolate programs; it
-        says what to change."""
-        launcher = LauncherClient()
+    def at(cls, level: Level, launcher: LauncherClient | None = None) -> Sandbox:
+        """A sandbox of this level, which closes `launcher`. Raises CannotIsolate where this machine cannot
+        isolate programs; it says what to change."""
+        launcher = launcher or LauncherClient()
         try:
             return cls(Confinement("none") if level == "none" else find(launcher), launcher)
         except SandboxError:

@@ -4,11 +4,12 @@ import os
 
 import pytest
 
-from reward_service.sandbox import Program, RunLimits, Sandbox, SandboxError, confinement
+from reward_service.sandbox import Program, RunLimits, Sandbox, SandboxError
+from reward_service.sandbox.confinement import START, LauncherClient
 
 ISOLATED = ("grouped", "summed")
 """How memory is held: by a memory group, or by looking."""
-WITHOUT_GROUP = "from isolation import cgroup; cgroup.enter = lambda: None; "
+WITHOUT_GROUP = START.replace("from", "from isolation import cgroup; cgroup.enter = lambda: None; from", 1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,16 +23,10 @@ def secret():
 def opened(kind):
     if kind == "none":
         return Sandbox.at("none")
-    with pytest.MonkeyPatch.context() as patch:
-        if kind == "summed":
-            path, rest = confinement.START.split("; from ", 1)
-            patch.setattr(confinement, "START", f"{path}; {WITHOUT_GROUP}from {rest}")
-        try:
-            box = Sandbox.at("isolated")
-        except SandboxError as error:
-            pytest.skip(str(error))
-        # The second launcher of pairs is of the same kind.
-        box._partner._connected()
+    try:
+        box = Sandbox.at("isolated", LauncherClient(WITHOUT_GROUP if kind == "summed" else START))
+    except SandboxError as error:
+        pytest.skip(str(error))
     if kind == "grouped" and "memory group" not in box.guards:
         box.close()
         pytest.skip("no memory group can be had here")

@@ -2,9 +2,10 @@
 
 import os
 
+import psutil
 import pytest
 
-from reward_service.sandbox import LINK_FD, Program, RunLimits, SandboxError
+from reward_service.sandbox import LINK_FD, Program, RunLimits, Sandbox, SandboxError
 from tests.scoring import processes_below
 
 LIMITS = RunLimits(wall_s=20, cpu_s=10, processes=8)
@@ -99,15 +100,18 @@ def test_pairs_follow_one_another_and_leave_nothing(sandbox):
 
 
 def test_a_launcher_that_dies_is_started_again(sandbox):
-    sandbox.run_pair(python(""), python(""))
-    for launcher in (sandbox._launcher, sandbox._partner):
-        launcher._process.kill()
-        launcher._process.wait()
-        tests, _ = sandbox.run_pair(python("os.write(LINK, b'a')\nprint(os.read(LINK, 1))"), python(ECHO))
-        assert tests.stdout == b"b'A'\n"
-    sandbox._launcher._process.kill()
-    sandbox._launcher._process.wait()
-    assert sandbox.run(python("print(1)")).ok
+    before = processes_below()
+    with Sandbox.at(sandbox.level) as own:
+        own.run_pair(python(""), python(""))
+        for launcher in map(psutil.Process, processes_below() - before):
+            launcher.kill()
+            launcher.wait(20)
+            tests, _ = own.run_pair(python("os.write(LINK, b'a')\nprint(os.read(LINK, 1))"), python(ECHO))
+            assert tests.stdout == b"b'A'\n"
+        for launcher in map(psutil.Process, processes_below() - before):
+            launcher.kill()
+            launcher.wait(20)
+        assert own.run(python("print(1)")).ok
 
 
 def test_a_pair_that_cannot_be_started_is_an_error_and_leaves_nothing(sandbox):
