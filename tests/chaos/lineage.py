@@ -46,10 +46,10 @@ class Trainers:
     def of(cls, events: Iterable[Event]) -> Trainers:
         trainers = cls()
         for event in events:
-            trainers._take(event)
+            trainers.take(event)
         return trainers
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         match event["event"]:
             case "restored" | "saved":
                 self.saved_s.setdefault(event["step"], event["mono_s"])

@@ -16,6 +16,7 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import LedgerMeta
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis.address import StoreUnavailable
+from replay_buffer.redis.connection import RedisConnection
 from replay_buffer.redis.large import (
     ALIGN_BYTES,
     CHUNK_BYTES,
@@ -25,7 +26,8 @@ from replay_buffer.redis.large import (
     BlobRef,
     Large,
 )
-from replay_buffer.redis.writer import Commands, Keys
+from replay_buffer.redis.store import SCRIPT
+from replay_buffer.redis.writer import Commands, Keys, LedgerWriter, RedisClock
 from tests.unit.buffer.conftest import judge, lease, reasons, store, until
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
@@ -103,7 +105,7 @@ async def test_trained_effectively_once_what_a_crash_left_half_done_is_removed_a
         group = await opened(front)
         # As if it had died after the bytes were there and before the ledger knew of them.
         if folder is not None:
-            await front._store.put_on_shelf(blobs)
+            await BlobFiles(folder, "memory").write(blobs)
             assert len(files(folder)) == 1
         redis.sadd(Keys(job_name).staged, "1.7:2")
         redis.set(Keys(job_name).chunk("1.7", 0), b"left over")
@@ -130,17 +132,20 @@ async def test_a_put_that_is_refused_or_repeated_leaves_nothing(a_front, folder,
         assert await held(front, group) == blobs
 
 
-async def test_a_ledger_write_without_its_chunks_is_refused_whole(a_front, redis, job_name):
+async def test_a_ledger_write_without_its_chunks_is_refused_whole(a_front, redis, redis_url, job_name):
     """They are not there, or Redis refuses one of them."""
-    keys = Keys(job_name)
+    keys, sha = Keys(job_name), redis.script_load(SCRIPT)
     for refers, ahead, words in ((True, [], "does not hold"), (False, [("SET", "only a key")], "refused")):
         async with a_front(RULES) as front:
             commands = Commands(keys)
             if refers:
                 commands.add("EXISTS", keys.chunk("9.9", 0))
             commands.add("HSET", keys.groups, ("g", b"x"))
+            connection, epoch = await RedisConnection.open(redis_url), int(redis.hget(keys.meta, "front"))
+            writer = LedgerWriter(connection, sha, epoch, RedisClock(), lambda _: None)
             with pytest.raises(StoreUnavailable, match=words):
-                await front._store._writer.submit(front.index.revision, commands, ahead)
+                await writer.submit(front.index.revision, commands, ahead)
+            await writer.close()
         if refers:
             assert not redis.hexists(keys.groups, "g")
 

@@ -1,7 +1,7 @@
 """Bugs put in on purpose: each breaks one promise of the buffer, and the check of that promise must see it.
 
-A bug is a wrapper around one real function that undoes what the function is there for. The ledger's machine
-(`ledger_machine.py`) must say which promise is broken; without a bug it has nothing to say
+A bug is a wrapper around one real function, also a private one, that undoes what it is there for. The
+ledger's machine (`ledger_machine.py`) must say which promise is broken; without a bug it has nothing to say
 (`test_ledger_machine.py`). The bugs in how policies share groups show only where two are trained."""
 
 from __future__ import annotations

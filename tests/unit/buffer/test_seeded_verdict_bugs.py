@@ -1,4 +1,4 @@
-"""Bugs put into what becomes of verdicts, one at a time: the test that is there for it must fail."""
+"""Bugs put into what becomes of verdicts, also in private functions: the test that is there must fail."""
 
 from __future__ import annotations
 
