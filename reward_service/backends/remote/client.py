@@ -77,7 +77,7 @@ class RemoteBackend:
         self._rng = random.Random()
         self._batch = self._arguments.batch if spec.scope == "episode" else 1
         self.call_seconds = 0.05
-        self._replicas: list[RemoteServer] = []
+        self.replicas: list[RemoteServer] = []
         self._open: set[Pending] = set()
         """Calls without verdicts: those of the queue, and those of requests under way."""
         self._queue: deque[Pending] = deque()
@@ -89,12 +89,12 @@ class RemoteBackend:
 
     @property
     def capacity(self) -> int:
-        return sum(replica.slots for replica in self._replicas) * self._batch
+        return sum(replica.slots for replica in self.replicas) * self._batch
 
     @property
     def alive(self) -> int:
         now_s = time.monotonic()
-        return sum(r.slots for r in self._replicas if r.ready(now_s)) * self._batch
+        return sum(r.slots for r in self.replicas if r.ready(now_s)) * self._batch
 
     async def __aenter__(self) -> Self:
         arguments = self._arguments
@@ -103,7 +103,7 @@ class RemoteBackend:
                 replica = RemoteServer(
                     url, arguments, self._spec, token=self._token, rng=self._rng, changed=self._news.set
                 )
-                self._replicas.append(replica)
+                self.replicas.append(replica)
                 self._start(replica.keep())
             await self._await_first()
         except BaseException:
@@ -140,8 +140,8 @@ class RemoteBackend:
             self._fail(next(iter(self._open)), "pool", "the connection to the reward servers was closed")
         self._queue.clear()
         self._room.set()
-        while self._replicas:
-            await self._replicas.pop().close()
+        while self.replicas:
+            await self.replicas.pop().close()
 
     # --- servers -------------------------------------------------------------------------------------
 
@@ -149,15 +149,15 @@ class RemoteBackend:
         """Wait until one server is ready, or all say that they cannot be used, or the limit is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._arguments.connect_s):
-                while not self.alive and not all(replica.unfit for replica in self._replicas):
+                while not self.alive and not all(replica.unfit for replica in self.replicas):
                     self._news.clear()
                     await self._news.wait()
         if not self.alive:
-            told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self._replicas)
+            told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
             raise RewardLoadError(
                 f"the reward remote: none of its servers can be used. {told}. Start one "
                 "(`areal-async reward serve`), or correct reward.args.",
-                may_pass=not all(replica.unfit for replica in self._replicas),
+                may_pass=not all(replica.unfit for replica in self.replicas),
             )
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -179,7 +179,7 @@ class RemoteBackend:
             self._news.clear()
             now_s = time.monotonic()
             while self._queue:
-                free = [replica for replica in self._replicas if replica.has_room(now_s)]
+                free = [replica for replica in self.replicas if replica.has_room(now_s)]
                 if not free:
                     break
                 replica = min(free, key=lambda one: (one.state.in_flight / one.slots, self._rng.random()))
@@ -304,13 +304,13 @@ class RemoteBackend:
 
     def _note_outage(self, now_s: float) -> None:
         """Give what waits its verdict when no server could be asked for `outage_s`."""
-        if self.alive or any(replica.state.in_flight for replica in self._replicas):
+        if self.alive or any(replica.state.in_flight for replica in self.replicas):
             self._away_since_s = None
             return
         if self._away_since_s is None:
             self._away_since_s = now_s
         limit_s = self._arguments.outage_s
-        told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self._replicas)
+        told = "; ".join(f"{replica.url}: {replica.trouble}" for replica in self.replicas)
         while self._queue and now_s - max(self._away_since_s, self._queue[0].queued_s) > limit_s:
             self._fail(self._queue.popleft(), "unreachable", f"no reward server for {limit_s:g} s: {told}")
 

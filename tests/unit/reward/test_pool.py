@@ -222,21 +222,27 @@ async def test_a_reward_that_can_be_loaded_no_longer_ends_what_scores_it_with_ve
 
 
 async def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up(tmp_path, section):
-    file, needed = tmp_path / "fragile.py", tmp_path / "needed"
+    file, needed, given_up = tmp_path / "fragile.py", tmp_path / "needed", tmp_path / "given up"
     needed.touch()
     file.write_text(
         f"import os, time\nfrom reward_service.sdk import reward\nopen({str(needed)!r})\n"
         "@reward\ndef f(given):\n"
         f"    if given.response == 'first':\n        os.remove({str(needed)!r})\n        os._exit(1)\n"
-        "    if given.response == 'second':\n        time.sleep(1)\n        os._exit(2)\n"
+        f"    while given.response == 'second':\n        time.sleep(0.01)\n"
+        f"        if os.path.exists({str(given_up)!r}):\n            os._exit(2)\n"
         "    return 1.0\n"
     )
 
     broken = section().model_copy(update={"name": f"{file}:f", "timeout_s": 30.0})
-    async with LocalScorer(broken, workers=2) as scorer:
-        inputs = texts("first", "behind", "second", "behind")
-        await scorer.score([RewardInput()] * 40)  # now it is known how quick a call is: two go together
-        verdicts = await asyncio.wait_for(scorer.score(inputs), 60)
+    async with Router(broken, workers=2) as router:
+        submit = partial(router.submit, router.specs[0])
+        await verdicts_of(
+            submit, [RewardInput()] * 40
+        )  # now it is known how quick a call is: two go together
+        scoring = asyncio.create_task(verdicts_of(submit, texts("first", "behind", "second", "behind")))
+        await asyncio.wait_for(router.broken, 60)
+        given_up.touch()
+        verdicts = await scoring
     assert [verdict.kind for verdict in verdicts] == ["process_died", "pool", "process_died", "pool"]
 
 

@@ -4,9 +4,10 @@ import asyncio
 import time
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from areal_async.rpc.verdicts import Failure, Score, Timeout
+from reward_service.backends.judge.backend import GREETING
 from reward_service.sdk import RewardLoadError
 from tests.scoring import verdicts_of
 from tests.unit.reward_models.conftest import JudgeServer, given, judge_of, judged, question, reply
@@ -148,10 +149,13 @@ async def test_nothing_is_unbounded_requests_under_way_are_limited():
     """Also those of one call: of all episodes of a group, and all votes."""
 
     async def held(body, n):
-        await asyncio.sleep(0.005)  # long enough for all others to arrive, if they may
-        return reply("5")
+        while server.most_under_way < 4:
+            server.news.clear()
+            await server.news.wait()
+        async with later.post(server.url, json={"messages": [{"content": GREETING}]}):
+            return reply("5")  # what may be sent before this answer has arrived
 
-    async with JudgeServer(held) as server:
+    async with JudgeServer(held) as server, ClientSession() as later:
         async with judge_of(server.url, max_in_flight=4, votes=2, temperature=1.0, seed=0) as judge:
             group, single = await verdicts_of(judge.submit, [[given(str(n)) for n in range(20)], given("x")])
     assert [verdict.value for verdict in [*group, single]] == [0.5] * 21

@@ -11,7 +11,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from reward_service.backends.reward_model.backend import START_LIMIT_S, RewardModel
 from reward_service.sdk import RewardInput, RewardLoadError
-from tests.scoring import verdicts_of
+from tests.scoring import until, verdicts_of
 from tests.unit.reward_models.tiny import bare_scores, values, write_reward_model
 
 
@@ -45,13 +45,13 @@ async def test_verdicts_are_final_and_true_whatever_becomes_of_the_process(direc
         found["hung"] = await verdicts_of(backend.submit, calls[:40])
         [second] = scoring_processes()
         scoring = asyncio.create_task(verdicts_of(backend.submit, calls))
-        await asyncio.wait([scoring], timeout=0.02)
+        await until(lambda: backend.busy, "a batch under way")
         os.kill(second, signal.SIGKILL)
         found["killed"] = await scoring
         [third] = scoring_processes()
         os.kill(third, signal.SIGSTOP)
         scoring = asyncio.create_task(verdicts_of(backend.submit, calls))
-        await asyncio.wait([scoring], timeout=0.02)
+        await until(lambda: backend.busy, "a batch under way")
     found["closed"] = await scoring
     assert len({first, second, third}) == 3
     assert not any(map(psutil.pid_exists, (first, second, third)))

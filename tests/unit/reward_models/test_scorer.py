@@ -5,7 +5,9 @@ import random
 
 import pytest
 import torch
+from transformers import Qwen2ForSequenceClassification
 
+from areal_async.quickstart.model import make_tokenizer
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelScorer, Unusable
@@ -94,15 +96,15 @@ def test_a_long_text_is_cut_where_the_job_says_so(directory):
 def test_a_text_that_cannot_be_computed_costs_the_others_nothing(directory, monkeypatch):
     one = scorer(directory)
     expected = verdicts(one, "1", "3")
-    forward = one._forward
+    forward = Qwen2ForSequenceClassification.forward
 
-    def fail(rows):
-        if any(13 in row for row in rows):
+    def fail(model, input_ids, **rest):
+        if (input_ids == 13).any():
             raise RuntimeError("out of memory")
-        return forward(rows)
+        return forward(model, input_ids, **rest)
 
-    poison = one._tokenizer.convert_ids_to_tokens(13)
-    monkeypatch.setattr(one, "_forward", fail)
+    poison = make_tokenizer().convert_ids_to_tokens(13)
+    monkeypatch.setattr(Qwen2ForSequenceClassification, "forward", fail)
     found = verdicts(one, "1", poison, "3")
     assert isinstance(found[1], Failure)
     assert found[1].kind == "model"
@@ -110,11 +112,11 @@ def test_a_text_that_cannot_be_computed_costs_the_others_nothing(directory, monk
     assert values([found[0], found[2]]) == pytest.approx(values(expected), abs=1e-5)
 
 
-def test_what_is_not_a_number_is_no_score(directory):
-    one = scorer(directory)
-    with torch.no_grad():
-        one._model.score.weight.fill_(float("nan"))
-    (found,) = verdicts(one, "1")
+def test_what_is_not_a_number_is_no_score(tmp_path):
+    model = Qwen2ForSequenceClassification.from_pretrained(write_reward_model(tmp_path))
+    torch.nn.init.constant_(model.score.weight, float("nan"))
+    model.save_pretrained(tmp_path)
+    (found,) = verdicts(scorer(tmp_path), "1")
     assert found.kind == "not_finite"
 
 

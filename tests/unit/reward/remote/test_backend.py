@@ -30,7 +30,7 @@ async def test_a_killed_and_restarted_server_loses_nothing(example, backend, col
     async with backend(server.url, batch=4, timeout_s=60.0) as entered:
         server.process.send_signal(signal.SIGSTOP)  # so that requests are surely under way when it dies
         collecting = asyncio.create_task(collect(entered, [given("1" * n + "0") for n in range(200)]))
-        await until(lambda: sum(r.state.in_flight for r in entered._replicas) == 4, "requests under way")
+        await until(lambda: sum(r.state.in_flight for r in entered.replicas) == 4, "requests under way")
         server.kill()
         await until(lambda: not entered.alive, "the loss of the server")
         server.start()
