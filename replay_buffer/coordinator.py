@@ -158,13 +158,13 @@ class Coordinator:
         """Execute a put; its large episodes are on disk before it is decided."""
         self._ready()
         try:
-            placed, name = await self._store.put_on_shelf(attachments)
+            placed, name = await self._store.place_large(attachments)
         except OSError as error:
             log.error("episodes cannot be written to disk", error=str(error))
             raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
         if not name:
             return await self.execute(command, placed)
-        failpoint("buffer.after_shelve")
+        failpoint("buffer.after_large")
         try:
             return await self.execute(command, placed)
         finally:

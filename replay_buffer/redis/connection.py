@@ -54,14 +54,14 @@ class RedisConnection(asyncio.Protocol):
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 if url.path:
-                    _, pipe = await loop.create_unix_connection(make, url.path)
+                    _, connection = await loop.create_unix_connection(make, url.path)
                 else:
-                    _, pipe = await loop.create_connection(make, url.host, url.port, ssl=secure)
+                    _, connection = await loop.create_connection(make, url.host, url.port, ssl=secure)
                 try:
-                    await pipe._greet(place)
+                    await connection._greet(place)
                 except BaseException as error:
-                    pipe.close()
-                    if url.tls and isinstance(error, StoreUnavailable) and pipe._was_closed:
+                    connection.close()
+                    if url.tls and isinstance(error, StoreUnavailable) and connection._was_closed:
                         # How a server turns away a client without the right certificate; that it says so
                         # may get lost on the way.
                         raise not_trusted(place, error) from error
@@ -70,7 +70,7 @@ class RedisConnection(asyncio.Protocol):
             raise not_trusted(place, error) from error
         except (OSError, TimeoutError) as error:
             raise StoreUnavailable(f"Redis at {place} does not answer: {in_words(error)}", "gone") from error
-        return pipe
+        return connection
 
     async def _greet(self, place: RedisAddress) -> None:
         for command in greetings(place):

@@ -70,7 +70,7 @@ class Store:
         """Redis refused a write for lack of memory, and has not been seen to have room since."""
         self._keys = Keys(job)
         self._large = Large(self._keys)
-        self._shelf = None if folder is None else BlobFiles(folder, durability)
+        self._files = None if folder is None else BlobFiles(folder, durability)
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
@@ -110,15 +110,15 @@ class Store:
             if self._writer is None and writes is not None:
                 writes.close()
 
-    async def put_on_shelf(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | BlobRef], str]:
+    async def place_large(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | BlobRef], str]:
         """Put what is large enough into a file, if there is a folder for that. Returns what to give to
         `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
-        return (list(blobs), "") if self._shelf is None else await self._shelf.write(blobs)
+        return (list(blobs), "") if self._files is None else await self._files.write(blobs)
 
     def settled(self, name: str, group_id: str) -> None:
-        """It is decided what became of the file `name`, shelved for that group."""
-        if self._shelf is not None:
-            self._shelf.settled(name, used=self._large.uses(group_id, name))
+        """It is decided what became of the file `name`, written for that group."""
+        if self._files is not None:
+            self._files.settled(name, used=self._large.uses(group_id, name))
 
     def submit(
         self, revision: int, writes: WriteSet, attachments: Sequence[Bytes | BlobRef]
@@ -154,8 +154,8 @@ class Store:
         answering = asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
         found: dict[EpisodeKey, Bytes | None] = {}
         in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
-        if self._shelf is not None and in_files:
-            maps = await self._shelf.read([ref for _, ref in in_files])
+        if self._files is not None and in_files:
+            maps = await self._files.read([ref for _, ref in in_files])
             found.update(zip((place for place, _ in in_files), maps, strict=True))
         # Gathered, so that no answer is left unread when the connection breaks.
         answers = [checked(answer) for answer in await answering]
@@ -176,8 +176,8 @@ class Store:
     async def close(self) -> None:
         """Write what is queued, and disconnect."""
         await self._let_go()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._files is not None:
+            self._files.close()
 
     async def _let_go(self) -> None:
         if self._writer is not None:
@@ -203,11 +203,11 @@ class Store:
             for name in staged_keys(self._keys, staged.decode()):
                 await ask("UNLINK", name)
             await ask("SREM", self._keys.staged, staged)
-        return () if self._shelf is None else tuple(await self._shelf.open(self._large.in_files()))
+        return () if self._files is None else tuple(await self._files.open(self._large.in_files()))
 
     def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
-        if self._shelf is not None and not written.cancelled() and written.exception() is None:
-            self._shelf.remove(names)
+        if self._files is not None and not written.cancelled() and written.exception() is None:
+            self._files.remove(names)
 
     # --- the server ---
 

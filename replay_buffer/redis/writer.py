@@ -42,11 +42,11 @@ CLOSE_LIMIT_S = 3.0  # How long closing waits for the last answers
 
 
 class LedgerWriter:
-    """Runs the write script over a pipe of its own. `sha` is the script's, loaded before."""
+    """Runs the write script over a connection of its own. `sha` is the script's, loaded before."""
 
     def __init__(
         self,
-        pipe: RedisConnection,
+        connection: RedisConnection,
         sha: str,
         front_epoch: int,
         clock: RedisClock,
@@ -55,7 +55,7 @@ class LedgerWriter:
         self.tail: asyncio.Future[None] | None = None
         """Confirmation of the last write submitted: when it is there, so are all before it."""
         self.confirmed = 0  # Revision of the ledger after the last confirmed write
-        self._pipe = pipe
+        self._connection = connection
         self._sha = sha
         self._front_epoch = front_epoch
         self._clock = clock
@@ -75,8 +75,8 @@ class LedgerWriter:
             return future
         self._under_way.append(future)
         for command in ahead:
-            self._pipe.call(*command).add_done_callback(self._went_ahead)
-        answer = self._pipe.call(*script_call(self._sha, self._front_epoch, revision, commands))
+            self._connection.call(*command).add_done_callback(self._went_ahead)
+        answer = self._connection.call(*script_call(self._sha, self._front_epoch, revision, commands))
         answer.add_done_callback(partial(self._answered, revision, self._clock.local_ms()))
         return future
 
@@ -85,7 +85,7 @@ class LedgerWriter:
         if self.tail is not None:
             await asyncio.wait([self.tail], timeout=CLOSE_LIMIT_S)
         self._failure = self._failure or StoreUnavailable("the buffer stops")
-        self._pipe.close()
+        self._connection.close()
 
     def _answered(self, revision: int, sent_ms: float, answer: asyncio.Future[Any]) -> None:
         if self._failure is not None:

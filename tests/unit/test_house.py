@@ -19,16 +19,21 @@ NAMES_FOR_TYPES = "areal_async/__init__.py"
 """Imports services for type checkers alone: what a user imports is loaded when it is first used."""
 SHARED_NAMES = {"Arguments"}
 """Every part calls the section of its arguments so (`areal_async/registry.py`)."""
-MOST_LINES = 600
+MOST_LINES, FEWEST_LINES = 600, 40
+SMALL_PAGES = ("__init__.py", "__main__.py", "/metrics.py", "areal_async/config/errors.py")
+"""Pages of their own, however short: what a package is, its command, its Prometheus series, and the mistakes
+of a job file, which every rule about one yields. Any other short module joins its only user."""
 
 
-def broken_rules(files: Mapping[str, str]) -> Iterator[str]:
+def broken_rules(files: Mapping[str, str], fewest_lines: int = FEWEST_LINES) -> Iterator[str]:
     """What breaks the order of the house, in the texts of modules by path."""
     homes: defaultdict[str, list[str]] = defaultdict(list)
     for path, text in files.items():
         tree = ast.parse(text)
         if (length := text.count("\n")) > MOST_LINES:
             yield f"{path} has {length} lines"
+        if length < fewest_lines and not path.endswith(SMALL_PAGES):
+            yield f"{path} has {length} lines, and is no page of its own"
         for module in imported(tree, for_types=path != NAMES_FOR_TYPES):
             if not may_import(path.split("/")[0], module):
                 yield f"{path} imports {module}"
@@ -88,9 +93,10 @@ def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None
         "trainer_service/y.py": "import areal_async.errors\nclass Arguments: ...\n",
         NAMES_FOR_TYPES: "if TYPE_CHECKING:\n    from reward_service.sdk import reward\n",
     }
-    assert list(broken_rules(good)) == []
-    (found,) = broken_rules(good | {path: text})
+    assert list(broken_rules(good, fewest_lines=0)) == []
+    (found,) = broken_rules(good | {path: text}, fewest_lines=0)
     assert rule in found
+    assert sum(rule.endswith("no page of its own") for rule in broken_rules(good)) == 3
 
 
 def test_the_story_of_the_loop_names_at_most_twenty_files_that_are_there() -> None:

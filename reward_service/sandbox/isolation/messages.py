@@ -1,7 +1,7 @@
 """Messages between the sandbox's own processes: a JSON head and raw bytes, over a socket pair.
 
 Every end is ours. A program speaks through its pipes alone; its link to tests has messages of its own
-(`harness.plain.Link`), read by code that expects an enemy and shares nothing with this.
+(`harness.plain.HarnessLink`), read by code that expects an enemy and shares nothing with this.
 """
 
 from __future__ import annotations

@@ -182,15 +182,15 @@ async def test_episodes_whose_file_is_gone_are_found_counted_and_tried_again(a_f
 
 async def test_a_message_under_way_survives_a_reopening(tmp_path):
     """Redis may be lost and found between a file and its ledger write."""
-    shelf = BlobFiles(tmp_path, "memory")
-    await shelf.open([])
-    (ref,), name = await shelf.write([b"x" * FILE_BYTES])
-    await shelf.open([])
+    place = BlobFiles(tmp_path, "memory")
+    await place.open([])
+    (ref,), name = await place.write([b"x" * FILE_BYTES])
+    await place.open([])
     assert files(tmp_path) == [name]
-    shelf.settled(name, used=False)
+    place.settled(name, used=False)
     await until(lambda: not files(tmp_path))
-    assert await shelf.read([ref]) == [None]
-    shelf.close()
+    assert await place.read([ref]) == [None]
+    place.close()
 
 
 @pytest.mark.parametrize(
@@ -199,37 +199,37 @@ async def test_a_message_under_way_survives_a_reopening(tmp_path):
 async def test_a_file_is_flushed_as_its_tier_says(tmp_path, monkeypatch, durability, is_flushed):
     flushed = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
-    shelf = BlobFiles(tmp_path, durability)
-    await shelf.open([])
-    _, name = await shelf.write([b"x" * FILE_BYTES])
+    place = BlobFiles(tmp_path, durability)
+    await place.open([])
+    _, name = await place.write([b"x" * FILE_BYTES])
     assert flushed == ([str(tmp_path / name)] if is_flushed else [])
 
 
 async def test_a_freed_file_stays_while_redis_may_still_lose_that_it_was_freed(tmp_path):
-    shelf = BlobFiles(tmp_path, "everysec")
-    await shelf.open([])
-    placed, name = await shelf.write([b"x" * FILE_BYTES])
-    shelf.settled(name, used=True)
-    shelf.remove([name])
+    place = BlobFiles(tmp_path, "everysec")
+    await place.open([])
+    placed, name = await place.write([b"x" * FILE_BYTES])
+    place.settled(name, used=True)
+    place.remove([name])
     assert files(tmp_path) == [name]
-    assert await shelf.open([(("g", 0), placed[0])]) == []  # it was lost: the file is wanted again
+    assert await place.open([(("g", 0), placed[0])]) == []  # it was lost: the file is wanted again
     soon = BlobFiles(tmp_path, "everysec", grace_s=0.001)
     soon.remove([name])
     await until(lambda: not files(tmp_path))
-    shelf.close()
+    place.close()
 
 
 async def test_episodes_of_one_message_share_a_file_and_each_begins_on_a_page(tmp_path):
-    shelf = BlobFiles(tmp_path, "memory")
-    await shelf.open([])
+    place = BlobFiles(tmp_path, "memory")
+    await place.open([])
     blobs = episodes(sizes=(FILE_BYTES + 1, 5, FILE_BYTES))
-    placed, name = await shelf.write(blobs)
+    placed, name = await place.write(blobs)
     assert placed[1] == blobs[1]
     refs = [part for part in placed if isinstance(part, BlobRef)]
     assert [ref.name for ref in refs] == [name, name]
     assert all(ref.at % ALIGN_BYTES == 0 for ref in refs)
-    assert [bytes(part) for part in await shelf.read(refs)] == [blobs[0], blobs[2]]
-    shelf.close()
+    assert [bytes(part) for part in await place.read(refs)] == [blobs[0], blobs[2]]
+    place.close()
 
 
 def test_a_file_is_free_when_its_last_episode_is():
