@@ -13,8 +13,9 @@ parameters after the first `leading` ones are. `check_job(job, arguments, field)
 yields the `Mistake`s of a job that uses it with those arguments, which stand in `field`. Nothing about a part
 is written down anywhere else, so that a new one is added without editing an existing file.
 
-Checking a job file imports built-in parts and installed packages, never a file of the user's: that is read as
-a syntax tree.
+Reading a job file imports built-in parts and installed packages, never a file of the user's: that is read as
+a syntax tree. What its parts say of themselves is asked before a job starts, in a process of its own
+(`areal_async.launch.preflight`), and by the service that uses them (`areal_async.config.parts.load_part`).
 """
 
 from __future__ import annotations
@@ -49,14 +50,24 @@ class Registry:
     """All parts of one kind, such as `Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)`.
 
     `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
-    `leading` is how many positional parameters of a part the caller fills itself; `coroutine` says that a
-    part which is a function is an `async def`.
+    `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
+    that it fills; `coroutine` says that a part which is a function is an `async def`.
     """
 
-    def __init__(self, kind: str, built_in: str, *, leading: int = 0, coroutine: bool = False) -> None:
+    def __init__(
+        self,
+        kind: str,
+        built_in: str,
+        *,
+        leading: int = 0,
+        filled: tuple[str, ...] = (),
+        coroutine: bool = False,
+    ) -> None:
         self.kind = kind
         self.leading = leading
+        self.filled = filled
         self.coroutine = coroutine
+        self._own_parts: dict[str, Any] = {}
         self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
         self._table = built_in
 
@@ -77,7 +88,7 @@ class Registry:
         return (*self.built_in, *sorted(set(self.installed) - set(self.built_in)))
 
     def find(self, name: str) -> Any:
-        """Load the part called `name`. Runs the file's code where the name is a path.
+        """Load the part called `name`. Runs the file's code where the name is a path, once in a process.
 
         Raises `PartError` where there is no such part or its module cannot be imported."""
         if name in self.built_in:
@@ -91,6 +102,8 @@ class Registry:
                     f"the {self.kind} {name!r} is {value} of an installed package, which cannot be imported: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+        if name in self._own_parts:
+            return self._own_parts[name]
         path, attribute = self._own(name)
         module = run_user_file(path, kind=self.kind, name=name, error=PartError)
         if not hasattr(module, attribute):
@@ -98,7 +111,11 @@ class Registry:
             raise PartError(
                 f"the {self.kind} {name!r}: {path} defines no {attribute!r}. It defines {defined}."
             )
-        return getattr(module, attribute)
+        return self._own_parts.setdefault(name, getattr(module, attribute))
+
+    def known(self, name: str) -> Any:
+        """As `find`, but runs no file: None for a part in one that this process has not run."""
+        return self.find(name) if name in self.names else self._own_parts.get(name)
 
     def _own(self, name: str) -> tuple[Path, str]:
         path_text, _, attribute = name.rpartition(":")
@@ -115,26 +132,33 @@ class Registry:
         return f"Use {', '.join(self.names)}, or {own}" if self.names else f"Use {own}"
 
     def mistakes(
-        self, name: str, arguments: Mapping[str, Any] | None, *, field: str, args_field: str
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None,
+        *,
+        field: str,
+        args_field: str,
+        run_own: bool = False,
     ) -> Iterator[Mistake]:
         """What is wrong with `name`, which stands in `field`, and with its `arguments` in `args_field` (None:
         a part of this kind takes none from a job file).
 
-        Runs no file of the user's. What depends on the rest of the job, `check_job` of the part tells."""
+        Runs a file of the user's only with `run_own`. What depends on the rest of the job, `check_job` of the
+        part tells."""
         if name not in self.names:
             try:
                 path, attribute = self._own(name)
             except PartError:
                 yield Mistake(field, self._unknown(name), self._choice)
                 return
-            yield from self._mistakes_of_file(path, attribute, arguments, field, args_field)
-            return
+            if not run_own:
+                yield from self._mistakes_of_file(path, attribute, arguments, field, args_field)
+                return
         try:
             part = self.find(name)
         except PartError as error:
-            yield Mistake(
-                field, str(error).rstrip("."), "Mend or reinstall that package, or name another part"
-            )
+            fix = "Mend it (reinstall its package), or name another part"
+            yield Mistake(field, str(error).rstrip("."), fix)
             return
         if arguments is None:
             return
@@ -150,6 +174,7 @@ class Registry:
         parameters = list(inspect.signature(part).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         taken = [*positional[self.leading :], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
+        taken = [p for p in taken if p.name not in self.filled]
         needed = [p.name for p in taken if p.default is p.empty]
         free = any(p.kind is p.VAR_KEYWORD for p in parameters)
         yield from _keyword_mistakes(owner, given, [p.name for p in taken], needed, free=free, field=field)
@@ -179,6 +204,7 @@ class Registry:
             keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
             needed = without_default + [argument.arg for argument, default in keywords if default is None]
             takes = positional[self.leading :] + [argument.arg for argument in a.kwonlyargs]
+            takes, needed = ([each for each in names if each not in self.filled] for names in (takes, needed))
             owner = f"the {self.kind} {attribute} in {path}"
             free = a.kwarg is not None
             yield from _keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)
@@ -258,7 +284,9 @@ ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", lead
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
 CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)
 NORMALISERS = Registry("normaliser", "trainer_service.algorithms:NORMALISERS", leading=3)
-BACKENDS = Registry("backend", "trainer_service.backends:BUILT_IN")
+BACKENDS = Registry(
+    "backend", "trainer_service.backends:BUILT_IN", leading=3, filled=("dtype", "total_updates")
+)
 CHANNELS = Registry("channel", "areal_async.weights:CHANNELS")
 
 

@@ -214,7 +214,13 @@ def engine_job(job: JobConfig) -> JobConfig:
     server = rollout.server.model_copy(update={"urls": ()})
     if section.server != ServerSection():
         server = section.server
-    changes = {"engine": evaluation_engine(job), "server": server, "device": section.device or rollout.device}
+    arguments = section.engine_args or (rollout.engine_args if section.engine == "same" else {})
+    changes = {
+        "engine": evaluation_engine(job),
+        "engine_args": arguments,
+        "server": server,
+        "device": section.device or rollout.device,
+    }
     return job.model_copy(update={"rollout": rollout.model_copy(update=changes)})
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import part_mistakes
@@ -266,12 +265,6 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
     if len(evaluation.server.urls) > 1:
         problem = f"the evaluation has one engine, and {len(evaluation.server.urls)} are given"
         yield Mistake("evaluation.server.urls", problem, "Give one")
-    kind = evaluation_engine(job)
-    if not declared_engine(kind).is_server and evaluation.server != type(evaluation.server)():
-        problem = f"the evaluation's engine is `{kind}`, which has no server"
-        yield Mistake(
-            "evaluation.server", problem, "Remove it, or set evaluation.engine", ("rollout.engine",)
-        )
 
 
 ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, _ports_are_usable)

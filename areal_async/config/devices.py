@@ -26,8 +26,9 @@ MANY = 1 << 30  # GPUs, where it does not matter how many are visible
 
 
 def width_of(rollout: RolloutSection) -> int:
-    """GPUs of one engine."""
-    return declared_engine(rollout.engine).width(rollout.server.arguments)
+    """GPUs of one engine; 1 while it is in a file of the user's that was not run yet."""
+    part = declared_engine(rollout.engine)
+    return part.width(rollout) if part is not None else 1
 
 
 def gpus_of(device: str, *, first: int, width: int, visible: int) -> tuple[int, ...]:

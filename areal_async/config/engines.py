@@ -21,12 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.errors import ArealError
 from areal_async.registry import ENGINES
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
+    from areal_async.config.rollout import RolloutSection
     from areal_async.runtime.context import ServiceContext
 
 VARIABLE = "AREAL_ASYNC_ENGINES"  # Environment variable: a folder with one environment for each engine
@@ -36,6 +38,9 @@ PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 
 class EnginePart:
     """What a kind of engine says of itself; the defaults suit an engine that knows nothing special."""
+
+    class Arguments(Section):
+        """The arguments of the engine, which the job file has in `rollout.engine_args`."""
 
     is_server: ClassVar[bool] = False
     """Whether it is a server in an environment of its own, to which `rollout.server` applies."""
@@ -56,14 +61,15 @@ class EnginePart:
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags of its server that multiply its GPUs, each with its other names."""
 
-    def width(self, arguments: Mapping[str, Any]) -> int:
-        """GPUs of one engine with these `rollout.server.arguments`. A value that is no number counts as 1:
-        the server will refuse it."""
-        return parallel_width(arguments, self.parallel_flags)
+    def width(self, rollout: RolloutSection) -> int:
+        """GPUs of one engine with these arguments of its own and of its server. A value that is no number
+        counts as 1: the server will refuse it."""
+        return parallel_width(rollout.server.arguments, self.parallel_flags)
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """What `job` asks of the engine that it cannot do; `field` begins with the section that names it."""
-        named = f"{field.partition('.')[0]}.engine"
+        section = field.partition(".")[0]
+        named = f"{section}.engine"
         for asked, value, able in (
             ("update_mode", job.rollout.update_mode, self.update_modes),
             ("dtype", job.rollout.dtype, self.dtypes),
@@ -72,12 +78,19 @@ class EnginePart:
                 problem = f"the engine of {named} cannot do {value}"
                 fix = f"Use {' or '.join(sorted(able))}, or another {named}"
                 yield Mistake(f"rollout.{asked}", problem, fix, (named,))
+        server = job.evaluation.server
+        evaluates = (section == "evaluation") == (job.evaluation.engine != "same")
+        if evaluates and not self.is_server and server != type(server)():
+            problem = f"the evaluation's engine is `{evaluation_engine(job)}`, which has no server"
+            yield Mistake(
+                "evaluation.server", problem, "Remove it, or set evaluation.engine", ("rollout.engine",)
+            )
 
     def make(
         self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
     ) -> Any:
-        """The engine (`rollout_service.engines.base.Engine`), yet to be started. The arguments are those of
-        `rollout_service.engines.make_engine`."""
+        """The engine (`rollout_service.engines.base.Engine`), yet to be started. The parameters are those of
+        `rollout_service.engines.make_engine`; its own `Arguments` are in `job.rollout.engine_args`."""
         raise NotImplementedError
 
 
@@ -98,10 +111,11 @@ def engine_part(name: str) -> EnginePart:
     return part
 
 
-def declared_engine(name: str) -> EnginePart:
-    """As `engine_part`, but runs no file of the user's: one in a file, or one that is not there, is taken for
-    an engine that says nothing of itself."""
-    return engine_part(name) if name in ENGINES.names else EnginePart()
+def declared_engine(name: str) -> EnginePart | None:
+    """As `engine_part`, but runs no file of the user's: None for an engine in one that this process has not
+    run, or that is not there. Such a one is asked before the job starts (`areal_async.launch.preflight`)."""
+    part: EnginePart | None = ENGINES.known(name)
+    return part
 
 
 def evaluation_engine(job: JobConfig) -> str:

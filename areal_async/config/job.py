@@ -101,6 +101,8 @@ class EvaluationSection(Section):
     engine: str = "same"
     """What answers: an engine of its own of the rollout's kind (`same`), or of another kind, named as in
     `rollout.engine`."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that engine; left out, one of the rollout's kind has `rollout.engine_args`."""
     device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the evaluation's engine computes: `cpu`, `cuda` (the GPU after the rollout's, or the first again)
     or `cuda:N`; none means as `rollout.device`."""
@@ -261,18 +263,12 @@ class ObjectiveSection(Section):
     loss: str = Field(default="ppo", min_length=1)
     """`ppo`: the clipped ratio loss; `sft`: the log-likelihood (for `kind: sft`); or one of your own."""
     loss_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the loss beside `clip_low` and `clip_high`."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped below 1 - this, by a loss that has a parameter of this name."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped above 1 + this, by a loss that has a parameter of this name."""
+    """Arguments of the loss: of `ppo`, `clip_low` and `clip_high` (0.2)."""
     correction: str = Field(default="decoupled", min_length=1)
     """What makes up for stale samples: `decoupled` weighs each token by exp(prox - behaviour); `none`; or
     one of your own."""
     correction_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the correction beside its `cap`."""
-    correction_cap: float = Field(default=5.0, gt=0)
-    """C: a correction with a parameter `cap` truncates its weight at it."""
+    """Arguments of the correction: of `decoupled`, the `cap` (5) at which it truncates its weight."""
     prox: Literal["recompute", "reuse"] = "recompute"
     """Where proximal log-probs come from: a forward pass of their own, or `reuse` of the update's own forward
     pass, which is right with one minibatch per step."""
@@ -281,6 +277,8 @@ class ObjectiveSection(Section):
     normaliser: str = Field(default="token", min_length=1)
     """`token`: mean over all tokens of the update; `sequence`: mean over episodes of the mean over each one's
     tokens; or one of your own."""
+    normaliser_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the normaliser."""
 
 
 class SelfCheckSection(Section):
@@ -295,7 +293,10 @@ class SelfCheckSection(Section):
 
 class TrainerSection(Section):
     backend: str = Field(default="fsdp", min_length=1)
-    """What holds and updates the weights: `fsdp` is torch FSDP2."""
+    """What holds and updates the weights: `fsdp` is torch FSDP2; or one of an installed package, or
+    `path.py:name` of your own."""
+    backend_args: dict[str, Any] = Field(default_factory=dict)
+    """What the back end takes, by name; `fsdp` takes nothing."""
     ranks: int = Field(default=1, ge=1, le=65_536)
     """Training processes; this version trains on one."""
     steps: int = Field(default=100, ge=1, le=100_000_000)

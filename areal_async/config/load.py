@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -21,8 +21,8 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import explain, job_fields
 from areal_async.config.files import OWN_CODE, check_files
 from areal_async.config.job import JobConfig
-from areal_async.config.parts import PART_FIELDS
-from areal_async.config.rewardcheck import with_paths
+from areal_async.config.parts import PART_FIELDS, arguments_of
+from areal_async.config.reward import FOLDER_OR_NAME
 from areal_async.config.yamlfile import (
     MOST_LEVELS,
     MOST_NODES,
@@ -32,15 +32,11 @@ from areal_async.config.yamlfile import (
     syntax_problem,
     too_nested,
 )
+from areal_async.registry import REWARDS, Registry
 from areal_async.rpc.schema import POLICY_NAME
 
-PATH_FIELDS = (
-    *(
-        path
-        for path, field in job_fields().items()
-        if Path in (field.annotation, *get_args(field.annotation))
-    ),
-    "rollout.workflow_args.cwd",
+PATH_FIELDS = tuple(
+    path for path, field in job_fields().items() if Path in (field.annotation, *get_args(field.annotation))
 )
 OF_A_POLICY = ("model", "trainer", "rollout")  # What each policy has of its own
 
@@ -159,19 +155,41 @@ def _remove(content: Any, location: Sequence[int | str]) -> None:
 
 def _resolve_paths(content: dict[str, Any], base: Path) -> None:
     for field in PATH_FIELDS:
-        _rewrite(content, field, lambda text: _absolute(text, base))
-    for field in PART_FIELDS:
-        _rewrite(content, field, lambda text: _absolute(text, base) if ".py:" in text else text)
-    rollout = content.get("rollout")
-    if isinstance(rollout, dict) and isinstance(rollout.get("workflow_args"), dict):
-        rollout["workflow_args"] = _own_code(rollout["workflow_args"], base)
-    if isinstance(content.get("reward"), dict):
-        content["reward"] = with_paths(_own_code(content["reward"], base), base)
+        section, last = _section(content, field)
+        if isinstance(section.get(last), str) and section[last]:
+            section[last] = _absolute(section[last], base)
+    for field, kind in PART_FIELDS.items():
+        section, last = _section(content, field)
+        _resolve_part(kind, section, last, f"{last}_args", base)
+    reward, _ = _section(content, "reward.name")
+    routes = reward.get("routes")
+    for section in (reward, *(routes if isinstance(routes, list) else ())):
+        if isinstance(section, dict):
+            _resolve_part(REWARDS, section, "name", "args", base)
     content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
 
 
+def _resolve_part(kind: Registry, section: dict[str, Any], name: str, args: str, base: Path) -> None:
+    """Make the paths of a part absolute: that of its file, and those among its arguments.
+
+    A `FolderOrName` that is no folder beside the job file, and is not written as a path, stays as it is."""
+    if isinstance(section.get(name), str) and ".py:" in section[name]:
+        section[name] = _absolute(section[name], base)
+    if not isinstance(section.get(args), dict):
+        return
+    given = section[args] = _own_code(section[args], base)
+    for key, info in arguments_of(kind, str(section.get(name))).model_fields.items():
+        text = given.get(key)
+        is_path = Path in (info.annotation, *get_args(info.annotation))
+        if not isinstance(text, str) or not text or not (is_path or FOLDER_OR_NAME in info.metadata):
+            continue
+        path = _absolute(text, base)
+        if is_path or text.startswith((".", "/", "~")) or os.path.exists(path):
+            given[key] = path
+
+
 def _own_code(value: Any, base: Path) -> Any:
-    """With every `path.py:name` in it absolute: what a workflow or a reward takes may be code too."""
+    """With every `path.py:name` in it absolute: what a part takes may be code too."""
     if isinstance(value, dict):
         return {key: _own_code(inner, base) for key, inner in value.items()}
     if isinstance(value, list):
@@ -179,13 +197,13 @@ def _own_code(value: Any, base: Path) -> Any:
     return _absolute(value, base) if isinstance(value, str) and OWN_CODE.fullmatch(value) else value
 
 
-def _rewrite(content: dict[str, Any], field: str, change: Callable[[str], str]) -> None:
+def _section(content: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
+    """The section that has `field`, or an empty one, and the field's name there."""
     inner: Any = content
     *sections, last = field.split(".")
     for name in sections:
         inner = inner.get(name) if isinstance(inner, dict) else None
-    if isinstance(inner, dict) and isinstance(inner.get(last), str) and inner[last]:
-        inner[last] = change(inner[last])
+    return (inner if isinstance(inner, dict) else {}), last
 
 
 def _absolute(text: str, base: Path) -> str:

@@ -11,10 +11,11 @@ from operator import attrgetter
 from typing import Any
 
 from areal_async import registry
+from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.rewardcheck import asked
-from areal_async.registry import Registry
+from areal_async.registry import PartError, Registry
 
 ANY_KIND: Mapping[str, Registry] = {
     "trainer.backend": registry.BACKENDS,
@@ -48,38 +49,72 @@ class NamedPart:
         """Whether it is in a file of the user's, whose code is not run by a check."""
         return self.name not in self.registry.names and ".py:" in self.name
 
+    def mistakes(self, job: JobConfig, *, run_own: bool = False) -> Iterator[Mistake]:
+        """What the part has against its arguments, and if nothing, against `job`. Where it is in a file of
+        the user's, that is run only with `run_own`; else its text is looked at."""
+        broken = list(
+            self.registry.mistakes(
+                self.name,
+                self.arguments,
+                field=self.field,
+                args_field=self.args_field,
+                run_own=run_own,
+            )
+        )
+        yield from broken
+        if not broken and (run_own or not self.is_own):
+            check_job = getattr(self.registry.find(self.name), "check_job", None)
+            if check_job is not None:
+                yield from check_job(job, self.arguments, self.args_field)
+
+
+def named_part(job: JobConfig, field: str) -> NamedPart:
+    """The part that `job` names in `field`, one of `PART_FIELDS`."""
+    name, arguments = attrgetter(field, f"{field}_args")(job)
+    if name == "same" and field == "evaluation.engine":
+        name = job.rollout.engine
+    return NamedPart(PART_FIELDS[field], name, arguments, field, f"{field}_args")
+
 
 def named_parts(job: JobConfig) -> Iterator[NamedPart]:
     """Every part that `job` names in a field of its own."""
-    for field, kind in PART_FIELDS.items() if job.kind == "rl" else ANY_KIND.items():
-        section, _, last = field.rpartition(".")
-        if section == "evaluation" and (job.tasks.evaluation is None or job.evaluation.engine == "same"):
-            continue
-        arguments = getattr(attrgetter(section)(job), f"{last}_args", {})
-        yield NamedPart(kind, attrgetter(field)(job), arguments, field, f"{field}_args")
+    evaluation = job.evaluation
+    for field in PART_FIELDS if job.kind == "rl" else ANY_KIND:
+        if field == "evaluation.engine" and (
+            job.tasks.evaluation is None or (evaluation.engine == "same" and not evaluation.engine_args)
+        ):
+            continue  # there is none, or it is as the rollout's
+        yield named_part(job, field)
     for field, reward in asked(job.reward) if job.kind == "rl" else ():
         yield NamedPart(registry.REWARDS, reward.name, reward.args, f"{field}.name", f"{field}.args")
 
 
+def arguments_of(kind: Registry, name: str) -> type[Section]:
+    """The `Arguments` of a built-in or installed part; none where it has no such section."""
+    try:
+        part = kind.known(name)
+    except PartError:  # said where the name is checked
+        part = None
+    return getattr(part, "Arguments", None) or Section
+
+
+def load_part(job: JobConfig, field: str) -> Any:
+    """The part that `job` names in `field`, for the service that uses it. One in a file of the user's, which
+    reading the job file does not run, is asked first. Raises `PartError`."""
+    part = named_part(job, field)
+    for mistake in part.mistakes(job, run_own=True) if part.is_own else ():
+        raise PartError(f"{mistake.field}: {mistake.problem}. {mistake.fix}.")
+    return part.registry.find(part.name)
+
+
 def part_mistakes(job: JobConfig) -> Iterator[Mistake]:
     """What is wrong with the built-in and installed parts of `job`, and with names that nothing has."""
+    return (mistake for part in named_parts(job) if not part.is_own for mistake in part.mistakes(job))
+
+
+def own_part_mistakes(job: JobConfig, *, run: bool = False) -> Iterator[Mistake]:
+    """What is wrong with the parts of `job` that are in files of the user's. Reads them, or with `run` runs
+    them and asks each, and then those parts again that ask what these are."""
     for part in named_parts(job):
-        if part.is_own:
-            continue
-        broken = list(_mistakes_of(part))
-        yield from broken
-        if part.name in part.registry.names and not broken:
-            check_job = getattr(part.registry.find(part.name), "check_job", None)
-            if check_job is not None:
-                yield from check_job(job, part.arguments, part.args_field)
-
-
-def own_part_mistakes(job: JobConfig) -> Iterator[Mistake]:
-    """What is wrong with the parts of `job` that are in files of the user's; reads them, and runs nothing."""
-    for part in named_parts(job):
-        if part.is_own:
-            yield from _mistakes_of(part)
-
-
-def _mistakes_of(part: NamedPart) -> Iterator[Mistake]:
-    return part.registry.mistakes(part.name, part.arguments, field=part.field, args_field=part.args_field)
+        if part.is_own or run:
+            yield from part.mistakes(job, run_own=run)

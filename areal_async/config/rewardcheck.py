@@ -10,15 +10,14 @@ here.
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.reward import FOLDER_OR_NAME, RewardSection, RouteSection
+from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.ownfiles import read_regular
 from areal_async.registry import REWARDS, PartError
 
@@ -55,32 +54,6 @@ def scopes_of(part: Any) -> tuple[str, ...]:
 
 def _arguments_of(name: str) -> type[Section]:
     return getattr(part_of(name), "Arguments", None) or Section
-
-
-def with_paths(reward: dict[str, Any], base: Path) -> dict[str, Any]:
-    """The section `reward` as a job file holds it, with the paths in its arguments made absolute.
-
-    A `FolderOrName` that is no folder beside the job file, and is not written as a path, stays as it is."""
-    resolved = _resolved(reward, base)
-    if isinstance(routes := reward.get("routes"), list):
-        resolved["routes"] = [_resolved(r, base) if isinstance(r, dict) else r for r in routes]
-    return resolved
-
-
-def _resolved(section: dict[str, Any], base: Path) -> dict[str, Any]:
-    given = section.get("args")
-    if not isinstance(given, dict):
-        return dict(section)
-    given = dict(given)
-    for key, info in _arguments_of(str(section.get("name"))).model_fields.items():
-        text = given.get(key)
-        is_path = Path in (info.annotation, *get_args(info.annotation))
-        if not isinstance(text, str) or not text or not (is_path or FOLDER_OR_NAME in info.metadata):
-            continue
-        path = os.path.normpath(os.path.join(base, os.path.expanduser(text)))
-        if is_path or text.startswith((".", "/", "~")) or os.path.exists(path):
-            given[key] = path
-    return {**section, "args": given}
 
 
 # --- rules -------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ class RolloutSection(Section):
     engine: str = "local"
     """What generates: `local` is torch in the worker's own process; `sglang` and `vllm` are servers in an
     environment of their own (`make engines`); any other is `path.py:name`, or of an installed package."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """What the engine takes, by name; the built-in ones take nothing but the fields of `rollout`."""
     workers: int = Field(default=1, ge=1, le=1024)
     """Worker processes, each with engines of its own."""
     replicas: int = Field(default=1, ge=1, le=64)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from areal_async.config.engines import declared_engine
+from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
 from areal_async.runtime.context import Role, ServicePlace
@@ -75,8 +75,9 @@ def thread_count(job: JobConfig, role: Role) -> int:
 
 def ready_limit_s(job: JobConfig) -> float:
     """The longest time from starting a service until it serves. An engine's server begins to load only once
-    the trainer serves, and has a limit of its own."""
-    server = job.kind == "rl" and declared_engine(job.rollout.engine).is_server
+    the trainer serves, and has a limit of its own. Runs the file of an engine of the user's, and raises
+    `PartError` where that cannot be."""
+    server = job.kind == "rl" and engine_part(job.rollout.engine).is_server
     return job.supervisor.ready_s + (job.rollout.server.ready_s if server else 0.0)
 
 

@@ -1,7 +1,7 @@
 """What a job needs of this machine, and what its files hold, tried before any process is started.
 
 Reading a file is not enough for the model's tokenizer, which is tried on the prompts, and for the job's own
-rewards, which are imported: each in a process of its own, so that the command line loads neither torch nor
+parts, which are imported: each in a process of its own, so that the command line loads neither torch nor
 the user's code.
 """
 
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,16 @@ import msgspec
 import psutil
 
 from areal_async.config.devices import device_mistakes
-from areal_async.config.engines import EngineMissing, declared_engine, evaluation_engine, find_engine_python
+from areal_async.config.engines import (
+    EngineMissing,
+    declared_engine,
+    engine_part,
+    evaluation_engine,
+    find_engine_python,
+)
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.rewardcheck import asked, programs_run
 from areal_async.launch.folders import SHM_ROOT
 from areal_async.prompts import message_texts, prompt_ids, prompt_text
@@ -38,7 +46,10 @@ SANDBOX_LIMIT_S = 60.0
 
 
 def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
-    """Raise `ConfigError` with every reason why this machine cannot run the job as it is."""
+    """Raise `ConfigError` with every reason why this machine cannot run the job as it is, and `PartError`
+    where an engine of the user's own cannot be loaded."""
+    for engine in {job.rollout.engine, evaluation_engine(job)} if job.kind == "rl" else ():
+        engine_part(engine)  # what one in a file says of itself counts in the rest, and in this process
     mistakes = [*_check_ports(services), *installed_mistakes(job)]
     if job.kind == "rl":
         mistakes += [*_check_memory(job), *_check_shared_memory(job)]
@@ -141,7 +152,8 @@ def _check_engines(job: JobConfig) -> Iterator[Mistake]:
     if job.tasks.evaluation is not None and kind != rollout.engine:
         asked.append(("evaluation", kind, evaluation.server))
     for section, engine, server in asked:
-        if not declared_engine(engine).is_server or server.urls:
+        part = declared_engine(engine)
+        if part is None or not part.is_server or server.urls:
             continue
         try:
             find_engine_python(engine, server.environment)
@@ -211,16 +223,22 @@ TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may ta
 
 def check_contents(job: JobConfig, *, source: str) -> None:
     """Raise `ConfigError` with every reason why the job would fail once it runs."""
-    mistakes = installed_mistakes(job)
-    try:
-        said = _answer(["areal_async.launch.preflight"], job.model_dump_json().encode())
-        mistakes += msgspec.json.decode(said, type=list[Mistake])
-    except (TrialFailed, msgspec.DecodeError) as error:
-        mistakes.append(Mistake("model", f"reading its tokenizer failed: {error}", "Correct the model"))
+    own = next((part for part in named_parts(job) if part.is_own), None)
+    mistakes = _tried(job, "parts", own.field) if own is not None else installed_mistakes(job)
+    mistakes += _tried(job, "tokenizer", "model")
     if job.kind == "rl":
         mistakes += reward_load_mistakes(job)
     if mistakes:
         raise ConfigError(source, mistakes)
+
+
+def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
+    """What a process of its own says of `what` (see the end of this file), which `field` names."""
+    try:
+        said = _answer(["areal_async.launch.preflight", what], job.model_dump_json().encode())
+        return msgspec.json.decode(said, type=list[Mistake])
+    except (TrialFailed, msgspec.DecodeError) as error:
+        return [Mistake(field, f"trying its {what} failed: {error}", "Correct it")]
 
 
 class TrialFailed(Exception):
@@ -336,6 +354,17 @@ class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewards: list[RewardSpec]
 
 
+def own_mistakes(job: JobConfig) -> list[Mistake]:
+    """What the job's own parts have against it, whose files are run, and what they need of this machine. That
+    a reward cannot be loaded a scoring process tells."""
+    found = [
+        mistake
+        for mistake in own_part_mistakes(job, run=True)
+        if not (mistake.field.startswith("reward.") and mistake.field.endswith(".name"))
+    ]
+    return [*found, *installed_mistakes(job)]
+
+
 def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
     """What a scoring process would say of the job's own rewards, and of those inside built-in ones."""
     own = [
@@ -361,6 +390,12 @@ def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
 
 if __name__ == "__main__":
     asked_job = JobConfig.model_validate_json(sys.stdin.buffer.read())
-    # transformers would load torch, which takes most of this process's time; a tokenizer needs none of it.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    print(msgspec.json.encode(tokenizer_mistakes(asked_job)).decode())
+    with redirect_stdout(sys.stderr):  # a file of the user's may print
+        if sys.argv[1] == "parts":
+            found = own_mistakes(asked_job)
+        else:
+            # transformers would load torch, which takes most of this process's time; a tokenizer needs none.
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+            found = tokenizer_mistakes(asked_job)
+    print(msgspec.json.encode(found).decode(), flush=True)
+    os._exit(0)  # threads that a file has started must not keep the process

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from areal_async.config.engines import engine_part
+from areal_async.config.engines import EnginePart
 from areal_async.config.job import JobConfig
+from areal_async.config.parts import load_part
 from areal_async.runtime.context import ServiceContext
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ def make_engine(
     number there: they name a server's log, and choose among `rollout.server.urls` and the visible GPUs.
 
     Raises `EngineError` when the server's environment or the GPU is not there, `PartError` when there is no
-    such engine."""
-    engine: Engine = engine_part(job.rollout.engine).make(
-        job, slots=slots, activity=activity, place=place, replica=replica
-    )
+    such engine, or it cannot do what the job asks of it."""
+    part: EnginePart = load_part(job, "rollout.engine")
+    engine: Engine = part.make(job, slots=slots, activity=activity, place=place, replica=replica)
     return engine

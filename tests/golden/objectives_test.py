@@ -109,7 +109,7 @@ def test_decoupled_ppo_by_hand():
     logp = tensor([log(1.5), log(0.9)], requires_grad=True)
     prox = tensor([0.0, 0.0])
     u = units([-log(2.0), log(2.0)], episode=[0, 1], advantage=[1.0, -1.0])
-    objective = Objective(ObjectiveSection(correction_cap=1.2))
+    objective = Objective(ObjectiveSection(correction_args={"cap": 1.2}))
     terms = objective.terms(logp, prox, u)
     close(terms.loss, [-1.2 * 1.2, 0.9 * 0.5])
     assert terms.shares["truncated"].tolist() == [True, False]
@@ -176,7 +176,7 @@ def test_the_combination_of_sft_and_a_correction_says_why_it_is_wrong():
 
 
 def test_statistics_by_hand_split_by_staleness():
-    objective = Objective(ObjectiveSection(correction_cap=1.5))
+    objective = Objective(ObjectiveSection(correction_args={"cap": 1.5}))
     # step 5: staleness 0, 0, 2; w = 1, 2, 1/2
     u = units([0.0, -log(2.0), log(2.0)], episode=[0, 0, 1], advantage=[1.0, 1.0, -1.0], version=[5, 5, 3])
     terms = objective.terms(tensor([log(1.5), 0.0, log(0.5)]), torch.zeros(3), u)

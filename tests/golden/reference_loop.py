@@ -23,6 +23,8 @@ def reference_losses(
     """(loss, gradient norm) of each step from the weights in `model_dir`: GRPO with decoupled PPO, token
     normaliser, one minibatch a step, single-turn episodes."""
     optimizer, objective = trainer.optimizer, trainer.objective
+    clip = {"clip_low": 0.2, "clip_high": 0.2} | objective.loss_args
+    cap = objective.correction_args.get("cap", 5.0)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     adamw = torch.optim.AdamW(
         model.parameters(), optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay
@@ -45,9 +47,9 @@ def reference_losses(
                 proximal = logp.detach()  # one update a step: the start-of-step policy is the current one
                 weight = (proximal - torch.tensor(episode.units.logprob)[sampled]).exp()
                 ratio = (logp - proximal).exp()
-                clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+                clipped = ratio.clamp(1 - clip["clip_low"], 1 + clip["clip_high"])
                 surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-                term = -(weight.clamp(max=objective.correction_cap) * surrogate).sum() / n_tokens
+                term = -(weight.clamp(max=cap) * surrogate).sum() / n_tokens
                 term.backward()
                 loss += term.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad_norm)

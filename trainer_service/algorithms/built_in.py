@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
+from areal_async.config.base import Section
 from trainer_service.algorithms.parts import advantage, correction, loss
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     from trainer_service.data.microbatch import UnitTable
 
+CLIP, CAP = 0.2, 5.0  # Defaults of `ppo` and `decoupled`
 EXPONENT_LIMIT = 20.0
 """Log-ratios are clamped to ± this before exp: e^20 is far outside any clip range and still finite."""
 
@@ -45,9 +49,16 @@ def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-6) -> Tensor:
     return (centred / (variance.sqrt()[member] + eps)).float()
 
 
-@loss(columns=("prox", "advantage"), shares=("clip_low", "clip_high"))
+class PpoArguments(Section):
+    clip_low: float = Field(default=CLIP, gt=0, lt=1)
+    """The ratio is clipped below 1 - this."""
+    clip_high: float = Field(default=CLIP, gt=0)
+    """The ratio is clipped above 1 + this."""
+
+
+@loss(columns=("prox", "advantage"), shares=("clip_low", "clip_high"), arguments=PpoArguments)
 def ppo(
-    logp: Tensor, units: UnitTable, *, clip_low: float = 0.2, clip_high: float = 0.2
+    logp: Tensor, units: UnitTable, *, clip_low: float = CLIP, clip_high: float = CLIP
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A ρ, -A clip(ρ, 1 - clip_low, 1 + clip_high)) with ρ = exp(logp - prox).
 
@@ -73,8 +84,13 @@ def behaviour_weight(prox: Tensor, behaviour: Tensor) -> Tensor:
     return ratio_of(prox.detach().float() - behaviour.float())
 
 
-@correction(columns=("prox",), shares=("truncated",))
-def decoupled(weight: Tensor, units: UnitTable, *, cap: float = 5.0) -> tuple[Tensor, dict[str, Tensor]]:
+class DecoupledArguments(Section):
+    cap: float = Field(default=CAP, gt=0)
+    """The weight is truncated at this."""
+
+
+@correction(columns=("prox",), shares=("truncated",), arguments=DecoupledArguments)
+def decoupled(weight: Tensor, units: UnitTable, *, cap: float = CAP) -> tuple[Tensor, dict[str, Tensor]]:
     """min(w, cap): the decoupled PPO objective weighs a loss whose ratio is taken against the proximal policy
     by how likely that policy was to sample the unit. Source: Hilton et al. 2022, "Batch size-invariance for
     policy optimization", eq. 5; Fu et al. 2025, "AReaL"."""

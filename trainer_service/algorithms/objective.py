@@ -5,7 +5,6 @@ Formulas: docs/objectives.md.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_async.config.job import JobConfig, ObjectiveSection
+from areal_async.config.parts import named_parts
 from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
 from trainer_service.algorithms.built_in import behaviour_weight
 from trainer_service.algorithms.parts import COLUMNS, Advantage, Correction, Loss, ObjectivePart, UnitPart
@@ -44,12 +44,8 @@ class Objective:
         self._loss = _part(Loss, LOSSES.find(section.loss))
         self._correction = _part(Correction, CORRECTIONS.find(section.correction))
         self._normaliser: Callable[..., Tensor] = NORMALISERS.find(section.normaliser)
-        clips = {"clip_low": section.clip_low, "clip_high": section.clip_high}
-        self._advantage_args = section.advantage_args
-        self._loss_args = _taken(self._loss, clips) | section.loss_args
-        self._correction_args = (
-            _taken(self._correction, {"cap": section.correction_cap}) | section.correction_args
-        )
+        self._advantage_args, self._normaliser_args = section.advantage_args, section.normaliser_args
+        self._loss_args, self._correction_args = section.loss_args, section.correction_args
         for name, part in ((section.loss, self._loss), (section.correction, self._correction)):
             if missing := set(part.columns) - set(COLUMNS):
                 raise ObjectiveError(
@@ -75,13 +71,10 @@ class Objective:
 
     def _check(self, job: JobConfig) -> None:
         """Ask the parts what they declare: the job file's check does not import those of a user's file."""
-        for part, arguments, name in (
-            (self._advantage, self._advantage_args, "advantage"),
-            (self._loss, self._loss_args, "loss"),
-            (self._correction, self._correction_args, "correction"),
-        ):
-            for mistake in part.check_job(job, arguments, f"trainer.objective.{name}_args"):
-                raise ObjectiveError(f"{mistake.field}: {mistake.problem}. {mistake.fix}.")
+        for part in named_parts(job):
+            if part.field.startswith("trainer.objective"):
+                for mistake in part.mistakes(job, run_own=True):
+                    raise ObjectiveError(f"{mistake.field}: {mistake.problem}. {mistake.fix}.")
 
     def advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """float [E], i64 [E] -> f32 [E]; over whole groups."""
@@ -90,7 +83,7 @@ class Objective:
 
     def coefficients(self, units: UnitTable, units_of_episode: Tensor) -> Tensor:
         """f32 [S]: see `built_in`."""
-        return self._normaliser(units.mask, units.episode, units_of_episode)
+        return self._normaliser(units.mask, units.episode, units_of_episode, **self._normaliser_args)
 
     def terms(self, logp: Tensor, prox: Tensor | None, units: UnitTable) -> UnitTerms:
         """logp f32 [S] with gradient; prox f32 [S], or None to reuse `logp` (detached)."""
@@ -116,12 +109,6 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 def _part(kind: type[P], found: Any) -> P:
     """What was found as a part of its kind: a plain function declares nothing."""
     return found if isinstance(found, kind) else kind(found)
-
-
-def _taken(part: ObjectivePart, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the section that the part has a parameter for."""
-    parameters = inspect.signature(part).parameters
-    return {name: value for name, value in fields.items() if name in parameters}
 
 
 def _with_shares(

@@ -8,9 +8,10 @@
 
 A job file then names `path.py:centred`, or an installed package declares it as an entry point (see
 `areal_async.registry`). Keyword-only parameters are the part's arguments (`advantage_args`, `loss_args`,
-`correction_args` under `trainer.objective`). What the decorator declares is checked against the job when its
-file is read; of a part in a file of yours, which is not run then, when the trainer starts. A function without
-a decorator declares nothing.
+`correction_args`, `normaliser_args` under `trainer.objective`); `arguments=` of the decorator may name a
+`Section` that says what they may be. What the decorator declares is checked against the job when its file is
+read; of a part in a file of yours, which is not run then, before the job starts. A function without a
+decorator declares nothing.
 
 | part | called with | returns |
 |---|---|---|
@@ -26,7 +27,7 @@ E episodes are those of the step, S units those of one micro-batch. Where the ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areal_async.config.errors import Mistake
@@ -34,6 +35,7 @@ from areal_async.config.errors import Mistake
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from areal_async.config.base import Section
     from areal_async.config.job import JobConfig
 
 COLUMNS = ("behaviour", "version", "episode", "group", "advantage", "prox")
@@ -47,6 +49,8 @@ class ObjectivePart:
     """A function with what it declares. It is called like the function."""
 
     function: Callable[..., Any]
+    Arguments: type[Section] | None = field(default=None, kw_only=True)
+    """What its arguments may be; without, they are its keyword-only parameters."""
 
     def __call__(self, *inputs: Any, **arguments: Any) -> Any:
         return self.function(*inputs, **arguments)
@@ -149,23 +153,33 @@ class Correction(UnitPart):
             )
 
 
-def advantage(*, needs_group: int = 1) -> Callable[[Callable[..., Tensor]], Advantage]:
+def advantage(
+    *, needs_group: int = 1, arguments: type[Section] | None = None
+) -> Callable[[Callable[..., Tensor]], Advantage]:
     """Declare an advantage; `needs_group` is how many episodes of a group it compares at least."""
-    return lambda function: Advantage(function, needs_group)
+    return lambda function: Advantage(function, needs_group, Arguments=arguments)
 
 
 def loss(
-    *, columns: tuple[str, ...] = (), shares: tuple[str, ...] = (), supervised: bool = False
+    *,
+    columns: tuple[str, ...] = (),
+    shares: tuple[str, ...] = (),
+    supervised: bool = False,
+    arguments: type[Section] | None = None,
 ) -> Callable[[Callable[..., Any]], Loss]:
     """Declare a loss; see the fields of `Loss`."""
-    return lambda function: Loss(function, columns, shares, supervised)
+    return lambda function: Loss(function, columns, shares, supervised, Arguments=arguments)
 
 
 def correction(
-    *, columns: tuple[str, ...] = (), shares: tuple[str, ...] = (), corrects: bool = True
+    *,
+    columns: tuple[str, ...] = (),
+    shares: tuple[str, ...] = (),
+    corrects: bool = True,
+    arguments: type[Section] | None = None,
 ) -> Callable[[Callable[..., Any]], Correction]:
     """Declare a correction; see the fields of `Correction`."""
-    return lambda function: Correction(function, columns, shares, corrects)
+    return lambda function: Correction(function, columns, shares, corrects, Arguments=arguments)
 
 
 def _episodes(count: int) -> str:

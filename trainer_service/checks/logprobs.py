@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.config.engines import declared_engine
+from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.runtime.log import get_logger
@@ -306,7 +306,7 @@ class LogprobCheck:
         rollout, trainer = self._job.rollout, self._job.trainer
         dtypes = (rollout.dtype, trainer.dtype)
         coarser = "bfloat16" if "bfloat16" in dtypes else "float32"
-        bound = trainer.self_check.bound or declared_engine(rollout.engine).logprob_bounds[coarser]
+        bound = trainer.self_check.bound or engine_part(rollout.engine).logprob_bounds[coarser]
         totals = {why: self._ranks.total(skipped[why]) for why in (OTHER_VERSION, KEPT_KV)}
         gaps = compared.difference
         passed = bool(gaps.max() <= bound and gaps.mean() <= MEAN_SHARE * bound)

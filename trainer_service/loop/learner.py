@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_async.config.job import JobConfig
-from areal_async.registry import BACKENDS
+from areal_async.config.parts import load_part
 from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.runtime.metrics import busy
 from trainer_service.algorithms.objective import Objective
@@ -37,12 +37,13 @@ def load_backend(job: JobConfig, ranks: Ranks) -> TrainingBackend:
     """The back end of `job` with its model. Raises `ModelError`, `PartError`."""
     section = job.trainer
     minibatches = section.minibatches if job.kind == "rl" else 1
-    backend: TrainingBackend = BACKENDS.find(section.backend)(
+    backend: TrainingBackend = load_part(job, "trainer.backend")(
         {TRAINED_MODEL: job.model},
         section.optimizer,
         ranks,
         dtype=torch.bfloat16 if section.dtype == "bfloat16" else torch.float32,
         total_updates=section.steps * minibatches,
+        **section.backend_args,
     )
     return backend
 

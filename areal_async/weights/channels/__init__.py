@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from areal_async.config.base import Section
 from areal_async.config.devices import rollout_gpus
-from areal_async.config.engines import declared_engine
+from areal_async.config.engines import declared_engine, engine_part
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.registry import CHANNELS, ENGINES
+from areal_async.config.parts import load_part
+from areal_async.registry import ENGINES
 from areal_async.rpc.schema import Message, VersionTag
 from areal_async.rpc.weights_messages import SnapshotNotice
 
@@ -119,7 +120,7 @@ class Channel:
 
 def channel_of(job: JobConfig) -> type[Channel]:
     """The channel that the job names. Raises `PartError`; runs the file of one of the user's own."""
-    channel: type[Channel] = CHANNELS.find(job.weights.channel)
+    channel: type[Channel] = load_part(job, "weights.channel")
     return channel
 
 
@@ -176,8 +177,9 @@ class Nccl(Shm):
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         yield from Shm.check_job(job, arguments, field)
         rollout, trainer = job.rollout, job.trainer
-        if reason := declared_engine(rollout.engine).no_group:
-            able = (name for name in ENGINES.built_in if not declared_engine(name).no_group)
+        engine = declared_engine(rollout.engine)
+        if engine is not None and (reason := engine.no_group):
+            able = (name for name in ENGINES.built_in if not engine_part(name).no_group)
             yield Mistake(
                 "weights.channel",
                 f"`nccl` is not for rollout.engine {rollout.engine}: {reason}",

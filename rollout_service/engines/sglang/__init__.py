@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from areal_async.config.engines import EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
+from areal_async.config.rollout import RolloutSection
 from areal_async.runtime.context import ServiceContext
 
 
@@ -20,7 +20,8 @@ class SGLang(EnginePart):
         ("dp-size", "data-parallel-size", "dp"),
     )
 
-    def width(self, arguments: Mapping[str, Any]) -> int:
+    def width(self, rollout: RolloutSection) -> int:
+        arguments = rollout.server.arguments
         attention = {flag_name(given): value for given, value in arguments.items()}.get("enable-dp-attention")
         # With it, the data-parallel ranks are among the tensor-parallel ones.
         return parallel_width(arguments, self.parallel_flags[:2] if attention else self.parallel_flags)

@@ -30,7 +30,7 @@ def test_overrides_are_yaml_and_make_sections(folder):
         [
             "buffer.max_staleness=0",
             "trainer.optimizer.lr=1e-5",
-            "trainer.objective={correction: none, clip_low: 0.1}",
+            "trainer.objective={correction: none, prox: reuse}",
             "rollout.sampling.stop=['\\n', END]",
             "tasks.evaluation=null",
             "tasks.shuffle=false",
@@ -38,7 +38,7 @@ def test_overrides_are_yaml_and_make_sections(folder):
     )
     assert job.buffer.max_staleness == 0
     assert job.trainer.optimizer.lr == 1e-5
-    assert (job.trainer.objective.correction, job.trainer.objective.clip_low) == ("none", 0.1)
+    assert (job.trainer.objective.correction, job.trainer.objective.prox) == ("none", "reuse")
     assert job.rollout.sampling.stop == ("\\n", "END")
     assert job.tasks.evaluation is None
     assert job.tasks.shuffle is False

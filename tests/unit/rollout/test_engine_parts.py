@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from areal_async.config.checks import check_fields
-from areal_async.config.engines import declared_engine
+from areal_async.config.devices import width_of
+from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
 from areal_async.launch.plan import ready_limit_s
-from areal_async.registry import ENGINES
+from areal_async.launch.preflight import check_contents
+from areal_async.registry import ENGINES, PartError
 from areal_async.runtime.context import ServiceContext
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError
@@ -28,7 +30,7 @@ from tests.unit.rollout.fakes import FakeBuffer, group, job, working
 
 STUB = """
 import numpy as np
-from areal_async import EnginePart, EngineStats, GenerateResult, VersionTag
+from areal_async import EnginePart, EngineStats, GenerateResult, Section, VersionTag
 
 class Backwards:
     version = VersionTag("policy", 0, 0)
@@ -50,8 +52,11 @@ class Part(EnginePart):
     update_modes = frozenset({"keep"})
     is_server = True
 
-    def width(self, arguments):
-        return 3
+    class Arguments(Section):
+        gpus: int = 3
+
+    def width(self, rollout):
+        return self.Arguments.model_validate(rollout.engine_args).gpus
 
     def make(self, job, *, slots, activity, place, replica):
         return Backwards(slots)
@@ -95,7 +100,34 @@ def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> Non
     assert mistakes(engine="backwards", update_mode="keep") == []
     (found,) = mistakes(engine="backwards")
     assert found == "rollout.update_mode: the engine of rollout.engine cannot do recompute"
-    assert declared_engine("backwards").width({}) == 3
+    assert width_of(job(engine="backwards").rollout) == 3
+    assert mistakes(engine="backwards", update_mode="keep", engine_args={"gpu": 2}) == [
+        "rollout.engine_args.gpu: backwards has no argument 'gpu'"
+    ]
+
+
+def test_an_engine_in_a_file_is_asked_before_anything_starts_and_by_who_uses_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("print('hello')\n" + STUB)
+    own = job(engine=f"{tmp_path}/mine.py:PART", device="cuda", engine_args={"gpus": 2}, update_mode="keep")
+    assert width_of(own.rollout) == 1  # nothing has run the file
+    assert {mistake.field for mistake in tried(own)} == {"model", "rollout.device", "rollout.engine"}
+    wrong = job(engine=own.rollout.engine, engine_args={"gpu": 2}, update_mode="keep")
+    assert [str(each) for each in tried(wrong) if "args" in each.field] == [
+        f"rollout.engine_args.gpu: {own.rollout.engine} has no argument 'gpu'. It takes gpus."
+    ]
+    with pytest.raises(PartError, match=r"rollout\.engine_args\.gpu: .* It takes gpus"):
+        make_engine(wrong, slots=8, activity="rollout")
+    with pytest.raises(PartError, match=r"rollout\.update_mode: .* cannot do recompute"):
+        make_engine(job(engine=own.rollout.engine), slots=8, activity="rollout")
+    make_engine(own, slots=8, activity="rollout")
+    assert width_of(own.rollout) == 2
+    assert ready_limit_s(own) == ready_limit_s(job()) + own.rollout.server.ready_s
+
+
+def tried(named: JobConfig) -> tuple[Mistake, ...]:
+    with pytest.raises(ConfigError) as refused:
+        check_contents(named, source="job")
+    return tuple(refused.value.mistakes)
 
 
 def test_an_engine_in_a_file_is_looked_for_and_not_run(tmp_path: Path) -> None:

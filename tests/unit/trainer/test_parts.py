@@ -8,9 +8,12 @@ import torch
 
 from areal_async.config.job import ObjectiveSection
 from areal_async.config.load import load_job
+from areal_async.config.parts import own_part_mistakes
+from areal_async.registry import PartError
 from tests.unit.trainer import rank_process
 from trainer_service.algorithms.objective import Objective
 from trainer_service.errors import ObjectiveError
+from trainer_service.loop.learner import load_backend
 
 OWN = """
 from trainer_service.algorithms.parts import advantage, correction, loss
@@ -31,6 +34,12 @@ def reinforce(logp, units, *, clip_low, weight=1.0):
 @loss(columns=("value",))
 def with_value(logp, units):
     return logp
+
+def divided(mask, episode, units_of_episode, *, by):
+    return mask.float() / by
+
+def refusing(models, optimizer, ranks, *, dtype, total_updates, word):
+    raise SystemExit(f"{list(models)} {total_updates} {word}")
 
 @correction(columns=("prox",))
 def capped_at(weight, units, *, cap, floor=0.0):
@@ -73,10 +82,9 @@ def test_a_loss_and_a_correction_of_a_users_file_get_their_columns_and_arguments
         tmp_path,
         make_batch,
         loss=own("reinforce"),
-        loss_args={"weight": 0.0},
-        clip_low=0.25,
+        loss_args={"weight": 0.0, "clip_low": 0.25},
         correction=own("capped_at"),
-        correction_args={"floor": 0.5},
+        correction_args={"cap": 5.0, "floor": 0.5},
     )
     assert result.loss == 0
     assert 0 < result.statistics["rewarded_share"] < 1
@@ -93,8 +101,26 @@ def test_what_a_part_of_a_users_file_declares_is_held_when_the_trainer_starts(mo
         Objective(ObjectiveSection(loss=own("with_value")))
 
 
+def test_a_normaliser_and_a_back_end_of_a_users_file_get_their_arguments(
+    model_dir, tmp_path, make_batch, own
+):
+    normaliser = {"normaliser": own("divided")}
+    half, one = (
+        trained(model_dir, tmp_path, make_batch, **normaliser, normaliser_args={"by": by}) for by in (2, 1)
+    )
+    assert one.loss == pytest.approx(2 * half.loss, rel=1e-5)
+    with pytest.raises(ObjectiveError, match=r"normaliser_args\.by: .* is missing"):
+        trained(model_dir, tmp_path, make_batch, **normaliser)
+    job = rank_process.job_of(model_dir, tmp_path, backend=own("refusing"), backend_args={"word": "mine"})
+    assert [*own_part_mistakes(job)] == []
+    with pytest.raises(SystemExit, match=r"\['policy'\] 8 mine"):
+        load_backend(job, None)
+    with pytest.raises(PartError, match=r"backend_args\.word: .* is missing"):
+        load_backend(rank_process.job_of(model_dir, tmp_path, backend=own("refusing")), None)
+
+
 def test_shares_are_those_that_are_declared(own):
-    objective = Objective(ObjectiveSection(loss=own("reinforce"), clip_low=0.25))
+    objective = Objective(ObjectiveSection(loss=own("reinforce")))
     assert objective.shares == ("rewarded", "truncated")
     assert objective.wants_prox
     assert not Objective(ObjectiveSection(loss="sft", correction="none")).wants_prox

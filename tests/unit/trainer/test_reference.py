@@ -18,7 +18,7 @@ def test_staleness_zero_equals_synchronous_training(tmp_path, model_dir, make_ba
         "minibatches": 1,
         "micro_batch_tokens": 64,
         "optimizer": {"lr": 3e-3, "clip_grad_norm": 0.2},
-        "objective": {"prox": prox, "correction_cap": 1.1},
+        "objective": {"prox": prox, "correction_args": {"cap": 1.1}},
     }
     rank_process.run(
         0, 1, None, model_dir, tmp_path / "given", tmp_path / "run", record_batches=True, **settings

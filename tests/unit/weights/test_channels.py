@@ -11,6 +11,7 @@ import torch
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import SnapshotError
+from areal_async.registry import PartError
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, ReceivingEnd, channel_of, makes_deltas
@@ -263,6 +264,9 @@ async def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_rec
         await r.close()
     finally:
         await asyncio.to_thread(p.close)
+    misspelt = job_with(place, channel=job.weights.channel, channel_args={"pots": 1})
+    with pytest.raises(PartError, match=r"weights\.channel_args\.post: .* needs 'post', and it is missing"):
+        channel_of(misspelt)
 
 
 @pytest.mark.parametrize("channel", ["shm", "zmq", "disk", "nccl"])
