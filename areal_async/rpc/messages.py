@@ -127,8 +127,6 @@ class ClaimedEpisode(Record, frozen=True):
     tries: int = 0
     scope: Literal["episode", "group"] = "episode"
     """`group`: all episodes of one claim id, which follow each other, are judged in one call."""
-    waited_ms: int = 0
-    """Milliseconds since it was stored, or since its last verdict that was no score."""
 
 
 class Claims(Message, frozen=True):

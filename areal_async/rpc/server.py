@@ -117,7 +117,6 @@ class Server:
 
     async def start(self) -> None:
         """Bind and serve. Raises `EndpointError` when the address cannot or must not be served."""
-        endpoints.check_bindable(self.endpoint, self._access)
         context = open_context()
         sock = context.socket(zmq.ROUTER)
         try:

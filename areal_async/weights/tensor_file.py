@@ -131,10 +131,11 @@ def write_tensors(
         name, at = place
         tensor = tensors[name].detach().cpu().contiguous()
         hashed = blake3()
-        for piece in _pieces(_bytes_of(tensor)):
-            mapped.write(at, piece)
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        for begin in range(0, data.nbytes, PIECE_BYTES):
+            piece = data[begin : begin + PIECE_BYTES]
+            mapped.write(at + begin, piece)
             hashed.update(piece)
-            at += piece.nbytes
         shape = list(tensor.shape)
         return Part(name, DTYPES[tensor.dtype], shape, [0] * len(shape), shape, path.name, named(hashed))
 
@@ -261,12 +262,3 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], size_bytes: int) -> l
         return [work(item) for item in items]
     with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
         return list(pool.map(work, items))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a contiguous CPU tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _pieces(data: memoryview) -> Iterable[memoryview]:
-    return (data[at : at + PIECE_BYTES] for at in range(0, data.nbytes, PIECE_BYTES))

@@ -329,7 +329,7 @@ def store_episodes(index: Index, command: StoreEpisodes, now_ms: int) -> Decisio
             continue
         stored.append(arrival.sample)
         if group.episodes[arrival.sample].state == EpisodeState.MISSING and arrival.sample not in arrived:
-            arrived[arrival.sample] = _episode(arrival, lease_number, now_ms)
+            arrived[arrival.sample] = _episode(arrival, lease_number)
             tx.keep_blob(group.group_id, arrival.sample, attachment)
     if arrived:
         tx.count("stored", len(arrived))
@@ -387,7 +387,7 @@ def _of_versions(index: Index, policy: str, held: Versions, *, trained: bool) ->
     return ""
 
 
-def _episode(arrival: Arrival, lease_number: int, now_ms: int) -> EpisodeRecord:
+def _episode(arrival: Arrival, lease_number: int) -> EpisodeRecord:
     return EpisodeRecord(
         state=int(EpisodeState.STORED),
         size_bytes=arrival.size_bytes,
@@ -395,7 +395,6 @@ def _episode(arrival: Arrival, lease_number: int, now_ms: int) -> EpisodeRecord:
         n_sampled=arrival.n_sampled,
         versions=dict(arrival.versions),
         lease=lease_number,
-        waits_ms=now_ms,
     )
 
 

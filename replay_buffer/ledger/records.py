@@ -76,8 +76,6 @@ class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     reward: float = 0.0
     components: dict[str, float] | None = None
     parts: StoredParts | None = None
-    waits_ms: int = 0
-    """When it began to wait for its score: it was stored then, or had its last verdict that was none."""
     no_score: str = ""  # Kind of its last verdict that was no score; empty when there was none
 
     @property

@@ -85,7 +85,6 @@ def _claim_group(
             deadline_ms=rules.claim_ms,
             tries=episode.tries,
             scope=scope,
-            waited_ms=max(0, tx.now_ms - episode.waits_ms) if episode.waits_ms else 0,
         )
         for sample, episode in changed.items()
     ]

@@ -104,7 +104,7 @@ def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:
             masked[sample] = replace(held, tries=held.tries + 1)
         else:
             # A job that fails and is resumed begins with its tries anew.
-            changed[sample] = _waiting(tx, held, tries=held.tries + 1 if action == "again" else 0)
+            changed[sample] = _waiting(held, tries=held.tries + 1 if action == "again" else 0)
     claims = {group.episodes[sample].claim_id for sample in todo}
     group = tx.set_episodes(group, changed) if changed else group
     group = tx.mask(group, masked) if masked else group
@@ -142,14 +142,13 @@ def _scored(held: EpisodeRecord, score: Score) -> EpisodeRecord:
     )
 
 
-def _waiting(tx: Transaction, held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
+def _waiting(held: EpisodeRecord, *, tries: int) -> EpisodeRecord:
     """The episode, to be claimed again."""
     return replace(
         held,
         state=int(EpisodeState.STORED),
         tries=tries,
         claim_id="",
-        waits_ms=tx.now_ms,
         reward=0.0,
         components=None,
         parts=None,

@@ -175,7 +175,6 @@ def staged_keys(keys: Keys, staged: str) -> list[str]:
 
 
 GRACE_S = 3.0
-MOST_VECTORS = 256  # Per write; the kernel takes at most 1024
 ALIGN_BYTES = 4096  # Each episode begins on a page, so that it can be mapped alone
 
 
@@ -217,17 +216,17 @@ class BlobFiles:
             return placed, ""
         self._count += 1
         name = f"{self._token}-{self._count:x}"
-        at, vectors = 0, list[Bytes]()
+        at, parts = 0, list[Bytes]()
         for i in numbers:
             blob = blobs[i]
             assert not isinstance(blob, BlobRef)
             placed[i] = BlobRef(name, len(blob), at)
             padding = -len(blob) % ALIGN_BYTES
-            vectors += (blob, bytes(padding))
+            parts += (blob, bytes(padding))
             at += len(blob) + padding
         self._under_way.add(name)
         try:
-            await asyncio.to_thread(self._write, name, vectors)
+            await asyncio.to_thread(self._write, name, parts)
         except BaseException:
             self._under_way.discard(name)
             raise
@@ -263,11 +262,11 @@ class BlobFiles:
 
     # --- in a thread ---
 
-    def _write(self, name: str, vectors: list[Bytes]) -> None:
+    def _write(self, name: str, parts: list[Bytes]) -> None:
         path = self._folder / name
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            _write_all(fd, vectors)
+            _write_all(fd, parts)
             if self._durability != "memory":
                 os.fdatasync(fd)
                 self._flush_folder()
@@ -316,14 +315,8 @@ class BlobFiles:
         ]
 
 
-def _write_all(fd: int, vectors: list[Bytes]) -> None:
-    rest = [memoryview(vector) for vector in vectors if len(vector)]
-    while rest:
-        written = os.writev(fd, rest[:MOST_VECTORS])
-        done = 0
-        while done < len(rest) and written >= len(rest[done]):
-            written -= len(rest[done])
-            done += 1
-        rest = rest[done:]
-        if written:
-            rest[0] = rest[0][written:]
+def _write_all(fd: int, parts: list[Bytes]) -> None:
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(fd, rest) :]

@@ -275,7 +275,6 @@ class Names(NamedTuple):
 
     free: list[str]
     """Names that are used, and are neither the texts' own nor Python's nor the library's."""
-    used: set[str]
     imports: list[str]
     """What supplies the names of the library."""
     star: bool
@@ -302,7 +301,7 @@ def names_of(texts: Iterable[str], declared: str = "") -> Names:
     missing = [name for name in used if name not in bound and not name.startswith("__")]
     supplied = [name for name in missing if name in LIBRARY and name != declared]
     free = [name for name in missing if name not in supplied]
-    return Names(free, set(used), [LIBRARY[name] for name in supplied], star)
+    return Names(free, [LIBRARY[name] for name in supplied], star)
 
 
 def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

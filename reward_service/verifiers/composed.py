@@ -28,7 +28,7 @@ from pydantic import Field, field_validator, model_validator
 from areal_async.config.base import Section
 from areal_async.registry import REWARDS, PartError
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Verdict
-from reward_service.checking import as_verdict
+from reward_service.checking import as_verdict, describe
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 from reward_service.verifiers import NoArguments, verifier
 
@@ -104,10 +104,6 @@ class WeightedArguments(Section):
         return self
 
 
-class PartFailed(RuntimeError):
-    """A part raised. The text names the part."""
-
-
 def _load_parts(arguments: WeightedArguments) -> None:
     for part in arguments.parts:
         part.load()
@@ -115,8 +111,8 @@ def _load_parts(arguments: WeightedArguments) -> None:
 
 @verifier(WeightedArguments, prepare=_load_parts)
 async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
-    """The weighted sum, as a Score; else the first verdict of a part that is none, in their order. Raises
-    PartFailed, with the part's name, for a part that raises."""
+    """The weighted sum, as a Score; else the first verdict of a part that is none, in their order. A part
+    that raises fails as it would by itself."""
     scores: list[tuple[WeightedPart, Score]] = []
     for part in arguments.parts:
         verdict = await _verdict_of(part, given)
@@ -139,7 +135,7 @@ async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:
         result = function(given)
         verdict = as_verdict(await result if inspect.isawaitable(result) else result, given)
     except Exception as error:
-        raise PartFailed(f"{label}: {type(error).__name__}: {error}") from error
+        verdict = Failure("exception", describe(error))
     match verdict:
         case Abstain(reason, sandbox):
             return Abstain(f"{label}: {reason}" if reason else label, sandbox)

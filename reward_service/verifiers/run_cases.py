@@ -54,17 +54,10 @@ class Result(msgspec.Struct):
     compiled: bool = True
     out_of_time: bool = False
     level: str = ""
-    why: str = ""
-    """How the first case that failed did."""
 
     @property
     def share(self) -> float:
         return sum(self.passed) / len(self.passed)
-
-    def add(self, right: bool, why: str) -> None:
-        self.passed.append(right)
-        if not right and not self.why:
-            self.why = why
 
 
 @functools.cache
@@ -100,11 +93,11 @@ def run_cases(
         left_s = deadline_s - time.monotonic()
         result.out_of_time = result.out_of_time or left_s < LEAST_RUN_S
         if result.out_of_time or not result.compiled or not (partial or all(result.passed)):
-            result.add(False, "")
+            result.passed.append(False)
             continue
         outcome, cut_off = _run_stdio(sandbox, source, language, case, arguments, left_s)
         right = outcome.ok and same_output(outcome.stdout, case.stdout, compare=compare, tolerance=tolerance)
-        result.add(right, "wrong output" if outcome.ok else outcome.describe())
+        result.passed.append(right)
         result.compiled = outcome.kind != "compile"
         result.out_of_time = cut_off
     if cases.calls or cases.codes:
@@ -172,7 +165,7 @@ def _run_tests(
             limits=limits,
         )
 
-    examined, program = sandbox.run_pair(
+    examined, _ = sandbox.run_pair(
         side("examiner", {}, json.dumps(task).encode()),
         side("candidate", {"solution.py": source.encode("utf-8", "replace")}),
     )
@@ -180,10 +173,8 @@ def _run_tests(
     if len(lines) == len(tests) and all(one.get("ready") and not one.get("asked") for one in lines):
         # They would have done the same to any program.
         raise ValueError(f"the tests never called the program: {lines[0].get('why') or 'they are empty'}")
-    ended = program if program.kind not in ("ok", "ended") else examined
-    for index in range(len(tests)):
-        line = lines[index] if index < len(lines) else {"why": ended.describe()}
-        result.add(line.get("passed") is True, str(line.get("why")))
+    passed = [line.get("passed") is True for line in lines[: len(tests)]]
+    result.passed += passed + [False] * (len(tests) - len(passed))
 
 
 _marked = functools.lru_cache(maxsize=256)(marked)

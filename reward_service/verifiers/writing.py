@@ -199,37 +199,28 @@ class MeasureUnit:
     size: Fraction
 
 
+BASE_UNITS = {
+    "length": {"mm": "1/1000", "cm": "1/100", "dm": "1/10", "m": "1", "km": "1000", "inch": "127/5000",
+               "ft": "381/1250", "yd": "1143/1250", "mi": "201168/125"},
+    "time": {"ms": "1/1000", "s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"},
+    "mass": {"mg": "1/1000", "g": "1", "kg": "1000", "t": "1000000", "lb": "45359237/100000",
+             "oz": "45359237/1600000"},
+    "volume": {"ml": "1/1000000", "cl": "1/100000", "l": "1/1000"},
+    "angle": {"degree": "1"}, "°C": {"°C": "1"}, "°F": {"°F": "1"},
+    "money": {"cent": "1/100", "dollar": "1"},
+}  # fmt: skip
+
+
 def _units() -> dict[str, MeasureUnit]:
-    lengths = {"mm": "1/1000", "cm": "1/100", "dm": "1/10", "m": "1", "km": "1000", "inch": "127/5000",
-               "ft": "381/1250", "yd": "1143/1250", "mi": "201168/125"}  # fmt: skip
-    times = {"ms": "1/1000", "s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"}
-    masses = {"mg": "1/1000", "g": "1", "kg": "1000", "t": "1000000", "lb": "45359237/100000",
-              "oz": "45359237/1600000"}  # fmt: skip
-    volumes = {"ml": "1/1000000", "cl": "1/100000", "l": "1/1000"}
-    table = {name: MeasureUnit("length", Fraction(size)) for name, size in lengths.items()}
-    table |= {f"{name}^2": MeasureUnit("area", unit.size**2) for name, unit in list(table.items())}
-    table |= {
-        f"{name}^3": MeasureUnit("volume", unit.size**3)
-        for name, unit in list(table.items())
-        if "^" not in name
-    }
-    speeds = {
-        f"{far}/{long}": MeasureUnit("speed", Fraction(lengths[far]) / Fraction(times[long]))
-        for far in lengths
-        for long in times
-    }
-    table |= speeds
-    table |= {"mph": speeds["mi/h"], "kph": speeds["km/h"], "kmh": speeds["km/h"]}
-    table |= {name: MeasureUnit("time", Fraction(size)) for name, size in times.items()}
-    table |= {name: MeasureUnit("mass", Fraction(size)) for name, size in masses.items()}
-    table |= {name: MeasureUnit("volume", Fraction(size)) for name, size in volumes.items()}
-    table |= {
-        "degree": MeasureUnit("angle", Fraction(1)),
-        "°C": MeasureUnit("°C", Fraction(1)),
-        "°F": MeasureUnit("°F", Fraction(1)),
-    }
-    table |= {"cent": MeasureUnit("money", Fraction(1, 100)), "dollar": MeasureUnit("money", Fraction(1))}
-    return table
+    table: dict[str, MeasureUnit] = {}
+    for kind, units in BASE_UNITS.items():
+        table |= {name: MeasureUnit(kind, Fraction(size)) for name, size in units.items()}
+    for far in BASE_UNITS["length"]:
+        length = table[far].size
+        table |= {f"{far}^2": MeasureUnit("area", length**2), f"{far}^3": MeasureUnit("volume", length**3)}
+        for long in BASE_UNITS["time"]:
+            table[f"{far}/{long}"] = MeasureUnit("speed", length / table[long].size)
+    return table | {"mph": table["mi/h"], "kph": table["km/h"], "kmh": table["km/h"]}
 
 
 UNITS = _units()

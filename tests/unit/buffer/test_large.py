@@ -156,7 +156,7 @@ async def test_nothing_is_unbounded_a_full_disk_loses_nothing(a_front, tmp_path,
         group = await opened(front)
         full = OSError(errno.ENOSPC, "No space left on device")
         with monkeypatch.context() as patched:
-            patched.setattr(os, "writev", lambda *_: (_ for _ in ()).throw(full))
+            patched.setattr(os, "write", lambda *_: (_ for _ in ()).throw(full))
             with pytest.raises(FaultError, match="No space left") as failed:
                 await store(front, group, episodes())
             assert failed.value.kind == "unavailable"
