@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
 
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Arrived
@@ -18,36 +17,26 @@ from reward_service.server import RewardServer
 log = get_logger("reward")
 
 
-@contextlib.asynccontextmanager
-async def _rewards(ctx: ServiceContext) -> AsyncIterator[Router]:
-    """The rewards of the job. One that is away is waited for by starting again, where it was there before in
-    this run: at the job's first start it is taken for a mistake of the job file."""
-    router = Router(ctx.job.reward)
-    try:
-        await router.__aenter__()
-    except RewardLoadError as error:
-        if error.may_pass and ctx.served_before:
-            error.restart_helps = True
-        raise
-    try:
-        yield router
-    finally:
-        await router.__aexit__(None, None, None)
-
-
 async def main(ctx: ServiceContext) -> None:
     """Serve the job: start its rewards, connect to its buffer, and run the loops of `RewardServer`."""
-    async with _rewards(ctx) as router:
+    client = Client(ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.secret)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            router = await stack.enter_async_context(Router(ctx.job.reward))
+        except RewardLoadError as error:
+            # One that is away is waited for by starting again, where it was there before in this run: at the
+            # job's first start it is taken for a mistake of the job file.
+            if error.may_pass and ctx.served_before:
+                error.restart_helps = True
+            raise
         metrics.watch(router)
-        async with Client(
-            ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.secret
-        ) as buffer:
-            await buffer.call(Arrived(ctx.name))
-            ctx.ready()
-            log.info("reward service serves", rewards=[spec.name for spec in router.specs])
-            server = RewardServer(buffer, router, scorer=ctx.name)
-            metrics.PENDING.set_function(lambda: server.pending)
-            await server.run(ctx.stop)
+        buffer = await stack.enter_async_context(client)
+        await buffer.call(Arrived(ctx.name))
+        ctx.ready()
+        log.info("reward service serves", rewards=[spec.name for spec in router.specs])
+        server = RewardServer(buffer, router, scorer=ctx.name)
+        metrics.PENDING.set_function(lambda: server.pending)
+        await server.run(ctx.stop)
 
 
 if __name__ == "__main__":

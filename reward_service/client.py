@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Sequence
-from typing import Self
 
-from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Verdict
 from reward_service.backends import Call, OnVerdicts
@@ -14,24 +12,11 @@ from reward_service.router import Router
 from reward_service.sdk import RewardInput
 
 
-class LocalScorer:
+class LocalScorer(Router):
     """`async with LocalScorer(job.reward, workers=1) as scorer: verdicts = await scorer.score(inputs)`.
 
     Entering starts what the rewards need and raises `RewardLoadError` when one cannot be loaded; leaving ends
     it. `workers` defaults to the section's. Verdicts are not retried."""
-
-    def __init__(self, section: RewardSection, workers: int | None = None) -> None:
-        self._section = section
-        self._workers = workers or section.workers
-        self._router: Router | None = None
-
-    async def __aenter__(self) -> Self:
-        self._router = await Router(self._section, workers=self._workers).__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._router is not None:
-            await self._router.__aexit__()
 
     async def score(
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None
@@ -41,17 +26,10 @@ class LocalScorer:
         call; without `groups` each is a group of its own. Concurrent calls share the workers."""
         return [verdict for verdict, _ in await self.score_timed(inputs, groups)]
 
-    @property
-    def alive(self) -> int:
-        """The number of workers and places that are ready now."""
-        return 0 if self._router is None else self._router.alive
-
     async def score_timed(
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None
     ) -> list[tuple[Verdict, float]]:
         """`score`, each verdict with the milliseconds that its call took."""
-        if self._router is None:
-            raise RuntimeError("enter the scorer first: async with LocalScorer(…) as scorer")
         results: dict[int, tuple[Verdict, float]] = {}
         done = asyncio.Event()
 
@@ -69,7 +47,7 @@ class LocalScorer:
                 [inputs[place] for place in call] if spec.scope == "group" else inputs[call[0]]
                 for call in calls
             ]
-            await self._router.submit(spec, given, taker(calls))
+            await self.submit(spec, given, taker(calls))
         if inputs:
             await done.wait()
         return [results[place] for place in range(len(inputs))]
@@ -78,11 +56,10 @@ class LocalScorer:
         self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None
     ) -> list[tuple[RewardSpec, list[list[int]]]]:
         """The calls of each reward, each as the places of its inputs."""
-        assert self._router is not None
         calls: dict[str, dict[Hashable, list[int]]] = {}
         specs: dict[str, RewardSpec] = {}
         for place, given in enumerate(inputs):
-            spec = self._router.routing.of(given)
+            spec = self.routing.of(given)
             specs[spec.key] = spec
             group: Hashable = groups[place] if groups is not None and spec.scope == "group" else (place,)
             calls.setdefault(spec.key, {}).setdefault(group, []).append(place)

@@ -37,7 +37,7 @@ class Router:
 
     Entering starts what is needed and raises `RewardLoadError` when a reward cannot be loaded."""
 
-    def __init__(self, section: RewardSection, *, workers: int | None = None) -> None:
+    def __init__(self, section: RewardSection, workers: int | None = None) -> None:
         self.routing = Routing(section)
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when a reward of the job can be scored no longer."""

@@ -6,10 +6,12 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from areal_async.rpc.schema import POLICY
@@ -69,9 +71,10 @@ class EpisodeBuilder:
         agents: Iterable[tuple[str, int]] = (("main", 0),),
     ) -> None:
         """`agents` are (name, index of the agent's policy in `policies`)."""
-        self._ids = (job, task_id, group_id, sample, attempt)
-        self._policies = list(policies)
-        self._agents = [Agent(name, policy) for name, policy in agents]
+        authors = [Agent(name, policy) for name, policy in agents]
+        self._header = EpisodeHeader(
+            job, task_id, group_id, sample, attempt, policies=list(policies), agents=authors
+        )
         self._table: list[list[int]] = []  # One row a segment, as in `TABLE_COLUMNS`
         self._reward: list[float] = []
         self._anchor: list[int] = []
@@ -80,13 +83,6 @@ class EpisodeBuilder:
         self._version = array("i")
         self._mask = bytearray()
         self._columns: dict[str, dict[int, array[float]]] = {}
-        self._calls: list[Call] = []
-        self._media: list[Media] = []
-        self._rewards: dict[str, float] = {}
-        self._metadata: dict[str, Any] = {}
-        self._prompt_text = ""
-        self._response_text = ""
-        self._epochs: list[tuple[int, int]] = []
 
     def prompt(self, ids: Ints, parent: int | None = None, agent: int = 0, turn: int = 0) -> int:
         """Add a PROMPT segment; returns its index. Without a parent it starts a path."""
@@ -143,17 +139,19 @@ class EpisodeBuilder:
             )
         runs = _epoch_runs(epoch, bits)
         if policy is None:
-            policy = self._agents[agent].policy if 0 <= agent < len(self._agents) else 0
+            agents = self._header.agents
+            policy = agents[agent].policy if 0 <= agent < len(agents) else 0
         start = len(self._token_id)
         segment = self._add(SegmentKind.SAMPLED, n, parent, agent, turn)
         self._token_id += tokens
         self._logprob += probs
         self._version += vers
         self._mask += bits
-        self._calls.append(Call(segment, policy, sampling, finish_reason, logprobs_of))
+        self._header.calls.append(Call(segment, policy, sampling, finish_reason, logprobs_of))
+        epochs = self._header.epochs
         for first, value in runs:
-            if not self._epochs or self._epochs[-1][1] != value:
-                self._epochs.append((start + first, value))
+            if not epochs or epochs[-1][1] != value:
+                epochs.append((start + first, value))
         return segment
 
     def reward(self, segment: int, value: float) -> None:
@@ -162,7 +160,7 @@ class EpisodeBuilder:
 
     def episode_reward(self, name: str, value: float) -> None:
         """Set a named reward of the whole episode."""
-        self._rewards[name] = value
+        self._header.rewards[name] = value
 
     def anchor(self, segment: int, key: str | bytes) -> None:
         """Mark the state before a segment; equal keys can be compared across the episodes of a group."""
@@ -184,18 +182,18 @@ class EpisodeBuilder:
     ) -> None:
         """Refer to an attachment whose `n_units` placeholder units begin `start` units into `segment`."""
         first = self._table[self._index(segment)][OFFSET] + start
-        self._media.append(Media(digest, media_type, size_bytes, segment, first, n_units))
+        self._header.media.append(Media(digest, media_type, size_bytes, segment, first, n_units))
 
     def text(self, prompt: str | None = None, response: str | None = None) -> None:
         """Set the readable prompt and/or response (what text rewards judge)."""
         if prompt is not None:
-            self._prompt_text = prompt
+            self._header = replace(self._header, prompt_text=prompt)
         if response is not None:
-            self._response_text = response
+            self._header = replace(self._header, response_text=response)
 
     def meta(self, **values: Any) -> None:
         """Add metadata; values must fit msgpack."""
-        self._metadata.update(values)
+        self._header.metadata.update(values)
 
     def build(self, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
         """The episode so far. Raises InvariantError or SizeError."""
@@ -217,24 +215,9 @@ class EpisodeBuilder:
             np.frombuffer(self._version.tobytes(), I32),
             {name: self._dense(spans) for name, spans in self._columns.items()},
         )
-        job, task_id, group_id, sample, attempt = self._ids
-        header = EpisodeHeader(
-            job=job,
-            task_id=task_id,
-            group_id=group_id,
-            sample=sample,
-            attempt=attempt,
-            policies=self._policies[:],
-            agents=self._agents[:],
-            calls=self._calls[:],
-            media=self._media[:],
-            rewards=dict(self._rewards),
-            metadata=dict(self._metadata),
-            prompt_text=self._prompt_text,
-            response_text=self._response_text,
-            epochs=self._epochs[:],
-        )
-        return Episode(header, segments, units, limits=limits)
+        # What is added from now on goes into lists of its own.
+        held = {name: copy(getattr(self._header, name)) for name in EpisodeHeader.__struct_fields__}
+        return Episode(EpisodeHeader(**held), segments, units, limits=limits)
 
     def _add(self, kind: int, n: int, parent: int | None, agent: int, turn: int) -> int:
         parent = NO_PARENT if parent is None else parent

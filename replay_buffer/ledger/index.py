@@ -157,10 +157,6 @@ class Index:
         since_ms = min((wait.since_ms for wait in waits if wait is not None), default=None)
         return None if since_ms is None else since_ms + self.rules.overtaken_ms
 
-    def state(self) -> tuple[Any, ...]:
-        """All that is stored, for comparison."""
-        return (self.revision, self.meta, self.groups, self.leases, self.claims, self.batches)
-
     # --- changes ---
 
     def apply(self, writes: WriteSet) -> set[Edge]:
@@ -375,6 +371,3 @@ class SortedIndex:
 
     def __len__(self) -> int:
         return len(self._sorted)
-
-    def __contains__(self, id_: str) -> bool:
-        return id_ in self._key_of

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from areal_async.config.base import Section
-from reward_service.sdk import RewardLoadError, Scope, reward
+from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
@@ -34,13 +34,17 @@ MOST_PARSED = 64  # Different arguments of one reward that are remembered in a p
 
 
 def verifier(
-    arguments: type[A], *, prepare: Callable[[A], None] | None = None, scope: Scope = "episode"
+    arguments: type[A],
+    *,
+    prepare: Callable[[A], None] | None = None,
+    scope: Scope = "episode",
+    needs_truth: bool = False,
 ) -> Callable[[Judge[A]], Callable[..., Any]]:
     """Make `judge(given, arguments)` a built-in reward that is called as `judge(given, **arguments)`.
 
     `arguments` declares what it takes, and `prepare(arguments)` does what is best done before the first call.
     The reward has these as `Arguments` and `preload(**arguments)`, which raises RewardLoadError. A call with
-    arguments of another kind raises ValueError."""
+    arguments of another kind raises ValueError. `needs_truth`: a task without ground truth is not judged."""
 
     def made(judge: Judge[A]) -> Callable[..., Any]:
         parsed_of: dict[str, A] = {}
@@ -52,6 +56,8 @@ def verifier(
                 if len(parsed_of) >= MOST_PARSED:
                     parsed_of.clear()
                 parsed_of[key] = arguments.model_validate(values)
+            if needs_truth and given.ground_truth is None:
+                return Abstain("the task has no ground truth")
             return judge(given, parsed_of[key])
 
         def preload(**values: Any) -> None:

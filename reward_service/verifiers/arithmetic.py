@@ -35,13 +35,11 @@ LAST_CHARACTERS = 200
 TOLERANCE = Fraction(1, 10**6)
 
 
-@verifier(NoArguments)
-def arithmetic(given: RewardInput, _: NoArguments) -> float | Abstain:
+@verifier(NoArguments, needs_truth=True)
+def arithmetic(given: RewardInput, _: NoArguments) -> float:
     """1 when the answer equals the ground truth, else 0; see the rule of the module.
 
     Raises ValueError for a ground truth that is no number: the task is wrong, not the model."""
-    if given.ground_truth is None:
-        return Abstain("the task has no ground truth")
     wanted = parse_number(str(given.ground_truth).strip())
     if wanted is None:
         raise ValueError(f"the ground truth {given.ground_truth!r:.80} is not a number; use exact_match")
@@ -105,12 +103,10 @@ class Gsm8kArguments(Section):
     """Whether a response without `####` and box answers with its last number."""
 
 
-@verifier(Gsm8kArguments)
-def gsm8k(given: RewardInput, arguments: Gsm8kArguments) -> float | Abstain:
+@verifier(Gsm8kArguments, needs_truth=True)
+def gsm8k(given: RewardInput, arguments: Gsm8kArguments) -> float:
     """1 when the number is right, else 0. Raises ValueError for a ground truth without a number: the task is
     wrong."""
-    if given.ground_truth is None:
-        return Abstain("the task has no ground truth")
     stated = str(given.ground_truth).rpartition("####")[2]
     wanted = parse_number(stated.strip().lstrip("$"))
     if wanted is None:

@@ -55,9 +55,6 @@ class Cases(msgspec.Struct, frozen=True):
     entries: dict[str, str] = {}
     """Name in `codes` and `setup` → entry point of the program."""
 
-    def __len__(self) -> int:
-        return len(self.stdio) + len(self.calls) + len(self.codes)
-
     def first(self, n: int) -> Cases:
         """These cases, at most `n` of each form; all for 0."""
         if not n:

@@ -26,7 +26,7 @@ from areal_async.rpc.verdicts import Failure
 from areal_async.runtime.log import get_logger
 from reward_service.sandbox import CompilerMissing, SandboxError
 from reward_service.sandbox.languages import ALIASES, LANGUAGES
-from reward_service.sdk import Abstain, RewardInput, Score
+from reward_service.sdk import RewardInput, Score
 from reward_service.verifiers import verifier
 from reward_service.verifiers.answers import Block, blocks, program_of
 from reward_service.verifiers.cases import Cases, code_cases, read_cases
@@ -65,8 +65,8 @@ class CodeStdioArguments(CodeArguments):
     at their ends and empty lines at the end. `exact`: every byte."""
 
 
-@verifier(CodeStdioArguments, prepare=prepare_runner)
-def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Abstain | Failure:
+@verifier(CodeStdioArguments, prepare=prepare_runner, needs_truth=True)
+def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Failure:
     """1 when every case passes, else 0; with `partial` the share that passes. A ground truth with `fn_name`
     is run as function tests.
 
@@ -75,8 +75,8 @@ def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Abs
     return _judged(given, arguments, arguments.language, arguments.compare)
 
 
-@verifier(CodeArguments, prepare=prepare_runner)
-def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Abstain | Failure:
+@verifier(CodeArguments, prepare=prepare_runner, needs_truth=True)
+def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
     """The score of `code_stdio`, for Python functions: the ground truth holds assertions, a function that
     checks, or arguments and results. All tests of a response share one run: `cpu_s` and `wall_s` are those of
     all of them. The program does not see the tests, nor can it say that it passed: see
@@ -84,11 +84,7 @@ def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Abstain 
     return _judged(given, arguments, "python", "tokens")
 
 
-def _judged(
-    given: RewardInput, arguments: CodeArguments, language: str, compare: Compare
-) -> Score | Abstain | Failure:
-    if given.ground_truth is None:
-        return Abstain("the task has no ground truth")
+def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare: Compare) -> Score | Failure:
     cases = read_cases(given.ground_truth).first(arguments.max_cases)
     block = program_of(given.response, extract=arguments.extract)
     if block is None:

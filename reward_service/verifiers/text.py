@@ -48,14 +48,12 @@ class ExactMatchArguments(Section):
     """Whether a ground truth that is a list holds texts of which any is right."""
 
 
-@verifier(ExactMatchArguments)
-def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float | Abstain:
+@verifier(ExactMatchArguments, needs_truth=True)
+def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
     """1 when answer and ground truth are the same text, else 0.
 
     Runs of white space count as one space, and none at either end. A ground truth that is no text is compared
-    as Python writes it. No answer at `where` is wrong. A task without ground truth is not judged."""
-    if given.ground_truth is None:
-        return Abstain("the task has no ground truth")
+    as Python writes it. No answer at `where` is wrong."""
     answer = given.response if arguments.where is None else answer_of(given.response, arguments.where)
     if answer is None:
         return 0.0
@@ -232,12 +230,10 @@ class ChoiceArguments(Section):
     """The letters of the options."""
 
 
-@verifier(ChoiceArguments)
-def choice(given: RewardInput, arguments: ChoiceArguments) -> float | Abstain:
+@verifier(ChoiceArguments, needs_truth=True)
+def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
     """1 when the right option was chosen, else 0. Raises ValueError for a ground truth that is no option: the
     task is wrong."""
-    if given.ground_truth is None:
-        return Abstain("the task has no ground truth")
     letters = arguments.letters
     options = _options(given.extra_info.get("choices"), letters)
     wanted = _wanted(given.ground_truth, options, letters)

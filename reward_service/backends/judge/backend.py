@@ -68,7 +68,7 @@ class Judge:
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
         self._runners: list[asyncio.Task[None]] = []
-        self._endpoint: Endpoint | None = None
+        self._endpoint = Endpoint(self._key())
         self._requests_most = given.votes
         self._trouble: Trouble | None = None  # The last one of any request, until a request succeeds
         self.call_seconds = 1.0
@@ -80,28 +80,17 @@ class Judge:
     @property
     def alive(self) -> int:
         resting = isinstance(choose(self._servers, time.monotonic()), float)
-        return 0 if resting or self.broken.done() or self._endpoint is None else self.capacity
+        return 0 if resting or self.broken.done() or not self._runners else self.capacity
 
     async def __aenter__(self) -> Self:
         """Raises `RewardLoadError` when no server takes a request."""
-        name = self._arguments.api_key_env
-        key = os.environ.get(name, "") if name else ""
-        if name and not key:
-            raise RewardLoadError(
-                f"the reward 'judge': api_key_env names the variable {name}, which is not set where the "
-                "reward service runs. Set it to the key, or remove api_key_env."
-            )
-        self._endpoint = Endpoint(key)
         try:
-            await self._greet(self._endpoint)
+            await self._greet()
         except BaseException:
             await self._endpoint.close()
-            self._endpoint = None
             raise
-        self._runners = [
-            asyncio.create_task(self._run(self._endpoint), name="judge")
-            for _ in range(self._arguments.max_in_flight)
-        ]
+        most = self._arguments.max_in_flight
+        self._runners = [asyncio.create_task(self._run(), name="judge") for _ in range(most)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -110,10 +99,19 @@ class Judge:
         for runner in self._runners:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
+        self._runners = []
         self._refuse_waiting()
-        if self._endpoint is not None:
-            await self._endpoint.close()
-            self._endpoint = None
+        await self._endpoint.close()
+
+    def _key(self) -> str:
+        name = self._arguments.api_key_env
+        key = os.environ.get(name, "") if name else ""
+        if name and not key:
+            raise RewardLoadError(
+                f"the reward 'judge': api_key_env names the variable {name}, which is not set where the "
+                "reward service runs. Set it to the key, or remove api_key_env."
+            )
+        return key
 
     async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue is full."""
@@ -130,12 +128,12 @@ class Judge:
             index, call, on_verdicts = self._waiting.get_nowait()
             on_verdicts(index, _closed(call), 0.0)
 
-    async def _greet(self, endpoint: Endpoint) -> None:
+    async def _greet(self) -> None:
         """One request to each server: key, model and path are right, and at least one answers."""
         body = self._body(GREETING, "", 0)
         until_s = time.monotonic() + self._start_s
         while True:
-            found = await asyncio.gather(*(self._hello(endpoint, one.url, body) for one in self._servers))
+            found = await asyncio.gather(*(self._hello(one.url, body) for one in self._servers))
             troubles = [trouble for trouble in found if trouble is not None]
             for trouble in troubles:
                 if not trouble.passes:
@@ -153,10 +151,10 @@ class Judge:
                 raise RewardLoadError(f"the reward 'judge': {message}", may_pass=True)
             await asyncio.sleep(START_PAUSE_S)
 
-    async def _hello(self, endpoint: Endpoint, url: str, body: bytes) -> Trouble | None:
+    async def _hello(self, url: str, body: bytes) -> Trouble | None:
         try:
             async with asyncio.timeout(self._start_s):
-                await endpoint.ask(url, body)
+                await self._endpoint.ask(url, body)
         except TimeoutError:
             return Trouble("unreachable", f"{url} did not answer within {self._start_s:g} s", passes=True)
         except Trouble as trouble:
@@ -165,13 +163,13 @@ class Judge:
 
     # --- calls ---------------------------------------------------------------------------------------
 
-    async def _run(self, endpoint: Endpoint) -> None:
+    async def _run(self) -> None:
         while True:
             index, call, on_verdicts = await self._waiting.get()
             inputs = call if isinstance(call, list) else [call]
             begun_s: list[float] = []
             try:
-                scoring = (self._score(endpoint, given, begun_s) for given in inputs)
+                scoring = (self._score(given, begun_s) for given in inputs)
                 verdicts = list(await asyncio.gather(*scoring))
             except asyncio.CancelledError:
                 on_verdicts(index, _closed(call), 0.0)
@@ -184,7 +182,7 @@ class Judge:
             self.call_seconds += 0.1 * (elapsed_s - self.call_seconds)
             on_verdicts(index, verdicts, elapsed_s * 1000)
 
-    async def _score(self, endpoint: Endpoint, given: RewardInput, begun_s: list[float]) -> Verdict:
+    async def _score(self, given: RewardInput, begun_s: list[float]) -> Verdict:
         arguments = self._arguments
         try:
             text = fill(arguments.template, given)
@@ -192,7 +190,7 @@ class Judge:
         except MissingText as error:
             return Failure("input", str(error))
         bodies = [self._body(text, system, number) for number in range(arguments.votes)]
-        votes = await asyncio.gather(*(self._vote(endpoint, body, begun_s) for body in bodies))
+        votes = await asyncio.gather(*(self._vote(body, begun_s) for body in bodies))
         grades = [vote for vote in votes if isinstance(vote, float)]
         lost = [vote for vote in votes if not isinstance(vote, float)]
         return verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
@@ -211,7 +209,7 @@ class Judge:
 
     # --- requests ------------------------------------------------------------------------------------
 
-    async def _vote(self, endpoint: Endpoint, body: bytes, begun_s: list[float]) -> Vote:
+    async def _vote(self, body: bytes, begun_s: list[float]) -> Vote:
         """One vote, or the reason why there is none; notes when its request got its turn."""
         async with self._slots:
             begun_s.append(time.monotonic())
@@ -224,7 +222,7 @@ class Judge:
                         server = await self._take()
                         on_the_wire = True
                         try:
-                            return self._graded(await self._ask(endpoint, server, body))
+                            return self._graded(await self._ask(server, body))
                         except Trouble as error:
                             on_the_wire, trouble = False, error
                         if not trouble.passes or left == 0:
@@ -248,11 +246,11 @@ class Judge:
                 async with asyncio.timeout(choice):
                     await self._changed.wait()
 
-    async def _ask(self, endpoint: Endpoint, server: ServerState, body: bytes) -> JudgeReply:
+    async def _ask(self, server: ServerState, body: bytes) -> JudgeReply:
         """One request, after `begin()` of its server. Raises `Trouble`."""
         began_s = time.monotonic()
         try:
-            reply = await endpoint.ask(server.url, body)
+            reply = await self._endpoint.ask(server.url, body)
         except Trouble as trouble:
             if trouble.passes:
                 server.failed(began_s, time.monotonic(), trouble.told_s)

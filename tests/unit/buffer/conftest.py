@@ -278,6 +278,11 @@ class Driver:
         return self.index.meta.counts.get(reason, 0)
 
 
+def stored(index: Index) -> tuple[Any, ...]:
+    """All that is stored of a ledger, without the revision, which counts the openings too."""
+    return (index.meta, index.groups, index.leases, index.claims, index.batches)
+
+
 def ids(batch: Batch) -> list[str]:
     return [group.group_id for group in batch.groups]
 

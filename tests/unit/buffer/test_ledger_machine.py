@@ -15,6 +15,7 @@ from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from tests.redis_client import connect
+from tests.unit.buffer.conftest import stored
 from tests.unit.buffer.ledger_machine import LedgerMachine, consumers_of, run
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, N
 
@@ -64,7 +65,7 @@ class OnRedis(LedgerMachine):
             self.wait(self.store.close())
             self.store = self.new_store()
         index = self.opened_index()
-        assert index.state()[1:] == self.ledger.index.state()[1:], "what was written is what is found"
+        assert stored(index) == stored(self.ledger.index), "what was written is what is found"
         places = [(group_id, sample) for group_id, held in self.model.held.blobs.items() for sample in held]
         assert self.wait(self.store.blobs(places)) == [BLOB] * len(places)
         return index

@@ -12,7 +12,7 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.ledger.transaction import MOST_KINDS, MOST_MESSAGE
-from tests.unit.buffer.conftest import reasons
+from tests.unit.buffer.conftest import reasons, stored
 
 MASK = VerdictPolicy(0, "mask")
 FAIL = VerdictPolicy(0, "fail_job")
@@ -256,7 +256,7 @@ def test_rewards_of_parts_reach_the_batch(drive):
     assert episodes[1].parts is None
     assert (episodes[0].parts.segments, episodes[0].parts.agents) == ({1: 0.5}, {"judge": -1.0})
     assert episodes[0].parts.units == pytest.approx(parts.units, rel=1e-6)
-    assert ledger.rebuilt().state() == ledger.index.state()
+    assert stored(ledger.rebuilt()) == stored(ledger.index)
 
 
 @pytest.mark.parametrize(

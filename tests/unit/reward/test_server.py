@@ -210,6 +210,9 @@ async def test_a_reward_process_starts_again_while_its_reward_is_away_if_it_was_
         async def __aenter__(self):
             raise RewardLoadError("no server", may_pass=may_pass)
 
+        async def __aexit__(self, *_):
+            pass
+
     monkeypatch.setattr(own, "Router", Router)
     ctx = ServiceContext.for_test(JobConfig.model_validate(job), tmp_path, "reward", "reward")
     object.__setattr__(ctx, "served_before", served_before)

@@ -81,7 +81,7 @@ def test_assertions_are_cases_and_the_rest_goes_before_them():
     cases = read_cases("import math\nassert f(1) == 1\ndef test_two():\n    assert f(2) == 2")
     assert cases.codes == [CodeCase("assert f(1) == 1"), CodeCase("test_two()")]
     assert cases.setup[0] == "import math"
-    assert len(read_cases(["assert f(1) == 1"] * 3).first(2)) == 2
+    assert len(read_cases(["assert f(1) == 1"] * 3).first(2).codes) == 2
 
 
 @pytest.mark.parametrize(
