@@ -57,10 +57,9 @@ ROOM_PAUSE_S = 0.5
 FULL_RETRY_MS = 500
 FULL = "Redis is at its maxmemory: no episode can be stored until it is raised or memory is freed there"
 
-log = get_logger("buffer")
-
-
 EDGES: tuple[Edge, ...] = ("lease", "claim", "batch")
+
+log = get_logger("buffer")
 
 
 class Coordinator:
@@ -284,10 +283,7 @@ class Coordinator:
         self.index = index
         self._seen_ms = self._wrote_ms = self.now_ms
         note_loaded(
-            index,
-            front_epoch=opened.front_epoch,
-            idle_ms=opened.idle_ms,
-            lost_writes=opened.lost_writes,
+            index, front_epoch=opened.front_epoch, idle_ms=opened.idle_ms, lost_writes=opened.lost_writes
         )
         # Only now that the loss is told: a front that dies before this leaves it to the next one to tell.
         self._tell_confirmed(opened.revision)

@@ -294,11 +294,7 @@ def _as_event(item: EpisodeVerdict) -> list[str | float | None]:
 def _note_acked(verdicts: list[EpisodeVerdict], ack: VerdictAck) -> None:
     refused = {refusal.item for refusal in ack.refused}
     taken = [[item.episode_id, item.claim_id] for item in verdicts if item.episode_id not in refused]
-    record(
-        "verdicts_acked",
-        items=taken,
-        refused=[[refusal.item, refusal.reason] for refusal in ack.refused],
-    )
+    record("verdicts_acked", items=taken, refused=[[refusal.item, refusal.reason] for refusal in ack.refused])
 
 
 def _calls(

@@ -23,7 +23,7 @@ from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""
 OWN_CODE = re.compile(r"\S+\.py:[A-Za-z_]\w*")  # What names code of the user's: `path.py:name`
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
 def check_files(job: JobConfig) -> list[Mistake]:
@@ -81,51 +81,56 @@ def _check_model(job: JobConfig) -> Iterator[Mistake]:
         )
         yield Mistake("model", f"{model} {found}", fix)
         return
-    config = _json_in(model / "config.json")
-    if config is None:
-        readable = "readable " if (model / "config.json").exists() else ""
-        problem = f"{model} has no {readable}config.json"
-        yield Mistake("model", problem, "Give a complete Hugging Face model directory")
-        return
-    if not any(model.glob("*.safetensors")):
-        problem = f"{model} has no .safetensors weights (pickled .bin files are never loaded)"
-        yield Mistake("model", problem, "Save it again with save_pretrained(..., safe_serialization=True)")
-    if not any((model / name).is_file() for name in TOKENIZER_FILES):
-        fix = "Save the tokenizer into the same directory with tokenizer.save_pretrained"
-        yield Mistake("model", f"{model} has no tokenizer", fix)
-    yield from _check_shards(model)
+    config = json_in(model / "config.json")
+    yield from model_mistakes(model, config, "model")
     if isinstance(config, dict):
         yield from _check_model_config(job, config)
 
 
-def _json_in(path: Path) -> Any:
+def model_mistakes(model: Path, config: object, field: str) -> Iterator[Mistake]:
+    """What a Hugging Face model directory lacks, of which `config.json` holds `config` (None: nothing)."""
+    if config is None:
+        readable = "readable " if (model / "config.json").exists() else ""
+        problem = f"{model} has no {readable}config.json"
+        yield Mistake(field, problem, "Give a complete Hugging Face model directory")
+        return
+    if not any(model.glob("*.safetensors")):
+        problem = f"{model} has no .safetensors weights (pickled .bin files are never loaded)"
+        yield Mistake(field, problem, "Save it again with save_pretrained(..., safe_serialization=True)")
+    if not any((model / name).is_file() for name in TOKENIZER_FILES):
+        fix = "Save the tokenizer into the same directory with tokenizer.save_pretrained"
+        yield Mistake(field, f"{model} has no tokenizer", fix)
+    yield from _check_shards(model, field)
+
+
+def json_in(path: Path) -> Any:
     """What a JSON file holds; None where it cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
         return json.loads(path.read_bytes())
     return None
 
 
-def _check_shards(model: Path) -> Iterator[Mistake]:
+def _check_shards(model: Path, field: str) -> Iterator[Mistake]:
     """That every file is there that the index of a model in several files names."""
     index = model / "model.safetensors.index.json"
     if not index.is_file():
         return
     try:
-        named = set(_json_in(index)["weight_map"].values())
+        named = set(json_in(index)["weight_map"].values())
         missing = sorted(name for name in named if not (model / Path(name).name).is_file())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        yield Mistake("model", f"{index} cannot be read", "Give a complete Hugging Face model directory")
+        yield Mistake(field, f"{index} cannot be read", "Give a complete Hugging Face model directory")
         return
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         problem = f"{model} lacks {missing[0]}{more} of the {len(named)} files that {index.name} names"
-        yield Mistake("model", problem, "Download or copy the model again, with all its files")
+        yield Mistake(field, problem, "Download or copy the model again, with all its files")
 
 
 def _has_chat_template(model: Path) -> bool:
     if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
         return True
-    config = _json_in(model / "tokenizer_config.json")
+    config = json_in(model / "tokenizer_config.json")
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 

@@ -363,14 +363,7 @@ class SyncClient:
     Any thread may call; errors are those of `Client`."""
 
     def __init__(
-        self,
-        endpoint: str,
-        *,
-        job: str,
-        role: str,
-        name: str,
-        access: Access,
-        timeout_s: float = TIMEOUT_S,
+        self, endpoint: str, *, job: str, role: str, name: str, access: Access, timeout_s: float = TIMEOUT_S
     ) -> None:
         self.endpoint = endpoint
         self._client = Client(endpoint, job=job, role=role, name=name, access=access, timeout_s=timeout_s)

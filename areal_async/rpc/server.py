@@ -200,12 +200,7 @@ class Server:
             self._admit(identity, session, header, message, attachments)
 
     def _admit(
-        self,
-        identity: bytes,
-        session: Peer,
-        header: Header,
-        message: Message,
-        attachments: list[memoryview],
+        self, identity: bytes, session: Peer, header: Header, message: Message, attachments: list[memoryview]
     ) -> None:
         admission = self._book.admit(header.client, header.request, header.floor)
         if admission is Admission.RUN:

@@ -304,12 +304,6 @@ class Episode:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        return (
-            f"Episode({self.episode_id!r}, segments={len(self.segments)}, units={self.n_units}, "
-            f"sampled={self.n_sampled}, versions={self.min_version}..{self.max_version})"
-        )
-
 
 def _bits(episode: Episode) -> list[object]:
     units, segments = episode.units, episode.segments

@@ -205,11 +205,7 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
 
 
 def _rebuild(
-    base: Path,
-    staging: Path,
-    shard: Shard,
-    target: Manifest,
-    patches: Mapping[tuple[str, str], memoryview],
+    base: Path, staging: Path, shard: Shard, target: Manifest, patches: Mapping[tuple[str, str], memoryview]
 ) -> None:
     """One file of the new snapshot: the base's bytes, patched, hashed and compared, tensor by tensor."""
     source = TensorFile(base, shard, target)

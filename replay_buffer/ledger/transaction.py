@@ -366,10 +366,7 @@ def try_failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> 
     if task not in tasks and len(tasks) < TASKS:
         tasks = (*tasks, task)
     streak = replace(
-        streak,
-        count=streak.count + 1,
-        since_ms=streak.since_ms if streak.count else tx.now_ms,
-        tasks=tasks,
+        streak, count=streak.count + 1, since_ms=streak.since_ms if streak.count else tx.now_ms, tasks=tasks
     )
     tx.set_meta(**{what: streak})
     if not tx.meta.failed and is_hopeless(tx, streak):

@@ -36,7 +36,7 @@ import msgspec
 
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.address import StoreError, StoreFenced, StoreUnavailable, refusal
-from replay_buffer.redis.connection import Argument, RedisConnection
+from replay_buffer.redis.connection import Argument, RedisConnection, checked
 
 CLOSE_LIMIT_S = 3.0  # How long closing waits for the last answers
 
@@ -126,9 +126,7 @@ def fenced(epoch: int) -> StoreFenced:
 
 def check_answer(answer: Any) -> None:
     """Raise what an answer of the write script means, unless it is the confirmation."""
-    if isinstance(answer, hiredis.ReplyError):
-        raise refusal(str(answer))
-    if answer[0] == b"fenced":
+    if checked(answer)[0] == b"fenced":
         raise fenced(int(answer[1]))
     if answer[0] == b"gone":
         raise StoreUnavailable("the ledger is not in Redis any more", "gone")

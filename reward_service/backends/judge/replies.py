@@ -32,13 +32,6 @@ PASSES = frozenset({408, 409, 425, 429})  # Statuses below 500 that may pass
 Aggregate = Literal["mean", "majority", "median"]
 
 
-class JudgeReply(msgspec.Struct, frozen=True):
-    """What the model said."""
-
-    text: str
-    finish_reason: str = ""
-
-
 class Trouble(Exception):
     """No reply. `passes`: another attempt may succeed. `kind`: as in `Failure.kind`."""
 
@@ -56,13 +49,19 @@ class CompletionMessage(msgspec.Struct):
     content: str | None = None
 
 
-class CompletionChoice(msgspec.Struct):
+class JudgeReply(msgspec.Struct):
+    """What the model said: one choice of a completion."""
+
     message: CompletionMessage | None = None
     finish_reason: str | None = None
 
+    @property
+    def text(self) -> str:
+        return (self.message.content if self.message is not None else None) or ""
+
 
 class JudgeCompletion(msgspec.Struct):
-    choices: list[CompletionChoice] = []
+    choices: list[JudgeReply] = []
 
 
 class Endpoint:
@@ -79,14 +78,11 @@ class Endpoint:
         """The reply to one request, without a time limit of its own. Raises `Trouble`."""
         content = await self._post(f"{url}/chat/completions", body)
         try:
-            answer = msgspec.json.decode(content, type=JudgeCompletion)
-            choice = answer.choices[0]
+            return msgspec.json.decode(content, type=JudgeCompletion).choices[0]
         except (msgspec.MsgspecError, IndexError):
             raise Trouble(
                 "judge", f"{url} answered in an unknown form: {words(content)}", passes=False
             ) from None
-        text = choice.message.content if choice.message is not None else ""
-        return JudgeReply(text or "", choice.finish_reason or "")
 
     async def close(self) -> None:
         await self._session.close()
@@ -179,12 +175,7 @@ class NoGrade(ValueError):
 class Parser:
     """`Parser(pattern, scale, grades)(reply)` is the vote in a reply; see `JudgeArguments`."""
 
-    def __init__(
-        self,
-        pattern: str,
-        scale: tuple[float, float],
-        grades: Mapping[str, float],
-    ) -> None:
+    def __init__(self, pattern: str, scale: tuple[float, float], grades: Mapping[str, float]) -> None:
         self._pattern = re.compile(pattern)
         self._low, self._high = scale
         self._grades = {word.strip().lower(): value for word, value in grades.items()}

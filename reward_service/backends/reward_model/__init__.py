@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,6 @@ from reward_service.backends import BackendReward
 
 START_LIMIT_S = 600.0
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
 class RewardModelArguments(Section):
@@ -90,6 +88,9 @@ class RewardModelReward(BackendReward):
     @classmethod
     def check_files(cls, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """What is missing in the model's folder; one that is a name in the hub's cache is not looked at."""
+        # Imported here: it asks the rewards themselves.
+        from areal_async.config.files import json_in, model_mistakes
+
         model = arguments.get("model")
         if not isinstance(model, str) or not os.path.isabs(model):
             return
@@ -99,18 +100,8 @@ class RewardModelReward(BackendReward):
                 where, f"{folder} is no folder", "Give a Hugging Face directory, or a name in the hub"
             )
             return
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            problem = f"{folder} has no readable config.json"
-            yield Mistake(where, problem, "Give a complete Hugging Face model directory")
-            return
-        if not any(folder.glob("*.safetensors")):
-            problem = f"{folder} has no .safetensors weights (pickled .bin files are never loaded)"
-            yield Mistake(where, problem, "Save it again with save_pretrained(..., safe_serialization=True)")
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            fix = "Save the tokenizer into the same directory with tokenizer.save_pretrained"
-            yield Mistake(where, f"{folder} has no tokenizer", fix)
+        config = json_in(folder / "config.json")
+        yield from model_mistakes(folder, config, where)
         names = config.get("architectures") if isinstance(config, dict) else None
         if names and not any(str(name).endswith("ForSequenceClassification") for name in names):
             problem = f"{', '.join(map(str, names))} is no reward model: it has no classification head"

@@ -88,7 +88,7 @@ def test_files_are_beside_the_job_file_and_other_names_are_of_the_hub(grader, fo
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda model: (model / "config.json").unlink(), "no readable config.json"),
+        (lambda model: (model / "config.json").unlink(), "no config.json"),
         (lambda model: (model / "model.safetensors").unlink(), "pickled .bin files are never loaded"),
         (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
         (

@@ -119,12 +119,7 @@ class ScoringService:
     """`pool` has the offers and is entered by the caller; its queue must hold `max_waiting` calls."""
 
     def __init__(
-        self,
-        pool: WorkerPool,
-        offers: Sequence[ServedReward],
-        *,
-        limits: RequestLimits,
-        max_waiting: int,
+        self, pool: WorkerPool, offers: Sequence[ServedReward], *, limits: RequestLimits, max_waiting: int
     ) -> None:
         self._pool = pool
         self._offers = {offer.name: offer for offer in offers}
