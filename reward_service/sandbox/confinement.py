@@ -85,7 +85,8 @@ class LauncherClient:
         return self._link
 
     def _connected(self) -> socket.socket:
-        if self._link is not None and self._owner == os.getpid() and self._alive():
+        alive = self._process is not None and self._process.poll() is None
+        if self._link is not None and self._owner == os.getpid() and alive:
             return self._link
         self.close()
         ours, theirs = socket.socketpair()
@@ -103,9 +104,6 @@ class LauncherClient:
                 raise SandboxError(f"the launcher cannot be started: {error}") from error
         self._link, self._owner = ours, os.getpid()
         return ours
-
-    def _alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
         """End it and what runs in its jail. Safe to repeat."""

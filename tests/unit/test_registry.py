@@ -55,15 +55,11 @@ def mistakes(registry: Registry) -> Callable[..., list[str]]:
     return found
 
 
-def test_every_name_is_listed_built_in_parts_first(registry: Registry) -> None:
+def test_parts_of_packages_are_listed_and_found_after_built_in_ones_which_none_replaces(
+    registry: Registry,
+) -> None:
     assert registry.names == ("sized", "plain", "broken", "polite")
-
-
-def test_a_part_of_another_package_is_found_by_its_entry_point(registry: Registry) -> None:
     assert registry.find("polite")(None) == "warm"
-
-
-def test_a_built_in_part_is_not_replaced_by_a_package(registry: Registry) -> None:
     assert registry.find("plain")(None, 2.0, bias=1.0) == 3.0
 
 

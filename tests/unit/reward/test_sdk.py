@@ -84,14 +84,11 @@ def test_only_functions_of_one_argument_can_be_marked():
     assert reward(lambda given, scale=2.0: scale)(None) == 2.0
 
 
-def test_the_episode_is_decoded_when_asked_for_and_once():
+def test_the_episode_is_decoded_when_asked_for_and_once_and_one_that_is_not_there_is_missed():
     given = RewardInput(blob=episode_blob())
     assert given.episode is given.episode
     assert given.episode.min_version == 3
     assert given.episode.header.response_text == "57"
-
-
-def test_an_input_without_an_episode_says_so():
     with pytest.raises(ValueError, match="no episode"):
         _ = RewardInput(response="57").episode
     with pytest.raises(TrajectoryError):
