@@ -15,9 +15,9 @@ from typing import Any
 
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.parts import own_part_mistakes
+from areal_async.config.parts import known_part, own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
-from areal_async.registry import TOOLS, WORKFLOWS
+from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
@@ -38,6 +38,8 @@ def check_files(job: JobConfig) -> list[Mistake]:
     if job.kind == "rl":
         mistakes += _check_secret_files(job)
         mistakes += reward_file_mistakes(job.reward)
+        if (check := getattr(known_part(CHANNELS, job.weights.channel), "check_files", None)) is not None:
+            mistakes += check(job.weights.channel_args, "weights.channel_args")
         mistakes += _check_arguments(job)
     mistakes += own_part_mistakes(job)
     return mistakes
@@ -61,15 +63,10 @@ def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
         ("buffer.redis_tls.ca_file", tls.ca_file),
         ("buffer.redis_tls.cert_file", tls.cert_file),
         ("buffer.redis_tls.key_file", tls.key_file),
-        ("weights.key_file", job.weights.key_file),
     ):
         if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
             problem = f"{path} does not exist or cannot be read"
             yield Mistake(field, problem, "Correct the path or its permissions")
-    directory = job.weights.directory
-    if directory is not None and not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
-        problem = f"{directory} is no directory that can be written to"
-        yield Mistake("weights.directory", problem, "Make it, or give another that all hosts share")
 
 
 def _check_model(job: JobConfig) -> Iterator[Mistake]:

@@ -38,7 +38,7 @@ class WeightsSection(Section):
     `shm`, and the trainer sends the tensors from its own device to SGLang servers that serve already. A
     channel of another package is named by its entry point, one of your own as `path.py:name`."""
     channel_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a channel that is not built in; the others have the fields of this section."""
+    """What the channel takes, by name (see docs/weights-channels.md)."""
     codec: Literal["auto", "full", "delta"] = "auto"
     """What travels: whole snapshots (`full`), or for receivers that hold the version before what changed
     (`delta`, lossless). `auto` is `delta` on `zmq` and `full` elsewhere, where receivers read the files that
@@ -52,21 +52,6 @@ class WeightsSection(Section):
     `AREAL_ASYNC_NODE_ID` puts elsewhere. Processes of one name share memory; nothing else decides that."""
     nodes: dict[str, Annotated[str, Field(pattern=NODE_ID)]] = Field(default_factory=dict)
     """Host of a process by the name of the process, such as `rollout-0: gpu-7`."""
-    addresses: dict[str, str] = Field(default_factory=dict)
-    """IP address by host on which its weights sockets listen for others; 127.0.0.1 where none is named."""
-    key_file: Path | None = None
-    """CURVE keys of the job's hosts (`python -m areal_async.weights.keys FILE`), the same file on
-    each. Needed for every address beyond loopback."""
-    relay_fan_out: int = Field(default=1, ge=0)
-    """Receivers that one receiver hands chunks on to: 1 is a chain, 0 has all fetch from the trainer."""
-    patience_s: float = Field(default=5.0, gt=0)
-    """A source that has not sent a chunk so many seconds after it was asked for is left for another."""
-    give_up_s: float = Field(default=60.0, gt=0)
-    """A fetch that has received nothing for so many seconds fails; what is verified is kept for the next.
-    For `nccl`, the longest that a group may take to form, or 512 MB to be taken; then the engine loads the
-    snapshot."""
-    directory: Path | None = None
-    """Used by `disk`: a directory that all hosts share. Snapshots lie in `<directory>/<job>`."""
 
 
 class CheckpointSection(Section):

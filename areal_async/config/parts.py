@@ -89,13 +89,18 @@ def named_parts(job: JobConfig) -> Iterator[NamedPart]:
         yield NamedPart(registry.REWARDS, reward.name, reward.args, f"{field}.name", f"{field}.args")
 
 
-def arguments_of(kind: Registry, name: str) -> type[Section]:
-    """The `Arguments` of a built-in or installed part; none where it has no such section."""
+def known_part(kind: Registry, name: str) -> Any:
+    """The part, if no file has to be run for it; None too where it cannot be loaded, which is said where its
+    name is checked."""
     try:
-        part = kind.known(name)
-    except PartError:  # said where the name is checked
-        part = None
-    return getattr(part, "Arguments", None) or Section
+        return kind.known(name)
+    except PartError:
+        return None
+
+
+def arguments_of(kind: Registry, name: str) -> type[Section]:
+    """The `Arguments` of a part that is known; none where it has no such section."""
+    return getattr(known_part(kind, name), "Arguments", None) or Section
 
 
 def load_part(job: JobConfig, field: str) -> Any:

@@ -40,7 +40,7 @@ from areal_async.prompts import message_texts, prompt_ids, prompt_text
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.context import ServicePlace
 from areal_async.tasks import TaskFileError, task_rows
-from areal_async.weights.channels import makes_deltas
+from areal_async.weights.channels import channel_of, makes_deltas
 
 SANDBOX_LIMIT_S = 60.0
 
@@ -195,7 +195,7 @@ def _check_shared_memory(job: JobConfig) -> list[Mistake]:
     needed = snapshots * model_bytes(job.model)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
     free = shutil.disk_usage(root).free
-    if weights.channel == "disk" or needed <= free:  # on disk they lie in weights.directory
+    if needed <= free or channel_of(job).directory(job) is not None:  # then they lie there
         return []
     problem = f"{snapshots} snapshots of this model take {needed} bytes, but {root} has {free} free"
     fix = f"Make {root} larger (`mount -o remount,size=… {root}`), or free it"

@@ -34,7 +34,7 @@ def read_keys(path: Path) -> CurveKeys:
             raise EndpointError(f"{path} can be read by others: `chmod 600` it, or make a new key")
         lines = path.read_bytes().split()
     except OSError as error:
-        raise EndpointError(f"the keys of weights.key_file cannot be read: {error}") from error
+        raise EndpointError(f"the keys of weights.channel_args.key_file cannot be read: {error}") from error
     if [len(line) for line in lines] != [KEY_BYTES, KEY_BYTES]:
         raise EndpointError(f"{path} is no key pair: make one with `python -m areal_async.weights.keys`")
     return CurveKeys(lines[0], lines[1], (lines[0],))
@@ -44,5 +44,6 @@ if __name__ == "__main__":
     made = Path(sys.argv[1])
     make_keys(made)
     print(
-        f"{made} holds a new CURVE key pair, for its owner alone. Give weights.key_file a copy on each host."
+        f"{made} holds a new CURVE key pair, for its owner alone. Give weights.channel_args.key_file a copy "
+        "on each host."
     )

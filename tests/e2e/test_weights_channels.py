@@ -65,7 +65,7 @@ def test_one_death_is_local_a_trainer_killed_in_mid_transfer(workspace, running)
         checkpoint={"every_steps": 1, "keep": 100},
         observe=WATCHED,
         supervisor=TOUGH,
-        weights={"channel": "zmq", "nodes": NODES, "patience_s": 1, "give_up_s": 5},
+        weights={"channel": "zmq", "nodes": NODES, "channel_args": {"patience_s": 1, "give_up_s": 5}},
     )
     points = "weights.publisher_sent@9,weights.received@12"
     with running("run", job_file, **{VARIABLE: points}) as job:

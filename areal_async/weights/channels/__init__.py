@@ -17,9 +17,12 @@ No end decides that a snapshot is true: `open_snapshot` hashes what `bring` retu
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.config.devices import rollout_gpus
@@ -100,8 +103,13 @@ class Channel:
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is wrong with a job that uses this channel."""
-        yield from no_directory(job)
+        """What is wrong with a job that uses this channel with these arguments, which stand in `field`."""
+        yield from ()
+
+    @staticmethod
+    def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        """What is wrong with the files that the arguments name."""
+        yield from ()
 
     @staticmethod
     def directory(job: JobConfig) -> Path | None:
@@ -130,20 +138,11 @@ def makes_deltas(job: JobConfig) -> bool:
     return codec == "delta" or (codec == "auto" and channel_of(job).deltas)
 
 
-def no_directory(job: JobConfig) -> Iterator[Mistake]:
-    """The directory of `disk` does nothing on another channel."""
-    if job.weights.directory is not None:
-        problem = f"with weights.channel = {job.weights.channel} this would do nothing"
-        fix = "Remove it, or set weights.channel to disk"
-        yield Mistake("weights.directory", problem, fix, ("weights.channel",))
-
-
 class Shm(Channel):
     """Channel `shm`: receivers on the trainer's host read where the trainer wrote, in shared memory."""
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        yield from no_directory(job)
         here = job.weights.node_id
         for name, node in job.weights.nodes.items():
             if node != here:
@@ -155,16 +154,20 @@ class Shm(Channel):
 class Disk(Channel):
     """Channel `disk`: the trainer writes to a directory that all hosts see, and receivers read there."""
 
+    class Arguments(Section):
+        directory: Path
+        """Directory that all hosts share. Snapshots lie in `<directory>/<job>`."""
+
     @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        if job.weights.directory is None:
-            problem = "`disk` needs a directory that all hosts see, and none is given"
-            fix = "Set it, or weights.channel to zmq or shm"
-            yield Mistake("weights.directory", problem, fix, ("weights.channel",))
+    def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        directory = Path(arguments.get("directory") or ".")  # that there is none is said elsewhere
+        if not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
+            problem = f"{directory} is no directory that can be written to"
+            yield Mistake(f"{field}.directory", problem, "Make it, or give another that all hosts share")
 
     @staticmethod
     def directory(job: JobConfig) -> Path | None:
-        return job.weights.directory / job.job if job.weights.directory is not None else None
+        return Disk.Arguments.model_validate(job.weights.channel_args).directory / job.job
 
 
 class Nccl(Shm):
@@ -172,6 +175,10 @@ class Nccl(Shm):
     serve already. The servers' side is `rollout_service/engines/sglang/weights.py`."""
 
     from_device = True
+
+    class Arguments(Section):
+        give_up_s: float = Field(default=60.0, gt=0)
+        """Longest time for a group to form, or for 512 MB to be taken; then the engine loads the snapshot."""
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
@@ -209,7 +216,8 @@ class Nccl(Shm):
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:
         from areal_async.weights.channels.tensor_sender import TensorSender
 
-        return TensorSender(device=ctx.job.trainer.device, limit_s=ctx.job.weights.give_up_s)
+        arguments = Nccl.Arguments.model_validate(ctx.job.weights.channel_args)
+        return TensorSender(device=ctx.job.trainer.device, limit_s=arguments.give_up_s)
 
 
 class Zmq(Channel):
@@ -217,11 +225,24 @@ class Zmq(Channel):
 
     deltas = True
 
+    class Arguments(Section):
+        addresses: dict[str, str] = Field(default_factory=dict)
+        """IP address by host on which its sockets listen for others; 127.0.0.1 where none is named."""
+        key_file: Path | None = None
+        """CURVE keys of the job's hosts (`python -m areal_async.weights.keys FILE`), the same file on each.
+        Needed for every address beyond loopback."""
+        relay_fan_out: int = Field(default=1, ge=0)
+        """Receivers that one receiver hands chunks on to: 1 is a chain, 0 has all fetch from the trainer."""
+        patience_s: float = Field(default=5.0, gt=0)
+        """A source that has not sent a chunk so many seconds after it was asked for is left for another."""
+        give_up_s: float = Field(default=60.0, gt=0)
+        """A fetch that has received nothing for so many seconds fails; what is verified is kept for the
+        next."""
+
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """Each address can be listened on, and one beyond loopback only with keys."""
-        yield from no_directory(job)
-        for node, address in job.weights.addresses.items():
+        for node, address in arguments.get("addresses", {}).items():
             try:
                 loopback = ipaddress.ip_address(address).is_loopback
                 usable = not ipaddress.ip_address(address).is_unspecified
@@ -229,44 +250,53 @@ class Zmq(Channel):
                 loopback, usable = False, False
             if not usable:
                 problem = f"{address!r} (of {node}) is no address at which others could reach that host"
-                yield Mistake("weights.addresses", problem, "Give the IP address of one of its interfaces")
-            elif not loopback and job.weights.key_file is None:
+                yield Mistake(f"{field}.addresses", problem, "Give the IP address of one of its interfaces")
+            elif not loopback and arguments.get("key_file") is None:
                 problem = f"{address} (of {node}) is reachable from other machines, and no keys are given"
                 fix = "Make some with `python -m areal_async.weights.keys FILE`, and name the file"
-                yield Mistake("weights.key_file", problem, fix, ("weights.addresses",))
+                yield Mistake(f"{field}.key_file", problem, fix, (f"{field}.addresses",))
+
+    @staticmethod
+    def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        """What is in the file is never shown."""
+        path = arguments.get("key_file")
+        if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            problem = f"{path} does not exist or cannot be read"
+            yield Mistake(f"{field}.key_file", problem, "Correct the path or its permissions")
 
     @staticmethod
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:
         """Raises `EndpointError`."""
         from areal_async.weights.channels.serving import SnapshotServer
 
-        fan_out = ctx.job.weights.relay_fan_out
-        return SnapshotServer(_listen(ctx), job=ctx.job.job, access=_access(ctx), fan_out=fan_out)
+        arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
+        listen, access = _listen(ctx, arguments), _access(ctx, arguments)
+        return SnapshotServer(listen, job=ctx.job.job, access=access, fan_out=arguments.relay_fan_out)
 
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
         """Raises `EndpointError`."""
         from areal_async.weights.channels.fetching import SnapshotFetcher
 
+        arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
         return SnapshotFetcher(
             ctx.shm_dir / "weights" / ctx.node_id,
             node_id=ctx.node_id,
             name=name,
             job=ctx.job.job,
-            listen=_listen(ctx),
-            access=_access(ctx),
-            patience_s=ctx.job.weights.patience_s,
-            give_up_s=ctx.job.weights.give_up_s,
+            listen=_listen(ctx, arguments),
+            access=_access(ctx, arguments),
+            patience_s=arguments.patience_s,
+            give_up_s=arguments.give_up_s,
         )
 
 
-def _listen(ctx: ServiceContext) -> str:
-    return f"tcp://{ctx.job.weights.addresses.get(ctx.node_id, '127.0.0.1')}:0"
+def _listen(ctx: ServiceContext, arguments: Zmq.Arguments) -> str:
+    return f"tcp://{arguments.addresses.get(ctx.node_id, '127.0.0.1')}:0"
 
 
-def _access(ctx: ServiceContext) -> Access:
+def _access(ctx: ServiceContext, arguments: Zmq.Arguments) -> Access:
     """What chunks are fetched with: the keys that the job's hosts share, else the secret of the run."""
     from areal_async.weights.keys import read_keys
 
-    key_file = ctx.job.weights.key_file
-    return read_keys(key_file) if key_file is not None else ctx.secret
+    return read_keys(arguments.key_file) if arguments.key_file is not None else ctx.secret

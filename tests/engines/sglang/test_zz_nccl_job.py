@@ -25,7 +25,7 @@ def test_one_death_is_local_a_job_whose_trainer_sends_tensors_and_dies(workspace
         checkpoint={"every_steps": 1, "keep": 100},
         observe={"metrics_port": 0, "event_log": True},
         supervisor=TOUGH | {"ready_s": 280},
-        weights={"channel": "nccl", "give_up_s": 20},
+        weights={"channel": "nccl", "channel_args": {"give_up_s": 20}},
     )
     with running("run", job_file, **{VARIABLE: "weights.bucket_sent@3"}) as job:
         job.wait_for(lambda: len(job.events("opened")) == 2 and len(job.steps()) >= 7, "step 7", 330)

@@ -18,7 +18,7 @@ def claimed(job, shm):
 
 
 def test_snapshots_in_a_shared_directory_end_with_their_job_and_nothing_else_does(job, shm, tmp_path):
-    job = changed(job, "weights", channel="disk", directory=tmp_path / "nfs")
+    job = changed(job, "weights", channel="disk", channel_args={"directory": str(tmp_path / "nfs")})
     root, other = tmp_path / "nfs" / job.job, tmp_path / "nfs" / "another" / "policy-e0-v1"
     other.mkdir(parents=True)
     for kept in (False, True):

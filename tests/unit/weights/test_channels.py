@@ -271,7 +271,9 @@ async def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_rec
 
 @pytest.mark.parametrize("channel", ["shm", "zmq", "disk", "nccl"])
 def test_each_channel_of_the_table_makes_its_ends(place, channel):
-    ctx = ServiceContext.for_test(job_with(place, channel=channel), place, "trainer", "trainer")
+    args = {"directory": str(place)} if channel == "disk" else {}
+    job = job_with(place, channel=channel, channel_args=args)
+    ctx = ServiceContext.for_test(job, place, "trainer", "trainer")
     found = channel_of(ctx.job)
     assert isinstance(found.publishing_end(ctx), PublishingEnd)
     assert isinstance(found.receiving_end(ctx, "r"), ReceivingEnd)
