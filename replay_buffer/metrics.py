@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats
 from areal_async.runtime.status import board
+from areal_async.status.watchdog import SILENT_S
 from replay_buffer.redis.address import Trouble
 
 OF_POLICY = {
@@ -63,7 +65,13 @@ class BufferCollector(Collector):
 
     def show(self, stats: BufferStats, lost_writes: int) -> None:
         self._stats, self._lost_writes = stats, lost_writes
-        board.no_scores = stats.no_scores
+
+    def figures(self) -> ServiceFigures:
+        """What the buffer says to whoever asks for its status, and what it waits for."""
+        silent_s = self.unconfirmed_s()
+        unconfirmed = f"no write confirmed for {silent_s:.0f} s" if silent_s > SILENT_S else ""
+        board.waits("redis", WAITS[self._trouble] if self._trouble is not None else unconfirmed)
+        return ServiceFigures(buffer=self._stats)
 
     def unconfirmed_s(self) -> float:
         """Seconds, at least, that Redis has confirmed nothing of what it was sent; 0 when there is nothing.

@@ -40,6 +40,7 @@ from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
+from areal_async.runtime.status import board
 from areal_async.trajectory import TrajectoryError, unpack, untrainable
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator
@@ -270,6 +271,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         stack.callback(coordinator.stop_waiting)
         collector = metrics.BufferCollector(lambda: store.tail)
         registry.register(collector)
+        board.figures = collector.figures
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)
         ctx.ready()

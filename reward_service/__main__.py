@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 
 from areal_async.rpc.client import Client
+from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Arrived
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.service import run_service
+from areal_async.runtime.status import board
 from reward_service import metrics
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError
@@ -30,6 +32,7 @@ async def main(ctx: ServiceContext) -> None:
                 error.restart_helps = True
             raise
         metrics.watch(router)
+        board.figures = lambda: ServiceFigures(workers_alive=router.alive)
         buffer = await stack.enter_async_context(client)
         await buffer.call(Arrived(ctx.name))
         ctx.ready()

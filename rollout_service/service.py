@@ -16,12 +16,14 @@ from prometheus_client import REGISTRY
 from areal_async.config.engines import engine_part
 from areal_async.errors import ArealError, FaultError, RpcTimeout
 from areal_async.rpc.client import Client
+from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Arrived
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import NO_RESTARTS, RestartPolicy
+from areal_async.runtime.status import board
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
@@ -139,6 +141,7 @@ async def _serve(ctx: ServiceContext) -> None:
             if serving is None:
                 return
             REGISTRY.register(EngineMetrics(engine))
+            board.figures = lambda: ServiceFigures(engine.version.version, engine.stats().tokens_total)
             ctx.ready()
             log.info("rollout worker serves", engine=job.rollout.engine, version=serving.version)
             await worker.run(ctx.stop, updates.run(), engine.watch())

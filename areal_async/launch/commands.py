@@ -15,23 +15,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from areal_async.errors import FaultError, WireError
 from areal_async.rpc.client import Client
-from areal_async.rpc.control_messages import (
-    DescribeRun,
-    DrainWorker,
-    RunDescription,
-    ScaleWorkers,
-    WorkersChanged,
-)
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, ServiceStatus, Status, WorkersChanged
 from areal_async.rpc.messages import Drain
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Peer
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import exit_text
-from areal_async.runtime.status import ControlServer
+from areal_async.runtime.status import ControlServer, board
 
 MAX_ASKED = 64  # Requests that wait for the supervisor's loop
 
@@ -72,21 +65,12 @@ def control_endpoint(socket_dir: Path) -> str:
 class ControlSocket:
     """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
 
-    `describe` gives the status of the run as plain values; it is called on the socket's own thread. A buffer
-    that does not answer within `buffer_wait_s` is not told of workers that leave."""
+    A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
 
-    def __init__(
-        self,
-        job: str,
-        socket_dir: Path,
-        secret: RunSecret,
-        describe: Callable[[], dict[str, Any] | None],
-        buffer_wait_s: float,
-    ) -> None:
+    def __init__(self, job: str, socket_dir: Path, secret: RunSecret, buffer_wait_s: float) -> None:
         self._job = job
         self._secret = secret
         self._socket_dir = socket_dir
-        self._describe = describe
         self._buffer_wait_s = buffer_wait_s
         self._asked: queue.Queue[tuple[WorkersRequest, Future[FleetChange]]] = queue.Queue(MAX_ASKED)
         self._server = ControlServer(
@@ -94,7 +78,7 @@ class ControlSocket:
             service="supervisor",
             job=job,
             access=secret,
-            handlers={DescribeRun: self._described, ScaleWorkers: self._scale, DrainWorker: self._drain},
+            handlers={Status: self._status, ScaleWorkers: self._scale, DrainWorker: self._drain},
         )
 
     def start(self) -> None:
@@ -114,10 +98,8 @@ class ControlSocket:
     def stop(self) -> None:
         self._server.stop()
 
-    async def _described(
-        self, peer: Peer, request: DescribeRun, attachments: list[memoryview]
-    ) -> RunDescription:
-        return RunDescription(self._describe())
+    async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
+        return board.status("supervisor", serves=True)
 
     async def _scale(
         self, peer: Peer, request: ScaleWorkers, attachments: list[memoryview]

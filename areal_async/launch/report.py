@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_async.config.job import JobConfig
 from areal_async.launch.lifecycle import Ending
+from areal_async.rpc.control_messages import RunRecord
 from areal_async.rpc.messages import BufferStats
 from areal_async.runtime.process import exit_text
-from areal_async.status.aggregator import interval_of, steps_done
 from areal_async.status.record import held_out_name, lives_of
 
 TAIL_BYTES = 16_384
@@ -124,7 +126,7 @@ def summarise(
     if own is not None:
         seen.append(own.max_staleness_seen)
     train_s = training_s(records, kind)
-    done = max(map(steps_done, steps), default=0)
+    done = max((record["step"] + (kind == "step") for record in steps), default=0)
     tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")
     return {
         "accuracy_start": accuracies[0][1] if accuracies else None,
@@ -155,7 +157,7 @@ def summarise(
         "restarts": dict(Counter(r["service"] for r in records if r.get("kind") == "restart")),
         "resumes": sum(record.get("kind") == "resume" for record in records),
         "held_out": held_out_name(records),
-        "accuracy_interval": interval_of(last),
+        "accuracy_interval": msgspec.convert(last, RunRecord).interval if last else None,
         "best_end": _first(last.get("best")),
         "maj_end": _first(last.get("maj")),
         "evaluation_samples": last.get("samples"),

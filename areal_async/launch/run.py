@@ -32,11 +32,13 @@ from areal_async.launch.report import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
 from areal_async.ownfiles import private_files
 from areal_async.rpc.client import SyncClient
+from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats, Stats
 from areal_async.runtime.context import Role
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import serve_metrics
+from areal_async.runtime.status import board
 from areal_async.status.aggregator import DropReport, StatusAggregator
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
@@ -102,9 +104,11 @@ def _run(
     def on_ending(ending: Ending) -> None:
         aggregator.stopping = True
         final["wall_s"] = time.monotonic() - started_s
-        if ending.kind == "finished" and job.kind == "rl":
-            monitor.look()
-            final["buffer"] = _buffer_stats(job, folders)
+        if ending.kind == "finished":
+            aggregator.read(read_run_log(run_log.path))  # what the trainer wrote last it could not tell
+            if job.kind == "rl":
+                monitor.look()
+                final["buffer"] = _buffer_stats(job, folders)
 
     def on_restart(name: str, text: str) -> None:
         run_log.write("restart", service=name)
@@ -117,17 +121,17 @@ def _run(
         metrics_port=metrics_port,
         on_ending=on_ending,
         on_restart=on_restart,
-        describe=lambda: msgspec.to_builtins(monitor.newest),
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), started_s)
+    aggregator.read(read_run_log(run_log.path))  # of the lives before
     with open_view(console, plain=plain) as show:
         monitor = Monitor(
             aggregator,
-            folders.run_dir / "metrics.jsonl",
             clients=lambda: StatusClients(folders.socket_dir, job.job, folders.secret),
             phases=supervisor.phases,
             show=show,
         )
+        board.figures = lambda: ServiceFigures(run=msgspec.to_builtins(monitor.newest))
         monitor.start()
         try:
             ending = supervisor.run()
@@ -143,7 +147,7 @@ def _run(
         rollout_busy=sum(shares) / len(shares) if shares else None,
     )
     _raise_unless_finished(job, ending, folders)
-    records = as_it_became(read_run_log(folders.run_dir / "metrics.jsonl"))
+    records = as_it_became(read_run_log(run_log.path))
     summary = summarise(job, records, buffer=final.get("buffer"))
     _draw(job, records, folders)
     unfinished = folders.run_dir / "summary.json.tmp"

@@ -34,14 +34,13 @@ from areal_async.launch.plan import MODULES
 from areal_async.launch.preflight import check_contents
 from areal_async.ownfiles import NotOurs, read_own
 from areal_async.rpc.client import SyncClient
-from areal_async.rpc.control_messages import DescribeRun, DrainWorker, ScaleWorkers, WorkersChanged
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, Status, WorkersChanged
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import Role, RunPlaces
 from areal_async.runtime.process import ChildProcess, exit_text
 from areal_async.status.aggregator import RunStatus, StatusAggregator
-from areal_async.status.monitor import Tail
-from areal_async.status.record import read_run_log
+from areal_async.status.record import Tail, read_run_log
 
 CONNECT_S = 5.0
 ANSWER_S = 5.0
@@ -84,12 +83,11 @@ class Run:
         lives does not answer."""
         now = Run.open(self.folder)
         if now.alive:
-            values = now.ask(DescribeRun(), timeout_s=ANSWER_S).status
+            values = now.ask(Status(), timeout_s=ANSWER_S).figures.run
             if values is not None:
                 return msgspec.convert(values, RunStatus)
         aggregator = StatusAggregator(self.job, [], 0.0)
-        for record in read_run_log(self.folder / "metrics.jsonl"):
-            aggregator.feed_record(record)
+        aggregator.read(read_run_log(self.folder / "metrics.jsonl"))
         return aggregator.status(0.0)
 
     def metrics(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:

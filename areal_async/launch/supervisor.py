@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 
@@ -63,8 +62,7 @@ class Supervisor:
 
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
     and is to be started again, `on_ending` once when the end is decided and the services that did not cause
-    it still run; all must be quick. `describe` gives the status of the run as plain values for whoever asks
-    the control socket."""
+    it still run; all must be quick."""
 
     def __init__(
         self,
@@ -76,7 +74,6 @@ class Supervisor:
         on_serving: Callable[[], None] = lambda: None,
         on_ending: Callable[[Ending], None] = lambda ending: None,
         on_restart: Callable[[str, str], None] = lambda name, text: None,
-        describe: Callable[[], dict[str, Any] | None] = lambda: None,
         buffer_wait_s: float = 10.0,
         same_interrupt_s: float = 0.5,
     ) -> None:
@@ -96,7 +93,7 @@ class Supervisor:
         self._told_ending = False
         self._interrupted_s: float | None = None
         self._same_interrupt_s = same_interrupt_s
-        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, describe, buffer_wait_s)
+        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, buffer_wait_s)
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}
         """Workers that are being drained, and who waits for their end."""

@@ -4,12 +4,59 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from areal_async.rpc.messages import NoScore
-from areal_async.rpc.schema import Message, Request
+from areal_async.rpc.messages import BufferStats
+from areal_async.rpc.schema import Message, Record, Request
 
 # --- supervisor -> every service; anyone -> supervisor -----------------------------------------------
 
+
+class RunRecord(Record, frozen=True):
+    """A line of metrics.jsonl that is shown, with what is shown of it; a kind has not all of the fields."""
+
+    kind: Literal["step", "sft", "evaluation", "self_check", "resume"]
+    time_s: float | None = None
+    step: int = 0
+    version: int | None = None
+    tokens: int = 0
+    loss: float | None = None
+    reward_mean: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    accuracy: float | None = None
+    engine: str = ""
+    n: int = 0
+    bound: float = 0.0
+    passed: bool = False
+    max: float | None = None
+    mean: float | list[float | None] | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps finished by then: an RL step is named by the version that it starts from."""
+        return self.step + (self.kind == "step")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Ends of the interval of an evaluation's accuracy, where it has one."""
+        match self.mean:
+            case [_, float(low), float(high)]:
+                return low, high
+        return None
+
+
 ServiceState = Literal["starting", "serving", "draining"]
+
+
+class ServiceFigures(Record, frozen=True):
+    """What a service counts of its work. None: it does not, or not yet."""
+
+    version: int | None = None
+    """Version that a rollout worker samples from; the newest that the trainer has published."""
+    tokens: int | None = None  # Units that a rollout worker has sampled
+    workers_alive: int | None = None  # Scoring processes of the reward service that are ready for calls
+    buffer: BufferStats | None = None  # As of about a second ago
+    run: dict[str, Any] | None = None
+    """How the run stands, the supervisor's: a `RunStatus` as plain values, once it watches."""
 
 
 class ServiceStatus(Message, frozen=True):
@@ -20,29 +67,18 @@ class ServiceStatus(Message, frozen=True):
     state: ServiceState
     waiting_for: dict[str, str]
     """What it waits for, in words, by what that is about; empty when it waits for nothing."""
-    figures: dict[str, dict[str, float]]
-    """Its Prometheus series: name → the values of its labels, joined by commas → value."""
+    busy_s: dict[str, float]  # Seconds spent in each activity
+    figures: ServiceFigures
     notice: str = ""
     """Its newest warning, error or news, in words."""
     notices: int = 0
     """How many there were: a greater number means that `notice` is new."""
-    no_scores: list[NoScore] = []
-    """The buffer's verdicts without a score, by kind."""
+    records: list[RunRecord] = []  # The newest that it has written of the run, in their order
+    recorded: int = 0  # How many there were since it was started
 
 
 class Status(Request[ServiceStatus], frozen=True):
-    """Ask any service, at its own endpoint, what it says of itself."""
-
-
-class RunDescription(Message, frozen=True):
-    """`status` has the fields of `areal_async.status.aggregator.RunStatus` as plain values; None until the
-    run is watched."""
-
-    status: dict[str, Any] | None = None
-
-
-class DescribeRun(Request[RunDescription], frozen=True):
-    """Ask the supervisor how the run stands."""
+    """Ask any service, or the supervisor, at its own endpoint, what it says of itself."""
 
 
 # --- command line -> supervisor ----------------------------------------------------------------------

@@ -153,15 +153,19 @@ class Busy(Collector):
             entry = self._activities.get(activity)
             return self._until_now(entry) if entry else 0.0
 
+    def totals(self) -> dict[str, float]:
+        """Busy seconds until now, by activity."""
+        with self._lock:
+            return {activity: self._until_now(entry) for activity, entry in self._activities.items()}
+
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
             "areal_busy_seconds",
             "Seconds in which at least one piece of the activity ran.",
             labels=["activity"],
         )
-        with self._lock:
-            for activity, entry in self._activities.items():
-                family.add_metric([activity], self._until_now(entry))
+        for activity, seconds in self.totals().items():
+            family.add_metric([activity], seconds)
         yield family
 
     def _until_now(self, entry: _Activity) -> float:

@@ -1,8 +1,8 @@
 """What a service says of itself to whoever asks: the answer to the request `Status`.
 
 Promises: every service of a run answers at an endpoint of its own, from before its own code runs, and from a
-thread of its own, so that it answers while it computes; its figures are its Prometheus series at the moment
-of the question, so that the terminal and Grafana show the same.
+thread of its own, so that it answers while it computes; what it says are typed fields that it fills itself,
+so that a metric or a log line may change its name.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
+import msgspec
 
-from areal_async.rpc.control_messages import ServiceState, ServiceStatus, Status
+from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceState, ServiceStatus, Status
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.messages import NoScore
 from areal_async.rpc.schema import Request
 from areal_async.rpc.server import Handler, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.metrics import busy
 
-WAIT_GAUGES = {"areal_buffer_waits_for_redis": "redis", "areal_weights_waits": "weights"}
-"""Series that are 1 while the process waits, with the reason as their label, and what they are about."""
+MAX_RECORDS = 64  # Told at most; whoever asks more seldom than so many are written misses some
 NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
 """Fields of a log record that a notice repeats."""
 
@@ -97,7 +97,9 @@ class StatusBoard:
 
     def __init__(self) -> None:
         self.draining = False  # Whether it finishes what it has and takes nothing more
-        self.no_scores: list[NoScore] = []  # Verdicts without a score by kind; the buffer's
+        self.figures: Callable[[], ServiceFigures] = ServiceFigures  # Counts its work when it is asked
+        self._records: deque[RunRecord] = deque(maxlen=MAX_RECORDS)
+        self._recorded = 0
         self._waits: dict[str, str] = {}
         self._notice = ""
         self._notices = 0
@@ -116,33 +118,24 @@ class StatusBoard:
         with self._lock:
             self._notice, self._notices = text, self._notices + 1
 
+    def record(self, line: bytes) -> None:
+        """Tell a line of metrics.jsonl that was written, where it is of a kind that is told."""
+        with suppress(msgspec.ValidationError):
+            record = _record_decoder.decode(line)
+            with self._lock:
+                self._records.append(record)
+                self._recorded += 1
+
     def status(self, name: str, *, serves: bool) -> ServiceStatus:
-        found = figures()
-        with self._lock:
-            waits = dict(self._waits)
-            notice, count = self._notice, self._notices
-        for series, subject in WAIT_GAUGES.items():
-            for why, on in found.get(series, {}).items():
-                if on and why:
-                    waits[subject] = why
+        figures = self.figures()
         state: ServiceState = "starting" if not serves else "draining" if self.draining else "serving"
-        return ServiceStatus(name, os.getpid(), state, waits, found, notice, count, self.no_scores)
+        with self._lock:
+            told = self._notice, self._notices, list(self._records), self._recorded
+            return ServiceStatus(name, os.getpid(), state, dict(self._waits), busy.totals(), figures, *told)
 
 
+_record_decoder = msgspec.json.Decoder(RunRecord)
 board = StatusBoard()
-
-
-def figures() -> dict[str, dict[str, float]]:
-    """This process's own series: name → the values of its labels, joined by commas → value. Without the
-    buckets of histograms."""
-    found: dict[str, dict[str, float]] = {}
-    for metric in prometheus_client.REGISTRY.collect():
-        if not metric.name.startswith("areal_"):
-            continue
-        for sample in metric.samples:
-            if not sample.name.endswith("_bucket"):
-                found.setdefault(sample.name, {})[",".join(sample.labels.values())] = sample.value
-    return found
 
 
 class NoticeHandler(logging.Handler):

@@ -1,4 +1,4 @@
-"""How a run stands right now, worked out from its records and from what its services say of themselves.
+"""How a run stands right now, worked out from what its services say of themselves, its records among it.
 
 `StatusAggregator` is pure: it is fed and asked, with the time of each given. Everything in it is bounded.
 """
@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.control_messages import ServiceStatus
+from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import NoScore
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
@@ -19,12 +22,8 @@ RECENT_STEPS = 20
 RECENT_REWARDS = 10
 MESSAGE_LIFE_S = 30.0  # A warning older than this is not shown any more
 RATE_WINDOW_S = 10.0  # Rates and busy shares are over the last so many seconds
-BUSY = "areal_busy_seconds_total"
 IDLE_ACTIVITIES = frozenset({"wait", "idle"})
 DROPPED, MASKED, BY_VERDICT = "dropped:", "episode_masked:", "verdict_"
-
-Figures = Mapping[str, Mapping[str, float]]
-"""A service's series: name → the values of its labels, joined by commas → value."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,12 @@ class DropReport:
     no_scores: Sequence[NoScore] = ()  # Verdicts without a score by kind, the newest last
 
     @classmethod
-    def of(cls, transitions: Mapping[str, float], no_scores: Sequence[NoScore] = ()) -> DropReport:
+    def of(cls, transitions: Mapping[str, int], no_scores: Sequence[NoScore] = ()) -> DropReport:
         """What the buffer's counts of transitions, and its verdicts without a score, say was lost."""
 
         def under(prefix: str) -> dict[str, int]:
             found = {
-                reason.removeprefix(prefix): int(count)
+                reason.removeprefix(prefix): count
                 for reason, count in transitions.items()
                 if reason.startswith(prefix) and count
             }
@@ -68,36 +67,90 @@ def no_score_text(note: NoScore) -> str:
     return f"{note.kind} ×{note.count}: {note.message}"
 
 
-def total(figures: Figures, name: str) -> float:
-    """The sum of a series over its labels; 0 for one that is not there."""
-    return sum(figures.get(name, {}).values())
+class Progress:
+    """What a run has come to, from its records in their order."""
+
+    def __init__(self) -> None:
+        self.newest = RunRecord("step")  # That of a step
+        self.done = 0  # Steps finished
+        self.trained = False  # Whether one was since the run was started or resumed
+        self.tokens = 0
+        self.loss: float | None = None
+        self.staleness_seen: int | None = None
+        self.self_check = ""
+        self.rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
+        self.first: tuple[int, float] | None = None
+        """The earliest evaluation: version and accuracy."""
+        self.last: tuple[int, float] | None = None
+        self.interval: tuple[float, float] | None = None
+        self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
+
+    def feed(self, record: RunRecord) -> None:
+        if record.kind == "resume":
+            self.trained, self.self_check = False, ""  # it speaks of the life before
+            self._times.clear()
+        if record.kind == "self_check":
+            self.self_check = self_check_text(record)
+        if record.kind in ("step", "sft"):
+            if record.done <= self.done:
+                self._times.clear()  # a restarted trainer does steps again, at a pace of their own
+            self.newest, self.done, self.trained = record, record.done, True
+            self.tokens += record.tokens
+            self.loss = record.loss if record.loss is not None else self.loss
+            if record.time_s is not None:
+                self._times.append((record.done, record.time_s))
+            if record.reward_mean is not None:
+                self.rewards.append(record.reward_mean)
+            if record.staleness_max is not None:
+                self.staleness_seen = max(self.staleness_seen or 0, record.staleness_max)
+        if record.accuracy is not None:
+            at = record.version if record.version is not None else record.step
+            if self.first is None or at < self.first[0]:
+                self.first = (at, record.accuracy)
+            if self.last is None or at >= self.last[0]:
+                self.last, self.interval = (at, record.accuracy), record.interval
+
+    def left_s(self, steps: int) -> float | None:
+        """Seconds until `steps` are done at the pace of the last ones."""
+        if len(self._times) < 2:
+            return None
+        (first, first_s), (last, last_s) = self._times[0], self._times[-1]
+        return max(0.0, (last_s - first_s) / (last - first) * (steps - self.done)) if last > first else None
+
+
+class WorkSample(NamedTuple):
+    """What a process had done at one moment."""
+
+    at_s: float
+    busy_s: Mapping[str, float]
+    tokens: int | None
 
 
 class RateTracker:
     """Rates and busy shares of one process, over the last seconds and from the first to the last step."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, Figures]] = deque(maxlen=64)
+        self._recent: deque[WorkSample] = deque(maxlen=64)
         self._steps_done = 0
-        self._at_steps: list[tuple[float, Figures]] = []
-        """The figures at the first and at the last finished step."""
+        self._at_steps: list[WorkSample] = []
+        """The samples at the first and at the last finished step."""
 
-    def add(self, now_s: float, figures: Figures, steps_done: int) -> None:
-        self._recent.append((now_s, figures))
-        while len(self._recent) > 2 and now_s - self._recent[1][0] >= RATE_WINDOW_S:
+    def add(self, sample: WorkSample, steps_done: int) -> None:
+        self._recent.append(sample)
+        while len(self._recent) > 2 and sample.at_s - self._recent[1].at_s >= RATE_WINDOW_S:
             self._recent.popleft()
         if steps_done > self._steps_done:
             self._steps_done = steps_done
-            self._at_steps = [*self._at_steps[:1], (now_s, figures)]
+            self._at_steps = [*self._at_steps[:1], sample]
 
-    def rate(self, name: str) -> float | None:
-        """Growth of a counter per second over the window."""
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second over the window."""
         if len(self._recent) < 2:
             return None
-        (first_s, first), (last_s, last) = self._recent[0], self._recent[-1]
-        if name not in last or last_s <= first_s:
+        first, last = self._recent[0], self._recent[-1]
+        if last.tokens is None or last.at_s <= first.at_s:
             return None
-        return max(0.0, total(last, name) - total(first, name)) / (last_s - first_s)
+        return max(0, last.tokens - (first.tokens or 0)) / (last.at_s - first.at_s)
 
     def busy(self) -> float | None:
         """Share of the window in the busiest activity."""
@@ -108,10 +161,10 @@ class RateTracker:
         return _busy_share(self._at_steps[0], self._at_steps[-1]) if self._at_steps else None
 
 
-def _busy_share(first: tuple[float, Figures], last: tuple[float, Figures]) -> float | None:
-    before, after = first[1].get(BUSY, {}), last[1].get(BUSY, {})
+def _busy_share(first: WorkSample, last: WorkSample) -> float | None:
+    before, after = first.busy_s, last.busy_s
     spent_s = [sum_s - before.get(what, 0.0) for what, sum_s in after.items() if what not in IDLE_ACTIVITIES]
-    elapsed_s = last[0] - first[0]
+    elapsed_s = last.at_s - first.at_s
     return min(1.0, max(0.0, *spent_s) / elapsed_s) if spent_s and elapsed_s > 0 else None
 
 
@@ -169,8 +222,8 @@ class _Service:
     answered_s: float | None = None  # When it answered last; None since its phase changed
 
     @property
-    def figures(self) -> Figures:
-        return self.status.figures if self.status is not None else {}
+    def figures(self) -> ServiceFigures:
+        return self.status.figures if self.status is not None else ServiceFigures()
 
     def waiting_for(self, subject: str | None = None) -> str:
         """What it waits for of one subject, or of all."""
@@ -189,16 +242,7 @@ class StatusAggregator:
         self._job = job
         self._started_s = started_s
         self._services = {name: _Service() for name in service_names}
-        self._step: dict[str, Any] = {}
-        self._rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
-        self._done = 0
-        self._trained = False
-        self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
-        self._first_accuracy: tuple[int, float] | None = None
-        self._last_accuracy: tuple[int, float] | None = None
-        self._interval: tuple[float, float] | None = None
-        self._self_check = ""
-        self._staleness_seen: int | None = None
+        self._progress = Progress()
         self._dropped = DropReport()
         self._dropped_before = 0  # Groups that verdicts had dropped when the trainer was last seen to compute
         self._message: tuple[float, str] | None = None  # When it came, and its text
@@ -220,34 +264,13 @@ class StatusAggregator:
                     service.rates = RateTracker()
             service.phase = phase
 
-    def feed_record(self, record: Mapping[str, Any]) -> None:
-        """One record of metrics.jsonl."""
-        kind = record.get("kind")
-        if kind == "resume":
-            self._trained = False
-            self._self_check = ""  # it speaks of the life before
-            self._step_times.clear()
-        if kind in ("step", "sft"):
-            self._trained = True
-            self._step = {**self._step, **record}
-            done, self._done = self._done, steps_done(record)
-            if self._done <= done:
-                self._step_times.clear()  # a restarted trainer does steps again, at a pace of their own
-            if isinstance(record.get("time_s"), int | float):
-                self._step_times.append((self._done, record["time_s"]))
-            if isinstance(record.get("reward_mean"), int | float):
-                self._rewards.append(record["reward_mean"])
-            if isinstance(record.get("staleness_max"), int | float):
-                self._staleness_seen = max(self._staleness_seen or 0, int(record["staleness_max"]))
-        accuracy, at = record.get("accuracy"), record.get("version", record.get("step"))
-        if isinstance(accuracy, int | float) and isinstance(at, int):
-            if self._first_accuracy is None or at < self._first_accuracy[0]:
-                self._first_accuracy = (at, accuracy)
-            if self._last_accuracy is None or at >= self._last_accuracy[0]:
-                self._last_accuracy = (at, accuracy)
-                self._interval = interval_of(record)
-        if kind == "self_check":
-            self._self_check = self_check_text(record)
+    def read(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take the run to be where its whole metrics.jsonl says: that of lives that have ended."""
+        progress = Progress()
+        for record in records:
+            with suppress(msgspec.ValidationError):  # of a kind that is not shown
+                progress.feed(msgspec.convert(record, RunRecord))
+        self._progress = progress
 
     def feed_status(self, name: str, status: ServiceStatus, now_s: float) -> None:
         """What service `name` said of itself at `now_s`."""
@@ -255,18 +278,21 @@ class StatusAggregator:
         if service is None:
             return  # it has just left, or joined since the last look at the phases
         before, service.status, service.answered_s = service.status, status, now_s
-        service.rates.add(now_s, status.figures, self._done)
-        told = before.notices if before is not None and before.pid == status.pid else 0
-        if status.notices > told:
+        known = before is not None and before.pid == status.pid
+        if status.notices > (before.notices if before is not None and known else 0):
             self.tell(f"{name}: {status.notice}", now_s)
+        new = status.recorded - (before.recorded if before is not None and known else 0)
+        for record in status.records[-new:] if new else ():
+            self._progress.feed(record)
+        tokens = self._progress.tokens if name == "trainer" else status.figures.tokens
+        service.rates.add(WorkSample(now_s, status.busy_s, tokens), self._progress.done)
         if name == "trainer":
-            busy_s = total(status.figures, BUSY)
+            busy_s = sum(status.busy_s.values())
             if busy_s != self._trainer_busy_s or self._computed_s is None:
                 self._trainer_busy_s, self._computed_s = busy_s, now_s
                 self._dropped_before = self._dropped.by_verdict
-        if name == "buffer":
-            transitions = status.figures.get("areal_buffer_transitions_total", {})
-            self._dropped = DropReport.of(transitions, status.no_scores)
+        if (stats := status.figures.buffer) is not None:
+            self._dropped = DropReport.of(stats.reasons, stats.no_scores)
 
     def tell(self, text: str, now_s: float) -> None:
         """Something to show for a while."""
@@ -294,7 +320,6 @@ class StatusAggregator:
         job, services = self._job, self._services
         rollouts = {name: services[name] for name in self.names("rollout")}
         buffer, reward = services.get("buffer", _Service()), services.get("reward", _Service())
-        alive = reward.figures.get("areal_reward_workers_alive")
         facts = Facts(
             idle_s=self.idle_s(now_s),
             phases={name: service.phase for name, service in services.items()},
@@ -304,52 +329,51 @@ class StatusAggregator:
                 if service.answered_s is not None
             },
             groups=self._groups(),
-            redis=buffer.waiting_for("redis") or _unconfirmed(buffer.figures),
-            version=_last(self._trainer.figures, "areal_trainer_version"),
+            redis=buffer.waiting_for("redis"),
+            version=self._trainer.figures.version,
             weights={
                 name: what for name, service in rollouts.items() if (what := service.waiting_for("weights"))
             },
             serving={
                 name: version
                 for name, service in rollouts.items()
-                if (version := _last(service.figures, "areal_rollout_version")) is not None
+                if (version := service.figures.version) is not None
             },
-            workers_alive=None if alive is None else int(sum(alive.values())),
+            workers_alive=reward.figures.workers_alive,
             workers=job.reward.workers,
             max_groups=job.buffer.max_groups,
-            steps_left=job.trainer.steps - self._done,
+            steps_left=job.trainer.steps - self._progress.done,
             dropped_by_verdict=max(0, self._dropped.by_verdict - self._dropped_before),
             no_score=no_score_text(notes[-1]) if (notes := self._dropped.no_scores) else "",
         )
         return find_stall(facts, job.observe.stall_s)
 
     def _groups(self) -> dict[str, int]:
-        buffer = self._services.get("buffer", _Service())
-        return {state: int(count) for state, count in buffer.figures.get("areal_buffer_groups", {}).items()}
+        stats = self._services.get("buffer", _Service()).figures.buffer
+        return {state.lower(): count for state, count in stats.groups.items()} if stats is not None else {}
 
     def status(self, now_s: float) -> RunStatus:
         """How the run stands."""
-        job, step = self._job, self._step
-        done, steps = self._done, job.trainer.steps
-        first, last = self._first_accuracy, self._last_accuracy
+        job, progress, steps = self._job, self._progress, self._job.trainer.steps
+        step, first, last = progress.newest, progress.first, progress.last
         return RunStatus(
             job=job.job,
             kind=job.kind,
             elapsed_s=now_s - self._started_s,
-            step=min(done, steps),
+            step=min(progress.done, steps),
             steps=steps,
-            eta_s=self._eta_s(steps - done),
-            version=step.get("version"),
-            reward=sum(self._rewards) / len(self._rewards) if self._rewards else None,
-            loss=step.get("loss"),
+            eta_s=progress.left_s(steps),
+            version=step.version,
+            reward=sum(progress.rewards) / len(progress.rewards) if progress.rewards else None,
+            loss=progress.loss,
             accuracy=last[1] if last else None,
             accuracy_start=first[1] if first else None,
             accuracy_version=last[0] if last else None,
-            generated_per_s=self._sum_rate("rollout", "areal_rollout_tokens_total", now_s),
-            trained_per_s=self._sum_rate("trainer", "areal_trainer_tokens_total", now_s),
-            staleness_mean=step.get("staleness_mean"),
-            staleness_max=_whole(step.get("staleness_max")),
-            staleness_seen=self._staleness_seen,
+            generated_per_s=self._sum_rate("rollout", now_s),
+            trained_per_s=self._sum_rate("trainer", now_s),
+            staleness_mean=step.staleness_mean,
+            staleness_max=step.staleness_max,
+            staleness_seen=progress.staleness_seen,
             bound=job.buffer.max_staleness,
             groups=self._groups(),
             services=tuple(self._activity(name, now_s) for name in self._services),
@@ -357,9 +381,9 @@ class StatusAggregator:
             stall=self.stall(now_s),
             stall_s=self.idle_s(now_s),
             stopping=self.stopping,
-            trained=self._trained,
-            accuracy_interval=self._interval,
-            self_check=self._self_check,
+            trained=progress.trained,
+            accuracy_interval=progress.interval,
+            self_check=progress.self_check,
             dropped=self._dropped,
         )
 
@@ -374,18 +398,12 @@ class StatusAggregator:
         )
         return next(waiting, "")
 
-    def _eta_s(self, steps_left: int) -> float | None:
-        if len(self._step_times) < 2:
-            return None
-        (first, first_s), (last, last_s) = self._step_times[0], self._step_times[-1]
-        return max(0.0, (last_s - first_s) / (last - first) * steps_left) if last > first else None
-
-    def _sum_rate(self, prefix: str, counter: str, now_s: float) -> float | None:
+    def _sum_rate(self, prefix: str, now_s: float) -> float | None:
         services = [self._services[name] for name in self.names(prefix)]
         rates = [
             rate
             for service in services
-            if not service.is_silent(now_s) and (rate := service.rates.rate(counter)) is not None
+            if not service.is_silent(now_s) and (rate := service.rates.tokens_per_s()) is not None
         ]
         return sum(rates) if rates else None
 
@@ -399,40 +417,12 @@ class StatusAggregator:
         return ServiceActivity(name, phase, service.rates.busy(), service.waiting_for())
 
 
-def _last(figures: Figures, name: str) -> int | None:
-    return int(total(figures, name)) if name in figures else None
-
-
-def _unconfirmed(figures: Figures) -> str:
-    """Why the buffer cannot write just now, where Redis has said nothing."""
-    silent_s = total(figures, "areal_buffer_unconfirmed_seconds")
-    return f"no write confirmed for {silent_s:.0f} s" if silent_s > SILENT_S else ""
-
-
-def steps_done(record: Mapping[str, Any]) -> int:
-    """Steps finished by the time of a record: an rl step is named by the version it starts from."""
-    return int(record.get("step", 0)) + (1 if record.get("kind") == "step" else 0)
-
-
-def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Ends of the interval of an evaluation's accuracy, where it has one."""
-    figure = record.get("mean")
-    if not isinstance(figure, list) or len(figure) != 3 or None in figure:
-        return None
-    return float(figure[1]), float(figure[2])
-
-
-def self_check_text(record: Mapping[str, Any]) -> str:
-    """A `self_check` record in one line."""
-    largest, mean = record.get("max"), record.get("mean")
-    if not isinstance(largest, int | float) or not isinstance(mean, int | float):
+def self_check_text(record: RunRecord) -> str:
+    """The outcome of a self-check in one line."""
+    if record.max is None or not isinstance(record.mean, float):
         return "failed: a log-prob is not finite"
-    outcome = "passed" if record.get("passed") else "FAILED"
+    outcome = "passed" if record.passed else "FAILED"
     return (
-        f"{outcome}: {record['n']:,} log-probs of {record['engine']}, largest difference {largest:.2g} of "
-        f"{record['bound']:g} allowed, mean {mean:.1g}"
+        f"{outcome}: {record.n:,} log-probs of {record.engine}, largest difference {record.max:.2g} of "
+        f"{record.bound:g} allowed, mean {record.mean:.1g}"
     )
-
-
-def _whole(value: Any) -> int | None:
-    return int(value) if isinstance(value, int | float) else None

@@ -1,17 +1,16 @@
-"""Watches a run from a thread: asks the services how they are, follows `metrics.jsonl`, and reports a stall
-with the name of the starving edge.
+"""Watches a run from a thread: asks the services how they are, and reports a stall with the name of the
+starving edge.
 
-Promises: costs the run little (one small request per service and poll, and at most one under way; the file is
-read from where it left off); never ends a run by failing: what cannot be known now is asked at the next poll.
+Promises: costs the run little (one small request per service and poll, and at most one under way); never ends
+a run by failing: what cannot be known now is asked at the next poll.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,37 +30,7 @@ POLL_S = 0.5
 ANSWER_S = 5.0  # The longest that an answer is waited for before the service is asked anew
 LOOK_S = 2.0  # The longest that one look at everything takes
 REPORT_S = 30.0  # How often a stall is logged while it lasts
-READ_LIMIT_BYTES = 1 << 20  # Most of one file that one poll reads
 ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
-
-
-class Tail:
-    """The records appended to a file since the last look. A line counts once it has its end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-        self._rest = b""
-
-    def records(self) -> Iterator[dict[str, object]]:
-        """All whole lines up to the end that are JSON objects."""
-        while chunk := self._read():
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            for line in whole:
-                with suppress(ValueError):
-                    record = json.loads(line)
-                    if isinstance(record, dict):
-                        yield record
-
-    def _read(self) -> bytes:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                chunk = file.read(READ_LIMIT_BYTES)
-        except OSError:
-            return b""
-        self._offset += len(chunk)
-        return chunk
 
 
 class StatusClients:
@@ -75,22 +44,20 @@ class StatusClients:
 
     async def ask(self, name: str) -> ServiceStatus:
         """Raises ArealError where it does not answer within `ANSWER_S`."""
-        client = self._clients.get(name)
+        client = self._clients.pop(name, None)
+        is_new = client is None
         if client is None:
             endpoint = status_endpoint(self._socket_dir, name)
             client = Client(endpoint, job=self._job, role="supervisor", name="monitor", access=self._access)
-            try:
-                await client.connect(ANSWER_S)
-            except BaseException:
-                await client.close()
-                raise
-            self._clients[name] = client
         try:
-            return await client.call(Status(), timeout_s=ANSWER_S)
+            if is_new:
+                await client.connect(ANSWER_S)
+            status = await client.call(Status(), timeout_s=ANSWER_S)
         except BaseException:
-            del self._clients[name]
             await client.close()
             raise
+        self._clients[name] = client
+        return status
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -103,14 +70,12 @@ class Monitor:
     def __init__(
         self,
         aggregator: StatusAggregator,
-        run_log: Path,
         *,
         clients: Callable[[], StatusClients],
         phases: Callable[[], Mapping[str, str]],
         show: Callable[[RunStatus], None],
     ) -> None:
         self._aggregator = aggregator
-        self._records = Tail(run_log)
         self._make_clients = clients
         self._phases = phases
         self._show = show
@@ -131,7 +96,7 @@ class Monitor:
         self._thread.join(timeout=LOOK_S + ANSWER_S)
 
     def look(self) -> None:
-        """Read and ask everything once, now, from another thread."""
+        """Ask every service once, now, from another thread."""
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._look(LOOK_S), self._loop).result(2 * LOOK_S)
 
@@ -158,11 +123,9 @@ class Monitor:
             await self._clients.close()
 
     async def _look(self, wait_s: float) -> None:
-        """Take what there is; with `wait_s`, wait so long for answers."""
+        """Ask whoever is not being asked; with `wait_s`, wait so long for answers."""
         phases = self._phases()
         self._aggregator.set_phases(phases)
-        for record in self._records.records():
-            self._aggregator.feed_record(record)
         for name, phase in phases.items():
             if phase in ASKED and (name not in self._asking or self._asking[name].done()):
                 self._asking[name] = asyncio.create_task(self._ask(name))

@@ -21,8 +21,11 @@ from typing import Any
 import msgspec
 
 from areal_async.runtime.log import as_plain, get_logger
+from areal_async.runtime.status import board
 
 log = get_logger("record")
+
+_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class RunLog:
@@ -47,7 +50,8 @@ class RunLog:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; `time_s` (unix time in seconds) is added unless given. Raises OSError."""
+        """Append one record, and have this process's `Status` tell it; `time_s` (unix time in seconds) is
+        added unless given. Raises OSError."""
         record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
         line = msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
         with self._locked(fcntl.LOCK_SH):
@@ -58,6 +62,7 @@ class RunLog:
                     errno.ENOSPC,
                     f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
                 )
+        board.record(line)
 
     def _take_back(self, written: int) -> None:
         """Remove the half line just written, unless another record has joined it meanwhile."""
@@ -76,17 +81,34 @@ class RunLog:
         self.close()
 
 
+class Tail:
+    """The records appended to a file since the last look. A line counts once it has its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """All whole lines up to the end that are JSON objects."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._offset += len(line)
+                    with contextlib.suppress(msgspec.DecodeError):
+                        yield _decoder.decode(line)
+
+
 LIFE_KINDS = frozenset({"start", "resume", "restart", "end"})
 """Records of when a run lived and what died in it: no results."""
 
 
 def holds_results(path: Path) -> bool:
     """Whether a run log has anything but records of the run's own lives."""
-    decoder = msgspec.json.Decoder(dict[str, Any])
     with path.open("rb") as file:
         for line in file:
             try:
-                if decoder.decode(line).get("kind") not in LIFE_KINDS:
+                if _decoder.decode(line).get("kind") not in LIFE_KINDS:
                     return True
             except msgspec.DecodeError:
                 return True
@@ -101,13 +123,12 @@ def read_run_log(path: Path) -> list[dict[str, Any]]:
         raw = path.read_bytes()
     except FileNotFoundError:
         return []
-    decoder = msgspec.json.Decoder(dict[str, Any])
     records = []
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if not line:
             continue
         try:
-            records.append(decoder.decode(line))
+            records.append(_decoder.decode(line))
         except msgspec.DecodeError:
             log.warning("unreadable record", path=str(path), line=number)
     return records

@@ -6,7 +6,7 @@ What is shown comes as a `RunStatus`; panel and line say the same, in rows and i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -22,7 +22,6 @@ STALL_EVERY_S = 30.0  # How often a stall that lasts is said again on plain line
 MIN_WIDTH, MAX_WIDTH = 60, 110
 MAX_SERVICES = 10
 MAX_NO_SCORES = 3  # Kinds of verdicts without a score that are shown
-STATE_ORDER = ("queued", "leased", "generated", "scored", "batched", "trained", "committed", "dropped")
 
 Show = Callable[[RunStatus], None]  # Shows a status of the run
 
@@ -88,7 +87,8 @@ def render(status: RunStatus, width: int) -> Panel:
     rows.add_row(clock_text(status.elapsed_s), _progress(status))
     figures = _figures(status)
     if status.kind == "rl":
-        figures["groups"] = _groups(status.groups)
+        held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
+        figures["groups"] = ", ".join(held) or "none"
     if status.self_check:
         figures["self-check"] = status.self_check
     for label, text in figures.items():
@@ -149,12 +149,6 @@ def _accuracy(status: RunStatus) -> str:
         low, high = status.accuracy_interval
         text += f" [{low:.3f}, {high:.3f}]"
     return f"{text} at {'step' if status.kind == 'sft' else 'version'} {status.accuracy_version}"
-
-
-def _groups(groups: Mapping[str, int]) -> str:
-    order = {state: index for index, state in enumerate(STATE_ORDER)}
-    states = sorted(groups, key=lambda state: order.get(state.lower(), len(order)))
-    return ", ".join(f"{groups[state]:,} {state.lower()}" for state in states if groups[state]) or "none"
 
 
 def _busy(status: RunStatus) -> str:

@@ -16,12 +16,12 @@ Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "ch
 """What does not come. `weights`: every worker samples from a version behind the newest and is given no group.
 `checkpoint`: the buffer is full of trained groups that none covers yet."""
 
-SILENT_S = 5.0  # A service that serves, and has not answered for its metrics so long, is held up
+SILENT_S = 5.0  # A service that serves, and has not answered so long, is held up
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run at one moment, from the supervisor's states and the services' metrics."""
+    """What is known of a run at one moment, from the supervisor's states and what the services say."""
 
     idle_s: float  # Since the trainer was last seen to compute
     phases: Mapping[str, str]

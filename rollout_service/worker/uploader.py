@@ -46,20 +46,14 @@ class LeaseUpload:
     """What became of the samples of one lease."""
 
     group_id: str
-    samples: int
-    """Samples that the lease is for."""
-    finished: dict[int, bytes] = field(default_factory=dict)
-    """Encoded episodes that wait to be sent."""
+    samples: int  # Samples that the lease is for
+    finished: dict[int, bytes] = field(default_factory=dict)  # Encoded episodes that wait to be sent
     size_bytes: int = 0
-    since_s: float = math.inf
-    """When the oldest of them finished."""
-    complete: bool = False
-    """Nothing more will come for this lease."""
+    since_s: float = math.inf  # When the oldest of them finished
+    complete: bool = False  # Nothing more will come for this lease
     under_way: PutBatch | None = None
-    stored: int = 0
-    """Samples that the buffer has acknowledged."""
-    failure: str = ""
-    """Why one of its samples will not come."""
+    stored: int = 0  # Samples that the buffer has acknowledged
+    failure: str = ""  # Why one of its samples will not come
     at_fault: bool = False
     """Whether that is what its episodes do, and no trouble of the engine or of this worker."""
 

@@ -74,8 +74,7 @@ class WorkerTiming:
     """How long it may then take to send what has finished, and to hand leases back."""
     retry_pause_s: float = 0.5
     """Pause after a call that the buffer did not answer."""
-    look_s: float = LOOK_S
-    """Time between two looks at the engine's load."""
+    look_s: float = LOOK_S  # Between two looks at the engine's load
     first_failure_pause_s: float = FIRST_PAUSE_S
     longest_failure_pause_s: float = LONGEST_PAUSE_S
 
@@ -85,10 +84,8 @@ class LeaseState:
     """A lease that is open, and the episodes of it that are not finished."""
 
     group: LeasedGroup
-    turn: int
-    """Number of the lease among those of this worker: the oldest goes first."""
-    episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Running episodes by sample."""
+    turn: int  # Number of the lease among those of this worker: the oldest goes first
+    episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # Running episodes by sample
 
 
 class Worker:

@@ -26,12 +26,14 @@ from msgspec.structs import asdict
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient
+from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, OpenTrainer
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import failpoint, recording
 from areal_async.runtime.events import record as record_event
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
+from areal_async.runtime.status import board
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.channels import channel_of
 from areal_async.weights.publisher import Publisher
@@ -223,6 +225,7 @@ class RlTrainer:
                         "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
                     )
         metrics.VERSION.labels(self._policy).set(version)
+        board.figures = lambda: ServiceFigures(version)
 
     def _checkpoint(self, step: int) -> None:
         ledger = b""

@@ -32,6 +32,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
 from areal_async.weights import metrics
 from areal_async.weights.channels import ReceivingEnd
 from areal_async.weights.channels.chunks import PartialDownload, decode_table
@@ -330,6 +331,7 @@ class SnapshotFetcher(ReceivingEnd):
 def _tell(before: str, now: str) -> str:
     """Say what is waited for; the metric has one series while something is."""
     if before != now:
+        board.waits("weights", now)
         if before:
             with suppress(KeyError):
                 metrics.WAITS.remove(before)

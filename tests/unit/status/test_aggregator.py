@@ -2,13 +2,15 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from areal_async.errors import PeerGone
-from areal_async.rpc.control_messages import ServiceStatus
-from areal_async.rpc.messages import NoScore
+from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
+from areal_async.rpc.messages import BufferStats, NoScore
 from areal_async.status.aggregator import MESSAGE_LIFE_S, StatusAggregator
-from areal_async.status.monitor import Monitor, Tail
+from areal_async.status.monitor import Monitor
+from areal_async.status.record import Tail
 
 NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
 
@@ -18,28 +20,26 @@ def aggregator(job):
     return StatusAggregator(job, NAMES, started_s=100.0)
 
 
-def said(name, figures=None, **fields):
-    """A service's answer. A figure is a number, or numbers by label."""
-    plain = {
-        series: value if isinstance(value, dict) else {"": float(value)}
-        for series, value in (figures or {}).items()
-    }
+def said(name, busy_s=None, figures=None, **fields):
+    """A service's answer."""
     given = {"pid": 1, "state": "serving", "waiting_for": {}} | fields
-    return ServiceStatus(name=name, figures=plain, **given)
+    return ServiceStatus(name=name, busy_s=busy_s or {}, figures=figures or ServiceFigures(), **given)
 
 
-def busy(**seconds):
-    return {"areal_busy_seconds_total": seconds}
+def told(name, *records, recorded, **fields):
+    """The answer of a service that tells these records."""
+    shown = [msgspec.convert(record, RunRecord) for record in records]
+    return said(name, records=shown, recorded=recorded, **fields)
 
 
 def test_records_make_progress_and_time_left(aggregator):
     empty = aggregator.status(101.0)
     assert (empty.step, empty.elapsed_s, empty.eta_s, empty.reward, empty.bound) == (0, 1.0, None, None, 4)
-    for step in range(30):
-        aggregator.feed_record(
-            {"kind": "step", "step": step, "version": step + 1, "time_s": 1000 + 2 * step, "reward_mean": 0.5}
-            | {"staleness_mean": 0.7, "staleness_max": 2 if step == 5 else 1}
-        )
+    aggregator.read(
+        {"kind": "step", "step": step, "version": step + 1, "time_s": 1000 + 2 * step, "reward_mean": 0.5}
+        | {"staleness_mean": 0.7, "staleness_max": 2 if step == 5 else 1}
+        for step in range(30)
+    )
     status = aggregator.status(160.0)
     assert (status.step, status.steps, status.version) == (30, 100, 30)
     assert status.eta_s == pytest.approx(2 * 70)
@@ -49,10 +49,11 @@ def test_records_make_progress_and_time_left(aggregator):
 
 def test_held_out_accuracy_is_by_version_not_by_arrival(aggregator):
     assert aggregator.status(101.0).accuracy_interval is None
-    for version, accuracy in ((25, 0.5), (0, 0.3), (50, 0.6), (40, 0.4)):
+    told_of = ((25, 0.5), (0, 0.3), (50, 0.6), (40, 0.4))
+    for number, (version, accuracy) in enumerate(told_of, start=1):
         ends = [accuracy, accuracy - 0.125, accuracy + 0.125]
         record = {"kind": "evaluation", "version": version, "accuracy": accuracy, "mean": ends}
-        aggregator.feed_record(record)
+        aggregator.feed_status("trainer", told("trainer", record, recorded=number), 101.0)
     status = aggregator.status(101.0)
     assert (status.accuracy_start, status.accuracy, status.accuracy_version) == (0.3, 0.6, 50)
     assert status.accuracy_interval == (0.475, 0.725)
@@ -63,20 +64,28 @@ SELF_CHECK = {"kind": "self_check", "step": 0, "n": 4096, "engine": "local", "me
 
 def test_the_self_check_is_told(aggregator):
     assert aggregator.status(101.0).self_check == ""
-    aggregator.feed_record(SELF_CHECK | {"passed": True, "max": 3.14e-6})
+    passed = SELF_CHECK | {"passed": True, "max": 3.14e-6}
+    aggregator.feed_status("trainer", told("trainer", passed, recorded=1), 101.0)
     assert aggregator.status(101.0).self_check == (
         "passed: 4,096 log-probs of local, largest difference 3.1e-06 of 0.001 allowed, mean 4e-07"
     )
-    aggregator.feed_record(SELF_CHECK | {"passed": False, "max": None})
+    aggregator.read([SELF_CHECK | {"passed": False, "max": None}])
     assert "not finite" in aggregator.status(101.0).self_check
 
 
 def test_supervised_records_count_from_one(job):
     aggregator = StatusAggregator(job.model_copy(update={"kind": "sft"}), ["trainer"], 0.0)
-    aggregator.feed_record({"kind": "sft", "step": 0, "accuracy": 0.0, "time_s": 10.0})
-    aggregator.feed_record({"kind": "sft", "step": 10, "loss": 2.0, "time_s": 15.0})
+    first, last = {"step": 0, "accuracy": 0.0, "time_s": 10.0}, {"step": 10, "loss": 2.0, "time_s": 15.0}
+    aggregator.read({"kind": "sft"} | record for record in (first, last))
     status = aggregator.status(5.0)
     assert (status.step, status.loss, status.eta_s) == (10, 2.0, pytest.approx(45.0))
+
+
+def test_each_record_that_a_service_tells_counts_once(aggregator):
+    steps = [{"kind": "step", "step": n, "reward_mean": float(n)} for n in range(4)]
+    for pid, last, mean in ((1, 2, 0.5), (1, 2, 0.5), (1, 3, 1.0), (2, 2, 0.8)):
+        aggregator.feed_status("trainer", told("trainer", *steps[:last], recorded=last, pid=pid), 101.0)
+        assert aggregator.status(101.0).reward == pytest.approx(mean)
 
 
 def test_rates_and_busy_shares_are_of_the_last_seconds(aggregator):
@@ -85,9 +94,9 @@ def test_rates_and_busy_shares_are_of_the_last_seconds(aggregator):
         rate = 100 if tick <= 20 else 50
         base = 0 if tick <= 20 else 500
         for name in ("rollout-0", "rollout-1"):
-            spent = busy(generate=0.9 * tick / 2, load=0.1 * tick / 2, wait=1.0 * tick / 2)
-            tokens = {"areal_rollout_tokens_total": base + rate * tick / 2}
-            aggregator.feed_status(name, said(name, spent | tokens), now_s)
+            spent = {"generate": 0.9 * tick / 2, "load": 0.1 * tick / 2, "wait": 1.0 * tick / 2}
+            figures = ServiceFigures(tokens=base + rate * tick // 2)
+            aggregator.feed_status(name, said(name, spent, figures), now_s)
     status = aggregator.status(120.0)
     assert status.generated_per_s == pytest.approx(100.0)
     shares = {service.name: service.busy for service in status.services}
@@ -99,11 +108,12 @@ def test_busy_while_training_is_from_the_first_to_the_last_step_of_the_process_t
     phases = dict.fromkeys(NAMES, "serving")
     aggregator.set_phases(phases)
 
-    def feed(now_s, busy_s, tokens=0.0, step=None):
+    def feed(now_s, busy_s, tokens=0, step=None):
         if step is not None:
-            aggregator.feed_record({"kind": "step", "step": step})
-        figures = busy(generate=busy_s) | {"areal_rollout_tokens_total": tokens}
-        aggregator.feed_status("rollout-0", said("rollout-0", figures), now_s)
+            record = {"kind": "step", "step": step}
+            aggregator.feed_status("trainer", told("trainer", record, recorded=step + 1), now_s)
+        figures = ServiceFigures(tokens=tokens)
+        aggregator.feed_status("rollout-0", said("rollout-0", {"generate": busy_s}, figures), now_s)
         return aggregator.busy_while_training("rollout-0")
 
     assert feed(100.0, 0.0) is None
@@ -113,38 +123,40 @@ def test_busy_while_training_is_from_the_first_to_the_last_step_of_the_process_t
     for phase in ("restarting", "starting", "serving"):
         aggregator.set_phases(phases | {"rollout-0": phase})
     assert aggregator.status(901.0).generated_per_s is None
-    assert feed(1000.0, 5.0, 0.0, step=2) is None
-    assert feed(1010.0, 11.0, 100.0, step=3) == pytest.approx(0.6)
+    assert feed(1000.0, 5.0, 0, step=2) is None
+    assert feed(1010.0, 11.0, 100, step=3) == pytest.approx(0.6)
     assert aggregator.status(1010.0).generated_per_s == pytest.approx(10.0)
 
 
 def test_steps_done_again_have_a_pace_of_their_own(aggregator):
-    for number, time_s in [*((number, 1000.0 + number) for number in range(8)), (5, 1020.0)]:
-        aggregator.feed_record({"kind": "step", "step": number, "time_s": time_s})
+    times = [*((number, 1000.0 + number) for number in range(8)), (5, 1020.0), (6, 1021.0)]
+    steps = [{"kind": "step", "step": number, "time_s": time_s} for number, time_s in times]
+    aggregator.read(steps[:-1])
     assert aggregator.status(111.0).eta_s is None
-    aggregator.feed_record({"kind": "step", "step": 6, "time_s": 1021.0})
+    aggregator.read(steps)
     status = aggregator.status(111.0)
     assert (status.step, status.eta_s) == (7, pytest.approx(93.0))
 
 
 def test_a_resumed_run_is_starting_until_it_trains(aggregator):
-    for number in range(3):
-        aggregator.feed_record({"kind": "step", "step": number, "time_s": 1000.0 + number})
+    before = [{"kind": "step", "step": number, "time_s": 1000.0 + number} for number in range(3)]
+    before.append(SELF_CHECK | {"passed": True, "max": 1e-6})
+    aggregator.read(before)
     assert aggregator.status(101.0).trained
-    aggregator.feed_record(SELF_CHECK | {"passed": True, "max": 1e-6})
     assert aggregator.status(101.0).self_check
-    aggregator.feed_record({"kind": "resume", "time_s": 9000.0})
+    aggregator.read([*before, {"kind": "resume", "time_s": 9000.0}])
     status = aggregator.status(101.0)
     assert (status.trained, status.step, status.eta_s) == (False, 3, None)
     assert status.self_check == "", "the check of the life before says nothing of this one"
-    aggregator.feed_record({"kind": "step", "step": 3, "time_s": 9005.0})
+    step = {"kind": "step", "step": 3, "time_s": 9005.0}
+    aggregator.feed_status("trainer", told("trainer", step, recorded=1), 101.0)
     assert aggregator.status(101.0).trained
 
 
 def test_what_a_silent_service_said_last_is_not_shown(aggregator):
     aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
-    for at_s, tokens in ((100.0, 0.0), (101.0, 50.0)):
-        answer = said("rollout-0", {"areal_rollout_tokens_total": tokens}, waiting_for={"a": "rain"})
+    for at_s, tokens in ((100.0, 0), (101.0, 50)):
+        answer = said("rollout-0", figures=ServiceFigures(tokens=tokens), waiting_for={"a": "rain"})
         aggregator.feed_status("rollout-0", answer, at_s)
     assert aggregator.status(102.0).generated_per_s == pytest.approx(50.0)
     assert aggregator.status(102.0).message == "rollout-0 waits for rain"
@@ -196,13 +208,12 @@ class Answers:
     async def close(self): ...
 
 
-def test_a_monitor_shows_what_it_can_read_and_survives_what_it_cannot(job, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 4}\nnot json\n[1]\n')
+def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job):
+    trainer = told("trainer", {"kind": "step", "step": 4}, recorded=1, notice="odd", notices=1)
     shown = []
     monitor = Monitor(
         StatusAggregator(job, ["trainer", "reward"], 0.0),
-        tmp_path / "metrics.jsonl",
-        clients=lambda: Answers(trainer=said("trainer", notice="odd", notices=1)),
+        clients=lambda: Answers(trainer=trainer),
         phases=lambda: {"trainer": "serving", "reward": "serving"},
         show=shown.append,
     )
@@ -245,17 +256,19 @@ def test_a_service_that_starts_says_what_it_waits_for(aggregator):
     assert shown(aggregator)["rollout-0"].waiting_for == ""
 
 
-def counted(**reasons):
-    return {"areal_buffer_transitions_total": {n.replace("__", ":"): float(c) for n, c in reasons.items()}}
+def buffer_says(*no_scores, **reasons):
+    counts = {name.replace("__", ":"): count for name, count in reasons.items()}
+    stats = BufferStats({}, {}, counts, {}, 0, 0, no_scores=list(no_scores))
+    return said("buffer", figures=ServiceFigures(buffer=stats))
 
 
 def test_what_was_dropped_and_masked_is_told_with_its_reasons(aggregator):
-    figures = counted(scored=9, dropped__overtaken=1, dropped__verdict_error=4, episode_masked__timeout=2)
+    counts = {"dropped__overtaken": 1, "dropped__verdict_error": 4, "episode_masked__timeout": 2}
     no_scores = [
         NoScore("timeout", 3, "no answer within 1 s", "e", age_ms=5),
         NoScore("error:exception", 4, "ValueError: no", "e", age_ms=70),
     ]
-    aggregator.feed_status("buffer", said("buffer", figures, no_scores=no_scores), 101.0)
+    aggregator.feed_status("buffer", buffer_says(*no_scores, scored=9, **counts), 101.0)
     dropped = aggregator.status(102.0).dropped
     assert dropped.text == "5 groups (verdict_error 4, overtaken 1), 2 episodes masked (timeout 2)"
     assert [note.kind for note in dropped.no_scores] == ["error:exception", "timeout"]
@@ -263,14 +276,13 @@ def test_what_was_dropped_and_masked_is_told_with_its_reasons(aggregator):
 
 def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregator):
     aggregator.set_phases(dict.fromkeys(NAMES, "serving"))
-    why = [NoScore("error:exception", 4, "ValueError: no", "e", age_ms=5)]
-    aggregator.feed_status("buffer", said("buffer", counted(dropped__verdict_error=50)), 100.0)
-    aggregator.feed_status("trainer", said("trainer", busy(train=1.0)), 100.0)
+    why = NoScore("error:exception", 4, "ValueError: no", "e", age_ms=5)
+    aggregator.feed_status("buffer", buffer_says(dropped__verdict_error=50), 100.0)
+    aggregator.feed_status("trainer", said("trainer", {"train": 1.0}), 100.0)
     for now_s, dropped in ((100.5, 50), (1000.0, 50), (1000.0, 58)):
-        figures = counted(dropped__verdict_error=dropped)
-        aggregator.feed_status("buffer", said("buffer", figures, no_scores=why), now_s)
+        aggregator.feed_status("buffer", buffer_says(why, dropped__verdict_error=dropped), now_s)
         for name in NAMES[1:]:
-            aggregator.feed_status(name, said(name, busy(train=1.0)), now_s)
+            aggregator.feed_status(name, said(name, {"train": 1.0}), now_s)
         stall = aggregator.stall(now_s)
         assert (stall is not None and "8 groups were dropped" in stall.detail) == (dropped == 58)
     assert "ValueError: no" in stall.detail
@@ -286,11 +298,11 @@ def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregato
 def test_a_stall_says_what_a_service_waits_for(aggregator, name, subject, what):
     names = (*NAMES, "reward")
     aggregator.set_phases(dict.fromkeys(names, "serving"))
-    published = {"areal_trainer_version": 3.0, "areal_rollout_version": 2.0}
     for now_s in (100.0, 1000.0):
         for each in names:
             waiting = {subject: what} if each == name else {}
-            answer = said(each, busy(train=1.0) | published, waiting_for=waiting)
+            figures = ServiceFigures(3 if each == "trainer" else 2)
+            answer = said(each, {"train": 1.0}, figures, waiting_for=waiting)
             aggregator.feed_status(each, answer, now_s)
     stall = aggregator.stall(1000.0)
     assert what in stall.detail
