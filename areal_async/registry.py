@@ -114,7 +114,7 @@ class Registry:
         return self._own_parts.setdefault(name, getattr(module, attribute))
 
     def known(self, name: str) -> Any:
-        """As `find`, but runs no file: None for a part in one that this process has not run."""
+        """The part called `name`, if no file has to be run for it: None for one in a file not run so far."""
         return self.find(name) if name in self.names else self._own_parts.get(name)
 
     def _own(self, name: str) -> tuple[Path, str]:
