@@ -39,6 +39,7 @@ class Router:
 
     def __init__(self, section: RewardSection, workers: int | None = None) -> None:
         self.routing = Routing(section)
+        self.specs = self.routing.specs
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when a reward of the job can be scored no longer."""
         self.pool: WorkerPool | None = None
@@ -46,10 +47,6 @@ class Router:
         self._workers = workers or section.workers
         self._backends: dict[str, WatchedBackend] = {}
         self._stack = AsyncExitStack()
-
-    @property
-    def specs(self) -> list[RewardSpec]:
-        return self.routing.specs
 
     async def __aenter__(self) -> Self:
         try:

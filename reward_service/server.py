@@ -81,7 +81,7 @@ class RewardServer:
         self._router = router
         self._scorer = scorer
         self._of = {spec.key: RewardState(spec) for spec in router.specs}
-        self._pending = 0
+        self.pending = 0  # Episodes claimed whose verdict the buffer has not got yet
         self._pending_bytes = 0
         self._calls_open = 0
         self._call_numbers = 0
@@ -95,11 +95,6 @@ class RewardServer:
         self._room = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def pending(self) -> int:
-        """Episodes claimed whose verdict the buffer has not got yet."""
-        return self._pending
 
     async def run(self, stop: asyncio.Event) -> None:
         """Score until `stop` is set. Raises what makes going on pointless: a `RewardLoadError`, or a
@@ -133,8 +128,8 @@ class RewardServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_LIMIT_S):
                 await self._idle.wait()
-        if self._pending:
-            log.info("stopped with episodes unscored", episodes=self._pending)
+        if self.pending:
+            log.info("stopped with episodes unscored", episodes=self.pending)
 
     # --- in ------------------------------------------------------------------------------------------
 
@@ -231,7 +226,7 @@ class RewardServer:
         self._held[item.claim_id] += 1
         self._deadline_s = item.deadline_ms / 1000
         held.pending += 1
-        self._pending += 1
+        self.pending += 1
         self._pending_bytes += size_bytes
 
     def _end(
@@ -270,12 +265,12 @@ class RewardServer:
             if not self._outbox:
                 self._news.clear()
             self._held -= Counter(verdict.claim_id for verdict in verdicts)
-            self._pending -= len(batch)
+            self.pending -= len(batch)
             for _, size_bytes, held in batch:
                 held.pending -= 1
                 self._pending_bytes -= size_bytes
             self._room.set()
-            if self._pending == 0:
+            if self.pending == 0:
                 self._idle.set()
 
     async def _wait_out(self, error: RpcTimeout | FaultError, what: str) -> None:

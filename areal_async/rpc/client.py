@@ -150,17 +150,14 @@ class Client:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         limit_s += getattr(request, "wait_ms", 0) / 1000
         deadline_s = loop.time() + limit_s
-        if self._in_line.locked():
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    await self._in_line.acquire()
-            except TimeoutError:
-                raise self._too_late(request, limit_s, None) from None
-            if self._socket is None:
-                self._in_line.release()
-                self._check_open()
-        else:
-            await self._in_line.acquire()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._in_line.acquire()
+        except TimeoutError:
+            raise self._too_late(request, limit_s, None) from None
+        if self._socket is None:
+            self._in_line.release()
+            self._check_open()
         number = next(self._ids)
         try:
             floor = next(iter(self._pending), number)

@@ -11,7 +11,6 @@ message has: who knows the secret can make its peer hold as much as it sends.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import socket
@@ -126,8 +125,7 @@ def check_bindable(endpoint: str, access: Access | None) -> None:
 def remove_ipc_file(endpoint: str) -> None:
     """Remove the file of a closed ipc endpoint, should libzmq have left it."""
     if endpoint.startswith("ipc://"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(endpoint.removeprefix("ipc://"))
+        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def _split(endpoint: str) -> tuple[str, str]:

@@ -15,12 +15,11 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -35,7 +34,6 @@ from areal_async.weights.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
     MAX_MANIFEST_BYTES,
-    WRITING_PREFIX,
     Manifest,
     Part,
     Patch,
@@ -52,6 +50,7 @@ from areal_async.weights.snapshot import (
     naming,
     publish_directory,
     read_manifest,
+    staging_for,
 )
 from areal_async.weights.tensor_file import MappedFile, TensorFile, in_threads
 
@@ -87,7 +86,7 @@ def write_delta(
         if not _alike(old, target):
             return None
         final = new.parent / f"{new.name}{DELTA_SUFFIX}"
-        with _staging(final) as staging:
+        with staging_for(final) as staging:
             pairs = _pairs(base, new, old, target)
             sizes, digest = _encode(staging / DELTA_FILE, pairs, below_bytes, threads, stop)
             if sum(sizes) >= below_bytes:
@@ -115,8 +114,7 @@ def write_delta(
             return publish_directory(staging, final, manifest)
 
 
-@dataclass(frozen=True)
-class _Pair:
+class _Pair(NamedTuple):
     """The bytes of one part in both snapshots, and of an element that is compared as one."""
 
     old: Elements
@@ -194,7 +192,7 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
             raise WrongBase(f"the delta needs {wanted} as its base, which {base} is not: {error}") from error
         if not _alike(old, target):
             raise WrongBase(f"{base.name} holds other tensors than {into.name}")
-        with _staging(into) as staging:
+        with staging_for(into) as staging:
             patches = _patches(delta / DELTA_FILE, manifest.patches)
             for shard in target.shards:
                 _rebuild(base, staging, shard, target, patches)
@@ -279,18 +277,6 @@ def _alike(old: Manifest, new: Manifest) -> bool:
 
 def _width(part: Part) -> int:
     return ELEMENT_BYTES.get(part.dtype, 1)
-
-
-@contextmanager
-def _staging(final: Path) -> Iterator[Path]:
-    """A directory to become `final`; what is left of it at the end is removed."""
-    staging = final.parent / f"{WRITING_PREFIX}{final.name}"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 # --- the publisher's ---------------------------------------------------------------------------------

@@ -104,32 +104,37 @@ def write_snapshot(
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
     final = root / tag.label
-    staging = root / f"{WRITING_PREFIX}{final.name}"
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
+    aliases = dict(tied or {})
+    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    for alias, name in aliases.items():
+        if name not in kept:
+            raise SnapshotError(f"{alias} is tied to {name}, which is not among the tensors")
     try:
-        if staging.exists():
-            shutil.rmtree(staging)
-        staging.mkdir(parents=True)
-        aliases = dict(tied or {})
-        kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-        for alias, name in aliases.items():
-            if name not in kept:
-                raise SnapshotError(f"{alias} is tied to {name}, which is not among the tensors")
-        if reuse is not None:
-            os.rename(reuse.path, staging / MODEL_FILE)
-        shard, parts, mapped = write_tensors(staging / MODEL_FILE, kept, reuse=reuse)
-        sidecars = [_write_sidecar(staging, name, content) for name, content in (files or {}).items()]
-        manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, aliases)
-        written = publish_directory(staging, final, manifest)
-        mapped.path = final / MODEL_FILE
-        return replace(written, mapped=mapped)
+        with staging_for(final) as staging:
+            if reuse is not None:
+                os.rename(reuse.path, staging / MODEL_FILE)
+            shard, parts, mapped = write_tensors(staging / MODEL_FILE, kept, reuse=reuse)
+            sidecars = [_write_sidecar(staging, name, content) for name, content in (files or {}).items()]
+            manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, aliases)
+            written = publish_directory(staging, final, manifest)
+            mapped.path = final / MODEL_FILE
+            return replace(written, mapped=mapped)
     except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
         raise SnapshotError(f"snapshot {final.name} cannot be written under {root}: {error}") from error
-    except SnapshotError:
+
+
+@contextmanager
+def staging_for(final: Path) -> Iterator[Path]:
+    """A directory to become `final`; what is left of it at the end is removed."""
+    staging = final.parent / f"{WRITING_PREFIX}{final.name}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+    finally:
         shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 def publish_directory(staging: Path, final: Path, manifest: Manifest) -> SnapshotInfo:

@@ -155,7 +155,8 @@ def _adopt(tx: Transaction, policy: str, copy: Copy) -> None:
             and training.step < copy.meta.consumer(each).v_train
             for each, training in group.training.items()
         )
-        tx.remove(group, "committed" if covered else "dropped:not_in_checkpoint")
+        tx.count("committed" if covered else "dropped:not_in_checkpoint")
+        tx.forget(group)
     for group in copy.groups:
         _adopt_group(tx, group, held.get(group.group_id))
 

@@ -241,11 +241,6 @@ class Transaction:
         """Queue the task of a group that was dropped as a new attempt, for the same policies."""
         return self.new_group(dropped.row, dropped.pass_index, dropped.attempt + 1, dropped.policies)
 
-    def remove(self, group: GroupRecord, reason: str) -> None:
-        """Forget a group that another ledger does not know, whatever its state."""
-        self.count(reason)
-        self.forget(group)
-
     def forget(self, group: GroupRecord) -> None:
         """Delete the record of a group, what it holds, and its bytes."""
         self._writes.groups[group.group_id] = None

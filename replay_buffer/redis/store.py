@@ -330,28 +330,22 @@ async def check_redis(
 
 
 def _check_server(info: dict[str, str], place: RedisAddress, max_bytes: int) -> None:
-    version = info["redis_version"]
+    version, policy, limit = info["redis_version"], info["maxmemory_policy"], int(info.get("maxmemory", 0))
+    problem = ""
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        raise StoreUnusable(
-            f"Redis at {place} is version {version}; at least {OLDEST[0]}.{OLDEST[1]} is needed"
+        problem = f"is version {version}; at least {OLDEST[0]}.{OLDEST[1]} is needed"
+    elif policy != "noeviction":
+        problem = f"would drop keys when full: its maxmemory-policy is {policy}. Set it to noeviction."
+    elif limit and limit < max_bytes:
+        problem = (
+            f"has maxmemory {limit}, less than the {max_bytes} bytes of episodes that the job may hold. "
+            "Raise maxmemory there to about 1.3 times that, or lower buffer.max_bytes."
         )
-    policy = info["maxmemory_policy"]
-    if policy != "noeviction":
-        raise StoreUnusable(
-            f"Redis at {place} would drop keys when full: its maxmemory-policy is {policy}. Set it to "
-            "noeviction."
-        )
-    limit = int(info.get("maxmemory", 0))
-    if limit and limit < max_bytes:
-        raise StoreUnusable(
-            f"Redis at {place} has maxmemory {limit}, less than the {max_bytes} bytes of episodes that the "
-            "job may hold. Raise maxmemory there to about 1.3 times that, or lower buffer.max_bytes."
-        )
-    if info.get("role", "master") != "master":
+    elif info.get("role", "master") != "master":
         master = f"{info.get('master_host', '?')}:{info.get('master_port', '?')}"
-        raise StoreUnusable(
-            f"Redis at {place} is a replica of {master}, and takes no writes. Set buffer.redis to the master."
-        )
+        problem = f"is a replica of {master}, and takes no writes. Set buffer.redis to the master."
+    if problem:
+        raise StoreUnusable(f"Redis at {place} {problem}")
 
 
 async def _check_persistence(

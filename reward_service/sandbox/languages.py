@@ -118,21 +118,20 @@ def _python(for_others: bool = False) -> Language:
     )
 
 
-def _native(name: str, source: str, compilers: tuple[str, ...], flags: tuple[str, ...]) -> Language:
+def _native(name: str, source: str, compilers: tuple[str, ...], *flags: str) -> Language:
     compiler = _found(compilers, name)
-    command = (compiler, *flags, "-o", "program", source)
+    command = (compiler, "-o", "program", source, "-O1", "-w", *flags)
     return Language(name, source, ("./program",), command, ("program",), binds=_prefix(compiler))
 
 
 @functools.cache
 def _c() -> Language:
-    one = _native("c", "main.c", ("gcc", "cc", "clang"), ("-O1", "-std=gnu11", "-w"))
-    return replace(one, compile=(*one.compile, "-lm"))
+    return _native("c", "main.c", ("gcc", "cc", "clang"), "-std=gnu11", "-lm")
 
 
 @functools.cache
 def _cpp() -> Language:
-    return _native("cpp", "main.cpp", ("g++", "c++", "clang++"), ("-O1", "-std=gnu++17", "-w"))
+    return _native("cpp", "main.cpp", ("g++", "c++", "clang++"), "-std=gnu++17")
 
 
 @functools.cache

@@ -42,6 +42,7 @@ class Sandbox:
 
     def __init__(self, confinement: Confinement, launcher: LauncherClient) -> None:
         self._confinement = confinement
+        self.level, self.guards = confinement.level, confinement.guards
         self._launcher = launcher
         self._partner = LauncherClient(launcher.start)
         self._builds: OrderedDict[str, Build] = OrderedDict()
@@ -56,14 +57,6 @@ class Sandbox:
         except SandboxError:
             launcher.close()
             raise
-
-    @property
-    def level(self) -> Level:
-        return self._confinement.level
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        return self._confinement.guards
 
     def run(self, program: Program) -> RunOutcome:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,

@@ -41,16 +41,11 @@ class CallCase(msgspec.Struct, frozen=True):
     """Whether each result of the task stands in a list of its own."""
 
 
-class CodeCase(msgspec.Struct, frozen=True):
-    """Code that runs to its end when the program is right."""
-
-    code: str
-
-
 class Cases(msgspec.Struct, frozen=True):
     stdio: list[StdioCase] = []
     calls: list[CallCase] = []
-    codes: list[CodeCase] = []
+    codes: list[str] = []
+    """Each is code that runs to its end when the program is right."""
     setup: list[str] = []
     entries: dict[str, str] = {}
     """Name in `codes` and `setup` → entry point of the program."""
@@ -140,26 +135,26 @@ def code_cases(texts: list[str], setup: str = "", entry_point: str = "") -> Case
 
 def _code_cases(texts: list[str], setup: str, entry_point: str) -> Cases:
     before = [setup] if setup.strip() else []
-    codes: list[CodeCase] = []
+    codes: list[str] = []
     for text in texts:
         body = ast.parse(text).body
         if entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
-            codes.append(CodeCase(f"{text}\ncheck({CANDIDATE})"))
+            codes.append(f"{text}\ncheck({CANDIDATE})")
             continue
-        own: list[CodeCase] = []
+        own: list[str] = []
         others: list[str] = []
         for node in body:
             if isinstance(node, ast.Assert):
-                own.append(CodeCase(ast.unparse(node)))
+                own.append(ast.unparse(node))
                 continue
             others.append(ast.unparse(node))
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not node.args.args:
-                own.append(CodeCase(f"{node.name}()"))
+                own.append(f"{node.name}()")
         if own:
             codes += own
             before += others
         elif not all(isinstance(node, DEFINITIONS) for node in body):
-            codes.append(CodeCase(text))
+            codes.append(text)
         else:
             before += others
     if not codes:
@@ -170,10 +165,10 @@ def _code_cases(texts: list[str], setup: str, entry_point: str) -> Cases:
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
-def _with_names(codes: list[CodeCase], setup: list[str], entry_point: str) -> Cases:
-    texts = [*setup, *(case.code for case in codes)]
+def _with_names(codes: list[str], setup: list[str], entry_point: str) -> Cases:
+    texts = [*setup, *codes]
     declared = entry_point.partition("(")[0]
-    checked = any(case.code.endswith(f"check({CANDIDATE})") for case in codes)
+    checked = any(code.endswith(f"check({CANDIDATE})") for code in codes)
     # Handed to `check`, the entry point needs no name there: a builtin of that name stays Python's.
     names = names_of(texts, "" if checked else declared)
     taken = [declared] if entry_point else names.free

@@ -147,7 +147,7 @@ def _run_tests(
     result: Result,
 ) -> None:
     """Function tests: one run for all of them, the tests in a jail of their own."""
-    tests = [_call(case) for case in cases.calls] + [{"code": _marked(one.code)} for one in cases.codes]
+    tests = [_call(case) for case in cases.calls] + [{"code": _marked(one)} for one in cases.codes]
     task = {
         "entries": cases.entries,
         "setup": [_marked(text) for text in cases.setup],

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 NODES = {"rollout-0": "host-1", "rollout-1": "host-2", "evaluator": "host-2"}
 TOUGH = {"ready_s": 120, "restarts": 10, "first_pause_s": 0.1}
 WATCHED = {"metrics_port": 0, "event_log": True, "stall_s": 10}
+JOB = {"evaluated": True, "rollout__workers": 2, "trainer__steps": 14, "observe": WATCHED}
 
 
 def assert_versions_are_true(run, steps):
@@ -36,14 +37,7 @@ def sent_bytes(job, source):
 
 @pytest.mark.timeout(300)
 def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, running):
-    job_file = workspace.job(
-        "three-hosts",
-        evaluated=True,
-        rollout__workers=2,
-        trainer__steps=14,
-        observe=WATCHED,
-        weights={"channel": "zmq", "nodes": NODES},
-    )
+    job_file = workspace.job("three-hosts", weights={"channel": "zmq", "nodes": NODES}, **JOB)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 8, "step 8", 200)
         from_trainer, from_peers = sent_bytes(job, "publisher"), sent_bytes(job, "peer")
@@ -59,13 +53,10 @@ def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, runn
 def test_one_death_is_local_a_trainer_killed_in_mid_transfer(workspace, running):
     job_file = workspace.job(
         "cut-off",
-        evaluated=True,
-        rollout__workers=2,
-        trainer__steps=14,
         checkpoint={"every_steps": 1, "keep": 100},
-        observe=WATCHED,
         supervisor=TOUGH,
         weights={"channel": "zmq", "nodes": NODES, "channel_args": {"patience_s": 1, "give_up_s": 5}},
+        **JOB,
     )
     points = "weights.publisher_sent@9,weights.received@12"
     with running("run", job_file, **{VARIABLE: points}) as job:

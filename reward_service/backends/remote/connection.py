@@ -294,7 +294,6 @@ def read_answer(status: int, content: bytes, retry_after: str, kind: type[T]) ->
     """The answer `content`, which is a `kind`. Raises `RemoteError` for a refusal, which a body of the
     protocol says better than the status, and for what is neither."""
     asked_s = float(retry_after) if retry_after.replace(".", "", 1).isdecimal() else 0.0
-    broken: msgspec.MsgspecError | None = None
     try:
         refusal = msgspec.json.decode(content, type=_MayBeRefused).error
         if refusal is not None:
@@ -303,9 +302,8 @@ def read_answer(status: int, content: bytes, retry_after: str, kind: type[T]) ->
         if status == 200:
             return msgspec.json.decode(content, type=kind)
     except msgspec.MsgspecError as error:
-        broken = error
-    if status == 200:
-        raise RemoteError("broken", f"the server's answer is none of the protocol: {broken}") from broken
+        if status == 200:
+            raise RemoteError("broken", f"the server's answer is none of the protocol: {error}") from error
     # A proxy's page, or a server's own way to fail: the status has to do.
     told = content[:200].decode(errors="replace").strip()
     message = f"status {status}" + (f": {told}" if told else "")

@@ -16,7 +16,7 @@ import pytest
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import Checkpointed, Commit, NextBatch, PutVerdicts
 from replay_buffer import coordinator as front
-from replay_buffer.ledger import admission, batching, committing, leasing, opening, verdicts
+from replay_buffer.ledger import admission, batching, leasing, opening
 from replay_buffer.ledger.decide import DECIDES
 from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
@@ -31,21 +31,27 @@ N = 2
 PutIn = Callable[[pytest.MonkeyPatch], None]
 
 
-def counter_reset_on_resume(field: str) -> PutIn:
-    """A figure of the job starts at 0 again when a trainer comes back."""
+def spoilt(kind: type) -> Callable[[Callable[..., None]], PutIn]:
+    """Make `spoil(index, message, writes)` a bug in all that is written for messages of a kind."""
+    real = DECIDES[kind]
 
-    def put_in(patch):
-        real = opening.open_trainer
-
-        def wrong(index, command, now_ms):
-            decision = real(index, command, now_ms)
+    def made(spoil):
+        def wrong(index, message, now_ms):
+            decision = real(index, message, now_ms)
             if decision.writes is not None:
-                change_consumer(decision.writes, command.policy, **{field: 0})
+                spoil(index, message, decision.writes)
             return decision
 
-        patch.setitem(DECIDES, OpenedWith, wrong)
+        return lambda patch: patch.setitem(DECIDES, kind, wrong)
 
-    return put_in
+    return made
+
+
+def counter_reset_on_resume(field: str) -> PutIn:
+    """A figure of the job starts at 0 again when a trainer comes back."""
+    return spoilt(OpenedWith)(
+        lambda _, command, writes: change_consumer(writes, command.policy, **{field: 0})
+    )
 
 
 def change_consumer(writes, policy, **changes) -> None:
@@ -100,19 +106,12 @@ def lease_without_fencing(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(DECIDES, StoreEpisodes, wrong)
 
 
-def partial_group_released(patch: pytest.MonkeyPatch) -> None:
+@spoilt(PutVerdicts)
+def partial_group_released(index, message, writes) -> None:
     """The first verdict of a generated group makes it ready to be trained."""
-    real = verdicts.verdicts
-
-    def wrong(index, message, now_ms):
-        decision = real(index, message, now_ms)
-        for group_id, group in (decision.writes.groups if decision.writes else {}).items():
-            if group is not None and group.state == GroupState.GENERATED:
-                ready = msgspec.structs.replace(group, state=int(GroupState.SCORED))
-                decision.writes.groups[group_id] = ready
-        return decision
-
-    patch.setitem(DECIDES, PutVerdicts, wrong)
+    for group_id, group in writes.groups.items():
+        if group is not None and group.state == GroupState.GENERATED:
+            writes.groups[group_id] = msgspec.structs.replace(group, state=int(GroupState.SCORED))
 
 
 def too_old_when_its_reward_came(patch: pytest.MonkeyPatch) -> None:
@@ -130,17 +129,10 @@ def too_old_when_its_reward_came(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(DECIDES, NextBatch, wrong)
 
 
-def bytes_freed_before_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
+@spoilt(Commit)
+def bytes_freed_before_the_checkpoint(index, message, writes) -> None:
     """What is trained is freed with its commit."""
-    real = committing.commit
-
-    def wrong(index, message, now_ms):
-        decision = real(index, message, now_ms)
-        for group_id in index.batches[message.policy, message.step].group_ids if decision.writes else ():
-            decision.writes.freed[group_id] = None
-        return decision
-
-    patch.setitem(DECIDES, Commit, wrong)
+    writes.freed |= dict.fromkeys(index.batches[message.policy, message.step].group_ids)
 
 
 def clock_of_the_wrong_policy(patch: pytest.MonkeyPatch) -> None:
@@ -178,18 +170,12 @@ def admission_takes_the_maximum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leasing, "_candidates", lambda tx, places, *rest: real(tx, Largest(places), *rest))
 
 
-def a_checkpoint_of_one_frees_the_bytes(patch: pytest.MonkeyPatch) -> None:
+@spoilt(Checkpointed)
+def a_checkpoint_of_one_frees_the_bytes(index, message, writes) -> None:
     """What one policy's checkpoint covers is freed, whoever else has yet to train it."""
-    real = committing.checkpointed
-
-    def wrong(index, message, now_ms):
-        decision = real(index, message, now_ms)
-        for group_id, group in (decision.writes.groups if decision.writes else {}).items():
-            if group is not None and group.training[message.policy].state == GroupState.COMMITTED:
-                decision.writes.freed[group_id] = None
-        return decision
-
-    patch.setitem(DECIDES, Checkpointed, wrong)
+    for group_id, group in writes.groups.items():
+        if group is not None and group.training[message.policy].state == GroupState.COMMITTED:
+            writes.freed[group_id] = None
 
 
 def a_checkpoint_of_one_ends_the_group(patch: pytest.MonkeyPatch) -> None:
@@ -205,18 +191,12 @@ def a_checkpoint_of_one_ends_the_group(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transaction, "train", wrong)
 
 
-def every_trainer_goes_back(patch: pytest.MonkeyPatch) -> None:
+@spoilt(OpenedWith)
+def every_trainer_goes_back(index, command, writes) -> None:
     """A trainer that comes back takes the clocks of the others with it."""
-    real = opening.open_trainer
-
-    def wrong(index, command, now_ms):
-        decision = real(index, command, now_ms)
-        for policy in index.consumers if decision.writes is not None else ():
-            if decision.writes.meta.consumer(policy).v_train > command.step:
-                change_consumer(decision.writes, policy, v_train=command.step)
-        return decision
-
-    patch.setitem(DECIDES, OpenedWith, wrong)
+    for policy in index.consumers:
+        if writes.meta.consumer(policy).v_train > command.step:
+            change_consumer(writes, policy, v_train=command.step)
 
 
 def a_task_is_tried_again_by_all(patch: pytest.MonkeyPatch) -> None:
@@ -239,12 +219,20 @@ BUGS: dict[str, tuple[PutIn, int, str]] = {
     "lease without fencing": (lease_without_fencing, 1, "a zombie's result is refused"),
     "partial group released": (partial_group_released, 1, "groups_are_whole"),
     "reward finished after the version moved": (too_old_when_its_reward_came, 1, "staleness_is_bounded"),
-    "bytes freed before the checkpoint": (bytes_freed_before_the_checkpoint, 1, "bytes are held"),
+    "bytes freed before the checkpoint": (
+        bytes_freed_before_the_checkpoint,
+        1,
+        "bytes are held",
+    ),
 }
 BUGS_OF_TWO: dict[str, tuple[PutIn, int, str]] = {
     "clock of the wrong policy": (clock_of_the_wrong_policy, 1, "staleness_is_bounded"),
     "admission takes the maximum": (admission_takes_the_maximum, 1, ADMISSION),
-    "a checkpoint of one frees the bytes": (a_checkpoint_of_one_frees_the_bytes, 1, "bytes are held"),
+    "a checkpoint of one frees the bytes": (
+        a_checkpoint_of_one_frees_the_bytes,
+        1,
+        "bytes are held",
+    ),
     "a checkpoint of one ends the group": (a_checkpoint_of_one_ends_the_group, 1, "bytes are held"),
     "every trainer goes back": (every_trainer_goes_back, 1, "counts the steps"),
     "a task is tried again by all": (a_task_is_tried_again_by_all, 1, "one group at a time"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,13 +19,20 @@ from rollout_service.workflows import WorkflowError
 from tests.unit.rollout.fakes import FakeBuffer, FakeEngine, eventually, group, working
 
 
-async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
+@asynccontextmanager
+async def draining() -> AsyncIterator[tuple[Any, FakeBuffer, asyncio.Event]]:
+    """A worker with one group under way that is told to drain, and what lets its engine go on."""
     async with working() as (worker, buffer, engine):
         release = engine.hold()
         await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker.running)
+        await eventually(lambda: worker.running == 4)
         await buffer.drain("rollout-0", "it is to be moved")
         await eventually(lambda: worker.draining)
+        yield worker, buffer, release
+
+
+async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
+    async with draining() as (worker, buffer, release):
         assert worker.wanted_groups() == 0
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
         release.set()
@@ -32,12 +41,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> No
 
 
 async def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
-    async with working() as (worker, buffer, engine):
-        engine.hold()
-        await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker.running)
-        await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.draining)
+    async with draining() as (_, buffer, _):
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
         buffer.draining = False  # another buffer has taken over, and knows of no drain
         await eventually(lambda: REGISTRY.get_sample_value("areal_rollout_draining") == 0)
@@ -117,12 +121,7 @@ async def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytes
 
 
 async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> None:
-    async with working() as (worker, buffer, engine):
-        release = engine.hold()
-        await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker.running == 4)
-        await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.draining)
+    async with draining() as (worker, buffer, release):
         release.set()
         await asyncio.Event().wait()  # the block ends with the worker
     assert worker.drained
@@ -131,12 +130,7 @@ async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had(
 
 
 async def test_a_drained_worker_whose_time_is_over_hands_back_the_rest_and_counts_as_drained() -> None:
-    async with working() as (worker, buffer, engine):
-        engine.hold()
-        await buffer.add(group(0, life_ms=90))
-        await eventually(lambda: worker.running == 4)
-        await buffer.drain("rollout-0", "it is to be moved")
-        await eventually(lambda: worker.draining)
-
+    async with draining() as (worker, buffer, _):
+        pass
     assert buffer.released == {"L0": "drained"}
     assert worker.drained

@@ -12,7 +12,7 @@ from areal_async.rpc.verdicts import Abstain
 from reward_service.sandbox import CompilerMissing, RunOutcome, languages
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.answers import blocks, program_of
-from reward_service.verifiers.cases import Cases, CodeCase, read_cases
+from reward_service.verifiers.cases import Cases, read_cases
 from reward_service.verifiers.code_rewards import (
     CodeMatrixArguments,
     code_matrix,
@@ -79,7 +79,7 @@ def test_standard_input_and_output_in_the_forms_that_data_sets_have(truth):
 
 def test_assertions_are_cases_and_the_rest_goes_before_them():
     cases = read_cases("import math\nassert f(1) == 1\ndef test_two():\n    assert f(2) == 2")
-    assert cases.codes == [CodeCase("assert f(1) == 1"), CodeCase("test_two()")]
+    assert cases.codes == ["assert f(1) == 1", "test_two()"]
     assert cases.setup[0] == "import math"
     assert len(read_cases(["assert f(1) == 1"] * 3).first(2).codes) == 2
 
@@ -194,7 +194,7 @@ def test_tests_without_an_end_do_not_take_the_time_of_the_others():
 
 
 def test_without_tests_of_the_task_the_others_tests_judge():
-    cases = Cases(codes=[CodeCase("x")])
+    cases = Cases(codes=["x"])
     matrix = [[True, True, False], [True, True, False], [False, False, True]]
     solution, right = judged(matrix, (cases, cases, None), None)
     assert solution == [1, 1, 0]
@@ -204,7 +204,7 @@ def test_without_tests_of_the_task_the_others_tests_judge():
 def test_programs_and_tests_of_a_response():
     program, tests = split("```python\np\n```\n```python\nassert f()\n```", CodeMatrixArguments())
     assert program == "p\n"
-    assert tests.codes == [CodeCase("assert f()")]
+    assert tests.codes == ["assert f()"]
     assert split("```tests\nassert f()\n```\n```python\np\n```", CodeMatrixArguments())[0] == "p\n"
     assert split("nothing", CodeMatrixArguments()) == (None, None)
 

@@ -21,7 +21,7 @@ from areal_async.trajectory import (
 )
 from areal_async.trajectory.episode import LOGPROB_SLACK
 from areal_async.trajectory.layout import Agent, Media, Segments, Units
-from tests.unit.trajectory.conftest import add_call, one_call, with_columns
+from tests.unit.trajectory.conftest import add_call, with_columns
 
 PARENT, KIND, AGENT, TURN, OFFSET, LENGTH, FLAGS = range(7)
 N_UNITS = 12
@@ -245,25 +245,6 @@ def test_a_column_wider_than_the_limit_is_refused(episode):
         Episode(wide.header, wide.segments, wide.units, limits=EpisodeLimits(column_width=2))
     with pytest.raises(SizeError, match="width 0"):
         with_columns(episode, {"experts": np.zeros((N_UNITS, 0), np.uint16)})
-
-
-def test_one_bad_value_is_seen_wherever_it_is():
-    n = 5
-
-    def built(position, **bad):
-        logprobs, versions, ids = [-1.0] * n, [3] * n, [7] * n
-        for column, value in bad.items():
-            {"logprob": logprobs, "version": versions, "token": ids}[column][position] = value
-        return one_call(ids, logprobs, versions)
-
-    values = {"logprob": (math.nan, -math.inf, 0.01), "version": (-1, -2), "token": (-1,)}
-    for position in (0, n // 2, n - 1):
-        for column, wrong in values.items():
-            for value in wrong:
-                with pytest.raises(InvariantError):
-                    built(position, **{column: value})
-        good = built(position, version=9, logprob=1e-4)
-        assert (good.min_version, good.max_version) == (3, 9)
 
 
 def test_sampled_units_left_out_of_training_keep_their_version(two_turns):

@@ -19,10 +19,15 @@ from starlette.routing import Route
 import areal_async.runtime.metrics  # noqa: F401  (it settles which series a counter has)
 from areal_async.errors import EndpointError
 from areal_async.rpc.endpoints import is_loopback
-from areal_async.rpc.verdicts import Verdict
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.service import LONGEST_DEADLINE_S, RequestRefused, ScoringService
-from reward_service.backends.remote.schema import STATUS_OF, RefusedAnswer, RequestRefusal, ScoreRequest
+from reward_service.backends.remote.schema import (
+    STATUS_OF,
+    RefusedAnswer,
+    RequestRefusal,
+    ScoreRequest,
+    Verdicts,
+)
 
 CONNECTIONS = 512
 BODIES_AT_ONCE = 8  # So many of the largest bodies are held at a time, or more of smaller ones
@@ -48,13 +53,6 @@ def http_socket(address: str, token: str) -> socket.socket:
         raise EndpointError(
             f"cannot serve {address}: {error.strerror or error}. Choose another address or port."
         ) from error
-
-
-class VerdictsAnswer(msgspec.Struct, frozen=True):
-    """`schema.Verdicts` with the verdicts themselves."""
-
-    verdicts: list[Verdict]
-    request_id: str = ""
 
 
 def make_app(service: ScoringService, token: str) -> Starlette:
@@ -97,7 +95,8 @@ def make_app(service: ScoringService, token: str) -> Starlette:
             asked = msgspec.json.decode(body, type=ScoreRequest)
         except msgspec.MsgspecError as error:
             raise RequestRefused("invalid", f"the body is no request: {error}") from error
-        return answer(VerdictsAnswer(await service.score(asked), asked.request_id))
+        verdicts = [msgspec.Raw(msgspec.json.encode(verdict)) for verdict in await service.score(asked)]
+        return answer(Verdicts(verdicts, asked.request_id))
 
     async def metrics(request: HttpRequest) -> Response:
         check(request)

@@ -160,7 +160,8 @@ class ScoringService:
             return []
         inputs: list[RewardInput] = [_read(raw, at) for at, raw in enumerate(request.inputs)]
         self._admit(len(inputs), request.deadline_ms / 1000)
-        self._begin(len(inputs))
+        self._in_flight += len(inputs)
+        self._idle.clear()
         deadline_s = arrived_s + min(request.deadline_ms / 1000, LONGEST_DEADLINE_S)
         unknown = Failure(NOT_RUN, f"no verdict within {request.deadline_ms} ms of the request's arrival")
         verdicts: list[Verdict] = [unknown] * len(inputs)
@@ -227,10 +228,6 @@ class ScoringService:
         if self._in_flight and (full or ahead_s > deadline_s / 2):
             rest_ms = round(1000 * min(LONGEST_REST_S, max(SHORTEST_REST_S, ahead_s / 2)))
             raise RequestRefused("busy", f"{self._in_flight} inputs are under way already", rest_ms)
-
-    def _begin(self, n_inputs: int) -> None:
-        self._in_flight += n_inputs
-        self._idle.clear()
 
     def _end(self, n_inputs: int) -> None:
         self._in_flight -= n_inputs
