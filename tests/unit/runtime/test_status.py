@@ -1,20 +1,17 @@
 """A service answers how it is, whatever its own loop is busy with."""
 
 import asyncio
-import math
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from areal_async.errors import PeerGone, RpcTimeout
-from areal_async.rpc.control_messages import RunRecord, ServiceFigures
+from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from areal_async.runtime.status import StatusBoard, answer_status, board
+from areal_async.runtime.status import StatusBoard, answer_status
 from areal_async.status.monitor import StatusClients
-from areal_async.status.record import RunLog
 
 
 @pytest.fixture
@@ -44,16 +41,6 @@ async def test_a_service_says_its_state_its_figures_and_its_newest_notice(ctx):
     assert after.state == "serving"
     assert (after.notice, after.notices) == ("the disk is full (of logs)", before.notices + 1)
     assert after.busy_s["status_test"] >= 0
-
-
-def test_what_a_service_records_of_the_run_is_told_too(tmp_path):
-    recorded = board.status("trainer", serves=True).recorded
-    with RunLog(tmp_path / "metrics.jsonl") as run_log:
-        run_log.write("step", step=6, loss=math.nan, reward_mean=np.float32(0.5), correction={"ess": 1.0})
-        run_log.write("another kind", step=7)
-    status = board.status("trainer", serves=True)
-    assert status.records[-1] == RunRecord("step", status.records[-1].time_s, 6, reward_mean=0.5)
-    assert status.recorded == recorded + 1
 
 
 async def test_a_service_whose_thread_is_held_up_answers(ctx):

@@ -49,11 +49,10 @@ def test_records_make_progress_and_time_left(aggregator):
 
 def test_held_out_accuracy_is_by_version_not_by_arrival(aggregator):
     assert aggregator.status(101.0).accuracy_interval is None
-    told_of = ((25, 0.5), (0, 0.3), (50, 0.6), (40, 0.4))
-    for number, (version, accuracy) in enumerate(told_of, start=1):
-        ends = [accuracy, accuracy - 0.125, accuracy + 0.125]
-        record = {"kind": "evaluation", "version": version, "accuracy": accuracy, "mean": ends}
-        aggregator.feed_status("trainer", told("trainer", record, recorded=number), 101.0)
+    aggregator.read(
+        {"kind": "evaluation", "version": version, "accuracy": it, "mean": [it, it - 0.125, it + 0.125]}
+        for version, it in ((25, 0.5), (0, 0.3), (50, 0.6), (40, 0.4))
+    )
     status = aggregator.status(101.0)
     assert (status.accuracy_start, status.accuracy, status.accuracy_version) == (0.3, 0.6, 50)
     assert status.accuracy_interval == (0.475, 0.725)
@@ -64,8 +63,7 @@ SELF_CHECK = {"kind": "self_check", "step": 0, "n": 4096, "engine": "local", "me
 
 def test_the_self_check_is_told(aggregator):
     assert aggregator.status(101.0).self_check == ""
-    passed = SELF_CHECK | {"passed": True, "max": 3.14e-6}
-    aggregator.feed_status("trainer", told("trainer", passed, recorded=1), 101.0)
+    aggregator.read([SELF_CHECK | {"passed": True, "max": 3.14e-6}])
     assert aggregator.status(101.0).self_check == (
         "passed: 4,096 log-probs of local, largest difference 3.1e-06 of 0.001 allowed, mean 4e-07"
     )

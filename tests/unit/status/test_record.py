@@ -4,10 +4,11 @@ import sys
 
 import numpy as np
 
+from areal_async.runtime.status import board
 from areal_async.status.record import RunLog, read_run_log
 
 
-def test_records_come_back_in_order_with_their_time_and_null_for_what_json_has_no_form(tmp_path):
+def test_records_come_back_in_order_with_null_for_what_json_has_no_form_and_are_told_in_the_status(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_run_log(path) == []
     with RunLog(path) as run_log:
@@ -17,6 +18,8 @@ def test_records_come_back_in_order_with_their_time_and_null_for_what_json_has_n
     assert (first["kind"], first["step"], first["loss"]) == ("step", 1, 0.5)
     assert first["time_s"] > 1.7e9
     assert (second["accuracy"], second["best"], second["time_s"]) == (None, None, 12.0)
+    step, evaluation = board.status("trainer", serves=True).records[-2:]
+    assert (step.kind, step.loss, evaluation.version, evaluation.accuracy) == ("step", 0.5, 1, None)
 
 
 def test_a_line_cut_short_costs_only_itself(tmp_path):
