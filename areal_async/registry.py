@@ -10,8 +10,11 @@ kind, `areal_async.<kind>s`:
 Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part says
 itself what it takes. `Arguments`, where the part has it, is the `Section` of its arguments; otherwise its
 parameters after the first `leading` ones are. `check_job(job, arguments, field)`, where the part has it,
-yields the `Mistake`s of a job that uses it with those arguments, which stand in `field`. Nothing about a part
-is written down anywhere else, so that a new one is added without editing an existing file.
+yields the `Mistake`s of a job that uses it with those arguments, which stand in `field`; a part of some kinds
+has more hooks, such as `check_files(arguments, field)`. Nothing about one part is written down anywhere else,
+so that a new one is added without editing an existing file. Fields of the job file beside a part's name and
+its arguments are those of every part of the kind (`rollout.device`, `weights.codec`), or of a group that says
+so of itself (`rollout.server`, for an engine that `is_server`).
 
 Reading a job file imports built-in parts and installed packages, never a file of the user's: that is read as
 a syntax tree. What its parts say of themselves is asked before a job starts, in a process of its own
@@ -114,8 +117,12 @@ class Registry:
         return self._own_parts.setdefault(name, getattr(module, attribute))
 
     def known(self, name: str) -> Any:
-        """The part called `name`, if no file has to be run for it: None for one in a file not run so far."""
-        return self.find(name) if name in self.names else self._own_parts.get(name)
+        """The part called `name`, if no file has to be run for it: None for one in a file not run so far, and
+        for one that cannot be loaded."""
+        try:
+            return self.find(name) if name in self.names else self._own_parts.get(name)
+        except PartError:
+            return None
 
     def _own(self, name: str) -> tuple[Path, str]:
         path_text, _, attribute = name.rpartition(":")

@@ -291,8 +291,8 @@ def advise(job: JobConfig) -> list[Mistake]:
 
 
 def _programs_unprotected(job: JobConfig) -> Iterator[Mistake]:
-    for field, arguments in programs_run(job):
-        if arguments.get("sandbox") == "none":
+    for field, isolated in programs_run(job):
+        if not isolated:
             yield Mistake(
                 f"{field}.sandbox",
                 "programs that the model writes run without any protection: they may do whatever the reward "

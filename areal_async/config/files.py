@@ -15,7 +15,7 @@ from typing import Any
 
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.parts import known_part, own_part_mistakes
+from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
@@ -38,7 +38,7 @@ def check_files(job: JobConfig) -> list[Mistake]:
     if job.kind == "rl":
         mistakes += _check_secret_files(job)
         mistakes += reward_file_mistakes(job.reward)
-        if (check := getattr(known_part(CHANNELS, job.weights.channel), "check_files", None)) is not None:
+        if (check := getattr(CHANNELS.known(job.weights.channel), "check_files", None)) is not None:
             mistakes += check(job.weights.channel_args, "weights.channel_args")
         mistakes += _check_arguments(job)
     mistakes += own_part_mistakes(job)

@@ -89,18 +89,9 @@ def named_parts(job: JobConfig) -> Iterator[NamedPart]:
         yield NamedPart(registry.REWARDS, reward.name, reward.args, f"{field}.name", f"{field}.args")
 
 
-def known_part(kind: Registry, name: str) -> Any:
-    """The part, if no file has to be run for it; None too where it cannot be loaded, which is said where its
-    name is checked."""
-    try:
-        return kind.known(name)
-    except PartError:
-        return None
-
-
 def arguments_of(kind: Registry, name: str) -> type[Section]:
     """The `Arguments` of a part that is known; none where it has no such section."""
-    return getattr(known_part(kind, name), "Arguments", None) or Section
+    return getattr(kind.known(name), "Arguments", None) or Section
 
 
 def load_part(job: JobConfig, field: str) -> Any:

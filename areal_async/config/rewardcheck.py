@@ -3,8 +3,9 @@ is started.
 
 A built-in reward, or one of an installed package, says itself what it takes (`areal_async.registry`). It may
 also have `scopes`, what it judges, and `check_files(arguments, field)`, which yields mistakes in the files
-that its arguments name. A function of one's own is looked up in the syntax tree: nothing of the user's is run
-here.
+that its arguments name. Its `Arguments` may have `budget_s`, the most time that judging takes;
+`programs_isolated(arguments)`, where it runs programs; and `rewards_inside(arguments)`, where it is made of
+others. A function of one's own is looked up in the syntax tree: nothing of the user's is run here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ def reward_mistakes(job: JobConfig) -> Iterator[Mistake]:
     """What is wrong with the rewards of `job`, as far as no file has to be read. Names and arguments are
     another rule's matter (`config/checks.py`)."""
     yield from _how_it_is_asked(job.reward)
-    yield from _environment_is_there(job)
     yield from _masked_groups_can_go_on(job)
 
 
@@ -100,15 +100,16 @@ def reward_file_mistakes(reward: RewardSection) -> Iterator[Mistake]:
             yield from check(section.args, f"{field}.args")
 
 
-def programs_run(job: JobConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where `job` has programs run, and the arguments there: rewards, and those inside others."""
+def programs_run(job: JobConfig) -> Iterator[tuple[str, bool]]:
+    """Where `job` has programs run, and whether isolated: rewards, and those inside others."""
     for field, section in asked(job.reward):
         yield from _programs_of(f"{field}.args", section.name, section.args)
 
 
-def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    if getattr(_arguments_of(name), "runs_programs", False):
-        yield field, arguments
+def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    isolated = getattr(_arguments_of(name), "programs_isolated", None)
+    if isolated is not None:
+        yield field, isolated(arguments)
     for where, inner, given in _rewards_inside(field, name, arguments):
         yield from _programs_of(f"{where}.args", inner, given)
 
@@ -124,14 +125,9 @@ def _rewards_inside(
     field: str, name: str, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Where a reward that is made of others names them, each with its name and its arguments."""
-    parts = arguments.get("parts")
-    if name != "weighted" or not isinstance(parts, list | tuple):
-        return
-    for index, part in enumerate(parts):
-        if isinstance(part, Mapping) and isinstance(part.get("name"), str):
-            given = part.get("args", {})
-            if isinstance(given, Mapping):
-                yield f"{field}.parts.{index}", part["name"], given
+    inside = getattr(_arguments_of(name), "rewards_inside", None)
+    for where, inner, given in inside(arguments) if inside is not None else ():
+        yield f"{field}.{where}", inner, given
 
 
 def _budget_ends_first(
@@ -159,19 +155,6 @@ def _budgets(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[tu
         yield f"{field}.budget_s", budget_s
     for where, inner, given in _rewards_inside(field, name, arguments):
         yield from _budgets(f"{where}.args", inner, given)
-
-
-def _environment_is_there(job: JobConfig) -> Iterator[Mistake]:
-    workflow, arguments = job.rollout.workflow, job.rollout.workflow_args
-    makes_none = workflow == "single_turn" or (workflow == "tool_use" and not arguments.get("environment"))
-    for field, section in asked(job.reward):
-        if section.name == "environment" and makes_none:
-            problem = (
-                f"`environment` is the reward that the workflow records, and {workflow} records none here"
-            )
-            fix = "Set it to another reward, or give the workflow an environment"
-            involved = ("rollout.workflow", "rollout.workflow_args")
-            yield Mistake(f"{field}.name", problem, fix, involved)
 
 
 def _masked_groups_can_go_on(job: JobConfig) -> Iterator[Mistake]:

@@ -175,7 +175,7 @@ def _check_redis(job: JobConfig) -> list[Mistake]:
 
 
 def _check_sandbox(job: JobConfig) -> list[Mistake]:
-    fields = [field for field, arguments in programs_run(job) if arguments.get("sandbox") != "none"]
+    fields = [field for field, isolated in programs_run(job) if isolated]
     why, fix = no_sandbox() if fields else ("", "")
     return [Mistake(f"{field}.sandbox", why, fix) for field in fields] if why else []
 

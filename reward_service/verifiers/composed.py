@@ -20,17 +20,21 @@ import inspect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from areal_async.config.base import Section
-from areal_async.registry import REWARDS, PartError
+from areal_async.config.errors import Mistake
+from areal_async.registry import REWARDS, WORKFLOWS, PartError
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Verdict
 from reward_service.checking import as_verdict, describe
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 from reward_service.verifiers import NoArguments, verifier
+
+if TYPE_CHECKING:
+    from areal_async.config.job import JobConfig
 
 ENVIRONMENT_REWARD = "reward"
 
@@ -53,6 +57,20 @@ def environment(given: RewardInput, _: NoArguments) -> Score | Abstain:
     else:
         return Abstain("the workflow recorded no reward (ctx.reward)")
     return Score(value, named)
+
+
+def _check_environment(job: JobConfig, _: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+    """The workflow records a reward, or is not known to record none."""
+    workflow, arguments = job.rollout.workflow, job.rollout.workflow_args
+    records = getattr(WORKFLOWS.known(workflow), "records_reward", None)
+    if records is not None and not records(arguments):
+        problem = f"`environment` is the reward that the workflow records, and {workflow} records none here"
+        fix = "Set it to another reward, or give the workflow an environment"
+        involved = ("rollout.workflow", "rollout.workflow_args")
+        yield Mistake(f"{field.removesuffix('args')}name", problem, fix, involved)
+
+
+environment.check_job = _check_environment  # type: ignore[attr-defined]
 
 
 # --- a weighted sum ----------------------------------------------------------------------------------
@@ -102,6 +120,15 @@ class WeightedArguments(Section):
         if twice:
             raise ValueError(f"two parts are called {twice[0]!r}: give each a `label` of its own")
         return self
+
+    @staticmethod
+    def rewards_inside(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Where arguments that nobody has checked yet name rewards, each with its name and its arguments."""
+        parts = arguments.get("parts")
+        for index, part in enumerate(parts if isinstance(parts, list | tuple) else ()):
+            given = part.get("args", {}) if isinstance(part, Mapping) else None
+            if isinstance(given, Mapping) and isinstance(part.get("name"), str):
+                yield f"parts.{index}", part["name"], given
 
 
 def _load_parts(arguments: WeightedArguments) -> None:

@@ -6,7 +6,8 @@ import functools
 import json
 import math
 import time
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 from pydantic import Field
@@ -28,8 +29,6 @@ Compare = Literal["tokens", "lines", "exact"]
 class SandboxArguments(Section):
     """Where and within which limits programs run, and what their tests may ask of them."""
 
-    runs_programs: ClassVar[bool] = True
-    """Read where a job is checked: the machine must be able to isolate programs."""
     sandbox: Level = "isolated"
     """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
     plain child processes of the service, free to do what it may: no protection."""
@@ -44,6 +43,11 @@ class SandboxArguments(Section):
     budget_s: float = Field(default=8.0, gt=0)
     """Time for compiling and all runs of one episode, in seconds. What has not run by then has failed. It has
     to end before the reward's `timeout_s`, past which the whole call is a timeout."""
+
+    @staticmethod
+    def programs_isolated(arguments: Mapping[str, Any]) -> bool:
+        """Asked where a job is checked: whether the machine must be able to isolate programs."""
+        return arguments.get("sandbox") != "none"
 
 
 class Result(msgspec.Struct):

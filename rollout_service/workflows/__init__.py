@@ -12,6 +12,8 @@ arguments, and whose instances are called as that function is:
         class Arguments(Section): ...
         def __init__(self, arguments, resources): ...
         async def __call__(self, ctx, task): ...
+
+One that may record no reward says so by `records_reward(arguments)`, for the reward `environment`.
 """
 
 from __future__ import annotations
@@ -80,6 +82,9 @@ def workflow(function: F) -> F:
 async def single_turn(ctx: Context, task: Task) -> None:
     """Give the model the task's prompt, and take its answer as the episode's response."""
     await ctx.generate(task.prompt)
+
+
+single_turn.records_reward = lambda arguments: False  # type: ignore[attr-defined]
 
 
 def workflow_of(job: JobConfig) -> Workflow:

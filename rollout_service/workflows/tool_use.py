@@ -75,6 +75,11 @@ class ToolUse:
         def _error(cls, text: str) -> str:
             return check_format(text, "error")
 
+    @staticmethod
+    def records_reward(arguments: Mapping[str, Any]) -> bool:
+        """Whether an episode gets a reward here: that of its environment."""
+        return bool(arguments.get("environment"))
+
     def __init__(self, arguments: Arguments, resources: WorkflowResources) -> None:
         self._arguments = arguments
         self._environment: EnvironmentFactory | None = None
