@@ -27,3 +27,11 @@ def listening(processes: list[psutil.Process]) -> dict[int, psutil.Process]:
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
+
+
+def is_gone(pid: int) -> bool:
+    """Whether it has ended; a zombie has too."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

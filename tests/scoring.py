@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -74,13 +73,6 @@ async def verdicts_of(
     await submit(calls, take, **options)
     await asyncio.wait_for(done.wait(), limit_s)
     return [found[i] if isinstance(call, list) else found[i][0] for i, call in enumerate(calls)]
-
-
-async def until(holds: Callable[[], object], what: str = "what is waited for") -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"{what} did not come in time"
-        await asyncio.sleep(0.01)
 
 
 def processes_below() -> set[int]:

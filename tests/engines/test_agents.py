@@ -27,7 +27,7 @@ from tests.unit.gateway.agents import (
 from tests.unit.gateway.fakes import make_tokenizer, serving, write_chat_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of a server's start
-UPDATE_S = 0.05
+UPDATE_S = 0.05  # Pace of the trainer that is played; nothing waits for it
 
 
 async def updates(engine: Any, snapshots: Snapshots) -> None:

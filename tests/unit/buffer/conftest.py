@@ -364,15 +364,6 @@ async def judge(front: Coordinator, verdict: Verdict | None = None) -> None:
     await front.execute(PutVerdicts("s", verdicts))
 
 
-async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
-    """Let the loop run until `condition` holds."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + limit_s
-    while not condition():
-        assert loop.time() < deadline_s, "it did not happen in time"
-        await asyncio.sleep(0.001)
-
-
 @pytest.fixture
 def redis(redis_url: str) -> Iterator[Redis]:
     """A client of that Redis, to look past the buffer at what is in it. It blocks."""

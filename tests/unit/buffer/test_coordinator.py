@@ -16,7 +16,8 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.redis.address import StoreFenced, StoreUnusable
 from replay_buffer.redis.writer import Keys
-from tests.unit.buffer.conftest import judge, lease, store, stored, until
+from tests.unit.buffer.conftest import judge, lease, store, stored
+from tests.waiting import until
 
 BLOBS = (b"a" * 10, b"b" * 10)
 

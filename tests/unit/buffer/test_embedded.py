@@ -17,8 +17,9 @@ from areal_async.runtime.context import short_socket_dir
 from replay_buffer.redis import embedded
 from replay_buffer.redis.address import StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
+from tests.processes import is_gone
 from tests.redis_client import connect
-from tests.unit.buffer.conftest import until
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -38,14 +39,6 @@ async def running(folder, durability="everysec", **options):
         await server.stop()
 
 
-def ended(pid: int) -> bool:
-    """Whether the process is gone, or a zombie for its parent to reap."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 @pytest.mark.parametrize(
     ("durability", "aof", "fsync"),
     [("memory", 0, "everysec"), ("everysec", 1, "everysec"), ("always", 1, "always")],
@@ -62,7 +55,7 @@ async def test_it_is_set_up_for_the_tier_and_listens_on_no_port(folder, durabili
     assert settings["appendfsync"] == fsync
     assert settings["save"] == (f"{NEVER_S} 1" if durability == "memory" else "")
     assert settings["port"] == "0"
-    await until(lambda: ended(pid))
+    await until(lambda: is_gone(pid))
     assert not (folder / "redis").exists()
 
 
@@ -146,7 +139,7 @@ async def test_it_ends_with_its_parent_and_a_new_one_waits_for_that(folder):
     pid = int(parent.stdout.readline())
     parent.kill()
     async with running(folder):
-        assert ended(pid), "the new one waited for the lock"
+        assert is_gone(pid), "the new one waited for the lock"
     parent.wait()
     parent.stdout.close()
 

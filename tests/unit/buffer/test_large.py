@@ -28,7 +28,8 @@ from replay_buffer.redis.large import (
 )
 from replay_buffer.redis.store import SCRIPT
 from replay_buffer.redis.writer import Commands, Keys, LedgerWriter, RedisClock
-from tests.unit.buffer.conftest import judge, lease, reasons, store, until
+from tests.unit.buffer.conftest import judge, lease, reasons, store
+from tests.waiting import until
 
 SIZES = (10, KEY_BYTES - 1, KEY_BYTES, 3 * CHUNK_BYTES + 7, FILE_BYTES, FILE_BYTES + 1)
 RULES = Rules.alone(group_size=len(SIZES), batch_groups=1, max_staleness=1, durability="memory")

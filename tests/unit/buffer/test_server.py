@@ -39,7 +39,8 @@ from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import BufferServer, main
 from tests.callers import put
-from tests.unit.buffer.conftest import reasons, serving, until
+from tests.unit.buffer.conftest import reasons, serving
+from tests.waiting import until
 
 
 async def opened(client, groups, worker="w0"):

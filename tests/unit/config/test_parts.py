@@ -11,7 +11,6 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job, load_job
 from areal_async.config.parts import PART_FIELDS, named_parts, own_part_mistakes, part_mistakes
-from areal_async.registry import Registry
 
 
 def careful(episode: object, *, limit: int = 1) -> float:
@@ -23,12 +22,11 @@ def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Itera
 
 
 careful.check_job = check_job  # type: ignore[attr-defined]
-TABLE = {"careful": f"{__name__}:careful"}
 
 
 @pytest.fixture
 def careful_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "REWARDS", Registry("reward", f"{__name__}:TABLE", leading=1))
+    monkeypatch.setitem(registry.REWARDS.built_in, "careful", f"{__name__}:careful")
 
 
 def job_with(tmp_path: Path, name: str, **arguments: object) -> JobConfig:

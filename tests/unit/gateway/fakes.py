@@ -203,12 +203,6 @@ async def serving(
         await gateway.close()
 
 
-async def until(holds: Callable[[], object]) -> None:
-    """Within the deadline of `serving`."""
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-
-
 def assert_recorded_is_what_the_engine_said(episode: Any, log: list[Any]) -> None:
     """Every call's path, log-probs and versions are the engine's, bit by bit, each exactly once."""
     left = [

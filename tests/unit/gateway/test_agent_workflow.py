@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from areal_async.config.errors import ConfigError
@@ -17,7 +16,9 @@ from areal_async.config.load import job_from_mapping
 from areal_async.rpc.schema import Task
 from rollout_service.workflows import WorkflowError, load_workflow
 from rollout_service.workflows.agent import AgentError
-from tests.unit.gateway.fakes import Scripted, assert_recorded_is_what_the_engine_said, serving, until
+from tests.processes import is_gone
+from tests.unit.gateway.fakes import Scripted, assert_recorded_is_what_the_engine_said, serving
+from tests.waiting import until
 
 TASK = Task("t", "1+2?", ground_truth="3", extra_info={"level": 1})
 
@@ -110,10 +111,6 @@ async def test_a_command_that_fails_says_how(words: list[str], says: str, tokeni
         await run({"command": words}, tokenizer)
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize("late", [True, False])
 async def test_a_command_ends_with_all_it_has_started(late: bool, tmp_path: Path, tokenizer: Any) -> None:
     """One is late; the other has ended, and its child holds its pipes."""
@@ -124,7 +121,7 @@ async def test_a_command_ends_with_all_it_has_started(late: bool, tmp_path: Path
         await run({"command": ["sh", "-c", script], "timeout_s": 3 if late else 200}, tokenizer)
     pid = int(pid_file.read_text())
     async with asyncio.timeout(60):
-        await until(lambda: gone(pid))
+        await until(lambda: is_gone(pid))
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from tests.unit.gateway.agents import (
     spans_an_update,
     with_openai,
 )
-from tests.unit.gateway.fakes import CHAT, make_tokenizer, openai_of, serving, until
+from tests.unit.gateway.fakes import CHAT, make_tokenizer, openai_of, serving
 from tests.unit.rollout.conftest import Tiny
 from tests.unit.rollout.test_local_engine import Steps
+from tests.waiting import until
 
 
 @asynccontextmanager

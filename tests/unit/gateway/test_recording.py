@@ -24,8 +24,8 @@ from tests.unit.gateway.fakes import (
     make_context,
     openai_of,
     serving,
-    until,
 )
+from tests.waiting import until
 
 BROKEN = {
     "half a surrogate pair in an argument": '{"name": "add", "arguments": {"a": "\\ud800"}}',

@@ -25,8 +25,8 @@ from tests.unit.gateway.fakes import (
     http_of,
     make_context,
     serving,
-    until,
 )
+from tests.waiting import until
 
 
 class Gated(Talking):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from areal_async.config.job import JobConfig
 from areal_async.launch.lifecycle import Lifecycle
 from areal_async.launch.plan import MODULES
@@ -28,10 +25,3 @@ def serving(*policy: RestartPolicy) -> Lifecycle:
     for name in NAMES:
         life.ready(name, 0.0)
     return life
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        time.sleep(0.02)

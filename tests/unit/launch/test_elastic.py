@@ -17,7 +17,8 @@ from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import RestartPolicy
-from tests.unit.launch.launching import STAND_IN, wait_for
+from tests.unit.launch.launching import STAND_IN
+from tests.waiting import wait_for
 
 
 def worker(number):

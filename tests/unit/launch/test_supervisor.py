@@ -14,7 +14,8 @@ from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
 from areal_async.runtime.process import service_environment
 from tests.processes import processes_of
-from tests.unit.launch.launching import STAND_IN, changed, wait_for
+from tests.unit.launch.launching import STAND_IN, changed
+from tests.waiting import wait_for
 
 
 def supervise(job, folders, on_serving=lambda: None):

@@ -6,12 +6,10 @@ where it is missing those tests are skipped and say so. Which server a job start
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,8 +26,7 @@ from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules
 from tests.unit.buffer.conftest import front_of, judge, store
-
-START_LIMIT_S = 60.0
+from tests.waiting import wait_for
 
 
 def redis_7(folder: Path) -> Path | None:
@@ -83,7 +80,7 @@ class Server:
             stderr=subprocess.DEVNULL,
             preexec_fn=before,
         )
-        wait_until(self._answers, what=f"a redis-server that answers ({self.folder})")
+        wait_for(self._answers, f"a redis-server that answers ({self.folder})")
         return self
 
     def _answers(self) -> bool:
@@ -116,14 +113,6 @@ def free_port() -> int:
             port: int = probe.getsockname()[1]
         if port < 55_000:
             return port
-
-
-def wait_until(condition: Callable[[], Any], limit_s: float = START_LIMIT_S, what: str = "it") -> None:
-    """Wait for something that another process does."""
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"{what} did not come in time"
-        os.sched_yield()
 
 
 @pytest.fixture

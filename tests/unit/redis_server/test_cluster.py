@@ -7,7 +7,7 @@ from redis.crc import key_slot
 
 from areal_async.launch.preflight import find_redis_server
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
-from tests.unit.redis_server.conftest import wait_until
+from tests.waiting import wait_for
 
 SLOTS = 16384
 
@@ -25,9 +25,9 @@ def cluster(servers, job_name):
         node.admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
     nodes[0].admin.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
     for node in nodes:
-        wait_until(
+        wait_for(
             lambda node=node: b"cluster_state:ok" in node.admin.execute_command("CLUSTER", "INFO"),
-            what="the cluster",
+            "the cluster",
         )
     slot = key_slot(f"areal:{{{job_name}}}:meta".encode())
     return slot, *(nodes if slot < SLOTS // 2 else nodes[::-1])

@@ -14,7 +14,8 @@ from areal_async.errors import FaultError
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
-from tests.unit.buffer.conftest import judge, until
+from tests.unit.buffer.conftest import judge
+from tests.waiting import until
 
 EPISODE_BYTES = 32 << 10
 

@@ -4,10 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 
-import psutil
 import pytest
 
 from areal_async.rewards import RewardSpec
@@ -16,22 +14,9 @@ from reward_service.client import LocalScorer
 from reward_service.pool.pool import WorkerPool
 from reward_service.router import Router
 from reward_service.sdk import RewardInput, RewardLoadError
-from tests.scoring import processes_below, scored, texts, until, verdicts_of
-
-
-def gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def all_end(pids):
-    deadline_s = time.monotonic() + 60
-    while not all(gone(int(pid)) for pid in pids):
-        assert time.monotonic() < deadline_s
-        os.sched_yield()
-
+from tests.processes import is_gone
+from tests.scoring import processes_below, scored, texts, verdicts_of
+from tests.waiting import until, wait_for
 
 GOOD = {
     "true": Score(1.0),
@@ -138,7 +123,7 @@ def test_children_that_a_reward_started_end_with_its_worker(section, call, tmp_p
     assert type(verdict) is {"hangs": Timeout, "dies": Failure, "returns": Score}[end]
     children = pids.read_text().split()
     assert len(children) == 3
-    all_end(children)
+    wait_for(lambda: all(map(is_gone, map(int, children))))
 
 
 POOL_AND_DIE = """
@@ -164,7 +149,7 @@ def test_workers_die_with_their_pool_even_when_it_is_killed(section):
     assert done.returncode == -9
     pids = done.stdout.split()
     assert len(pids) == 2
-    all_end(pids)
+    wait_for(lambda: all(map(is_gone, map(int, pids))))
 
 
 async def test_closing_gives_the_calls_under_way_their_verdict_in_bounded_time(section, call):

@@ -10,7 +10,8 @@ from areal_async.rpc.verdicts import Failure, Score
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardInput, RewardLoadError
-from tests.scoring import until, verdicts_of
+from tests.scoring import verdicts_of
+from tests.waiting import until
 
 HEAD = "import os, time\nfrom reward_service.sdk import reward\n"
 LIMIT_S = 30.0

@@ -11,8 +11,9 @@ from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from reward_service.backends.reward_model.backend import START_LIMIT_S, RewardModel
 from reward_service.sdk import RewardInput, RewardLoadError
-from tests.scoring import until, verdicts_of
+from tests.scoring import verdicts_of
 from tests.unit.reward_models.tiny import bare_scores, values, write_reward_model
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from itertools import chain, repeat
 from pathlib import Path
 
-import psutil
 import pytest
 
 from areal_async.runtime.status import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http.process import Liveness, Patience, ServerProcess
+from tests.processes import is_gone
 from tests.unit.rollout.fakes import eventually
 
 DEADLINE_S = 60.0
@@ -45,10 +45,6 @@ async def server(
             yield process
     finally:
         await process.stop()
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 async def never() -> bool:

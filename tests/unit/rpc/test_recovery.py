@@ -17,8 +17,8 @@ from areal_async.errors import FaultError, ProtocolError, RpcTimeout
 from areal_async.rpc.frames import HEADER, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
-from tests.scoring import until
 from tests.unit.rpc.peers import Wire, client_of, serving
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from areal_async.errors import EndpointError
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.http import tls_of
+from tests.waiting import until
 
 DEADLINE_S = 60.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -112,11 +113,6 @@ class Client:
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
-
-
-async def until(holds):
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 def post(length, **headers):

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts
-from tests.unit.launch.launching import wait_for
+from tests.processes import is_gone
+from tests.waiting import wait_for
 
 SLEEPS = "import time; time.sleep(600)"
 DEAF = (
@@ -32,10 +32,6 @@ def python(code, *arguments):
 
 async def ended(child):
     return await asyncio.wait_for(child.wait(), 30.0)
-
-
-def is_gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

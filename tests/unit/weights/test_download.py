@@ -18,7 +18,8 @@ from areal_async.rpc.weights_messages import GetChunk
 from areal_async.weights.channels.serving import ChunkServer
 from areal_async.weights.keys import make_keys, read_keys
 from areal_async.weights.snapshot import open_snapshot
-from tests.unit.weights.world import LIMIT_S, SECRET, download, files_of, server, table_of, until, written
+from tests.unit.weights.world import LIMIT_S, SECRET, download, files_of, server, table_of, written
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_async.weights.snapshot import open_snapshot
-from tests.unit.weights.world import LIMIT_S, Killed, download, server, table_of, until, written
+from tests.unit.weights.world import LIMIT_S, Killed, download, server, table_of, written
+from tests.waiting import until
 
 N_CHUNKS = 9
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -140,15 +139,6 @@ def download(
     client = partial(Client, job="j", role="peer", name="r", access=access)
     limits = {"patience_s": PATIENCE_S, "give_up_s": LIMIT_S}
     return Download(store, sources, origin=sources[-1], client=client, **(limits | options))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Return once `condition` holds, which other tasks bring about, or fail."""
-    for _ in range(int(LIMIT_S / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen in time")
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

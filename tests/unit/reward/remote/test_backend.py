@@ -10,7 +10,8 @@ import pytest
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service import metrics
 from reward_service.sdk import RewardLoadError
-from tests.scoring import given, until
+from tests.scoring import given
+from tests.waiting import until
 
 
 def score(value):

@@ -25,7 +25,8 @@ from reward_service.backends.remote.host.service import ScoringService, read_off
 from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardLoadError
-from tests.scoring import episode_blob, given, until
+from tests.scoring import episode_blob, given
+from tests.waiting import until
 
 FILE = Path(__file__).with_name("offered.py")
 DOCUMENT = Path(__file__).parents[4] / "docs" / "reward-rpc.openapi.yaml"
