@@ -14,7 +14,7 @@ import torch
 
 from areal_async.config.checks import check_fields
 from areal_async.config.devices import width_of
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
 from areal_async.launch.plan import ready_limit_s
@@ -110,11 +110,11 @@ def test_an_engine_in_a_file_is_asked_before_anything_starts_and_by_who_uses_it(
     (tmp_path / "mine.py").write_text("print('hello')\n" + STUB)
     own = job(engine=f"{tmp_path}/mine.py:PART", device="cuda", engine_args={"gpus": 2}, update_mode="keep")
     assert width_of(own.rollout) == 1  # nothing has run the file
-    assert {mistake.field for mistake in tried(own)} == {"model", "rollout.device", "rollout.engine"}
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.device: .*rollout\.engine: .*no Python environment"):
+        check_contents(own, source="job")
     wrong = job(engine=own.rollout.engine, engine_args={"gpu": 2}, update_mode="keep")
-    assert [str(each) for each in tried(wrong) if "args" in each.field] == [
-        f"rollout.engine_args.gpu: {own.rollout.engine} has no argument 'gpu'. It takes gpus."
-    ]
+    with pytest.raises(ConfigError, match=r"rollout\.engine_args\.gpu: .* It takes gpus"):
+        check_contents(wrong, source="job")
     with pytest.raises(PartError, match=r"rollout\.engine_args\.gpu: .* It takes gpus"):
         make_engine(wrong, slots=8, activity="rollout")
     with pytest.raises(PartError, match=r"rollout\.update_mode: .* cannot do recompute"):
@@ -122,12 +122,6 @@ def test_an_engine_in_a_file_is_asked_before_anything_starts_and_by_who_uses_it(
     make_engine(own, slots=8, activity="rollout")
     assert width_of(own.rollout) == 2
     assert ready_limit_s(own) == ready_limit_s(job()) + own.rollout.server.ready_s
-
-
-def tried(named: JobConfig) -> tuple[Mistake, ...]:
-    with pytest.raises(ConfigError) as refused:
-        check_contents(named, source="job")
-    return tuple(refused.value.mistakes)
 
 
 def test_an_engine_in_a_file_is_looked_for_and_not_run(tmp_path: Path) -> None:

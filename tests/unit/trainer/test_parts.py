@@ -4,10 +4,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from areal_async.config.job import ObjectiveSection
-from areal_async.config.load import load_job
 from areal_async.config.parts import own_part_mistakes
 from areal_async.registry import PartError
 from tests.unit.trainer import rank_process
@@ -124,17 +122,6 @@ def test_shares_are_those_that_are_declared(own):
     assert objective.shares == ("rewarded", "truncated")
     assert objective.wants_prox
     assert not Objective(ObjectiveSection(loss="sft", correction="none")).wants_prox
-
-
-def test_a_job_file_names_a_part_beside_itself(tmp_path, own):
-    (tmp_path / "job.yaml").write_text(
-        "job: a\nmodel: m\ntasks: {train: t.jsonl}\n"
-        "trainer: {objective: {advantage: 'own.py:scaled', advantage_args: {scale: 2}}}\n"
-    )
-    own("scaled")
-    objective = load_job(tmp_path / "job.yaml", files=False).trainer.objective
-    advantages = Objective(objective).advantages(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
-    assert advantages.tolist() == [2.0, 6.0]
 
 
 def test_parts_are_read_without_torch():
