@@ -56,9 +56,9 @@ def test_one_death_is_local_whichever_process_it_is(workspace, running):
 
 @pytest.mark.timeout(400)
 def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
-    job_file = tough_job(workspace, "resumed", 30)
+    job_file = tough_job(workspace, "resumed", 20)
     with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 10, "step 10", 200)
+        job.wait_for(lambda: len(job.steps()) >= 8, "step 8", 200)
         os.kill(job.process.pid, signal.SIGKILL)
         first = job.record
     with running("resume", job_file) as job:
