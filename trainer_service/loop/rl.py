@@ -74,6 +74,8 @@ class RlTrainer:
     ) -> None:
         self._job = job
         self._policy = job.policy
+        for series in (metrics.STEP, metrics.TOKENS):
+            series.labels(job.policy)  # Told as 0 before the first step
         self._ranks = ranks
         self._backend = backend
         self._buffer = buffer
