@@ -5,9 +5,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from areal_async.config.checks import advise, running_groups
 from areal_async.config.errors import ConfigError
 from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.load import dump_job, load_job
+from areal_async.config.redis_url import RedisUrl, parse_redis_url
 from areal_async.config.yamlfile import parse_yaml
 
 
@@ -84,3 +86,89 @@ def test_a_file_that_cannot_be_read_is_a_mistake(folder, monkeypatch):
     monkeypatch.setattr("areal_async.tasks.open_regular", refuse)
     with pytest.raises(ConfigError, match=r"tasks\.train.*Permission denied"):
         load_job(folder / "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("redis://host", RedisUrl("redis", "host")),
+        ("redis://u@host:1/3", RedisUrl("redis", "host", 1, db=3, username="u")),
+        ("rediss://[::1]:7", RedisUrl("rediss", "::1", 7)),
+        ("unix:///a/b?db=2", RedisUrl("unix", path="/a/b", db=2)),
+        ("unix://u@/a", RedisUrl("unix", path="/a", username="u")),
+    ],
+)
+def test_every_form_is_read_and_shown_again(text, parts):
+    assert parse_redis_url(text) == parts
+    assert parse_redis_url(str(parts)) == parts
+
+
+def test_a_password_is_refused_without_being_shown(folder):
+    for url in ("redis://u:hunter2@a", "redis://a?password=hunter2", "redis://u:hunter2@a:b"):
+        with pytest.raises(ConfigError) as caught:
+            load_job(folder / "job.yaml", [f"buffer.redis={url}"])
+        assert "hunter2" not in str(caught.value)
+
+
+def test_the_recorded_job_names_secrets_and_certificates_and_holds_none(folder):
+    (folder / "secret").write_text("hunter2")
+    job = load_job(
+        folder / "job.yaml",
+        [
+            "buffer.redis=rediss://u@a",
+            "buffer.redis_login.password_file=secret",
+            "buffer.redis_tls.ca_file=train.jsonl",
+        ],
+    )
+    recorded = dump_job(job)
+    assert "hunter2" not in recorded
+    assert str(folder / "secret") in recorded, "relative to the job file"
+    (folder / "run.yaml").write_text(recorded)
+    assert load_job(folder / "run.yaml") == job
+
+
+def overrides(eta, batch, workers, concurrent, size=8):
+    return [
+        f"buffer.max_staleness={eta}",
+        f"buffer.batch_groups={batch}",
+        f"rollout.workers={workers}",
+        f"rollout.max_concurrent={concurrent}",
+        f"rollout.group_size={size}",
+    ]
+
+
+def test_the_defaults_are_without_a_warning(folder):
+    assert advise(load_job(folder / "job.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    ("eta", "running", "warned"),
+    [(4, 16, False), (4, 17, True), (2, 8, False), (2, 9, True), (1, 4, False), (1, 5, True), (8, 33, True)],
+)
+def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder, eta, running, warned):
+    job = load_job(folder / "job.yaml", overrides(eta, 16, 1, 8 * running))
+    assert running_groups(job) == running
+    assert bool(advise(job)) == warned
+
+
+@pytest.mark.parametrize("fields", [overrides(0, 16, 8, 64), [*overrides(1, 4, 2, 64), "kind=sft"]])
+def test_synchronous_and_supervised_training_overtake_nothing(folder, fields):
+    assert advise(load_job(folder / "job.yaml", fields)) == []
+
+
+def test_the_warning_names_the_fields_and_fixes_that_help(folder):
+    (warning,) = advise(load_job(folder / "job.yaml", overrides(2, 16, 2, 64)))
+    text = str(warning)
+    for field in ("max_staleness", "rollout.workers", "max_concurrent", "group_size", "buffer.batch_groups"):
+        assert field in text
+    assert "16 groups running at once" in text
+    assert "rollout.max_concurrent to 32" in text
+    assert "max_staleness to 4" in text
+    for fixed in (overrides(2, 16, 2, 32), overrides(4, 16, 2, 64), overrides(2, 32, 2, 64)):
+        assert advise(load_job(folder / "job.yaml", fixed)) == []
+
+
+def test_a_limit_below_one_group_is_not_proposed(folder):
+    (warning,) = advise(load_job(folder / "job.yaml", overrides(1, 4, 2, 16)))
+    assert "max_concurrent to" not in str(warning)
+    assert "Raise max_staleness to 4" in str(warning)

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from areal_async import registry
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
-from areal_async.config.load import dump_job, load_job
+from areal_async.config.load import dump_job, job_from_mapping, load_job
 from areal_async.config.parts import PART_FIELDS, named_parts, own_part_mistakes, part_mistakes
+from rollout_service.workflows import WorkflowError, load_workflow
 
 
 def careful(episode: object, *, limit: int = 1) -> float:
@@ -102,3 +104,29 @@ def test_a_name_that_nothing_has_is_a_mistake_and_a_users_file_is_read_apart(tmp
     assert about_rewards(own_part_mistakes(own)) == [
         f"reward.args.size: the reward mine in {tmp_path}/mine.py needs 'size', and it is missing. Add it."
     ]
+
+
+def test_paths_in_the_arguments_are_relative_to_the_job_file(tmp_path):
+    content = yaml.safe_load(
+        """
+        job: test
+        model: m
+        tasks: {train: t.jsonl}
+        rollout:
+          workflow: tool_use
+          workflow_args: {tools: [t.py:look_up, calc], environment: sub/w.py:World, answer: "x.py: {answer}"}
+        """
+    )
+    read = job_from_mapping(content, source="test", base=tmp_path, files=False).rollout.workflow_args
+    assert read["tools"] == [f"{tmp_path}/t.py:look_up", "calc"]
+    assert read["environment"] == f"{tmp_path}/sub/w.py:World"
+    assert read["answer"] == "x.py: {answer}"
+
+
+def test_a_worker_says_what_is_wrong_too(tmp_path):
+    with pytest.raises(WorkflowError, match="multi_turn has no argument 'max_turn'"):
+        load_workflow("multi_turn", {"environment": "w.py:World", "max_turn": 3})
+    (tmp_path / "flow.py").write_text("async def flow(ctx, task, *, depth, width=3): ...")
+    load_workflow(f"{tmp_path}/flow.py:flow", {"depth": 1})
+    with pytest.raises(WorkflowError, match="workflow_args"):
+        load_workflow(f"{tmp_path}/flow.py:flow", {"hight": 2})
