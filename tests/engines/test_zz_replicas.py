@@ -41,6 +41,7 @@ async def test_requests_survive_the_death_of_their_server(
     written = Snapshots(endless, tmp_path / "snapshots")
     snapshots = [written.write(VersionTag("policy", 0, v)) for v in range(3)]
     made: list[Any] = []
+    begun = asyncio.Event()
 
     def make(index: int) -> Any:
         """The first is attached to the server that runs already, the next starts its own."""
@@ -51,19 +52,21 @@ async def test_requests_survive_the_death_of_their_server(
 
     replicas = ReplicaSet(make, restarts=RestartPolicy(limit=2, first_pause_s=0.1))
 
-    def asking(number: int, of: str = "r") -> asyncio.Task[Any]:
+    def asking(number: int, of: str = "r", tell: Any = None) -> asyncio.Task[Any]:
         request = GenerateRequest(f"{of}{number}", [5, 6, 7], LONG, session=f"g#0.{number}")
-        return asyncio.create_task(replicas.generate(request))
+        return asyncio.create_task(replicas.generate(request, tell))
 
     await replicas.start(snapshots[0])
     watching = asyncio.create_task(replicas.watch())
     try:
         await replicas.exchange(snapshots[1])
+        heard = asking(0, "heard", lambda _: begun.set())
         asked = [asking(number) for number in range(24)]
-        await asyncio.wait(asked, timeout=0.05)
+        await asyncio.wait_for(begun.wait(), 60)
         for process in processes(url):
             os.kill(process.pid, signal.SIGKILL)
         results = await asyncio.gather(*asked)
+        assert isinstance(heard.exception(), EngineError), "what was told cannot be unsaid"
         assert not watching.done()
         assert len(made) == 2
         assert replicas.version == VersionTag("policy", 0, 1)
