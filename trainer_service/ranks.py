@@ -47,10 +47,9 @@ dist.Backend.register_backend(ALONE, _NoPeers, extended_api=True, devices=["cpu"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks. Made by `join_ranks`; ended by `leave`.
+    """This process among the ranks of its trainer. Made by `join_ranks`; ended by `leave`.
 
-    Who trains which rows is said by `data_rank` alone: ranks that share a model's layers or tensors will have
-    one in common."""
+    Who trains which rows is said by the back end's `RankPlace`, not here."""
 
     rank: int
     """Index of this process among all of the trainer, below `world`."""
@@ -62,28 +61,9 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    @property
-    def data_rank(self) -> int:
-        """Index of the share of each batch that this rank trains, below `data_ranks`."""
-        return self.rank
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of shares into which each batch is dealt."""
-        return self.world
-
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
-        if self.world == 1:
-            return data or b""
-        size = torch.tensor([len(data or b"")], dtype=torch.int64)
-        dist.broadcast(size, src=0)
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        if self.first and data:
-            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        if len(payload):
-            dist.broadcast(payload, src=0)
-        return payload.numpy().tobytes()
+        return _broadcast(data, self.rank, self.world)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values, in place."""
@@ -123,12 +103,64 @@ class Ranks:
         self.sum(whole)
         return whole.numpy()
 
+    def side(self) -> SideGroup:
+        """Collectives for one background thread, beside those of the main one. All ranks make as many, in the
+        same order."""
+        if self.world == 1:
+            return SideGroup(0, 1, None)
+        limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        return SideGroup(self.rank, self.world, dist.new_group(backend="gloo", timeout=limit))
+
     def barrier(self) -> None:
         self.largest(0)
 
     def leave(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class SideGroup:
+    """Collectives of bytes on a process group of their own, for one background thread. All ranks make the
+    same calls; on one rank each is the identity. Raises torch's error where a rank does not come."""
+
+    rank: int
+    world: int
+    _group: Any
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
+        if self.world == 1:
+            return [data]
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes, group=self._group)
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+        all_of = [torch.empty_like(mine) for _ in range(self.world)] if self.rank == 0 else None
+        if longest:
+            dist.gather(mine, all_of, dst=0, group=self._group)
+        if all_of is None:
+            return []
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(all_of, sizes, strict=True)]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank; the others pass None."""
+        return _broadcast(data, self.rank, self.world, self._group)
+
+
+def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None) -> bytes:
+    if world == 1:
+        return data or b""
+    size = torch.tensor([len(data or b"")], dtype=torch.int64)
+    dist.broadcast(size, src=0, group=group)
+    payload = torch.empty(int(size), dtype=torch.uint8)
+    if rank == 0 and data:
+        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if len(payload):
+        dist.broadcast(payload, src=0, group=group)
+    return payload.numpy().tobytes()
 
 
 def join_ranks(rank: int, world: int, *, device: str = "cpu", meeting_place: Path | None = None) -> Ranks:

@@ -1,27 +1,54 @@
 """What the trainer needs from a back end, and what all of them share.
 
 A back end holds named models (`policy` is the one that is trained) and hides how they are spread over ranks:
-every method is called by all ranks in the same order, with each rank's own micro-batches, and all ranks have
-equally many. It owns the passes over them, so that it may pipeline them, and no tensor as wide as the
-vocabulary leaves it.
+every method is called by all ranks in the same order, with the micro-batches of each rank's own share, and
+all ranks have equally many. It owns the passes over them, so that it may pipeline them; autograd stays
+inside, and no tensor as wide as the vocabulary leaves it. What leaves it are *columns*, one value for each
+unit of a micro-batch, under their names:
+
+    logp     f32 [S]: log-softmax(logits / temperature) at the unit's token
+    entropy  f32 [S]: of the same distribution, in nats
+    greedy   bool [S]: whether the token is the arg max of its distribution; only of `evaluate`
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from areal_async.config.job import OptimizerSection
+from areal_async.weights.pieces import TensorPiece
 from trainer_service.data.microbatch import MicroBatch
 
 TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is trained
+T = TypeVar("T")
+Columns = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in the layout of its back end, which is apart from its number among all ranks:
+    ranks that share the layers or the tensors of a model have one `data_rank` in common."""
+
+    data_rank: int
+    """Index of the share of each batch in which this rank takes part, below `data_ranks`."""
+    data_ranks: int
+    """Number of shares into which each batch is dealt."""
+    reads: bool = True
+    """Whether the rank is given the rows of its share; another one has micro-batches without rows."""
+    owns: bool = True
+    """Whether the columns of its share come out here: on exactly one rank of each `data_rank`."""
 
 
 class TrainingBackend(Protocol):
+    @property
+    def place(self) -> RankPlace: ...
+
     @property
     def updates(self) -> int:
         """Optimizer updates made so far, those before a checkpoint included."""
@@ -32,36 +59,45 @@ class TrainingBackend(Protocol):
         """Alias -> name, of the policy's tensors that are one."""
         ...
 
-    def logprobs(self, model: str, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """f32 [S] of each micro-batch: log-softmax(logits / temperature) at each unit's token."""
+    def evaluate(
+        self,
+        model: str,
+        batches: Sequence[MicroBatch],
+        fn: Callable[[int, Columns], T],
+        *,
+        columns: Sequence[str] = ("logp",),
+    ) -> list[T]:
+        """What `fn(index, columns)` makes of each micro-batch, in their order, without gradients; empty on a
+        rank that does not own its share's columns. `fn` is called once for each, in any order."""
         ...
 
-    def greedy(self, model: str, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """bool [S] of each micro-batch: whether each unit is the arg max of its distribution."""
-        ...
-
-    def forward_backward(
-        self, batches: Sequence[MicroBatch], loss_of: Callable[[int, Tensor], Tensor]
+    def train(
+        self,
+        batches: Sequence[MicroBatch],
+        loss_of: Callable[[int, Columns], Tensor],
+        *,
+        columns: Sequence[str] = ("logp",),
     ) -> None:
-        """Add the policy's gradients of Σ `loss_of(index, logp)`, over the micro-batches of all ranks.
+        """Add the policy's gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks.
 
-        `logp` f32 [S] are the log-probs of micro-batch `index`, and the loss is a scalar. It is called once
-        for each, in any order."""
+        The loss is a scalar with a gradient through the columns. It is called once for each micro-batch, in
+        any order, on the ranks that own the columns."""
         ...
 
-    def update(self) -> float:
-        """Clip, step, clear gradients; returns the gradient's norm before clipping. Raises `DivergenceError`
-        when that, or what the weights become, is not finite."""
+    def optimizer_step(self) -> float:
+        """Clip, update, clear gradients; returns the gradient's norm before clipping. Raises
+        `DivergenceError` when that, or what the weights become, is not finite."""
         ...
 
-    def export(self, model: str, *, on_cpu: bool = True) -> dict[str, Tensor]:
-        """The full weights by name on rank 0, in the job's dtype, aliases left out; empty on other ranks. In
-        the host's memory, or else on the rank's device. They may share memory with the model: use them before
-        the next update."""
+    def export(self, model: str) -> Iterator[TensorPiece]:
+        """The weights under the names of the model's files, in the job's dtype, aliases left out: the boxes
+        that this rank holds, which with those of the others cover each tensor once. All ranks iterate to the
+        end together. A piece is good until the next is asked for, or the next update."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of weights, optimizer and random state into an existing folder."""
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Copy this rank's part of weights, optimizer and random state into the host's memory; what is
+        returned writes it into the existing `folder`, on any thread and while training goes on."""
         ...
 
     def load(self, folder: Path, updates: int) -> None:

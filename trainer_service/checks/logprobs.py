@@ -25,7 +25,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.data.episode_rows import cut_rows
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes
 from trainer_service.data.step_plan import StepPlan
@@ -120,13 +120,15 @@ def compare(
     passes = plan_passes(rows, ranks, budget)
     batches = [build_micro_batch(chosen, device=ranks.device) for chosen in passes]
     found = [np.zeros((5, 0))]
-    for chosen, batch, logprobs in zip(
-        passes, batches, backend.logprobs(TRAINED_MODEL, batches), strict=True
-    ):
-        columns = (batch.units.episode, batch.target, batch.units.behaviour, logprobs)
-        episode, token, behaviour, trainer = (column.double().cpu().numpy() for column in columns)
+
+    def add(index: int, columns: Columns) -> None:
+        units, chosen = batches[index].units, passes[index]
+        wanted = (units.episode, batches[index].target, units.behaviour, columns["logp"])
+        episode, token, behaviour, trainer = (column.double().cpu().numpy() for column in wanted)
         positions = np.concatenate([np.zeros(0), *(row.position for row in chosen)])
         found.append(np.stack([episode, positions, token, behaviour, trainer]))
+
+    backend.evaluate(TRAINED_MODEL, batches, add)
     episode, position, token, behaviour, trainer = ranks.concatenate(np.concatenate(found, axis=1))
     return ComparedUnits(
         episode.astype(np.int64), position.astype(np.int64), token.astype(np.int64), behaviour, trainer
@@ -266,11 +268,11 @@ class LogprobCheck:
         epochs = msgspec.msgpack.decode(
             self._ranks.broadcast_bytes(msgspec.msgpack.encode([epoch, *same_as])), type=list[int]
         )
-        trainer = self._job.trainer
+        trainer, place = self._job.trainer, self._backend.place
         skipped: Counter[str] = Counter()
         rows = [
             row
-            for index in plan.indices_of(self._ranks.data_rank)
+            for index in (plan.indices_of(place.data_rank) if place.reads else ())
             for row in rows_to_compare(
                 blobs[plan.episodes[index].episode_id],
                 plan.episodes[index],

@@ -22,7 +22,7 @@ from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.runtime.metrics import busy
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.off_policy import StepStatistics
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import check_staleness, rows_of_episode
 from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, plan_passes
@@ -70,12 +70,13 @@ class Learner:
                 step=step,
                 max_staleness=self._job.buffer.max_staleness,
                 minibatches=self._job.trainer.minibatches,
-                ranks=self._ranks.data_ranks,
+                ranks=self._backend.place.data_ranks,
             )
 
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
         """The episodes whose bytes this rank needs."""
-        return [plan.episodes[index] for index in plan.indices_of(self._ranks.data_rank)]
+        place = self._backend.place
+        return [plan.episodes[index] for index in plan.indices_of(place.data_rank)] if place.reads else []
 
     def train(
         self,
@@ -92,10 +93,11 @@ class Learner:
         Raises `BatchError`, `StalenessViolation`, `SelfCheckError` before any gradient, `DivergenceError`."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
+            place = self._backend.place
             minibatches = [
                 [
                     row
-                    for index in share[self._ranks.data_rank]
+                    for index in (share[place.data_rank] if place.reads else ())
                     for row in rows_of_episode(
                         blobs[plan.episodes[index].episode_id],
                         plan.episodes[index],
@@ -174,7 +176,9 @@ def train_step(
         for rows in minibatches
     ]
     proximal: list[Sequence[Tensor | None]] = [
-        backend.logprobs(TRAINED_MODEL, batches) if objective.wants_prox else [None] * len(batches)
+        backend.evaluate(TRAINED_MODEL, batches, lambda index, columns: columns["logp"])
+        if objective.wants_prox
+        else [None] * len(batches)
         for batches in packed
     ]
     statistics = StepStatistics(step, max_staleness, objective.shares)
@@ -184,13 +188,15 @@ def train_step(
         if faulty or not math.isfinite(loss):
             raise DivergenceError(_not_finite(loss, faulty, step, number, names))
         losses.append(loss)
-        norms.append(backend.update())
+        norms.append(backend.optimizer_step())
     statistics.reduce(ranks.sum, ranks.max)
     return StepResult(
         losses=losses,
         grad_norms=norms,
         statistics={} if objective.supervised else statistics.report(),
-        packed_tokens=ranks.total(sum(batch.n_tokens for batches in packed for batch in batches)),
+        packed_tokens=ranks.total(
+            sum(batch.n_tokens for batches in packed for batch in batches) if backend.place.owns else 0
+        ),
         micro_batches=sum(map(len, packed)),
     )
 
@@ -207,14 +213,14 @@ def _accumulate(
     """Gradients of one minibatch; returns its loss, and of each episode that has some the number of its units
     whose log-prob or loss is not finite."""
     units_of_episode = torch.zeros(n_episodes, dtype=torch.int64, device=ranks.device)
-    for batch in batches:
+    for batch in batches if backend.place.owns else ():
         units_of_episode.index_add_(0, batch.units.episode, batch.units.mask.long())
     ranks.sum(units_of_episode)
     total = torch.zeros((), dtype=torch.float64)
     faulty = torch.zeros(n_episodes, dtype=torch.int64, device=ranks.device)
 
-    def loss_of(index: int, logp: Tensor) -> Tensor:
-        units, prox = batches[index].units, proximal[index]
+    def loss_of(index: int, columns: Columns) -> Tensor:
+        logp, units, prox = columns["logp"], batches[index].units, proximal[index]
         terms = objective.terms(logp, prox, units)
         loss = (terms.loss * objective.coefficients(units, units_of_episode)).sum()
         # An infinite log-prob does not show in the loss: exponents are clamped.
@@ -224,7 +230,7 @@ def _accumulate(
         total.add_(loss.detach().double().cpu())
         return loss
 
-    backend.forward_backward(batches, loss_of)
+    backend.train(batches, loss_of)
     ranks.sum(total)
     ranks.sum(faulty)
     return float(total), {episode: int(faulty[episode]) for episode in faulty.nonzero()[:, 0].tolist()}

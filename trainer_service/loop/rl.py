@@ -35,7 +35,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
 from areal_async.status.record import RunLog, read_run_log
-from areal_async.weights.channels import channel_of
+from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
@@ -200,7 +200,7 @@ class RlTrainer:
     def _publish(self, version: int) -> None:
         """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
         with busy("publish"):
-            tensors = self._backend.export(TRAINED_MODEL, on_cpu=not channel_of(self._job).from_device)
+            tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
             if self._publisher is None:
                 return
             every, last = self._job.evaluation.every_steps, self._job.trainer.steps
@@ -240,7 +240,7 @@ class RlTrainer:
                 epoch=self._epoch,
                 updates=self._backend.updates,
                 ledger=ledger,
-                write=self._backend.save,
+                write=lambda folder: self._backend.save(folder)(),
             )
         if self._ranks.first:
             self._note("saved", step=step)
@@ -252,7 +252,7 @@ class RlTrainer:
             log.info("checkpoint written", step=step, folder=str(folder))
 
     def _export(self) -> None:
-        tensors = self._backend.export(TRAINED_MODEL)
+        tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
         if self._ranks.first:
             with room_for("the trained model", self._run_dir):
                 write_model(self._run_dir / "model", tensors, self._files)

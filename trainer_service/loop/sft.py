@@ -25,9 +25,10 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunLog
 from areal_async.tasks import TaskTable, pass_order, read_tasks
+from areal_async.weights.pieces import whole_tensors
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_episodes, plan_passes, row_of
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import BatchError, ModelError
@@ -95,7 +96,7 @@ class SftTrainer:
             metrics.TOKENS.labels(policy).inc(tokens)
         if step % self._job.sft.evaluate_every:
             self._write(step, accuracy=self.accuracy())
-        tensors = self._backend.export(TRAINED_MODEL)
+        tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
         if self._ranks.first:
             files = companion_files(self._job.model, self._job.trainer.dtype)
             write_model(self._run_dir / "model", tensors, files)
@@ -106,25 +107,29 @@ class SftTrainer:
         if not self._held_out:
             return None
         with busy("evaluate"):
-            mine = self._held_out[self._ranks.data_rank :: self._ranks.data_ranks]
+            place = self._backend.place
+            mine = self._held_out[place.data_rank :: place.data_ranks]
             rows = [replace(row, episode=index) for index, row in enumerate(mine)]
             wrong = np.zeros(len(mine), np.bool_)
             passes = plan_passes(rows, self._ranks, self._job.trainer.micro_batch_tokens)
             batches = [build_micro_batch(chosen, device=self._ranks.device) for chosen in passes]
-            for batch, right in zip(batches, self._backend.greedy(TRAINED_MODEL, batches), strict=True):
-                wrong[batch.units.episode[~right].cpu().numpy()] = True
+
+            def mark(index: int, columns: Columns) -> None:
+                wrong[batches[index].units.episode[~columns["greedy"]].cpu().numpy()] = True
+
+            self._backend.evaluate(TRAINED_MODEL, batches, mark, columns=("greedy",))
             return 1.0 - self._ranks.total(int(wrong.sum())) / len(self._held_out)
 
     def _one_step(self, indices: Sequence[int], step: int) -> tuple[float, float, int]:
         """(loss, gradient norm, tokens trained on) of one optimizer step on these examples."""
         chosen = [replace(self._train[index], episode=place) for place, index in enumerate(indices)]
-        shares = deal_episodes([len(row.token_ids) for row in chosen], self._ranks.data_ranks)
+        shares = deal_episodes([len(row.token_ids) for row in chosen], self._backend.place.data_ranks)
         n = len(chosen)
         result = train_step(
             self._backend,
             self._objective,
             self._ranks,
-            [[chosen[place] for place in shares[self._ranks.data_rank]]],
+            [[chosen[place] for place in shares[self._backend.place.data_rank]]],
             step=0,
             max_staleness=0,
             names=[f"example {index}" for index in indices],

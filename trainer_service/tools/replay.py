@@ -16,6 +16,7 @@ from rich.console import Console
 from areal_async.cli.tools import ReplayRequest, run_tool, step_range
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.schema import POLICY, VersionTag
+from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
@@ -114,14 +115,16 @@ def replay(
         console.print(f"All steps are bit by bit as recorded: losses, gradient norms and {weights}.")
     if out is not None:
         write_model(
-            out / "model", backend.export(TRAINED_MODEL), companion_files(run.job.model, section.dtype)
+            out / "model",
+            whole_tensors(backend.export(TRAINED_MODEL)),
+            companion_files(run.job.model, section.dtype),
         )
 
 
 def hash_of_weights(backend: TrainingBackend) -> str:
     """The hash that a job publishes these weights with."""
     with tempfile.TemporaryDirectory(prefix="areal-replay-") as folder:
-        tensors = backend.export(TRAINED_MODEL)
+        tensors = whole_tensors(backend.export(TRAINED_MODEL))
         return write_snapshot(Path(folder), VersionTag(POLICY, 1, 0), tensors, tied=backend.tied).weights_hash
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import OptimizerSection
+from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer.conftest import write_model as write_tiny_model
 from trainer_service.backends.base import learning_rate
 from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -25,6 +26,15 @@ OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, warm
 def _backend(folder, *, dtype=torch.float32, **others):
     models, ranks = {"policy": folder, **others}, join_ranks(0, 1)
     return FsdpBackend(models, OPTIMIZER, ranks, dtype=dtype, total_updates=100)
+
+
+def _weights(backend, model="policy"):
+    return {name: tensor.clone() for name, tensor in whole_tensors(backend.export(model)).items()}
+
+
+def _column(backend, batch, name="logp", model="policy"):
+    (found,) = backend.evaluate(model, [batch], lambda index, columns: columns[name], columns=(name,))
+    return found
 
 
 def _rows(seed=0, temperature=1.0):
@@ -65,8 +75,8 @@ def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tie
         rows = _rows(step, temperature=0.7)
         halves = [_batch(rows[:3]), _batch(rows[3:])]
         weights = [half.units.advantage for half in halves]
-        backend.forward_backward(halves, lambda index, logp, by=weights: (logp * by[index]).sum())
-        norm = backend.update()
+        backend.train(halves, lambda index, columns, by=weights: (columns["logp"] * by[index]).sum())
+        norm = backend.optimizer_step()
 
         logp = _plain_logprobs(model, rows)
         advantage = torch.cat([half.units.advantage for half in halves])
@@ -76,7 +86,7 @@ def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tie
         adamw.step()
         adamw.zero_grad()
         assert norm == pytest.approx(float(want_norm), rel=1e-4)
-    tensors = backend.export("policy")
+    tensors = _weights(backend)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(tensors[name], parameter.detach(), atol=2e-5, rtol=1e-4)
     assert set(tensors) == {name for name, _ in model.named_parameters()}
@@ -86,13 +96,13 @@ def test_buffers_that_no_file_holds_are_filled(model_dir):
     """Rotary frequencies are in no state dict; made on the meta device they would be garbage."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     rows = _rows()
-    (found,) = _backend(model_dir).logprobs("policy", [_batch(rows)])
+    found = _column(_backend(model_dir), _batch(rows))
     torch.testing.assert_close(found, _plain_logprobs(model, rows).detach(), atol=1e-5, rtol=0)
 
 
 def test_greedy_marks_the_arg_max(model_dir):
     rows = _rows()
-    (hits,) = _backend(model_dir).greedy("policy", [_batch(rows)])
+    hits = _column(_backend(model_dir), _batch(rows), "greedy")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     for row, mine in zip(rows, hits.split([len(row.position) for row in rows]), strict=True):
         with torch.no_grad():
@@ -105,25 +115,25 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir, tmp_pat
     half = _backend(model_dir, dtype=torch.bfloat16)
     full = _backend(model_dir)
     batch = _batch(_rows())
-    (low,), (exact,) = half.logprobs("policy", [batch]), full.logprobs("policy", [batch])
+    low, exact = _column(half, batch), _column(full, batch)
     assert low.dtype == torch.float32
     assert 0 < (low - exact).abs().max() < 0.2
-    assert {t.dtype for t in half.export("policy").values()} == {torch.bfloat16}
-    half.forward_backward([batch], lambda index, logp: logp.sum())
-    half.update()
-    half.save(tmp_path)
+    assert {t.dtype for t in _weights(half).values()} == {torch.bfloat16}
+    half.train([batch], lambda index, columns: columns["logp"].sum())
+    half.optimizer_step()
+    half.save(tmp_path)()
     (shard,) = tmp_path.glob("policy*.safetensors")
     assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.float32}
 
 
 def test_named_models_other_than_the_policy_are_frozen(model_dir, untied_model_dir):
     backend = _backend(model_dir, ref=untied_model_dir)
-    before = {name: t.clone() for name, t in backend.export("ref").items()}
+    before = {name: t.clone() for name, t in _weights(backend, "ref").items()}
     batch = _batch(_rows())
-    (ref,) = backend.logprobs("ref", [batch])
-    backend.forward_backward([batch], lambda index, logp: logp.sum() - ref.sum())
-    backend.update()
-    assert all(torch.equal(t, before[name]) for name, t in backend.export("ref").items())
+    ref = _column(backend, batch, model="ref")
+    backend.train([batch], lambda index, columns: columns["logp"].sum() - ref.sum())
+    backend.optimizer_step()
+    assert all(torch.equal(t, before[name]) for name, t in _weights(backend, "ref").items())
 
 
 def test_an_empty_pass_adds_nothing(model_dir):
@@ -132,11 +142,11 @@ def test_an_empty_pass_adds_nothing(model_dir):
     empty = build_micro_batch([])
     norms = []
     for backend, batches in ((one, [_batch(_rows())]), (other, [_batch(_rows()), empty])):
-        backend.forward_backward(batches, lambda index, logp: logp.sum())
-        norms.append(backend.update())
+        backend.train(batches, lambda index, columns: columns["logp"].sum())
+        norms.append(backend.optimizer_step())
     assert norms[0] == norms[1]
-    for name, tensor in one.export("policy").items():
-        assert torch.equal(tensor, other.export("policy")[name])
+    for name, tensor in _weights(one).items():
+        assert torch.equal(tensor, _weights(other)[name])
 
 
 def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
@@ -145,13 +155,13 @@ def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
         for step in steps:
             batch = _batch(_rows(step))
             advantage = batch.units.advantage
-            backend.forward_backward([batch], lambda index, logp, by=advantage: (logp * by).sum())
-            norms.append(backend.update())
+            backend.train([batch], lambda index, columns, by=advantage: (columns["logp"] * by).sum())
+            norms.append(backend.optimizer_step())
         return norms
 
     first = _backend(model_dir)
     train(first, range(3))
-    first.save(tmp_path)
+    first.save(tmp_path)()
     drawn = torch.rand(3)
     want = train(first, range(3, 6))
     second = _backend(model_dir)
@@ -159,12 +169,12 @@ def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
     second.load(tmp_path, updates=3)
     assert torch.equal(torch.rand(3), drawn)
     assert train(second, range(3, 6)) == want
-    for name, tensor in first.export("policy").items():
-        assert torch.equal(tensor, second.export("policy")[name])
+    for name, tensor in _weights(first).items():
+        assert torch.equal(tensor, _weights(second)[name])
 
 
 def test_a_checkpoint_of_another_model_is_refused(model_dir, tmp_path):
-    _backend(model_dir).save(tmp_path)
+    _backend(model_dir).save(tmp_path)()
     wider = _backend(write_tiny_model(tmp_path / "wider", hidden=64))
     with pytest.raises(CheckpointError, match="cannot be read"):
         wider.load(tmp_path, updates=0)
@@ -228,7 +238,7 @@ def test_an_export_loads_with_transformers(model_dir, untied_model_dir, tmp_path
     source = model_dir if tied else untied_model_dir
     backend = _backend(source, dtype=getattr(torch, dtype))
     for _ in range(2):  # the second replaces the first
-        write_model(tmp_path / "model", backend.export("policy"), companion_files(source, dtype))
+        write_model(tmp_path / "model", _weights(backend), companion_files(source, dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True)
     assert model.dtype == getattr(torch, dtype)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

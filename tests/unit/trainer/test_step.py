@@ -6,6 +6,7 @@ import torch
 from msgspec.structs import replace
 
 from areal_async.config.job import ObjectiveSection, OptimizerSection
+from areal_async.weights.pieces import whole_tensors
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.episode_rows import rows_of_episode
@@ -53,7 +54,7 @@ def _backend(folder, kind=FsdpBackend, lr=1e-6):
 
 def _step(folder, batch, blobs, *, lr=1e-2, **options):
     backend = _backend(folder, lr=lr)
-    return _train(backend, batch, blobs, **options), backend.export("policy")
+    return _train(backend, batch, blobs, **options), whole_tensors(backend.export("policy"))
 
 
 def _same(a, b):
@@ -127,15 +128,23 @@ class Broken(FsdpBackend):
 
     value, episodes, with_gradient = float("nan"), (3, 9), True
 
-    def logprobs(self, model, batches):
-        found = super().logprobs(model, batches)
-        return found if self.with_gradient else [*map(self._spoilt, batches, found)]
+    def evaluate(self, model, batches, fn, *, columns=("logp",)):
+        if self.with_gradient:
+            return super().evaluate(model, batches, fn, columns=columns)
 
-    def forward_backward(self, batches, loss_of):
-        def spoilt(index, logp):
-            return loss_of(index, self._spoilt(batches[index], logp) if self.with_gradient else logp)
+        def spoilt(index, found):
+            return fn(index, {"logp": self._spoilt(batches[index], found["logp"])})
 
-        super().forward_backward(batches, spoilt)
+        return super().evaluate(model, batches, spoilt, columns=columns)
+
+    def train(self, batches, loss_of, *, columns=("logp",)):
+        def spoilt(index, found):
+            logp = found["logp"]
+            return loss_of(
+                index, {"logp": self._spoilt(batches[index], logp) if self.with_gradient else logp}
+            )
+
+        super().train(batches, spoilt, columns=columns)
 
     def _spoilt(self, batch, logp):
         return torch.where(torch.isin(batch.units.episode, torch.tensor(self.episodes)), self.value, logp)
@@ -149,7 +158,7 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
     """Of the current weights or the proximal ones; the episodes are named, and those before them trained."""
     batch, blobs = make_batch(0)
     backend = _backend(model_dir, type("Kind", (Broken,), {"value": value, "with_gradient": with_gradient}))
-    before = {name: tensor.clone() for name, tensor in backend.export("policy").items()}
+    before = {name: tensor.clone() for name, tensor in whole_tensors(backend.export("policy")).items()}
     with pytest.raises(DivergenceError) as caught:
         _train(backend, batch, blobs, budget=64)
     words = str(caught.value)
@@ -159,7 +168,8 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
         assert f"{episodes[index].episode_id} ({episodes[index].n_sampled})" in words
     assert backend.updates == 0
     assert caught.value.restart_helps is False
-    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export("policy").items())
+    after = whole_tensors(backend.export("policy"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
 def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch):
@@ -172,8 +182,8 @@ def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch
 
 def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
     class Exploding(FsdpBackend):
-        def forward_backward(self, batches, loss_of):
-            super().forward_backward(batches, lambda index, logp: loss_of(index, logp) * float("inf"))
+        def train(self, batches, loss_of, *, columns=("logp",)):
+            super().train(batches, lambda index, found: loss_of(index, found) * float("inf"))
 
     backend = _backend(model_dir, Exploding)
     with pytest.raises(DivergenceError, match=r"the gradient's norm is .* trainer\.optimizer\.lr"):

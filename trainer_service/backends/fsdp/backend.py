@@ -10,8 +10,9 @@ without a dispatch through DTensor for every one of its operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_async.config.job import OptimizerSection
-from trainer_service.backends.base import TRAINED_MODEL, learning_rate
+from areal_async.weights.pieces import TensorPiece
+from trainer_service.backends.base import TRAINED_MODEL, Columns, RankPlace, learning_rate
 from trainer_service.backends.fsdp.loading import load_sharded, tied_names
 from trainer_service.backends.fsdp.shards import read_shard, write_shard
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
@@ -29,6 +31,7 @@ from trainer_service.errors import CheckpointError, DivergenceError
 from trainer_service.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+T = TypeVar("T")
 
 
 class FsdpBackend:
@@ -45,6 +48,7 @@ class FsdpBackend:
     ) -> None:
         """`models` maps names to Hugging Face directories and holds `policy`; `total_updates` is how many
         optimizer updates the whole run makes, for the learning rate's schedule. Raises `ModelError`."""
+        self.place = RankPlace(ranks.rank, ranks.world)
         self._ranks = ranks
         self._settings = optimizer
         self._total_updates = total_updates
@@ -54,7 +58,7 @@ class FsdpBackend:
         for name, model in self._models.items():
             model.requires_grad_(name == TRAINED_MODEL)
             # The first forward of FSDP may move the local shards; the optimizer must see them after it.
-            self.logprobs(name, [build_micro_batch([], device=ranks.device)])
+            self.evaluate(name, [build_micro_batch([], device=ranks.device)], lambda index, columns: None)
         self._shards = {
             name: nn.Parameter(_local(parameter))
             for name, parameter in self._models[TRAINED_MODEL].named_parameters()
@@ -71,27 +75,46 @@ class FsdpBackend:
         self.updates = 0
 
     @torch.no_grad()
-    def logprobs(self, model: str, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [self._logprobs(model, batch) for batch in batches]
+    def evaluate(
+        self,
+        model: str,
+        batches: Sequence[MicroBatch],
+        fn: Callable[[int, Columns], T],
+        *,
+        columns: Sequence[str] = ("logp",),
+    ) -> list[T]:
+        return [fn(index, self._columns(model, batch, columns)) for index, batch in enumerate(batches)]
 
-    @torch.no_grad()
-    def greedy(self, model: str, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [self._logits(model, batch).argmax(-1) == batch.target for batch in batches]
-
-    def forward_backward(
-        self, batches: Sequence[MicroBatch], loss_of: Callable[[int, Tensor], Tensor]
+    def train(
+        self,
+        batches: Sequence[MicroBatch],
+        loss_of: Callable[[int, Columns], Tensor],
+        *,
+        columns: Sequence[str] = ("logp",),
     ) -> None:
         root = self._models[TRAINED_MODEL]
         assert isinstance(root, FSDPModule)
         for index, batch in enumerate(batches):
             root.set_requires_gradient_sync(index + 1 == len(batches))
-            loss = loss_of(index, self._logprobs(TRAINED_MODEL, batch))
+            loss = loss_of(index, self._columns(TRAINED_MODEL, batch, columns))
             # FSDP takes the mean over ranks; the objective is a sum over them.
             (loss * self._ranks.world).backward()
 
-    def _logprobs(self, model: str, batch: MicroBatch) -> Tensor:
-        logits = self._logits(model, batch) / batch.temperature[:, None]
-        return -F.cross_entropy(logits, batch.target, reduction="none")
+    def _columns(self, model: str, batch: MicroBatch, names: Sequence[str]) -> Columns:
+        logits = self._logits(model, batch)
+        scaled = logits / batch.temperature[:, None]
+        found: dict[str, Tensor] = {}
+        for name in names:
+            if name == "logp":
+                found[name] = -F.cross_entropy(scaled, batch.target, reduction="none")
+            elif name == "entropy":
+                logp = scaled.log_softmax(-1)
+                found[name] = -(logp.exp() * logp).sum(-1)
+            elif name == "greedy":
+                found[name] = logits.argmax(-1) == batch.target
+            else:
+                raise ValueError(f"a back end has no column {name!r}")
+        return found
 
     def _logits(self, model: str, batch: MicroBatch) -> Tensor:
         """f32 [S, V]. With a cache, transformers would take the pack for one sequence: it must be off."""
@@ -105,7 +128,7 @@ class FsdpBackend:
         logits: Tensor = out.logits[0].float()
         return logits
 
-    def update(self) -> float:
+    def optimizer_step(self) -> float:
         parameters = dict(self._models[TRAINED_MODEL].named_parameters())
         gradients = []
         for name, shard in self._shards.items():
@@ -144,23 +167,34 @@ class FsdpBackend:
         return float(squared.sqrt())
 
     @torch.no_grad()
-    def export(self, model: str, *, on_cpu: bool = True) -> dict[str, Tensor]:
-        result = {}
+    def export(self, model: str) -> Iterator[TensorPiece]:
         for name, parameter in self._models[model].named_parameters():
             assert isinstance(parameter, DTensor)
             whole = _local(parameter) if self._ranks.world == 1 else parameter.full_tensor()
             if self._ranks.first:
-                result[name] = whole.to("cpu" if on_cpu else whole.device, self._dtype)
-        return result
+                shape = tuple(whole.shape)
+                yield TensorPiece(name, shape, (0,) * len(shape), whole.detach().to(self._dtype))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Callable[[], None]:
         rank, world = self._ranks.rank, self._ranks.world
-        write_shard(folder, TRAINED_MODEL, self._shards, self._rows, rank, world)
+        kinds: dict[str, Mapping[str, Tensor]] = {TRAINED_MODEL: self._shards}
         if self.updates:
             for moment in MOMENTS:
-                values = {name: self._adamw.state[shard][moment] for name, shard in self._shards.items()}
-                write_shard(folder, moment, values, self._rows, rank, world)
-        save_file({"cpu": torch.get_rng_state()}, _rng_file(folder, rank))
+                kinds[moment] = {
+                    name: self._adamw.state[shard][moment] for name, shard in self._shards.items()
+                }
+        copies = {
+            kind: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+            for kind, values in kinds.items()
+        }
+        random_state = torch.get_rng_state()
+
+        def write() -> None:
+            for kind, values in copies.items():
+                write_shard(folder, kind, values, self._rows, rank, world)
+            save_file({"cpu": random_state}, _rng_file(folder, rank))
+
+        return write
 
     def load(self, folder: Path, updates: int) -> None:
         rank, world = self._ranks.rank, self._ranks.world
