@@ -281,7 +281,7 @@ class TrainerSection(Section):
     """What holds and updates the weights: `fsdp` is torch FSDP2; or one of an installed package, or
     `path.py:name` of your own."""
     backend_args: dict[str, Any] = Field(default_factory=dict)
-    """What the back end takes, by name; `fsdp` takes nothing."""
+    """What the back end takes, by name: `fsdp` takes `recompute`, `offload_optimizer` and `replicate`."""
     ranks: int = Field(default=1, ge=1, le=65_536)
     """Training processes; this version trains on one."""
     steps: int = Field(default=100, ge=1, le=100_000_000)

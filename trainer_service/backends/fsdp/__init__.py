@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
@@ -20,12 +22,29 @@ if TYPE_CHECKING:
 class Fsdp:
     """The part; `backend.py` is what it makes."""
 
-    Arguments = Section
+    class Arguments(Section):
+        recompute: Literal["none", "selective", "full"] = "none"
+        """Activations that the backward pass computes again instead of keeping them: `full` keeps what goes
+        into each block of the model, `selective` also the results of its matrix products and attention."""
+        offload_optimizer: bool = False
+        """Keep AdamW's moments, 8 bytes for each parameter, in the host's memory; an update takes them to the
+        device and back."""
+        replicate: int = Field(default=1, ge=1)
+        """Copies of the sharded model: each is spread over `trainer.ranks` / `replicate` ranks that follow
+        each other, and gradients are summed over the copies."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """This version starts one rank."""
         if job.trainer.ranks > 1:
             yield Mistake("trainer.ranks", "this version trains on one rank", "Set it to 1")
+        copies = self.Arguments.model_validate(arguments).replicate
+        if job.trainer.ranks % copies:
+            yield Mistake(
+                f"{field}.replicate",
+                f"{copies} copies of the model do not share {job.trainer.ranks} ranks evenly",
+                "Set it to a divisor of trainer.ranks",
+                ("trainer.ranks",),
+            )
 
     def __call__(
         self,
@@ -35,11 +54,23 @@ class Fsdp:
         *,
         dtype: torch.dtype,
         total_updates: int,
+        recompute: str = "none",
+        offload_optimizer: bool = False,
+        replicate: int = 1,
     ) -> TrainingBackend:
         """See `FsdpBackend`."""
         from trainer_service.backends.fsdp.backend import FsdpBackend
 
-        return FsdpBackend(models, optimizer, ranks, dtype=dtype, total_updates=total_updates)
+        return FsdpBackend(
+            models,
+            optimizer,
+            ranks,
+            dtype=dtype,
+            total_updates=total_updates,
+            recompute=recompute,
+            offload_optimizer=offload_optimizer,
+            replicate=replicate,
+        )
 
 
 fsdp = Fsdp()

@@ -1,0 +1,71 @@
+"""Activations that the backward pass computes again instead of keeping them.
+
+What is recomputed are the model's blocks, each by itself: `full` keeps only what goes into a block,
+`selective` also the results of its matrix products and of attention, which are what is dear to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer_service.errors import ModelError
+
+KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+)
+"""Operators of ATen whose results `selective` keeps."""
+
+
+def recompute_blocks(model: nn.Module, how: str) -> None:
+    """Let every block of the sharded `model` compute its activations again in the backward pass; `how` is
+    `none`, `selective` or `full`. Raises `ModelError` for a model without blocks.
+
+    The checkpoint is inside the block's forward, so that the parameters, which are gathered around it, are
+    there when it runs again."""
+    if how == "none":
+        return
+    blocks = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    if not blocks:
+        raise ModelError(
+            f"{type(model).__name__} does not say what its blocks are: set recompute: none in "
+            "trainer.backend_args."
+        )
+    options = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _keep)} if how == "selective" else {}
+    )
+    for block in blocks:
+        assert isinstance(block, nn.Module)
+        block.forward = _recomputed(block.forward, options)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+_KEPT_OPERATORS = {
+    packet.default for name in KEPT if (packet := getattr(torch.ops.aten, name, None)) is not None
+}
+
+
+def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
