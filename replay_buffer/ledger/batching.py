@@ -3,6 +3,12 @@
 The order of `sampling` decides among groups never trained; what was trained before fills the places they
 leave, unless a group under way would lose its own by that.
 
+Look-ahead. The batch of step s + 1 may be given while the commit of s is still to come: the trainer computes
+s + 1 while the weights that s made are written and announced. That is the trainer that was given s, and one
+step, never more. Staleness is counted from the number of the step, and what is BATCHED is outstanding, so
+neither bound moves; what s trains can be used again from s + 2 on. While steps are done again, or an earlier
+epoch has published the same weights so far, only the commit tells which units count: s + 1 waits for it.
+
 Replay (`buffer.max_reuse`). A trained group that has uses left and is young enough for the next step is
 SCORED again; then it is TRAINED for good, and COMMITTED with the first checkpoint after its last use. It is
 never dropped: its part in the weights is there. `Training.steps` has its uses; a trainer that comes back
@@ -47,7 +53,9 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
     A batch is `batch_groups` SCORED groups, never trained ones first. None has a version of the policy below
     `step − η`: what fell below is dropped here. A group that holds (or may come to hold) version `step − η`
     and is not finished would be too old for the next step; under `wait` the step does not start without it,
-    until the limit."""
+    until the limit.
+
+    `step` is the next to be committed, or the one after it if the trainer has the batch of that one."""
     policy, step = message.policy, message.step
     if (refusal := refused(index, policy, message.epoch)) is not None:
         return refusal
@@ -58,10 +66,28 @@ def next_batch(index: Index, message: NextBatch, now_ms: int) -> Decision:
         held = [index.groups[id_] for id_ in plan.group_ids if id_ in index.groups]
         if sum(has_place(group, policy) for group in held) == len(plan.group_ids):
             return Decision(_manifest(index, plan, held))
-    if step != index.consumer(policy).v_train:
-        done = index.consumer(policy).v_train
-        return fault("invalid", f"step {step} is not next: {done} steps are committed")
+    done = index.consumer(policy).v_train
+    if step != done:
+        before = index.batches.get((policy, step - 1))
+        if step != done + 1 or before is None or before.epoch != message.epoch:
+            return fault("invalid", f"step {step} is not next: {done} steps are committed")
+        if (waiting := _only_after_commit(index, policy, step)) is not None:
+            return Decision(waiting)
     return _Assembly(Transaction(index, now_ms), policy, step).batch(plan, message.epoch)
+
+
+def _only_after_commit(index: Index, policy: str, step: int) -> Waiting | None:
+    """Whether the batch of `step` has to wait for the commit of the step before: while that may still decide
+    which units count. It does as long as the redo log goes on, and as long as an earlier epoch has published
+    the same weights up to here: what is left of its later versions becomes true or abandoned with it."""
+    done = index.consumer(policy).v_train
+    if index.plans(policy, step):
+        why = "steps are done again"
+    elif any(span.last == done and span.epoch for span in index.consumer(policy).lineage):
+        why = "an earlier trainer had published the same weights so far"
+    else:
+        return None
+    return Waiting("the commit of the step before", f"step {step} waits for the commit of step {done}: {why}")
 
 
 def refused(index: Index, policy: str, epoch: int) -> Decision | None:

@@ -31,6 +31,7 @@ class Epoch:
     trained_s: dict[int, float] = field(default_factory=dict)
     published: dict[int, frozenset[int]] = field(default_factory=dict)
     """Version → the earlier epochs that had published it alike."""
+    published_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Trainers:
             case "published":
                 epoch = self.epochs[event["epoch"]]
                 epoch.published[event["version"]] = frozenset(event["same_as"])
+                epoch.published_s.setdefault(event["version"], event["mono_s"])
             case "finished":
                 self.finished = event["epoch"]
 

@@ -165,6 +165,45 @@ def test_a_redone_step_may_lose_what_was_abandoned():
     assert tale.ended("t2#1").verdict().violations == []
 
 
+def ahead(*, published_first=True):
+    """Two steps; then the batch of the second of two more is given before the first is committed."""
+    tale = two_steps()
+    groups = [tale.leased(f"t{number}") for number in (2, 3)]
+    for group_id in groups:
+        tale.put(group_id, (1, 2))
+    tale.batched(2, groups[0], 2)
+    tale.tell("trainer", "trained", epoch=1, step=2)
+    tale.batched(3, groups[1], 2)
+    if published_first:
+        tale.published(3)
+    tale.v_train = 3
+    tale.decided("Commit", moved={groups[0]: ["BATCHED", "TRAINED", 2]})
+    if not published_first:
+        tale.published(3)
+    tale.saved(3, groups[0])
+    tale.trained(3, groups[1])
+    tale.saved(4, groups[1])
+    tale.finished()
+    return tale
+
+
+def test_a_batch_one_step_ahead_of_the_commits_is_accepted():
+    assert ahead().verdict(steps=4).violations == []
+
+
+def test_a_batch_two_steps_ahead_of_the_commits_is_flagged():
+    tale = two_steps()
+    group_id = tale.leased("t2")
+    tale.put(group_id, (1, 2))
+    tale.v_train = 0
+    tale.batched(2, group_id, 2)
+    assert "order" in tale.broken()
+
+
+def test_a_commit_before_the_publication_is_flagged():
+    assert "order" in ahead(published_first=False).broken(steps=4)
+
+
 def test_training_on_units_of_abandoned_weights_is_flagged():
     """Epoch 1 had published version 2 otherwise than epoch 2 did."""
     tale = begun()
@@ -278,6 +317,7 @@ def test_bytes_freed_before_the_checkpoint_are_flagged():
 def test_a_commit_of_what_was_not_trained_is_flagged():
     tale, group_id = third_stored()
     tale.batched(2, group_id, 2)
+    tale.published(3)
     tale.v_train = 3
     tale.decided("Commit", moved={group_id: ["BATCHED", "TRAINED", 2]})
     tale.tell("trainer", "trained", epoch=1, step=2)

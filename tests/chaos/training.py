@@ -119,6 +119,23 @@ def redone(history: History) -> Iterator[Violation]:
             )
 
 
+def in_order(history: History) -> Iterator[Violation]:
+    """What is committed is published before, and no batch is more than one step ahead of the commits."""
+    done: int | None = None
+    for one in history.decided:
+        if one.fate != "true":
+            continue
+        epoch = history.trainers.epochs.get(one.event["trainer_epoch"])
+        if one.event["command"] == "Commit" and done != one.event["v_train"]:
+            published_s = epoch.published_s.get(one.event["v_train"]) if epoch is not None else None
+            if published_s is None or published_s > one.mono_s:
+                yield Violation("order", f"version {one.event['v_train']} is committed, and not published")
+        done = one.event["v_train"]
+        for step, groups in one.get("batches", {}).items():
+            if groups and one.event["command"] == "NextBatch" and int(step) > done + 1:
+                yield Violation("order", f"the batch of step {step} is given when {done} are committed")
+
+
 def on_lineage(history: History) -> Iterator[Violation]:
     """What was trained was sampled from weights that the trained model descends from."""
     for epoch in history.trainers.epochs.values():

@@ -96,6 +96,8 @@ class Trainer:
     """The newest that any trainer of the policy had."""
     published: set[VersionTag] = field(default_factory=set)
     """Every snapshot there ever was."""
+    announced: list[int] | None = None
+    """Of the weights that `step` makes, published and not committed: the earlier epochs that had them too."""
     begun: dict[int, set[VersionTag]] = field(default_factory=dict)
     """Step → what trainers that began from its checkpoint served: all are the weights of the checkpoint."""
 
@@ -115,8 +117,25 @@ class Trainer:
 
     def go_on_from(self, step: int) -> None:
         self.step = self.checkpoint = step
+        self.announced = None
         self.copies = {s: saved for s, saved in self.copies.items() if s <= step}
         self.begun = {s: tags for s, tags in self.begun.items() if s <= step}
+
+    @property
+    def newest(self) -> VersionTag:
+        """What it has published last."""
+        return VersionTag(self.policy, self.epoch, self.step + (self.announced is not None))
+
+    def publish(self, same_as: list[int]) -> None:
+        """The weights that `step` makes are announced; its commit is still to come."""
+        self.announced = same_as
+        self.trained.lineage.add(self.newest)
+        self.published.add(self.newest)
+
+    def may_yet_count(self, tag: VersionTag) -> bool:
+        """Whether the commits to come will tell: it is of an epoch that this one has equalled so far."""
+        so_far = VersionTag(self.policy, tag.epoch, self.step)
+        return tag.epoch != self.epoch and tag.version > self.step and so_far in self.trained.lineage
 
     def opened(self, epoch: int, step: int) -> None:
         self.epoch = epoch
@@ -245,6 +264,8 @@ class Model:
                 assert episode.sample in held, "bytes are held until the checkpoint"
         ids = [group.group_id for group in groups]
         assert len(ids) == len(set(ids)), "never twice in one step"
+        under_way = set(mine.batches[mine.step]) if step > mine.step else set()
+        assert not under_way & set(ids), "trained_effectively_once: what is not committed is given again"
         planned = mine.batches.setdefault(step, ids)
         if planned != ids:
             gone = set(planned) - set(ids)
@@ -277,7 +298,7 @@ class Model:
         still = [old for old in same_as if VersionTag(policy, old, step) in lineage]
         lineage |= {VersionTag(policy, old, step + 1) for old in (*still, epoch)}
         mine.published.add(VersionTag(policy, epoch, step + 1))
-        mine.step = step + 1
+        mine.step, mine.announced = step + 1, None
 
     # --- checkpoints and deaths ---
 
@@ -300,6 +321,7 @@ class Model:
         """A trainer comes back with a copy, and everything since is forgotten."""
         for name, mine in self.trainers.items():
             mine.trained = copy.deepcopy(saved.trained[name])
+            mine.trained.back_to(saved.steps[name])
             mine.batches = {}
             mine.go_on_from(saved.steps[name])
         self.held.ended = {

@@ -185,11 +185,68 @@ class Speakers(Promises):
             ready = self.ledger.index.consumers[mine.policy].ready
             assert not len(ready), "what was never trained comes first"
 
+    def given(self, mine):
+        """Whether the running trainer has the batch of its step."""
+        plan = self.ledger.index.batches.get((mine.policy, mine.step))
+        return plan is not None and plan.epoch == mine.epoch
+
+    @rule(which=WHICH, same=st.booleans())
+    def publish(self, which, same):
+        """What the step has made, before it is committed."""
+        mine = self.trainer(which)
+        if self.given(mine) and mine.announced is None:
+            mine.publish(mine.alike(mine.step + 1) if same else [])
+
+    @rule(which=WHICH)
+    def next_batch_ahead(self, which):
+        """While the commit of the step is still to come."""
+        mine, step = self.trainer(which), self.trainer(which).step + 1
+        given = self.given(mine)
+        open_groups = [pair for pair, state in self.standing().items() if state < GroupState.COMMITTED]
+        undecided = [
+            (group_id, policy)
+            for group_id, policy in open_groups
+            if policy == mine.policy and any(map(mine.may_yet_count, self.tags_held(group_id, policy)))
+        ]
+        redone = step in self.ledger.index.plans(mine.policy)
+        reply = self.send(NextBatch(mine.policy, mine.epoch, step))
+        ended = self.model.held.ended.keys()
+        assert not ended & set(undecided), "units that may yet count were dropped"
+        if self.meta.failed:
+            assert reply == Fault("failed", self.meta.failed)
+        elif not given and not isinstance(reply, Batch):
+            assert reply.kind == "invalid"
+        elif isinstance(reply, Batch):
+            plan = self.ledger.index.batches[mine.policy, step]
+            assert given or redone, "the batch of a step whose own trainer was not given the one before"
+            assert plan.epoch == mine.epoch
+            self.model.batch(mine.policy, step, reply.groups, reply.lowest_version)
+        else:
+            assert isinstance(reply, Waiting)
+
+    def tags_held(self, group_id, policy):
+        """What is stored of a group of the weights of a policy."""
+        samples = self.model.held.blobs.get(group_id, ())
+        tags = set().union(*(self.model.held.tags[f"{group_id}.{sample}"] for sample in samples))
+        return {tag for tag in tags if tag.policy == policy}
+
+    @rule(which=WHICH)
+    def nothing_further_ahead(self, which):
+        """Neither the batch of the step after the next, nor a commit before that of the step before it."""
+        mine = self.trainer(which)
+        if (mine.policy, mine.step + 2) not in self.ledger.index.batches and not self.meta.failed:
+            reply = self.send(NextBatch(mine.policy, mine.epoch, mine.step + 2))
+            assert isinstance(reply, Fault), "the look-ahead is of one step"
+        reply = self.send(Commit(mine.policy, mine.epoch, mine.step + 1))
+        assert isinstance(reply, Fault), "steps are committed in their order"
+
     @rule(which=WHICH, same=st.booleans())
     def commit(self, which, same):
         """Weights that come again may be bit by bit what they were."""
         mine = self.trainer(which)
-        same_as = mine.alike(mine.step + 1) if same else []
+        same_as = mine.announced
+        if same_as is None:
+            same_as = mine.alike(mine.step + 1) if same else []
         reply = self.send(Commit(mine.policy, mine.epoch, mine.step, same_as))
         if isinstance(reply, Ok):
             self.model.commit(mine.policy, mine.step, mine.epoch, same_as)
@@ -265,7 +322,7 @@ class Speakers(Promises):
     def update_weights(self, worker, which):
         """To the newest snapshot of one policy."""
         mine = self.trainer(which)
-        self.serving[worker][mine.policy] = VersionTag(mine.policy, mine.epoch, mine.step)
+        self.serving[worker][mine.policy] = mine.newest
 
     @rule(worker=WORKERS, capacity=st.integers(1, 6))
     def lease(self, worker, capacity):
@@ -462,6 +519,19 @@ class Speakers(Promises):
     def train_all(self, same):
         for which in range(len(self.consumers)):
             self.train(which, same)
+
+    @rule(which=WHICH, same=st.booleans(), groups=st.integers(0, 4), steps=st.integers(1, 3))
+    def train_ahead(self, which, same, groups, steps):
+        """Each step's batch is taken while the weights of the one before are published and committed."""
+        self.next_batch(which)
+        for _ in range(steps):
+            self.publish(which, same)
+            self.generate("w0", True, groups + 1)
+            self.score_everything("s0")
+            self.next_batch_ahead(which)
+            self.commit(which, same)
+        self.publish(which, same)
+        self.next_batch_ahead(which)
 
     @rule(groups=st.integers(1, 4), again=st.integers(0, 3))
     def a_whole_step(self, groups, again):

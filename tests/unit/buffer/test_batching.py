@@ -251,3 +251,61 @@ def test_a_trainer_that_starves_for_equal_rewards_is_told_so(drive):
     judged(ledger, [1.0, 1.0, 1.0])
     assert "1 so far were dropped for rewards that are all equal" in ledger.waiting().detail
     assert "equal" not in filtered(drive).waiting().detail
+
+
+def test_the_next_batch_is_given_before_the_commit_but_not_the_one_after(drive):
+    """trained_effectively_once, staleness_is_bounded: one step of look-ahead, and the bounds stay."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    first, second = ledger.scored(2)
+    assert ledger.ask(1).kind == "invalid", "the batch of step 0 was not given"
+    assert ids(ledger.batch()) == [first.group_id]
+    ahead = ledger.batch(1)
+    assert (ahead.step, ids(ahead)) == (1, [second.group_id])
+    assert "are outstanding" in ledger.why_not(1), "what is batched counts until its commit"
+    assert ledger.ask(2).kind == "invalid"
+    assert ledger.commit(1).kind == "invalid", "steps are committed in their order"
+    ledger.commit(0)
+    assert ledger.batch(1) == ahead, "the same however often it is asked for"
+    (third,) = ledger.scored(1, version=1)
+    assert ids(ledger.batch(2)) == [third.group_id]
+    ledger.commit(1)
+    ledger.commit(2)
+    assert ledger.v_train == 3
+
+
+def test_at_eta_0_the_next_batch_waits_for_the_weights_of_the_step_before(drive):
+    ledger = drive(batch_groups=1, max_staleness=0)
+    ledger.scored(1)
+    ledger.batch()
+    assert "has 0" in ledger.waiting(1).detail
+    assert ledger.lease(1, 1) == [], "no group of version 1 is begun before the commit"
+    ledger.commit()
+    (fresh,) = ledger.scored(1, version=1)
+    assert ids(ledger.batch(1)) == [fresh.group_id]
+
+
+def test_a_death_between_the_batch_ahead_and_the_commit_redoes_both(drive):
+    ledger = drive(batch_groups=1, max_staleness=2)
+    ledger.scored(3)
+    before = [ids(ledger.batch(step)) for step in (0, 1)]
+    assert ledger.open(0).epoch == 2
+    assert ledger.ask(1).kind == "invalid", "it was another trainer that had the batch of step 0"
+    assert ids(ledger.batch(0)) == before[0]
+    assert ledger.waiting(1).edge == "the commit of the step before"
+    ledger.commit(same_as=[1])
+    assert ids(ledger.batch(1)) == before[1]
+    assert ledger.waiting(2).edge == "the commit of the step before", "epoch 1 is equalled so far"
+    ledger.commit()
+    assert len(ids(ledger.batch(2))) == 1
+
+
+def test_what_a_step_trains_is_used_again_from_the_step_after_the_next_on(drive):
+    ledger = drive(batch_groups=1, max_staleness=2, max_reuse=2)
+    (first,) = ledger.scored(1)
+    ledger.batch()
+    assert "has 0" in ledger.waiting(1).detail, "its own groups come back with the commit"
+    (second,) = ledger.scored(1)
+    assert ids(ledger.batch(1)) == [second.group_id]
+    ledger.commit()
+    again = ledger.batch(2)
+    assert [(group.group_id, group.uses) for group in again.groups] == [(first.group_id, 1)]

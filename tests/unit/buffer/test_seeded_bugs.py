@@ -154,6 +154,24 @@ def clock_of_the_wrong_policy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(batching, "too_old", wrong_old)
 
 
+def look_ahead_of_two(patch: pytest.MonkeyPatch) -> None:
+    """A batch is given while the commits of two steps are still to come."""
+    real = batching.next_batch
+
+    def wrong(index, message, now_ms):
+        policy, step = message.policy, message.step
+        if index.next_step(policy) == step == index.consumer(policy).v_train + 2:
+            return batching._Assembly(Transaction(index, now_ms), policy, step).batch(None, message.epoch)
+        return real(index, message, now_ms)
+
+    patch.setitem(DECIDES, NextBatch, wrong)
+
+
+def look_ahead_while_steps_are_redone(patch: pytest.MonkeyPatch) -> None:
+    """A batch is given before the commit has told which units of the earlier trainer count."""
+    patch.setattr(batching, "_only_after_commit", lambda index, policy, step: None)
+
+
 class Largest:
     """The places of whichever policy has most."""
 
@@ -219,6 +237,12 @@ BUGS: dict[str, tuple[PutIn, int, str]] = {
     "lease without fencing": (lease_without_fencing, 1, "a zombie's result is refused"),
     "partial group released": (partial_group_released, 1, "groups_are_whole"),
     "reward finished after the version moved": (too_old_when_its_reward_came, 1, "staleness_is_bounded"),
+    "look-ahead of two steps": (look_ahead_of_two, 2, "the look-ahead is of one step"),
+    "look-ahead while steps are redone": (
+        look_ahead_while_steps_are_redone,
+        1,
+        "units that may yet count were dropped",
+    ),
     "bytes freed before the checkpoint": (
         bytes_freed_before_the_checkpoint,
         1,
