@@ -22,9 +22,9 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from areal_async.config.engines import engine_part, evaluation_engine
+from areal_async.config.devices import evaluation_rollout
+from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
-from areal_async.config.rollout import ServerSection
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.verdicts import Score
@@ -209,19 +209,7 @@ class Evaluator:
 
 def engine_job(job: JobConfig) -> JobConfig:
     """The job as its evaluation's engine is to see it: `rollout` holds what `evaluation` says of it."""
-    section, rollout = job.evaluation, job.rollout
-    # Servers that the rollout is attached to are its own: an engine holds one version.
-    server = rollout.server.model_copy(update={"urls": ()})
-    if section.server != ServerSection():
-        server = section.server
-    arguments = section.engine_args or (rollout.engine_args if section.engine == "same" else {})
-    changes = {
-        "engine": evaluation_engine(job),
-        "engine_args": arguments,
-        "server": server,
-        "device": section.device or rollout.device,
-    }
-    return job.model_copy(update={"rollout": rollout.model_copy(update=changes)})
+    return job.model_copy(update={"rollout": evaluation_rollout(job)})
 
 
 async def follow(

@@ -1,7 +1,11 @@
-"""`python -m trainer_service`: the trainer as a process of a run."""
+"""`python -m trainer_service`: the trainer, or one of its ranks, as a process of a run."""
 
-from areal_async.runtime.service import run_service
-from trainer_service.main import main
+from areal_async.runtime.group import start_pulse
 
 if __name__ == "__main__":
+    start_pulse()  # before torch, which may take long to load
+
+    from areal_async.runtime.service import run_service
+    from trainer_service.main import main
+
     run_service("trainer", main)

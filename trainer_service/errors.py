@@ -15,6 +15,13 @@ class FatalError(TrainerError):
     restart_helps = False
 
 
+class RankError(TrainerError):
+    """Another rank of the trainer failed, or did not come to a collective; the message names it. The group is
+    started again as a whole."""
+
+    restart_helps = True
+
+
 class ObjectiveError(FatalError):
     """A combination of objective parts that is wrong; the message says why and what to change."""
 

@@ -1,27 +1,35 @@
-"""The trainer's process: builds what the loops need and takes it down again."""
+"""The process of the trainer, or of one of its ranks: builds what the loops need and takes it down again.
+
+Publisher, run log and the policy's metrics exist on rank 0 only. A rank that finds another gone waits for the
+supervisor, which ends the whole group, so that the one that died first is the one that is named.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from areal_async.config.devices import rank_device
 from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.group import Note, tell
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from areal_async.weights.publisher import make_publisher
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import newest_usable
 from trainer_service.disk import companion_files
+from trainer_service.errors import RankError
 from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.sft import SftTrainer
-from trainer_service.ranks import Ranks, join_ranks
+from trainer_service.ranks import Ranks, join_ranks, lost_peer
 
 BUFFER_PATIENCE_S = 600.0
 """How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""
@@ -50,16 +58,23 @@ async def main(ctx: ServiceContext) -> None:
 
 def train(ctx: ServiceContext) -> None:
     """Train to the job's end; blocking. Raises `ArealError`."""
-    section = ctx.job.trainer
+    section, rank = ctx.job.trainer, ctx.index
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(section.torch_threads)
     torch.manual_seed(ctx.job.seed)
     ctx.run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        ranks = join_ranks(0, 1, device=section.device)
+        ranks = join_ranks(
+            rank,
+            section.ranks,
+            device=rank_device(section.device, rank),
+            meeting=ctx.meeting,
+            timeout_s=section.collective_s,
+        )
         stack.callback(ranks.leave)
+        stack.enter_context(_explained(ranks))
         backend = load_backend(ctx.job, ranks)
-        run_log = stack.enter_context(RunLog(ctx.run_log))
+        run_log = stack.enter_context(RunLog(ctx.run_log)) if ranks.first else None
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
         if ctx.job.kind == "sft":
             ctx.ready()
@@ -69,11 +84,34 @@ def train(ctx: ServiceContext) -> None:
         log.info("training ends", finished=finished)
 
 
+@contextmanager
+def _explained(ranks: Ranks) -> Iterator[None]:
+    """Tell the supervisor what an error says of the death of this rank or of another."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        tell(Note(f"ran out of memory ({str(error) or type(error).__name__})"))
+        raise
+    except Exception as error:
+        if ranks.world == 1 or not lost_peer(error):
+            raise
+        log.warning("another rank is gone, or does not come", error=str(error))
+        missing = ranks.missing()  # the supervisor ends this process meanwhile, if one has died
+        if not missing or isinstance(error, RankError):
+            raise
+        late = f"did not come to a collective within {ranks.timeout_s:g} s"
+        tell(Note(f"{late} and was killed", tuple(missing)))
+        names = ", ".join(map(str, missing))
+        raise RankError(f"rank {names} of the trainer {late} (trainer.collective_s)") from error
+
+
 def _rl(
-    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog, stack: ExitStack
+    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None, stack: ExitStack
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
-    restored = newest_usable(ctx.run_dir / "checkpoints", job=ctx.job.job, policy=ctx.job.policy)
+    restored = ranks.together(
+        lambda: newest_usable(ctx.run_dir / "checkpoints", job=ctx.job.job, policy=ctx.job.policy)
+    )
     if restored is not None:
         log.info("going on from a checkpoint", step=restored.manifest.step, folder=str(restored.folder))
     buffer = stack.enter_context(
@@ -86,10 +124,11 @@ def _rl(
             timeout_s=BUFFER_PATIENCE_S,
         )
     )
-    publisher = make_publisher(ctx, files=files, tied=backend.tied)
-    publisher.start()
-    # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
-    stack.callback(publisher.close, remove=False)
+    publisher = make_publisher(ctx, files=files, tied=backend.tied) if ranks.first else None
+    if publisher is not None:
+        publisher.start()
+        # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
+        stack.callback(publisher.close, remove=False)
     trainer = RlTrainer(
         ctx.job,
         ranks,
@@ -104,6 +143,6 @@ def _rl(
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored)
 
 
-def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog) -> bool:
+def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None) -> bool:
     trainer = SftTrainer(ctx.job, ranks, backend, run_dir=ctx.run_dir, run_log=run_log, stopping=ctx.stopping)
     return trainer.run()

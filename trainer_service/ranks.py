@@ -1,28 +1,48 @@
 """The ranks of one trainer: a process group, and the few collectives the trainer uses.
 
 Only tensors travel: the collectives of torch that move Python objects pickle them, so a manifest is
-broadcast as the bytes of its msgpack form. Ranks find each other through a file and talk over the loopback
-interface unless the environment names another (`GLOO_SOCKET_IFNAME`). Those sockets of torch ask nobody who
-they are: on one rank there are none.
+broadcast as the bytes of its msgpack form. Ranks meet at a TCP store that rank 0 serves and the supervisor
+names, and talk over the interface that has its address: by default loopback. Those sockets of torch ask
+nobody who they are: on one rank there are none.
+
+Promises: no rank sits in a collective while another waits for something outside (`together`); an error of
+one rank is raised on all and names it; of ranks that wait in vain for another each says for which
+(`missing`).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from areal_async.runtime.group import Meeting
+from trainer_service.errors import RankError
+
 COLLECTIVE_TIMEOUT_S = 600.0  # A rank that waits longer than this for another fails
 ALONE = "areal_alone"  # The backend of one rank
+ROUND_S = 1.0  # A rank that waits for something outside takes part in a collective so often
+WAITED = "waited"  # In the store: a rank that has given up waiting for another
+TEXT_BYTES = 2000  # Most bytes of an error that the other ranks are told
+LOST_PEER = ("gloo", "pair closure", "connection closed", "connection reset", "nccl", "timed out")
+"""Words of the errors that torch's collectives raise where another rank is gone or does not come."""
+
+T = TypeVar("T")
 
 
 class _NoPeers(dist.ProcessGroup):
@@ -56,6 +76,9 @@ class Ranks:
     world: int
     device: torch.device
     mesh: DeviceMesh
+    timeout_s: float = COLLECTIVE_TIMEOUT_S
+    """How long a collective waits for all ranks to come."""
+    store: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
 
     @property
     def first(self) -> bool:
@@ -108,11 +131,61 @@ class Ranks:
         same order."""
         if self.world == 1:
             return SideGroup(0, 1, None)
-        limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        limit = timedelta(seconds=self.timeout_s)
         return SideGroup(self.rank, self.world, dist.new_group(backend="gloo", timeout=limit))
 
     def barrier(self) -> None:
         self.largest(0)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` comes to, which every rank has in hand, and which may take longer than a collective
+        waits. Each rank does its own in a thread, and all meet in a small sum every `ROUND_S` until all are
+        done. Raises the error of `work` where it fails, and on the other ranks `RankError`, which names the
+        rank."""
+        if self.world == 1:
+            return work()
+        result = _in_thread(work)
+        while True:
+            wait([result], ROUND_S)
+            states = torch.zeros(self.world, dtype=torch.int64)
+            states[self.rank] = 0 if not result.done() else 2 if result.exception() else 1
+            self.sum(states)
+            if failed := (states == 2).nonzero()[:, 0].tolist():
+                self._raise(failed[0], result)
+            if bool((states == 1).all()):
+                return result.result()
+
+    def on_first(self, work: Callable[[], T]) -> T | None:
+        """What `work` comes to on rank 0, which alone does it; None on the others, which wait as in
+        `together`."""
+        return self.together(work if self.first else _nothing)
+
+    def _raise(self, failed: int, result: Future[Any]) -> None:
+        error = result.exception() if result.done() else None
+        text = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+        if self.rank == failed:
+            said = f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
+            text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        dist.broadcast(text, src=failed)
+        if error is not None:
+            raise error
+        said = text.numpy().tobytes().rstrip(b"\0")
+        raise RankError(f"rank {failed} of the trainer failed: {said.decode(errors='replace')}")
+
+    def missing(self) -> list[int]:
+        """For a rank whose collective failed because another did not come: the ranks that have not given up
+        waiting as this one has, when those that are only slower have had time to. Empty where the store is
+        gone."""
+        deadline_s = time.monotonic() + max(5.0, self.timeout_s / 10)
+        try:
+            self.store.set(f"{WAITED}/{self.rank}", "1")
+            others = set(range(self.world)) - {self.rank}
+            while others and time.monotonic() < deadline_s:
+                time.sleep(0.2)
+                others -= {rank for rank in others if self.store.check([f"{WAITED}/{rank}"])}
+        except (RuntimeError, dist.DistError):
+            return []
+        return sorted(others)
 
     def leave(self) -> None:
         if dist.is_initialized():
@@ -163,28 +236,81 @@ def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None) -> 
     return payload.numpy().tobytes()
 
 
-def join_ranks(rank: int, world: int, *, device: str = "cpu", meeting_place: Path | None = None) -> Ranks:
+def lost_peer(error: BaseException) -> bool:
+    """Whether `error` is that of a collective whose other ranks are gone or did not come, or tells of one of
+    theirs."""
+    if isinstance(error, RankError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST_PEER)
+
+
+def join_ranks(
+    rank: int,
+    world: int,
+    *,
+    device: str = "cpu",
+    meeting: Meeting | None = None,
+    meeting_place: Path | None = None,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+) -> Ranks:
     """Join the process group of `world` ranks, or take the one that is there.
 
-    `meeting_place` is a file that all ranks can reach and that does not exist before the first comes; one
-    rank alone needs none."""
-    if not dist.is_initialized():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        if world == 1:
-            backend = ALONE
-            store: dist.Store = dist.HashStore()
-        elif meeting_place is not None:
-            store = dist.FileStore(str(meeting_place), world)
-        else:
-            raise ValueError("more than one rank needs a meeting_place")
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )
+    They meet at `meeting`, or in a file `meeting_place` that does not exist before the first comes; one rank
+    alone needs neither. `device` is this rank's own: `cpu` or `cuda:N`.
+    Raises torch's error where not all come within `timeout_s`."""
+    limit = timedelta(seconds=timeout_s)
+    store: dist.Store = dist.HashStore()
     place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if not dist.is_initialized():
+        backend = ALONE
+        if world > 1:
+            if meeting is None and meeting_place is None:
+                raise ValueError("more than one rank needs a meeting")
+            backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, interface_of(meeting.host if meeting else "127.0.0.1"))
+            store = _store(meeting, limit) if meeting else dist.FileStore(str(meeting_place), world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     mesh = DeviceMesh(place.type, torch.arange(world), mesh_dim_names=("data",))
-    return Ranks(rank, world, place, mesh)
+    return Ranks(rank, world, place, mesh, timeout_s, store)
+
+
+def _store(meeting: Meeting, limit: timedelta) -> dist.Store:
+    return dist.TCPStore(
+        meeting.host,
+        meeting.port,
+        is_master=meeting.listening_fd is not None,
+        wait_for_workers=False,
+        master_listen_fd=meeting.listening_fd,
+        timeout=limit,
+    )
+
+
+def interface_of(host: str) -> str:
+    """The name of this machine's network interface with the address `host`. Raises ValueError."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == host for each in addresses):
+            return name
+    raise ValueError(f"no network interface of this machine has the address {host}")
+
+
+def _nothing() -> None:
+    """The part of a rank that only waits for another's."""
+
+
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """`work` in a daemon thread: the end of the process does not wait for it."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done = work()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(done)
+
+    threading.Thread(target=run, name="together", daemon=True).start()
+    return result

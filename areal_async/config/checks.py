@@ -226,13 +226,13 @@ def _held_out_is_held_out(job: JobConfig) -> Iterator[Mistake]:
 
 def _ports_are_usable(job: JobConfig) -> Iterator[Mistake]:
     first = job.observe.metrics_port
-    last = first + job.rollout.workers + 4
+    last = first + job.rollout.workers + job.trainer.ranks + 3
     fix = "Set it to the first of some free consecutive ports from 1024 up, or to 0 for free ones"
     if 0 < first < 1024:
         yield Mistake("observe.metrics_port", f"ports below 1024 need root, and {first} is one", fix)
     elif first and last > 65_535:
         problem = f"the services need the ports {first} to {last}, but 65535 is the last"
-        yield Mistake("observe.metrics_port", problem, fix, ("rollout.workers",))
+        yield Mistake("observe.metrics_port", problem, fix, ("rollout.workers", "trainer.ranks"))
 
 
 def _stop_accuracy_is_measured(job: JobConfig) -> Iterator[Mistake]:

@@ -283,7 +283,14 @@ class TrainerSection(Section):
     backend_args: dict[str, Any] = Field(default_factory=dict)
     """What the back end takes, by name: `fsdp` takes `recompute`, `offload_optimizer` and `replicate`."""
     ranks: int = Field(default=1, ge=1, le=65_536)
-    """Training processes; this version trains on one."""
+    """Training processes, over which the model is spread; on `cuda` each has a GPU of its own. They start,
+    end and are started again together."""
+    hang_s: float = Field(default=60.0, ge=5)
+    """A training process that gives no sign of life for so many seconds (it is stopped, or in a call into a
+    driver that does not return) is killed, and the trainer is started again from its checkpoint."""
+    collective_s: float = Field(default=600.0, ge=1)
+    """A training process that has waited for another so many seconds gives up: the trainer is started again
+    from its checkpoint, and the one that did not come is named."""
     steps: int = Field(default=100, ge=1, le=100_000_000)
     """Steps of the job: batches trained and versions published."""
     minibatches: int = Field(default=1, ge=1, le=1_000_000)
@@ -296,9 +303,9 @@ class TrainerSection(Section):
     record_batches: bool = False
     """Keep the episodes, manifest and losses of every step under `batches/` in the run's folder."""
     torch_threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of the trainer's torch."""
+    """CPU threads of torch in each rank of the trainer."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Where the trainer computes: `cpu`, `cuda` or `cuda:N`."""
+    """Where the trainer computes: `cpu`; `cuda`, its ranks on the GPUs from 0 on; or `cuda:N`, from N on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of the computation and of the published weights."""
 

@@ -3,7 +3,9 @@
 Promises: the buffer serves before anything else is started; a service that dies is started again after the
 pause that `runtime/process.py` decides, and the others go on meanwhile; one that dies too often, that a
 restart would not cure, or that does not serve in time, ends the run with a reason that names it, unless it
-joined later and has never served; one that is drained leaves, in whatever way it ends; once a stop has begun
+joined later and has never served; the ranks of the trainer live and die together: with one the others are
+killed, which wait for it in a collective, it counts as one death, and they start again at once when all are
+gone; one that is drained leaves, in whatever way it ends; once a stop has begun
 nothing is started, the stages of `plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop
 began every process has been told to end and then killed; the run is over only when no process is left or the
 limit has passed."""
@@ -11,7 +13,8 @@ limit has passed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -25,6 +28,7 @@ STAGE_LIMITS_S = (4.5, 1.5, 2.0)
 that a kill is the exception."""
 KILL_LIMIT_S = 0.4  # The next stage goes on so long after a kill, without waiting for it
 STOP_LIMIT_S = sum(STAGE_LIMITS_S) + len(STAGE_LIMITS_S) * KILL_LIMIT_S
+KILLED_LIMIT_S = 60.0  # A process that was killed and is still there so long after is held by the kernel
 LAST_ONE_LIMIT_S = 120.0  # An evaluator that has not ended so long after the trainer is a failure
 
 
@@ -52,6 +56,8 @@ class ServiceState:
     restart_s: float = 0.0  # When it is to be started again
     unproven: bool = False  # It joined the running job, and has never served: its failure is not the job's
     leaving: bool = False  # It is not started again; once it has ended it is to be forgotten
+    felled: bool = False  # It is killed because another rank of its group has died
+    killed_s: float | None = None  # When it was killed, while the run goes on
     leave_by_s: float = math.inf  # When it is told to end, if it has not by itself
     kill_s: float = math.inf
 
@@ -77,7 +83,7 @@ class Action:
     name: str
 
 
-EndKind = Literal["finished", "died", "not_ready", "did_not_end", "interrupted"]
+EndKind = Literal["finished", "died", "not_ready", "not_gone", "did_not_end", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,19 @@ class Ending:
     culprit: str = ""
     status: int | None = None
     lived_s: float = 0.0
-    deaths: int = 1  # How often the culprit died within the window of the restart policy
+    deaths: int = 1  # How often the culprit, or its group, died within the window of the restart policy
+    cause: str = ""  # How it died, in words, where more is known than its status says
+
+
+def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:
+    """The names of services that were found ended in one look, by exit status: first those that were killed,
+    then those that failed, last those whose error may be that another is gone."""
+
+    def effect(name: str) -> int:
+        status = ended[name]
+        return 0 if status < 0 else 2 if status in (0, os.EX_TEMPFAIL) else 1
+
+    return sorted(ended, key=effect)
 
 
 @dataclass
@@ -105,7 +123,11 @@ class Lifecycle:
     _last_one_deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.states = {place.name: ServiceState(place, Restarts(self.restarts)) for place in self.services}
+        group = Restarts(self.restarts)  # One count for all ranks
+        self.states = {
+            place.name: ServiceState(place, group if place.role == "trainer" else Restarts(self.restarts))
+            for place in self.services
+        }
 
     @property
     def stopping(self) -> bool:
@@ -131,20 +153,32 @@ class Lifecycle:
         waiting = [name for name, state in self.states.items() if state.phase is Phase.WAITING]
         return self._start(waiting, now_s)
 
-    def exited(self, name: str, status: int, now_s: float) -> list[Action]:
+    def silent(self, name: str, now_s: float) -> list[Action]:
+        """A service gives no sign of life, or was reported as one that others wait for in vain: kill it."""
+        state = self.states[name]
+        if not state.alive or state.killed_s is not None or self.stopping:
+            return []
+        state.killed_s = now_s
+        return [Action("kill", name)]
+
+    def exited(self, name: str, status: int, now_s: float, cause: str = "") -> list[Action]:
+        """A service has ended; `cause` says how, where more is known than its exit status says."""
         state = self.states[name]
         lived_s = now_s - state.started_s
-        state.phase, state.status = Phase.ENDED, status
+        state.phase, state.status, state.killed_s = Phase.ENDED, status, None
         if self.stopping:
             return self.tick(now_s)
         if state.leaving:
             return []
+        if state.felled:
+            state.phase, state.felled = Phase.RESTARTING, False
+            return []
         enders = ends_the_job(self.services)
         if status != 0 or name not in enders:
-            return self._died(state, lived_s, now_s)
+            return self._died(state, lived_s, now_s, cause)
         if all(self.states[ender].phase is Phase.ENDED for ender in enders):
             return self._stop(Ending("finished"), now_s)
-        if state.place.role == "trainer":
+        if all(rank.phase is Phase.ENDED for rank in self._group(state)):
             self._last_one_deadline_s = now_s + LAST_ONE_LIMIT_S
         return []
 
@@ -188,6 +222,9 @@ class Lifecycle:
             if state.unproven:
                 return self.leave(name, 0.0, now_s)
             return self._stop(Ending("not_ready", name, lived_s=lived_s), now_s)
+        for name, state in self.states.items():
+            if state.killed_s is not None and now_s - state.killed_s > KILLED_LIMIT_S:
+                return self._stop(Ending("not_gone", name, lived_s=now_s - state.killed_s), now_s)
         if leaving := self._advance_leaving(now_s):
             return leaving
         due = [name for name, state in self.states.items() if self._may_restart(state, now_s)]
@@ -207,6 +244,7 @@ class Lifecycle:
         for name in names:
             state = self.states[name]
             state.phase, state.started_s, state.served_s = Phase.STARTING, now_s, None
+            state.killed_s, state.felled = None, False
             actions.append(Action("start", name))
         return actions
 
@@ -214,25 +252,42 @@ class Lifecycle:
         first = awaited_first(self.services)
         # The others cannot come up without the buffer: to start them now would only cost them a death.
         has_room = state.place.name in first or all(map(self._served, first))
-        return state.phase is Phase.RESTARTING and now_s >= state.restart_s and has_room
+        whole = not any(other.alive for other in self._group(state))
+        return state.phase is Phase.RESTARTING and now_s >= state.restart_s and has_room and whole
 
-    def _died(self, state: ServiceState, lived_s: float, now_s: float) -> list[Action]:
-        """Start it again later, or end the run."""
-        name, status = state.place.name, state.status
-        pause_s = state.restarts.died(now_s, served_s=state.served_s, status=status)
+    def _group(self, state: ServiceState) -> list[ServiceState]:
+        """The services that live and die with this one, itself among them: the ranks of a trainer."""
+        if state.place.role != "trainer":
+            return [state]
+        return [other for other in self.states.values() if other.place.role == "trainer"]
+
+    def _died(self, state: ServiceState, lived_s: float, now_s: float, cause: str) -> list[Action]:
+        """Start it, and its group, again later, or end the run."""
+        name, status, group = state.place.name, state.status, self._group(state)
+        served = [other.served_s for other in group if other.served_s is not None]
+        served_s = max(served) if len(served) == len(group) else None
+        pause_s = state.restarts.died(now_s, served_s=served_s, status=status)
         if pause_s is None and state.unproven:
             state.leaving = True
             return []
         if pause_s is None or (state.place.role == "evaluator" and self._last_one_deadline_s is not None):
             # A restarted evaluator would ask a trainer that is gone for the final snapshot.
-            return self._stop(Ending("died", name, status, lived_s, len(state.restarts.deaths_s)), now_s)
-        state.phase, state.restart_s = Phase.RESTARTING, now_s + pause_s
+            deaths = len(state.restarts.deaths_s)
+            return self._stop(Ending("died", name, status, lived_s, deaths, cause), now_s)
+        actions = []
+        for other in group:
+            other.restart_s = now_s + pause_s
+            if other.alive:
+                other.felled, other.killed_s = True, now_s
+                actions.append(Action("kill", other.place.name))
+            else:
+                other.phase = Phase.RESTARTING
         if state.place.role == "trainer":
             # It may publish its last versions again, as another epoch: an evaluator that was done is not.
             for other in self.states.values():
                 if other.place.role == "evaluator" and other.phase is Phase.ENDED:
                     other.phase, other.restart_s = Phase.RESTARTING, state.restart_s
-        return []
+        return actions
 
     def _advance_leaving(self, now_s: float) -> list[Action]:
         """Tell those to end whose time to leave by themselves is over; kill those that do not."""

@@ -29,13 +29,20 @@ STOP_STAGES: tuple[tuple[Role, ...], ...] = (("rollout", "evaluator", "trainer")
 """Producers and the trainer first, so that the buffer can store and acknowledge until the end."""
 
 
+def rank_name(rank: int) -> str:
+    """The name of the process of one rank of the trainer."""
+    return f"trainer-{rank}" if rank else "trainer"
+
+
 def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[ServicePlace]:
-    """The processes of `job` in start order. Metrics ports are consecutive from `observe.metrics_port`."""
-    roles: list[tuple[Role, str, int]] = []
-    if job.kind == "sft":
-        roles.append(("trainer", "trainer", 0))
-    else:
-        roles += [("buffer", "buffer", 0), ("trainer", "trainer", 0), ("reward", "reward", 0)]
+    """The processes of `job` in start order. Metrics ports are consecutive from `observe.metrics_port`.
+
+    The trainer is one process for each of its ranks: `trainer`, `trainer-1` …, with the rank as index."""
+    roles: list[tuple[Role, str, int]] = [
+        ("trainer", rank_name(rank), rank) for rank in range(job.trainer.ranks)
+    ]
+    if job.kind == "rl":
+        roles = [("buffer", "buffer", 0), *roles, ("reward", "reward", 0)]
         roles += [("rollout", f"rollout-{index}", index) for index in range(job.rollout.workers)]
         if job.tasks.evaluation is not None:
             roles.append(("evaluator", "evaluator", 0))

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from areal_async.config.devices import device_mistakes
+from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
     declared_engine,
@@ -55,6 +55,15 @@ def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: s
         mistakes += [*_check_memory(job), *_check_shared_memory(job)]
     if mistakes:
         raise ConfigError(source, mistakes)
+
+
+def machine_advice(job: JobConfig) -> list[Mistake]:
+    """What of `job` this machine will be slow at. Nothing fails for it."""
+    ranks, cores = job.trainer.ranks, len(os.sched_getaffinity(0))
+    if job.trainer.device != "cpu" or ranks <= cores:
+        return []
+    problem = f"{ranks} training processes share {cores} cores, and each step waits for the slowest"
+    return [Mistake("trainer.ranks", problem, f"Set it to {cores} or less")]
 
 
 def no_sandbox() -> tuple[str, str]:
@@ -142,7 +151,11 @@ def _check_devices(job: JobConfig) -> list[Mistake]:
         return []
     import torch  # takes seconds, which only a job that names a GPU pays here
 
-    return list(device_mistakes(job, torch.cuda.device_count()))
+    visible = torch.cuda.device_count()
+    mistakes = list(device_mistakes(job, visible))
+    if job.kind == "rl" and channel_of(job).from_device and not mistakes:
+        mistakes += shared_with_engines(job, visible)
+    return mistakes
 
 
 def _check_engines(job: JobConfig) -> Iterator[Mistake]:

@@ -38,10 +38,17 @@ def failure_text(ending: Ending, log_path: Path) -> str:
                 "The trained model is complete."
             )
             fix = "See what it waits for"
+        case "not_gone":
+            what = (
+                f"{name} was killed and is still there {ending.lived_s:.0f} s later, so the run was stopped: "
+                "the kernel holds it, as a call into a driver that does not return can."
+            )
+            fix = "Look at the device's driver (dmesg); the machine may have to be restarted"
         case _:
             status = ending.status if ending.status is not None else 0
             often = f", its death number {ending.deaths} in a short time" if ending.deaths > 1 else ""
-            what = f"{name} {exit_text(status)} after {ending.lived_s:.1f} s{often}, so the run was stopped."
+            how = ending.cause or exit_text(status)
+            what = f"{name} {how} after {ending.lived_s:.1f} s{often}, so the run was stopped."
             fix = _hint(status)
     tail = last_lines(log_path)
     said = "".join(f"\n    {line}" for line in tail) if tail else " nothing."

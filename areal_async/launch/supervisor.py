@@ -1,7 +1,8 @@
 """The shell around the lifecycle: real processes, signals and time.
 
 Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
-goes on; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
+goes on; a rank of the trainer that hangs is killed, and of several that ended the one that did so first is
+named; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
 the run is left, at most `STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; a
 service learns of a stop only from here (each leads its own session); one that outlives the supervisor's death
 is told by the kernel.
@@ -28,7 +29,8 @@ from areal_async.config.load import dump_job
 from areal_async.errors import FaultError
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
+from areal_async.launch.group import RankGroup
+from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
 from areal_async.launch.plan import (
     MODULES,
     name_is_held,
@@ -82,6 +84,7 @@ class Supervisor:
         self.services = services_of(job, modules)
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
         self.children: dict[str, ChildProcess] = {}
+        self._group = RankGroup(job.trainer.ranks, job.trainer.hang_s)
         self.metrics_ports: dict[str, int] = {}
         """The port of each service: what it reported when ready; until then the planned one."""
         self._on_serving = on_serving
@@ -115,6 +118,7 @@ class Supervisor:
                 entry.ended.set_exception(FaultError("invalid", "the run has ended"))
             self._socket.stop()
             self._sweep()
+            self._group.close()
         assert self.lifecycle.ending is not None
         return self.lifecycle.ending
 
@@ -132,12 +136,9 @@ class Supervisor:
                 log.info("service serves", service=name, pid=child.pid)
                 events.record("ready", service=name, service_pid=child.pid)
                 self._apply(self.lifecycle.ready(name, time.monotonic()))
-            status = child.poll()
-            if status is not None:
-                log.info("service ended", service=name, status=status)
-                events.record("ended", service=name, service_pid=child.pid, status=status)
-                self._apply(self.lifecycle.exited(name, status, time.monotonic()))
-                self._tell_restart(name)
+        self._observe_ends()
+        for name in self._group.look(time.monotonic()):
+            self._apply(self.lifecycle.silent(name, time.monotonic()))
         self._apply(self.lifecycle.tick(time.monotonic()))
         self._socket.carry_out(self._change_workers)
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
@@ -151,6 +152,26 @@ class Supervisor:
         if not self._told_serving:
             self._told_serving = True
             self._on_serving()
+
+    def _observe_ends(self) -> None:
+        ended: dict[str, int] = {}
+        # What has died of another's death is seen no sooner than that, if one looks again.
+        for _ in range(2):
+            for name in self.lifecycle.alive():
+                if name not in ended and (status := self.children[name].poll()) is not None:
+                    ended[name] = status
+            if not ended:
+                return
+        for name in in_order_of_cause(ended):
+            status, pid = ended[name], self.children[name].pid
+            log.info("service ended", service=name, status=status)
+            events.record("ended", service=name, service_pid=pid, status=status)
+            cause = self._group.cause_of(name, status, time.monotonic())
+            self._group.forget(name)
+            felled = self.lifecycle.states[name].felled
+            self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause))
+            if not felled:
+                self._tell_restart(name, cause or exit_text(status))
 
     # --- workers that join and leave -----------------------------------------------------------------
 
@@ -210,20 +231,22 @@ class Supervisor:
         self.job = self.job.model_copy(update={"rollout": rollout})
         self._write_places()
 
-    def _tell_restart(self, name: str) -> None:
+    def _tell_restart(self, name: str, ended: str) -> None:
         state = self.lifecycle.states[name]
         if state.phase is not Phase.RESTARTING:
             return
         died_s = state.restarts.deaths_s
         deaths, pause_s = len(died_s), state.restart_s - died_s[-1]
-        ended = exit_text(state.status or 0)
+        who = "it is"
+        if state.place.role == "trainer" and self.job.trainer.ranks > 1:
+            who = f"the {self.job.trainer.ranks} ranks of the trainer are"
         log.warning(
-            f"{name} {ended}; it is started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
+            f"{name} {ended}; {who} started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
         )
         events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
-        self._on_restart(name, f"{name} {ended}; it is started again {when} ({left})")
+        self._on_restart(name, f"{name} {ended}; {who} started again {when} ({left})")
 
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)
@@ -261,7 +284,10 @@ class Supervisor:
         log_path = self.folders.logs / f"{name}.log"
         if name in self.children:
             self.children[name].close()
-        child = self.children[name] = start_service(place, self.folders.context, log_path, environment)
+        with self._group.starting(place) as (variables, fds):
+            self.children[name] = child = start_service(
+                place, self.folders.context, log_path, environment | variables, fds
+            )
         self.metrics_ports[name] = place.metrics_port
         events.record("started", service=name, service_pid=child.pid)
 

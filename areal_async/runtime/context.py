@@ -22,6 +22,7 @@ import msgspec
 from areal_async.config.job import JobConfig
 from areal_async.rpc.secret import FILE as SECRET_FILE
 from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.group import Meeting
 
 Role = Literal["buffer", "rollout", "evaluator", "reward", "trainer"]
 
@@ -84,6 +85,7 @@ class ServiceContext:
     metrics_port: int  # The port this process serves metrics on; 0 in a test that serves none
     node_id: str = ""  # Name of the host that this process is on: processes of one name share memory
     ready_fd: int | None = None
+    meeting: Meeting | None = None  # Where the ranks of the trainer meet; None for one alone
     served_before: bool = False  # Whether a process of this name has served in this run: it is started again
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -143,6 +145,7 @@ class ServiceContext:
             or place.node_id
             or job.weights.nodes.get(name, job.weights.node_id),
             ready_fd=ready_fd,
+            meeting=Meeting.from_environment() if place.role == "trainer" else None,
             served_before=SERVED_VARIABLE in os.environ,
         )
 

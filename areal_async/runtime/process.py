@@ -184,7 +184,11 @@ class ChildProcess:
 
 
 def start_service(
-    place: ServicePlace, context: Path, log_path: Path, environment: Mapping[str, str]
+    place: ServicePlace,
+    context: Path,
+    log_path: Path,
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
 ) -> ChildProcess:
     """Start a service of a run; its readiness report names its `metrics_port`."""
     return ChildProcess(
@@ -192,6 +196,7 @@ def start_service(
         [sys.executable, "-P", "-m", place.module, "--context", str(context), "--name", place.name],
         environment=environment,
         output=log_path,
+        pass_fds=pass_fds,
         ready_option="--ready-fd",
     )
 

@@ -28,6 +28,7 @@ from areal_async.errors import ArealError
 from areal_async.ownfiles import PRIVATE_UMASK
 from areal_async.runtime.context import Role, ServiceContext
 from areal_async.runtime.events import arm_from_environment, open_events
+from areal_async.runtime.group import start_pulse
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
 from areal_async.runtime.metrics import start_metrics_server
 from areal_async.runtime.status import answer_status
@@ -46,6 +47,7 @@ log = get_logger("service")
 def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -> None:
     """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
     os.umask(PRIVATE_UMASK)
+    start_pulse()
     options = _parse(role)
     served = False
     try:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from areal_async.config.devices import gpus_before, gpus_of, names_of, width_of
+from areal_async.config.devices import engine_gpus, names_of
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import EngineError
@@ -19,18 +19,18 @@ def own_gpus(
     the engine is an evaluation's. `visible` is their number, by default as torch counts them. Empty on a CPU.
 
     Raises `EngineError` when they are not there."""
-    device = job.rollout.device
-    if device == "cpu":
+    if job.rollout.device == "cpu":
         return ()
     whole = place.job if place is not None else job
     evaluates = place is not None and place.role == "evaluator"
     worker = None if evaluates else place.index if place is not None else 0
     try:
-        return gpus_of(
-            device,
-            first=gpus_before(whole, worker=worker, replica=replica),
-            width=width_of(job.rollout),
+        return engine_gpus(
+            whole,
+            worker=worker,
+            replica=replica,
             visible=torch.cuda.device_count() if visible is None else visible,
+            beside_trainer=place is not None and place.node_id == whole.weights.node_id,
         )
     except ValueError as error:
         field = "evaluation.device" if evaluates else "rollout.device"

@@ -1,8 +1,8 @@
 """How a step's data reaches the ranks.
 
 Rank 0 alone asks the buffer for the manifest and broadcasts it as msgpack bytes; every rank then plans the
-same step from it and fetches only its own episodes, by id. While rank 0 waits, the others are told so in
-every round, so no rank sits in a collective longer than one long poll.
+same step from it and fetches only its own episodes, by id. Whatever the buffer takes for it, no rank sits in
+a collective meanwhile (`Ranks.together`).
 """
 
 from __future__ import annotations
@@ -63,19 +63,24 @@ class BatchLoader:
 
     def _round(self, epoch: int, step: int) -> Batch | Waiting | None:
         """One long poll by rank 0, told to all ranks."""
-        data = b""
-        answer: Batch | Waiting | None = None
-        if self._ranks.first and not self._stopping.is_set():
-            answer = self._buffer.call(NextBatch(self._policy, epoch, step, POLL_MS))
+
+        def poll() -> Batch | Waiting | None:
+            if self._stopping.is_set():
+                return None
+            return self._buffer.call(NextBatch(self._policy, epoch, step, POLL_MS))
+
+        answer = self._ranks.on_first(poll)
         if self._ranks.world == 1:
             return answer
-        if answer is not None:
-            data = msgspec.msgpack.encode(answer)
-        data = self._ranks.broadcast_bytes(data)
+        data = self._ranks.broadcast_bytes(msgspec.msgpack.encode(answer) if answer is not None else b"")
         return _decoder.decode(data) if data else None
 
     def fetch(self, episodes: Sequence[BatchEpisode]) -> dict[str, memoryview]:
-        """The codec blobs of these episodes by id. Raises `BatchError` when not as many come back."""
+        """The codec blobs of these episodes by id; all ranks call it. Raises `BatchError` when not as many
+        come back."""
+        return self._ranks.together(lambda: self._fetch(episodes))
+
+    def _fetch(self, episodes: Sequence[BatchEpisode]) -> dict[str, memoryview]:
         blobs: dict[str, memoryview] = {}
         for part in _by_units(episodes, FETCH_UNITS):
             ids = [episode.episode_id for episode in part]

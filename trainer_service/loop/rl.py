@@ -74,7 +74,7 @@ class RlTrainer:
     ) -> None:
         self._job = job
         self._policy = job.policy
-        for series in (metrics.STEP, metrics.TOKENS):
+        for series in (metrics.STEP, metrics.TOKENS) if ranks.first else ():
             series.labels(job.policy)  # Told as 0 before the first step
         self._ranks = ranks
         self._backend = backend
@@ -118,11 +118,13 @@ class RlTrainer:
             step = restored.manifest.step
             self._backend.load(restored.folder, restored.manifest.updates)
             self._checkpoints.went_on_from(restored.folder)
-            record_event("restored", policy=self._policy, step=step, folder=restored.folder.name)
-        if self._ranks.first:
-            ledger = restored.ledger() if restored is not None else b""
-            opening = OpenTrainer(self._policy, name, step, self._published.last_epoch)
-            opened = self._buffer.call(opening, attachments=[ledger] if ledger else [])
+            if self._ranks.first:
+                record_event("restored", policy=self._policy, step=step, folder=restored.folder.name)
+        ledger = restored.ledger() if restored is not None and self._ranks.first else b""
+        given = [ledger] if ledger else []
+        opening = OpenTrainer(self._policy, name, step, self._published.last_epoch)
+        opened = self._ranks.on_first(lambda: self._buffer.call(opening, attachments=given))
+        if opened is not None:
             if opened.step != step:
                 raise TrainerError(
                     f"the weights are those of step {step}, but the buffer is at {opened.step}"
@@ -142,7 +144,9 @@ class RlTrainer:
         return step
 
     def _note(self, event: str, **fields: Any) -> None:
-        record_event(event, policy=self._policy, epoch=self._epoch, **fields)
+        """Rank 0 speaks for all."""
+        if self._ranks.first:
+            record_event(event, policy=self._policy, epoch=self._epoch, **fields)
 
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
@@ -178,11 +182,11 @@ class RlTrainer:
         failpoint("trainer.after_train")
         self._publish(step + 1)
         failpoint("trainer.after_publish")
-        if self._ranks.first:
-            failpoint("trainer.before_commit")
-            self._buffer.call(Commit(self._policy, self._epoch, step, list(self._same_as)))
-            self._note("committed", step=step)
-            failpoint("trainer.after_commit")
+        failpoint("trainer.before_commit")
+        commit = Commit(self._policy, self._epoch, step, list(self._same_as))
+        self._ranks.on_first(lambda: self._buffer.call(commit))
+        self._note("committed", step=step)
+        failpoint("trainer.after_commit")
         ended_s = time.monotonic()
         if self._run_log is not None:
             seconds = {
@@ -230,10 +234,9 @@ class RlTrainer:
         board.figures = lambda: ServiceFigures(version)
 
     def _checkpoint(self, step: int) -> None:
-        ledger = b""
-        if self._ranks.first:
-            _, copies = self._buffer.exchange(ExportLedger(self._policy, self._epoch, step))
-            ledger = bytes(copies[0])
+        export = ExportLedger(self._policy, self._epoch, step)
+        exported = self._ranks.on_first(lambda: self._buffer.exchange(export))
+        ledger = bytes(exported[1][0]) if exported is not None else b""
         with busy("checkpoint"):
             folder = self._checkpoints.save(
                 step,
@@ -242,13 +245,14 @@ class RlTrainer:
                 ledger=ledger,
                 write=lambda folder: self._backend.save(folder)(),
             )
+        self._note("saved", step=step)
+        failpoint("trainer.after_checkpoint")
+        durable = Checkpointed(self._policy, self._epoch, step)
+        self._ranks.on_first(lambda: self._buffer.call(durable))
+        self._note("checkpointed", step=step)
+        failpoint("trainer.after_checkpointed")
         if self._ranks.first:
-            self._note("saved", step=step)
-            failpoint("trainer.after_checkpoint")
-            self._buffer.call(Checkpointed(self._policy, self._epoch, step))
-            self._note("checkpointed", step=step)
             self._published.forget_before(step)
-            failpoint("trainer.after_checkpointed")
             log.info("checkpoint written", step=step, folder=str(folder))
 
     def _export(self) -> None:

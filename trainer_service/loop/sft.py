@@ -90,6 +90,8 @@ class SftTrainer:
                 step_s=round(time.monotonic() - begun_s, 6),
             )
             policy = self._job.policy
+            if not self._ranks.first:
+                continue
             metrics.STEP.labels(policy).set(step)
             metrics.LOSS.labels(policy).set(loss)
             metrics.GRAD_NORM.labels(policy).set(grad_norm)

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from areal_async.cli.tools import ReplayRequest, run_tool, step_range
+from areal_async.config.devices import rank_device
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.schema import POLICY, VersionTag
 from areal_async.weights.pieces import whole_tensors
@@ -81,7 +82,7 @@ def replay(
     section = run.job.trainer
     torch.set_num_threads(section.torch_threads)
     torch.manual_seed(run.job.seed)
-    ranks = join_ranks(0, 1, device=section.device)
+    ranks = join_ranks(0, 1, device=rank_device(section.device, 0))
     backend = load_backend(run.job, ranks)
     first = 0
     if start is not None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.config.devices import rollout_gpus
+from areal_async.config.devices import rank_device, shared_with_engines
 from areal_async.config.engines import declared_engine, engine_part
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
@@ -203,21 +203,17 @@ class Nccl(Shm):
                 "Set it to shm, or both devices to one kind",
                 devices,
             )
-        elif kinds == {"cuda"} and int(trainer.device.partition(":")[2] or 0) in rollout_gpus(job):
-            yield Mistake(
-                "weights.channel",
-                f"trainer and engine are on one GPU ({trainer.device}), and NCCL takes only one member from "
-                "each",
-                "Set it to shm, or one of the devices to another GPU",
-                devices,
-            )
+        elif kinds == {"cuda"}:
+            yield from shared_with_engines(job)
 
     @staticmethod
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:
         from areal_async.weights.channels.tensor_sender import TensorSender
 
         arguments = Nccl.Arguments.model_validate(ctx.job.weights.channel_args)
-        return TensorSender(device=ctx.job.trainer.device, limit_s=arguments.give_up_s)
+        return TensorSender(
+            device=rank_device(ctx.job.trainer.device, ctx.index), limit_s=arguments.give_up_s
+        )
 
 
 class Zmq(Channel):

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.config.devices import device_mistakes, gpus_before, gpus_of, names_of, rollout_gpus, width_of
+from areal_async.config.devices import (
+    device_mistakes,
+    engine_gpus,
+    names_of,
+    rank_device,
+    rollout_gpus,
+    shared_with_engines,
+    trainer_gpus,
+    width_of,
+)
 from areal_async.config.job import JobConfig
 
 
@@ -16,8 +25,7 @@ def job_with(rollout: dict[str, Any], **sections: Any) -> JobConfig:
 
 
 def gpus(job: JobConfig, visible: int, worker: int | None, replica: int = 0) -> tuple[int, ...]:
-    first = gpus_before(job, worker=worker, replica=replica)
-    return gpus_of(job.rollout.device, first=first, width=width_of(job.rollout), visible=visible)
+    return engine_gpus(job, worker=worker, replica=replica, visible=visible)
 
 
 @given(workers=st.integers(1, 4), replicas=st.integers(1, 4), width=st.integers(1, 4), more=st.integers(0, 3))
@@ -46,6 +54,38 @@ def test_a_named_gpu_is_that_one_for_every_engine():
     assert {gpus(job, 2, worker, replica) for worker in (0, 1, None) for replica in range(3)} == {(1,)}
     assert not list(device_mistakes(job, 2))
     assert rollout_gpus(job) == {1}
+
+
+@given(ranks=st.integers(1, 4), workers=st.integers(1, 3), width=st.integers(1, 2), more=st.integers(0, 2))
+def test_engines_have_the_gpus_that_no_rank_of_the_trainer_has(ranks, workers, width, more):
+    section = {"device": "cuda", "engine": "vllm", "workers": workers}
+    section["server"] = {"arguments": {"tensor_parallel_size": width}}
+    job = job_with(section, trainer={"device": "cuda", "ranks": ranks})
+    visible = ranks + workers * width + more
+    assert not list(device_mistakes(job, visible))
+    assert list(trainer_gpus(job)) == list(range(ranks))
+    assert rollout_gpus(job, visible) == rollout_gpus(job) == set(range(ranks, ranks + workers * width))
+    assert not set(gpus(job, visible, None)) & set(range(ranks))
+    assert not list(shared_with_engines(job, visible))
+
+
+def test_ranks_from_a_named_gpu_on_leave_those_before_it_to_the_engines():
+    job = job_with({"device": "cuda", "workers": 2}, trainer={"device": "cuda:1", "ranks": 2})
+    assert [rank_device(job.trainer.device, rank) for rank in range(2)] == ["cuda:1", "cuda:2"]
+    assert [gpus(job, 4, worker) for worker in range(2)] == [(0,), (3,)]
+    # On another host no GPU is the trainer's.
+    assert engine_gpus(job, worker=1, replica=0, visible=4, beside_trainer=False) == (1,)
+
+
+def test_one_gpu_is_for_all_and_more_are_shared_only_where_that_is_said():
+    both = job_with({"device": "cuda"}, trainer={"device": "cuda"})
+    assert gpus(both, 1, 0) == gpus(both, 1, None) == (0,)
+    assert not list(device_mistakes(both, 1))
+    (mistake,) = shared_with_engines(both, 1)
+    assert mistake.field == "weights.channel"
+    said = job_with({"device": "cuda:0", "workers": 3}, trainer={"device": "cuda", "ranks": 2})
+    assert not list(device_mistakes(said, 2))
+    assert list(shared_with_engines(said))
 
 
 def test_a_cpu_needs_none():
@@ -80,6 +120,28 @@ def test_an_engine_has_as_many_gpus_as_its_parallel_sizes_say(engine, arguments,
         ({"device": "cuda:2"}, {}, 2, "rollout.device", "needs 3, and 2 are visible"),
         ({}, {"trainer": {"device": "cuda:1"}}, 1, "trainer.device", "needs 2, and 1 are visible"),
         ({}, {"evaluation": {"device": "cuda"}}, 0, "evaluation.device", "needs 1, and 0 are"),
+        ({}, {"trainer": {"device": "cuda", "ranks": 4}}, 3, "trainer.device", "needs 4, and 3 are visible"),
+        (
+            {},
+            {"trainer": {"device": "cuda:2", "ranks": 2}},
+            3,
+            "trainer.device",
+            "needs 4, and 3 are visible",
+        ),
+        (
+            {"device": "cuda", "workers": 2},
+            {"trainer": {"device": "cuda", "ranks": 2}},
+            3,
+            "rollout.device",
+            "need 2, and 3 are visible, of which the trainer has 2",
+        ),
+        (
+            {"engine": "vllm", "server": {"arguments": {"tensor-parallel-size": 2}}},
+            {"evaluation": {"device": "cuda"}},
+            1,
+            "evaluation.device",
+            "2 GPUs for one engine needs 2, and 1 are visible",
+        ),
     ],
 )
 def test_what_the_gpus_are_too_few_for_is_named(rollout, sections, visible, field, words):
@@ -91,7 +153,7 @@ def test_what_the_gpus_are_too_few_for_is_named(rollout, sections, visible, fiel
 def test_servers_that_run_already_have_gpus_of_their_own():
     job = job_with({"engine": "vllm", "device": "cuda", "server": {"urls": ["http://a", "http://b"]}})
     assert not list(device_mistakes(job, 0))
-    assert gpus_before(job, worker=None, replica=0) == 0
+    assert gpus(job, 1, None) == (0,)
 
 
 def test_a_child_is_told_the_names_that_its_parent_was_told():

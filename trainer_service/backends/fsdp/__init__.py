@@ -34,9 +34,7 @@ class Fsdp:
         each other, and gradients are summed over the copies."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """This version starts one rank."""
-        if job.trainer.ranks > 1:
-            yield Mistake("trainer.ranks", "this version trains on one rank", "Set it to 1")
+        """Copies of the model share the ranks evenly."""
         copies = self.Arguments.model_validate(arguments).replicate
         if job.trainer.ranks % copies:
             yield Mistake(

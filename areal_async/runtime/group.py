@@ -1,0 +1,87 @@
+"""What the supervisor and a rank of the trainer have in common: where ranks meet, and the line between them.
+
+The supervisor binds the socket on which the ranks meet and hands it to rank 0, so that no other program can
+take its port meanwhile. Over a pipe each rank gives a pulse every `PULSE_S`, from a thread of its own: a
+process that is stopped gives none. The same pipe takes what a rank knows of a death (`Note`), its own or
+another's.
+
+Only the standard library and msgspec: a rank starts its pulse before it loads torch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+PULSE_S = 1.0
+PULSE_VARIABLE = "AREAL_ASYNC_PULSE_FD"
+MEETING_VARIABLE = "AREAL_ASYNC_MEETING"
+LISTENING_VARIABLE = "AREAL_ASYNC_MEETING_FD"
+NOTE_LIMIT = 300  # Characters of a note's text: with its frame it fits into one write to a pipe
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank knows of a death."""
+
+    cause: str
+    """How it dies, in words that follow its name: `ran out of memory`."""
+    ranks: tuple[int, ...] = ()
+    """Whom it says it of; none is the rank itself."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The address of the TCP store at which the ranks of one trainer meet; rank 0 serves it."""
+
+    host: str
+    port: int
+    listening_fd: int | None = None
+    """The descriptor of the listening socket, on rank 0."""
+
+    @classmethod
+    def from_environment(cls) -> Meeting | None:
+        """What the supervisor has said; None for a rank that is alone."""
+        host, _, port = os.environ.get(MEETING_VARIABLE, "").rpartition(":")
+        if not host:
+            return None
+        listening = os.environ.get(LISTENING_VARIABLE)
+        return cls(host, int(port), int(listening) if listening else None)
+
+
+_pulse_fd: int | None = None
+
+
+def start_pulse() -> None:
+    """Give pulses from now on, where the supervisor listens for them. A second call does nothing."""
+    global _pulse_fd
+    fd = os.environ.get(PULSE_VARIABLE)
+    if fd is None or _pulse_fd is not None:
+        return
+    _pulse_fd = int(fd)
+    os.set_inheritable(_pulse_fd, False)
+    threading.Thread(target=_beat, args=(_pulse_fd,), name="pulse", daemon=True).start()
+
+
+def _beat(fd: int) -> None:
+    with suppress(BrokenPipeError):  # the supervisor is gone
+        while True:
+            _write(fd, b"\n")
+            time.sleep(PULSE_S)
+
+
+def tell(note: Note) -> None:
+    """Tell the supervisor; nothing happens where none listens."""
+    if _pulse_fd is not None:
+        cut = Note(" ".join(note.cause.split())[:NOTE_LIMIT], note.ranks)
+        with suppress(BrokenPipeError):
+            _write(_pulse_fd, msgspec.json.encode(cut) + b"\n")
+
+
+def _write(fd: int, line: bytes) -> None:
+    with suppress(BlockingIOError):  # nobody has read for a day: the supervisor has stopped
+        os.write(fd, line)
