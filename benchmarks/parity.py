@@ -184,7 +184,7 @@ def against_trainer(
             policy=TAG.policy,
             version=TAG.version,
             epochs=[TAG.epoch],
-            update_mode="recompute",
+            kv_is_kept=False,
             skipped=skipped,
         )
     compared = compare(backend, ranks, rows, 8192)

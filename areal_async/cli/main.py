@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
-from areal_async.cli.tools import buffer, readable_errors, reward
+from areal_async.cli.tools import PlanRequest, add_command, buffer, readable_errors, reward
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
@@ -113,6 +113,8 @@ def validate(job_file: JobFile, overrides: Overrides = None) -> None:
         print_warnings(job)
         print(dump_job(job), end="")
 
+
+add_command(app, "plan", PlanRequest)
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)

@@ -129,6 +129,20 @@ class ServeRequest(ToolRequest, frozen=True):
     ] = False
 
 
+class PlanRequest(ToolRequest, frozen=True):
+    """The memory that a job's trainer needs on each rank, and the tokens per micro-batch that fit."""
+
+    job_file: Annotated[str, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. trainer.ranks=8."),
+    ] = None
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A GPU, such as H100, instead of the visible one.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False
+
+
 def step_range(text: str | None) -> range:
     """The steps that `a:b` names, from a to before b; either may be left out, None names all."""
     start, colon, end = (text or ":").partition(":")
@@ -153,6 +167,7 @@ def module_of(request: ToolRequest) -> str:
         ExportRequest: "replay_buffer.tools.export",
         ReplayRequest: "trainer_service.tools.replay",
         TrialRequest: "reward_service.tools.trial",
+        PlanRequest: "trainer_service.tools.plan",
     }
     return modules[type(request)]
 

@@ -197,7 +197,6 @@ class Context:
             ids,
             sampling,
             session=self.episode_id,
-            began=self.builder.began,
             priority=self._priority,
             deadline_s=self._deadline_s,
         )

@@ -74,23 +74,19 @@ def rows_to_compare(
     policy: str,
     version: int,
     epochs: Collection[int],
-    update_mode: str,
+    kv_is_kept: bool,
     skipped: Counter[str],
 ) -> list[TrainingRow]:
     """Rows of one episode, cut to the units to train that `version` of one of the trainer `epochs` sampled.
 
-    What is approximate by the engine's own account is left out: with `update_mode` keep, units after one of
-    another version; with session, all units of an episode that has one, for its paths share a cache. What is
-    left out is added to `skipped`."""
+    With `kv_is_kept`, units after one of another version are left out: their log-probs are approximate by
+    the engine's own account. What is left out is added to `skipped`."""
     if entry.max_version < version:
         skipped[OTHER_VERSION] += entry.n_sampled
         return []
     episode = unpack(blob)
     epoch_of_unit = _epochs(episode)
     offsets = episode.segments.offset
-    units = episode.units.version
-    others = (units >= 0) & ~((units == version) & np.isin(epoch_of_unit, list(epochs)))
-    shared_kv = update_mode == "session" and bool(others.any())
 
     def comparable(row: Row) -> NDArray[np.bool_]:
         spans = (np.arange(offsets[s], offsets[s] + n) for s, n in zip(row.path, row.lengths, strict=True))
@@ -98,9 +94,9 @@ def rows_to_compare(
         sampled = row.mask.astype(bool)
         kept: NDArray[np.bool_] = sampled & same
         skipped[OTHER_VERSION] += int((sampled & ~same).sum())
-        if update_mode != "recompute":
+        if kv_is_kept:
             # Versions of all units before, those that other rows train included.
-            approximate = kept & ((np.cumsum((row.versions >= 0) & ~same) > 0) | shared_kv)
+            approximate = kept & (np.cumsum((row.versions >= 0) & ~same) > 0)
             skipped[KEPT_KV] += int(approximate.sum())
             kept &= ~approximate
         return kept
@@ -284,7 +280,7 @@ class LogprobCheck:
                 policy=self._job.policy,
                 version=step,
                 epochs=epochs,
-                update_mode=self._job.rollout.update_mode,
+                kv_is_kept=self._job.rollout.update_mode == "keep",
                 skipped=skipped,
             )
         ]

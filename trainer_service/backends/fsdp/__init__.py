@@ -10,11 +10,12 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
+from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of, rank_memory, shape_of
 
 if TYPE_CHECKING:
     import torch
 
-    from areal_async.config.job import JobConfig, OptimizerSection
+    from areal_async.config.job import JobConfig, OptimizerSection, TrainerSection
     from trainer_service.backends.base import TrainingBackend
     from trainer_service.ranks import Ranks
 
@@ -43,6 +44,14 @@ class Fsdp:
                 "Set it to a divisor of trainer.ranks",
                 ("trainer.ranks",),
             )
+
+    def memory(
+        self, trainer: TrainerSection, config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
+    ) -> tuple[ModelShape, RankMemory]:
+        """The model of a `config.json` and the shapes of its tensors, and the bytes that each rank of a job
+        needs for it. Raises ValueError for a model that has no decoder blocks."""
+        model = shape_of(config, tensors)
+        return model, rank_memory(model, options_of(trainer))
 
     def __call__(
         self,

@@ -1,0 +1,179 @@
+"""The memory model against measured peaks: `areal-async plan` and what the allocator gave out.
+
+    python benchmarks/memory.py [--tokens 2048] [--json FILE]
+
+Trains two updates of two micro-batches each on a random model, on the CPU, and takes the largest number of
+bytes that were allocated at once: those of the tensors that the back end holds when it is made, and from then
+on every allocation and release of torch's CPU allocator, as its profiler reports them. Rows are of three
+lengths, and a tenth of their tokens is sampled. The figure of the plan is for the same model, options, tokens
+and units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from areal_async.config.job import OptimizerSection
+from areal_async.registry import BACKENDS
+from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.backends.fsdp.memory import MemoryOptions, RankMemory, rank_memory, shape_of
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch, row_of
+from trainer_service.ranks import join_ranks
+from trainer_service.tools.plan import tensor_shapes
+
+DENSE = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", DENSE),
+    "qwen2-tied": ("Qwen2", {**DENSE, "tie_word_embeddings": True}),
+    "qwen2-large-vocabulary": ("Qwen2", {**DENSE, "vocab_size": 65_536}),
+    "qwen3": ("Qwen3", DENSE),
+    "qwen3-moe": ("Qwen3Moe", {**DENSE, **EXPERTS}),
+}
+SAMPLED_SHARE = 0.1
+UPDATES = 2
+MICRO_BATCHES = 2
+
+
+def write_random_model(name: str, folder: Path, **changes: Any) -> None:
+    """A model of `MODELS` as a Hugging Face directory without a tokenizer."""
+    family, dimensions = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**dimensions, **changes})
+    transformers.utils.logging.disable_progress_bar()
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+
+
+def packed_rows(
+    tokens: int, vocabulary: int, device: str = "cpu", share: float = SAMPLED_SHARE
+) -> MicroBatch:
+    """A micro-batch of three rows, about half, 3/8 and 1/8 of `tokens`, whose last tokens are sampled."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for index, length in enumerate((tokens - tokens // 8 - 3 * tokens // 8, 3 * tokens // 8, tokens // 8)):
+        mask = np.zeros(length + 1, np.uint8)
+        mask[-max(1, int(share * length)) :] = 1
+        ids = rng.integers(0, vocabulary, length + 1).astype(np.int32)
+        row = row_of(index, ids, mask, np.zeros(length + 1, np.float32), np.zeros(length + 1, np.int32))
+        rows += [row] if row is not None else []
+    return build_micro_batch(rows, device=device)
+
+
+def train_once(backend: TrainingBackend, batches: list[MicroBatch]) -> None:
+    """One update whose loss is the mean log-prob of the sampled units."""
+    units = sum(len(batch.units) for batch in batches)
+    backend.train(batches, lambda index, columns: -columns["logp"].sum() / units)
+    backend.optimizer_step()
+
+
+def held_bytes() -> int:
+    """Bytes of the storages of all tensors that Python can reach."""
+    gc.collect()
+    plain = (x for x in gc.get_objects() if issubclass(type(x), Tensor) and not isinstance(x, DTensor))
+    return sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in plain)}.values())
+
+
+def allocated_peak(action: Callable[[], None]) -> int:
+    """Most bytes that the CPU allocator gave out at once during `action`, above those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    recorded: Any = profiler.profiler
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def measure(
+    name: str, dtype: str, tokens: int, arguments: Mapping[str, Any], **changes: Any
+) -> dict[str, Any]:
+    """The measured peak of one case, and the plan's figure."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_random_model(name, folder, **changes)
+        config = json.loads((folder / "config.json").read_text())
+        options = MemoryOptions(compute_bytes=getattr(torch, dtype).itemsize, **arguments)
+        planned: RankMemory = rank_memory(shape_of(config, tensor_shapes(folder)), options)
+        ranks = join_ranks(0, 1)
+        before = held_bytes()
+        backend: TrainingBackend = BACKENDS.find("fsdp")(
+            {TRAINED_MODEL: folder},
+            OptimizerSection(),
+            ranks,
+            dtype=getattr(torch, dtype),
+            total_updates=UPDATES,
+            **arguments,
+        )
+        batches = [packed_rows(tokens, config["vocab_size"]) for _ in range(MICRO_BATCHES)]
+        at_rest = held_bytes() - before
+
+        def train() -> None:
+            for _ in range(UPDATES):
+                train_once(backend, batches)
+
+        measured = at_rest + allocated_peak(train)
+    expected = planned.peak(tokens, len(batches[0].units)) + planned.host_optimizer
+    return {
+        "model": name,
+        "dtype": dtype,
+        "tokens": tokens,
+        **arguments,
+        "measured_bytes": measured,
+        "planned_bytes": expected,
+        "ratio": round(expected / measured, 3),
+    }
+
+
+def cases() -> list[tuple[str, str, dict[str, Any]]]:
+    return [(name, dtype, {}) for name in MODELS for dtype in ("float32", "bfloat16")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name, dtype, arguments in cases():
+        row = measure(name, dtype, options.tokens, arguments)
+        rows.append(row)
+        told = " ".join(f"{key}={value}" for key, value in arguments.items())
+        print(
+            f"{name:24} {dtype:9} {told:40} measured {row['measured_bytes'] / 2**20:7.1f} MiB, "
+            f"planned {row['planned_bytes'] / 2**20:7.1f} MiB, ratio {row['ratio']:.3f}",
+            flush=True,
+        )
+    worst = max(abs(math.log(row["ratio"])) for row in rows)
+    result = {"worst_ratio": round(math.exp(worst), 3), "bar": 1.1, "cases": rows}
+    print(f"worst ratio {result['worst_ratio']} (bar {result['bar']})")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The memory model, and `areal-async plan`."""
+
+import json
+import struct
+import subprocess
+import sys
+from math import prod
+
+import pytest
+
+from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
+from trainer_service.tools.gpus import gpu_named, gpu_of_device
+
+HIDDEN, WIDTH, VOCABULARY, EXPERT, N_EXPERTS = 64, 160, 1000, 48, 4
+CONFIG = {"hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCABULARY, "num_experts_per_tok": 2}
+
+
+def tensors(layers: int = 2, *, experts: bool = False, head: bool = True) -> dict[str, tuple[int, ...]]:
+    found = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    if head:
+        found["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    for layer in range(layers):
+        begin = f"model.layers.{layer}."
+        for name, rows in {"q": 64, "k": 32, "v": 32}.items():
+            found[f"{begin}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+        found[f"{begin}self_attn.o_proj.weight"] = (HIDDEN, 64)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            found[f"{begin}{norm}.weight"] = (HIDDEN,)
+        mlps = {f"mlp.experts.{i}.": EXPERT for i in range(N_EXPERTS)} if experts else {"mlp.": WIDTH}
+        for mlp, width in mlps.items():
+            found[f"{begin}{mlp}gate_proj.weight"] = (width, HIDDEN)
+            found[f"{begin}{mlp}up_proj.weight"] = (width, HIDDEN)
+            found[f"{begin}{mlp}down_proj.weight"] = (HIDDEN, width)
+    return found
+
+
+def write_headers(folder, config, shapes):
+    """A model directory whose weights are a header and a hole."""
+    begin, header = 0, {}
+    for name, shape in shapes.items():
+        end = begin + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + begin)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def test_a_rank_holds_sixteen_bytes_of_each_parameter_and_n_ranks_share_them():
+    shapes = tensors()
+    model = shape_of(CONFIG, shapes)
+    assert model.size == sum(map(prod, shapes.values()))
+    alone = rank_memory(model, MemoryOptions())
+    assert alone.state == 16 * model.size
+    assert rank_memory(model, MemoryOptions(ranks=4)).state == 4 * model.size
+    assert rank_memory(model, MemoryOptions(ranks=4, replicate=2)).state == 8 * model.size
+
+
+def test_a_tensor_of_fewer_rows_than_ranks_is_padded():
+    model = shape_of(CONFIG, tensors())
+    assert rank_memory(model, MemoryOptions(ranks=128)).parameters > 4 * model.size // 128
+
+
+def test_offloaded_moments_are_in_the_memory_of_the_host():
+    model = shape_of(CONFIG, tensors())
+    rank = rank_memory(model, MemoryOptions(offload_optimizer=True))
+    assert (rank.optimizer, rank.host_optimizer) == (0, 8 * model.size)
+
+
+def test_a_tied_output_layer_is_counted_once():
+    tied = shape_of(CONFIG | {"tie_word_embeddings": True}, tensors())
+    assert tied.size == shape_of(CONFIG, tensors(head=False)).size
+    assert tied.tied
+
+
+def test_experts_are_counted_whole_and_their_activations_by_those_of_a_token():
+    dense, sparse = (shape_of(CONFIG, tensors(experts=experts)) for experts in (False, True))
+    assert sparse.size == sum(map(prod, tensors(experts=True).values()))
+    more = shape_of(CONFIG | {"num_experts_per_tok": 4}, tensors(experts=True))
+    two, four = (rank_memory(model, MemoryOptions()).activations_per_token for model in (sparse, more))
+    # Gate, up, activated gate and product in fp32, and the expert's input and output, in both layers.
+    assert four - two == 2 * 2 * (4 * 4 * EXPERT + 2 * 4 * HIDDEN)
+    assert rank_memory(dense, MemoryOptions()).activations_per_token != two
+
+
+def test_recomputation_keeps_the_input_of_each_block():
+    model = shape_of(CONFIG, tensors(layers=8))
+    none, full = (rank_memory(model, MemoryOptions(recompute=kind)) for kind in ("none", "full"))
+    outside = none.activations_per_token - 8 * (full.passing_per_token - none.passing_per_token)
+    assert full.activations_per_token == outside + 8 * 4 * HIDDEN
+
+
+def test_the_tokens_that_fit_are_the_most_whose_peak_does():
+    rank = rank_memory(shape_of(CONFIG, tensors()), MemoryOptions(compute_bytes=2))
+    room = rank.peak(500)
+    fits = rank.tokens_that_fit(room)
+    assert rank.peak(fits) <= room < rank.peak(fits + 2)
+    assert rank.tokens_that_fit(rank.state) == 0
+
+
+def test_a_model_without_decoder_blocks_cannot_be_planned():
+    with pytest.raises(ValueError, match="layers"):
+        shape_of(CONFIG, {"encoder.weight": (3, 3)})
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        shape_of({}, tensors())
+
+
+def test_a_gpu_is_found_by_the_name_that_people_and_drivers_use():
+    assert gpu_named("a100-80gb") is gpu_named("A100-80")
+    assert gpu_named("voodoo") is None
+    assert gpu_of_device("NVIDIA A100-SXM4-40GB", 1).bytes_per_s == 1.555e12
+    assert gpu_of_device("NVIDIA H100 PCIe", 1).bf16_flops == 756e12
+    assert gpu_of_device("NVIDIA H100 80GB HBM3", 1).bf16_flops == 989.4e12
+    assert gpu_of_device("NVIDIA L40S", 7).memory_bytes == 7
+    assert gpu_of_device("Voodoo", 7).bf16_flops is None
+
+
+def plan(folder, *arguments):
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "areal_async.cli.main",
+        "plan",
+        str(folder / "job.yaml"),
+        *arguments,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def job(tmp_path):
+    write_headers(tmp_path, CONFIG, tensors())
+    task = {"data_source": "s", "prompt": "1", "ability": "m", "reward_model": {"ground_truth": "1"}}
+    (tmp_path / "t.jsonl").write_text(json.dumps(task | {"extra_info": {}}))
+    (tmp_path / "job.yaml").write_text("{job: plan, kind: sft, model: ., tasks: {train: t.jsonl}}")
+    return tmp_path
+
+
+def test_the_plan_of_a_job_is_told_from_headers_alone(job):
+    done = plan(job, "trainer.dtype=bfloat16", "--gpu", "h100", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["parameters"] == sum(map(prod, tensors().values()))
+    expected = rank_memory(shape_of(CONFIG, tensors()), MemoryOptions(compute_bytes=2))
+    assert found["peak_bytes"] == expected.peak(8192)
+    assert found["gpu"]["tokens_that_fit"] == expected.tokens_that_fit(found["gpu"]["usable_bytes"])
+    page = plan(job, "--gpu", "H100").stdout
+    assert "AdamW moments" in page
+    assert "tokens fit" in page
+
+
+def test_what_cannot_be_planned_is_refused_with_what_to_do(job):
+    assert "Known are B200" in plan(job, "--gpu", "voodoo").stderr
+    (job / "config.json").write_text('{"model_type": "qwen2"}')
+    assert "config.json has no 'num_attention_heads'" in plan(job).stderr

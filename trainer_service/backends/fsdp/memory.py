@@ -1,0 +1,324 @@
+"""The memory that a rank of the FSDP2 back end needs, from a model's dimensions alone. Pure, without torch.
+
+What is always there (bytes; P: parameters, S: ranks that share them, each tensor cut along its first
+dimension and padded; c: bytes of a number in `trainer.dtype`):
+
+- parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S: fp32, sharded alike (ZeRO stage 3,
+  arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in the host's memory.
+
+What a pass adds, at the worst of its moments (`_moments`):
+
+- working parameters: FSDP2 gathers one block's parameters (c P_block) before it computes with it, and on more
+  than one rank the next block's beside them; those outside of blocks (embedding, last norm, output layer: the
+  root) stay gathered for the whole pass.
+- unreduced gradients: c P_block while a block is gone through backwards, then 4 P_block and 4 P_block / S of
+  input and output of the reduce-scatter (`foreach_reduce`), whose input is kept until the next block's. The
+  root's gradients, c P_root, live from the output layer's backward to the end.
+- activations: what autograd keeps of each linear layer, norm, rotation, attention and activation function as
+  transformers writes them (`_block_activations`), after the manner of Korthikanti et al. (arXiv:2205.05198
+  section 4), whose count is of a block with dropout and GeLU. With recomputation a block keeps its input,
+  c h per token (`selective`: and what its matrix products and attention give), and what it keeps otherwise is
+  there for one block at a time (Chen et al., arXiv:1604.06174).
+- head: log-probs are taken of a chunk of the units at a time (`head.py`), whose logits are there in fp32 and
+  in `trainer.dtype`; the output layer's gradient is summed up in fp32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from areal_async.config.job import TrainerSection
+
+Shape = tuple[int, ...]
+Recompute = Literal["none", "selective", "full"]
+FLOAT32_BYTES = 4
+STREAMED_BYTES = 1 << 28
+"""Offloaded moments that an update has on the device at once."""
+
+BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
+EXPERT = re.compile(r"experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block: its parameters as FSDP holds them, and the bytes of activations it keeps."""
+
+    parameters: Mapping[str, Shape]
+    """Shapes by name inside the block; the experts of one projection are one tensor [experts, out, in]."""
+    experts_per_token: int
+    heads: int
+
+    @property
+    def size(self) -> int:
+        return sum(map(prod, self.parameters.values()))
+
+    def width(self, name: str) -> int:
+        """Rows of a linear layer of this name, 0 where the block has none."""
+        return next((shape[-2] for key, shape in self.parameters.items() if key.endswith(name)), 0)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A causal language model, by the shapes of its tensors."""
+
+    blocks: tuple[Block, ...]
+    root: Mapping[str, Shape]
+    """Parameters outside of blocks; a tied output layer is not in it."""
+    hidden: int
+    vocabulary: int
+
+    @property
+    def tied(self) -> bool:
+        return not any("lm_head" in name for name in self.root)
+
+    @property
+    def size(self) -> int:
+        return self.root_size + sum(block.size for block in self.blocks)
+
+    @property
+    def root_size(self) -> int:
+        return sum(map(prod, self.root.values()))
+
+    @property
+    def largest(self) -> Block:
+        return max(self.blocks, key=lambda block: block.size)
+
+
+def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Shape]) -> ModelShape:
+    """The model of a parsed `config.json` and the shapes of the tensors in its files, by name.
+
+    Raises ValueError for one without decoder blocks (`…layers.N.…`), or whose config lacks a dimension."""
+    text = config.get("text_config", config)
+    try:
+        heads, hidden, vocabulary = (
+            int(text[key]) for key in ("num_attention_heads", "hidden_size", "vocab_size")
+        )
+    except KeyError as error:
+        raise ValueError(f"config.json has no {error}") from None
+    top_k = int(text.get("num_experts_per_tok") or text.get("moe_top_k") or 1)
+    blocks: dict[int, dict[str, list[Shape]]] = {}
+    root = {}
+    for name, shape in tensors.items():
+        if match := BLOCK.match(name):
+            inner = blocks.setdefault(int(match[1]), {})
+            inner.setdefault(EXPERT.sub("experts.", match[2]), []).append(shape)
+        elif not (text.get("tie_word_embeddings", False) and name.startswith("lm_head")):
+            root[name] = shape
+    if not blocks:
+        raise ValueError("its tensors are not those of a decoder: none is called …layers.N.…")
+    return ModelShape(
+        blocks=tuple(
+            Block({name: _stacked(shapes) for name, shapes in blocks[index].items()}, top_k, heads)
+            for index in sorted(blocks)
+        ),
+        root=root,
+        hidden=hidden,
+        vocabulary=vocabulary,
+    )
+
+
+def _stacked(shapes: list[Shape]) -> Shape:
+    return shapes[0] if len(shapes) == 1 else (len(shapes), *shapes[0])
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How a job spreads and computes its model."""
+
+    ranks: int = 1
+    replicate: int = 1
+    """Copies of the model: each is shared by ranks / replicate ranks."""
+    compute_bytes: int = 4
+    """Bytes of a number in `trainer.dtype`."""
+    recompute: Recompute = "none"
+    offload_optimizer: bool = False
+    head_chunks: int = 20
+    """Chunks of a micro-batch's units, unless they would have fewer logits than `head_elements`."""
+    head_elements: int = 1 << 24
+
+    @property
+    def shards(self) -> int:
+        return self.ranks // self.replicate
+
+
+def options_of(trainer: TrainerSection) -> MemoryOptions:
+    """What a job's `trainer` section says of it."""
+    arguments = trainer.backend_args
+    return MemoryOptions(
+        ranks=trainer.ranks,
+        replicate=arguments.get("replicate", 1),
+        compute_bytes=2 if trainer.dtype == "bfloat16" else 4,
+        recompute=arguments.get("recompute", "none"),
+        offload_optimizer=arguments.get("offload_optimizer", False),
+    )
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Moments on the rank's device."""
+    host_optimizer: int
+    """Moments in the host's memory."""
+    working: int
+    """Gathered parameters of the root and the largest block, and the next block's on more than one rank."""
+    unreduced: int
+    """Gradients of the root and the largest block before they are reduced, and the reduction's buffers."""
+    head: int
+    activations_per_token: int
+    """Kept by all blocks until the backward pass."""
+    passing_per_token: int
+    """Those of the block that is gone through backwards: gradients, and what it recomputes."""
+    moments: tuple[tuple[float, float, float], ...]
+    """(bytes, bytes per token, bytes per sampled unit) beyond the state, of what may be the worst moment."""
+
+    @property
+    def state(self) -> int:
+        """What is there between steps, with gradients."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def peak(self, tokens: int, units: int | None = None) -> int:
+        """Largest number of bytes on the device in a pass of `tokens` with `units` sampled ones (all)."""
+        units = tokens if units is None else units
+        return self.state + round(max(b + t * tokens + u * units for b, t, u in self.moments))
+
+    def tokens_that_fit(self, memory_bytes: int) -> int:
+        """Most tokens of one micro-batch, all of them sampled; 0 where the model itself does not fit."""
+        free = memory_bytes - self.state
+        return max(0, min(int((free - b) / (t + u)) for b, t, u in self.moments if t + u > 0))
+
+
+def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
+    """What each rank needs; see the module's text for the formulas."""
+    tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
+    shard = FLOAT32_BYTES * sum(-(-shape[0] // options.shards) * prod(shape[1:]) for shape in tensors)
+    c, block = options.compute_bytes, model.largest.size
+    moments = 2 * shard
+    return RankMemory(
+        parameters=shard,
+        gradients=shard,
+        optimizer=0 if options.offload_optimizer else moments,
+        host_optimizer=moments if options.offload_optimizer else 0,
+        working=_gathered(model, options),
+        unreduced=round((c + _reduction(options)) * block) + c * model.root_size,
+        head=round(_logits(model, options)[0]) + (_gradient_of_head(model, c)),
+        activations_per_token=sum(_kept(each, model.hidden, options) for each in model.blocks)
+        + _outside(model, c),
+        passing_per_token=max(_passing(each, model.hidden, options) for each in model.blocks),
+        moments=tuple(_moments(model, options)),
+    )
+
+
+def _gathered(model: ModelShape, options: MemoryOptions) -> int:
+    beside = 2 if options.shards > 1 else 1
+    return options.compute_bytes * (model.root_size + beside * model.largest.size)
+
+
+def _reduction(options: MemoryOptions) -> float:
+    """Bytes per parameter of a reduce-scatter's input and output."""
+    return FLOAT32_BYTES * (1 + 1 / options.shards)
+
+
+def _logits(model: ModelShape, options: MemoryOptions) -> tuple[float, float]:
+    """(bytes, bytes per unit) of a chunk's logits: whichever is more counts."""
+    wide = FLOAT32_BYTES if options.compute_bytes == FLOAT32_BYTES else FLOAT32_BYTES + options.compute_bytes
+    return wide * options.head_elements, wide * model.vocabulary / options.head_chunks
+
+
+def _gradient_of_head(model: ModelShape, c: int) -> int:
+    """The output layer's gradient in fp32, and in `trainer.dtype` where that is another."""
+    return (FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c) * model.vocabulary * model.hidden
+
+
+def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[tuple[float, float, float]]:
+    c, root, block = options.compute_bytes, model.root_size, model.largest.size
+    gathered, reduction, outside = _gathered(model, options), _reduction(options), _outside(model, c)
+    kept = [_kept(each, model.hidden, options) for each in model.blocks]
+    passing = [_passing(each, model.hidden, options) for each in model.blocks]
+    table = c * model.vocabulary * model.hidden  # the output layer's gradient
+    # The output layer's backward: everything is kept, beside the units' hidden states and their gradients.
+    begin, states = gathered + _gradient_of_head(model, c), 2 * c * model.hidden
+    least, per_unit = _logits(model, options)
+    yield begin + least, sum(kept) + outside, states
+    yield begin, sum(kept) + outside, states + per_unit
+    # Each block's backward, from the last on, beside the input of the reduction before it.
+    for done in range(len(kept)):
+        begin = gathered + table + c * block + (FLOAT32_BYTES * block if done else 0)
+        remaining = kept[: len(kept) - done]
+        yield begin, sum(remaining) + passing[len(remaining) - 1] + (0 if done else outside), 0.0
+    # The embedding's gradient, which a tied output layer's is added to, then the reduction of the root.
+    second = table if model.tied else 0
+    yield 2 * c * root + second + FLOAT32_BYTES * block, c * model.hidden, 0.0
+    yield (c + reduction) * root + FLOAT32_BYTES * block, 0.0, 0.0
+    if options.offload_optimizer:
+        yield STREAMED_BYTES, 0.0, 0.0
+
+
+def _outside(model: ModelShape, c: int) -> int:
+    """Kept per token outside of blocks: the last norm's input and output, sines and cosines, ids."""
+    return (FLOAT32_BYTES + 2 * c) * model.hidden + 2 * FLOAT32_BYTES * 8
+
+
+def _kept(block: Block, hidden: int, options: MemoryOptions) -> int:
+    c = options.compute_bytes
+    if options.recompute == "none":
+        return _block_activations(block, hidden, c)
+    return c * hidden + (_block_products(block, hidden, c) if options.recompute == "selective" else 0)
+
+
+def _passing(block: Block, hidden: int, options: MemoryOptions) -> int:
+    """Per token of a block's backward: the gradients of the two products in its widest part and of its
+    input; with recomputation also what it keeps."""
+    c = options.compute_bytes
+    wide = 2 * block.width("mlp.gate_proj.weight")
+    routed = block.width("experts.gate_proj.weight")
+    if routed:
+        wide += block.experts_per_token * (2 * routed + 2 * hidden)
+    transient = c * (wide + 2 * hidden)
+    again = 0 if options.recompute == "none" else _block_activations(block, hidden, c)
+    return transient + max(0, again - (_kept(block, hidden, options) - c * hidden))
+
+
+def _block_products(block: Block, hidden: int, c: int) -> int:
+    """Bytes per token of what a block's matrix products and its attention give."""
+    size = c * block.width("q_proj.weight") + FLOAT32_BYTES * block.heads  # of the attention
+    for name, shape in block.parameters.items():
+        if name.endswith("proj.weight") or name.endswith("gate.weight"):
+            size += c * shape[-2] * (block.experts_per_token if len(shape) == 3 else 1)
+    return size
+
+
+def _block_activations(block: Block, hidden: int, c: int) -> int:
+    """Bytes per token that autograd keeps of one block.
+
+    A norm of n numbers keeps its input in fp32 and the normalised numbers; the linear layers behind it share
+    one input. Attention keeps queries, keys, values (after the rotation, whose factors need no gradient), its
+    output twice (once packed again for the next layer) and a log-sum per head. A gated layer of width w keeps
+    gate, up, the activated gate and their product. An expert adds its input and its output, which is
+    multiplied by the router's weight."""
+    queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
+    size = 2 * _norm(hidden, c) + 2 * c * hidden
+    size += c * (queries + 2 * keys) + 2 * c * queries + FLOAT32_BYTES * block.heads
+    if "self_attn.q_norm.weight" in block.parameters:
+        size += _norm(queries, c) + _norm(keys, c)
+    for name, shape in block.parameters.items():
+        if not name.endswith("gate_proj.weight"):
+            continue
+        wide = 4 * c * shape[-2]
+        if len(shape) == 3:  # experts
+            size += block.experts_per_token * (wide + 2 * c * hidden) + 2 * FLOAT32_BYTES * shape[0]
+        else:
+            size += wide
+    return size
+
+
+def _norm(numbers: int, c: int) -> int:
+    return (FLOAT32_BYTES + c) * numbers

@@ -1,0 +1,180 @@
+"""`areal-async plan`: the memory that a job's trainer needs on each rank, and what fits.
+
+Reads the job file, the model's `config.json` and the headers of its safetensors files; no weights. torch is
+imported only to ask which GPU is visible, where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError, safe_open
+
+from areal_async.cli.tools import PlanRequest, run_tool
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.config.parts import load_part
+from trainer_service.backends.fsdp.memory import ModelShape, RankMemory
+from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
+
+RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
+FRAGMENTED_SHARE = 0.05  # What the caching allocator cannot give out
+GIB = 1 << 30
+
+
+def main(request: PlanRequest) -> None:
+    """Print the plan. Raises `ConfigError` for a job or a model that cannot be read."""
+    job = load_job(Path(request.job_file), request.overrides or ())
+    gpu = _gpu(request.gpu, job)
+    model, rank = job_memory(job, request.job_file)
+    found = figures(job, model, rank, gpu)
+    if request.as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(found)
+
+
+def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMemory]:
+    """The model of `job`, and the bytes that each rank of its back end needs. Raises `ConfigError`."""
+    part = load_part(job, "trainer.backend")
+    if not hasattr(part, "memory"):
+        fix = "Ask its author; `fsdp` can be planned"
+        raise ConfigError(
+            source,
+            [Mistake("trainer.backend", f"{job.trainer.backend} does not say what memory it needs", fix)],
+        )
+    try:
+        config = json.loads((job.model / "config.json").read_bytes())
+        model, rank = part.memory(job.trainer, config, tensor_shapes(job.model))
+    except (OSError, ValueError, SafetensorError) as error:
+        fix = "Name a Hugging Face directory of a causal language model with safetensors weights"
+        raise ConfigError(
+            source, [Mistake("model", f"{job.model} cannot be planned: {error}", fix)]
+        ) from None
+    return model, rank
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors in the safetensors files of a model directory, from the headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def usable_bytes(gpu: Gpu) -> int:
+    """Bytes of a GPU that tensors can have."""
+    return int((gpu.memory_bytes - RESERVED_BYTES) * (1 - FRAGMENTED_SHARE))
+
+
+def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str, int]:
+    """Bytes of a host's memory: those of shared memory once, the others once for each rank on it."""
+    published = model.size * (2 if job.trainer.dtype == "bfloat16" else 4)
+    return {
+        "published snapshots (shared memory)": job.weights.keep * published if job.kind == "rl" else 0,
+        "a rank's copy of a checkpoint that is written": 3 * rank.parameters,
+        "a rank's offloaded AdamW moments": rank.host_optimizer,
+    }
+
+
+def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
+    """Everything that is printed, in bytes."""
+    trainer = job.trainer
+    tokens = trainer.micro_batch_tokens
+    found: dict[str, Any] = {
+        "model": str(job.model),
+        "parameters": model.size,
+        "blocks": len(model.blocks),
+        "ranks": trainer.ranks,
+        "dtype": trainer.dtype,
+        "backend_args": dict(trainer.backend_args),
+        "bytes_per_rank": {
+            "parameters (fp32)": rank.parameters,
+            "gradients (fp32)": rank.gradients,
+            "AdamW moments (fp32)": rank.optimizer,
+            "gathered parameters, root and a block": rank.working,
+            "gradients before they are reduced": rank.unreduced,
+            "head, a chunk of positions": rank.head,
+        },
+        "bytes_per_token": {
+            "activations": rank.activations_per_token,
+            "backward of a block": rank.passing_per_token,
+        },
+        "micro_batch_tokens": tokens,
+        "peak_bytes": rank.peak(tokens),
+        "host_bytes": host_bytes(job, model, rank),
+    }
+    if gpu is not None:
+        found["gpu"] = {
+            "name": gpu.name,
+            "memory_bytes": gpu.memory_bytes,
+            "usable_bytes": usable_bytes(gpu),
+            "tokens_that_fit": rank.tokens_that_fit(usable_bytes(gpu)),
+        }
+    return found
+
+
+def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
+    """The named GPU, else the visible one of the trainer, if there is one."""
+    if name is not None:
+        if found := gpu_named(name):
+            return found
+        known = ", ".join(gpu.name for gpu in GPUS)
+        raise ConfigError(
+            "the command line", [Mistake("--gpu", f"{name} is in no table", f"Known are {known}")]
+        )
+    if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    index = int(job.trainer.device.partition(":")[2] or 0)
+    properties = torch.cuda.get_device_properties(min(index, torch.cuda.device_count() - 1))
+    return gpu_of_device(properties.name, properties.total_memory)
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    ranks = "1 rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"
+    arguments = "".join(f", {name} {value}" for name, value in found["backend_args"].items())
+    console.print(
+        f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters in {found['blocks']} blocks, "
+        f"{found['dtype']} on {ranks}{arguments}",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(min_width=46)
+    table.add_column(justify="right")
+    for name, size in found["bytes_per_rank"].items():
+        table.add_row(f"  {name}", f"{size / GIB:.2f} GiB")
+    for name, size in found["bytes_per_token"].items():
+        table.add_row(f"  {name}, per token", f"{size / (1 << 20):.3f} MiB")
+    tokens = found["micro_batch_tokens"]
+    table.add_row(f"  peak of a micro-batch of {tokens:,} tokens", f"{found['peak_bytes'] / GIB:.2f} GiB")
+    console.print("each rank", table, sep="\n")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(min_width=46)
+    table.add_column(justify="right")
+    for name, size in found["host_bytes"].items():
+        table.add_row(f"  {name}", f"{size / GIB:.2f} GiB")
+    console.print("each host", table, sep="\n")
+    gpu = found.get("gpu")
+    if gpu is None:
+        console.print("No GPU is visible: name one with --gpu to see what fits.")
+        return
+    fits = gpu["tokens_that_fit"]
+    told = f"micro-batches of up to {fits:,} tokens fit" if fits else "the model does not fit: use more ranks"
+    console.print(f"{gpu['name']}: {gpu['usable_bytes'] / GIB:.1f} GiB for tensors; {told}")
+
+
+if __name__ == "__main__":
+    run_tool(PlanRequest, main)
