@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ import torch
 from blake3 import blake3
 
 from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.manifest import HASH_PREFIX
+from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo, open_snapshot, write_snapshot
 from areal_async.weights.tensor_file import MAX_THREADS, MappedFile
 
@@ -105,49 +107,25 @@ def measure_copies(root: Path, size_bytes: int) -> dict[str, Any]:
     source = np.concatenate([t.view(torch.uint8).numpy() for t in tensors.values()])
     rounds = Rounds(size_bytes)
     shared = MappedFile(root / "copy", size_bytes)
-    kept: MappedFile | None = None
-    for number in range(ROUNDS):
-        rounds.begin()
-        if number:
-            rounds.take("shm copy", lambda: shared.write(0, source.data))
-        else:
-            rounds.take("shm copy, first", lambda: shared.write(0, source.data))
-        rounds.take("hash, 1 thread", lambda: blake3(source.data).digest())
-        rounds.take("hash, its own threads", lambda: blake3(source.data, max_threads=blake3.AUTO).digest())
-        name = "publish (copy + hash)" + ("" if number else ", first")
-        kept = _publish_again(rounds, name, root, number, tensors, kept)
-        path = root / f"e1-v{number}"
-        opened = rounds.take("verify (hash in place)", partial(open_snapshot, path, tensors=False))
-        opened = rounds.take("open (copy to private memory + hash)", partial(open_snapshot, path))
-        del opened
-        _retire(root, path, kept)
+    secret = RunSecret(bytes(32))
+    publisher = Publisher(root / "shm", f"ipc://{root}/socket", job="weights", access=secret)
+    publisher.start()
+    with closing(publisher):
+        for number in range(ROUNDS):
+            rounds.begin()
+            first = "" if number else ", first"
+            rounds.take(f"shm copy{first}", lambda: shared.write(0, source.data))
+            rounds.take("hash, 1 thread", lambda: blake3(source.data).digest())
+            rounds.take(
+                "hash, its own threads", lambda: blake3(source.data, max_threads=blake3.AUTO).digest()
+            )
+            tag = VersionTag("policy", 1, number)
+            name = f"publish (copy, then hash){first}"
+            written: SnapshotInfo = rounds.take(name, partial(publisher.publish, tag, tensors))
+            rounds.take("verify (hash in place)", partial(open_snapshot, written.path, tensors=False))
+            rounds.take("open (copy to private memory + hash)", partial(open_snapshot, written.path))
     shared.close()
-    if kept is not None:
-        kept.close()
     return {"size_MB": size_bytes // MB, **rounds.figures()}
-
-
-def _publish_again(
-    rounds: Rounds,
-    name: str,
-    root: Path,
-    version: int,
-    tensors: dict[str, torch.Tensor],
-    spare: MappedFile | None,
-) -> MappedFile:
-    written: SnapshotInfo = rounds.take(
-        name,
-        lambda: write_snapshot(root, VersionTag("policy", 1, version), tensors, reuse=spare),
-    )
-    assert written.mapped is not None
-    return written.mapped
-
-
-def _retire(root: Path, path: Path, mapped: MappedFile) -> None:
-    """What a publisher does with a snapshot that nobody reads any more."""
-    mapped.path.rename(root / "spare")
-    mapped.path = root / "spare"
-    shutil.rmtree(path)
 
 
 def measure_delta(root: Path, size_bytes: int, dtype: str, share: float, threads: int) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.group import Note, tell
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
-from areal_async.weights.publisher import make_publisher
+from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
+from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import newest_usable
 from trainer_service.disk import companion_files
@@ -124,11 +125,15 @@ def _rl(
             timeout_s=BUFFER_PATIENCE_S,
         )
     )
-    publisher = make_publisher(ctx, files=files, tied=backend.tied) if ranks.first else None
-    if publisher is not None:
-        publisher.start()
+    publisher: Publisher | PieceWriter
+    if ranks.first:
+        publisher = made = make_publisher(ctx, files=files, tied=backend.tied, group=ranks.side())
+        made.start()
         # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
-        stack.callback(publisher.close, remove=False)
+        stack.callback(made.close, remove=False)
+    else:
+        publisher = make_piece_writer(ctx, tied=backend.tied, group=ranks.side())
+        stack.callback(publisher.close)
     trainer = RlTrainer(
         ctx.job,
         ranks,

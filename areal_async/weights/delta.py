@@ -45,8 +45,8 @@ from areal_async.weights.manifest import (
 )
 from areal_async.weights.snapshot import (
     SnapshotInfo,
-    assemble,
     check_files,
+    check_parts,
     naming,
     publish_directory,
     read_manifest,
@@ -114,6 +114,10 @@ def write_delta(
             return publish_directory(staging, final, manifest)
 
 
+_Place = tuple[str, str, tuple[int, ...]]
+"""File, tensor and offset: what tells a part from the others of its snapshot."""
+
+
 class _Pair(NamedTuple):
     """The bytes of one part in both snapshots, and of an element that is compared as one."""
 
@@ -124,16 +128,18 @@ class _Pair(NamedTuple):
 
 def _pairs(base: Path, new: Path, old: Manifest, target: Manifest) -> list[_Pair | None]:
     """None for a part that has not changed, by the hashes in the manifests."""
-    files = [
-        {shard.file: TensorFile(directory, shard, manifest) for shard in manifest.shards}
-        for directory, manifest in ((base, old), (new, target))
-    ]
 
-    def elements(side: int, part: Part) -> Elements:
-        return np.frombuffer(files[side][part.file].tensor_bytes(part.tensor), np.uint8)
+    def elements(directory: Path, manifest: Manifest) -> dict[_Place, Elements]:
+        opened = [TensorFile(directory, shard, manifest) for shard in manifest.shards]
+        return {
+            _place(part): np.frombuffer(file.data[begin:end], np.uint8)
+            for file in opened
+            for part, begin, end in file.places
+        }
 
+    before, after = elements(base, old), elements(new, target)
     return [
-        None if earlier.hash == part.hash else _Pair(elements(0, part), elements(1, part), _width(part))
+        None if earlier.hash == part.hash else _Pair(before[_place(part)], after[_place(part)], _width(part))
         for earlier, part in zip(old.parts, target.parts, strict=True)
     ]
 
@@ -193,7 +199,7 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
         if not _alike(old, target):
             raise WrongBase(f"{base.name} holds other tensors than {into.name}")
         with staging_for(into) as staging:
-            patches = _patches(delta / DELTA_FILE, manifest.patches)
+            patches = _patches(delta / DELTA_FILE, manifest.patches, target)
             for shard in target.shards:
                 _rebuild(base, staging, shard, target, patches)
             for sidecar in target.sidecars:
@@ -203,16 +209,16 @@ def apply_delta(base: Path, delta: Path, into: Path) -> SnapshotInfo:
 
 
 def _rebuild(
-    base: Path, staging: Path, shard: Shard, target: Manifest, patches: Mapping[tuple[str, str], memoryview]
+    base: Path, staging: Path, shard: Shard, target: Manifest, patches: Mapping[_Place, memoryview]
 ) -> None:
-    """One file of the new snapshot: the base's bytes, patched, hashed and compared, tensor by tensor."""
+    """One file of the new snapshot: the base's bytes, patched, hashed and compared, part by part."""
     source = TensorFile(base, shard, target)
     mapped = MappedFile(staging / shard.file, shard.size_bytes)
     mapped.write(0, source.header)
 
-    def make(part: Part) -> None:
-        begin, end = source.place(part.tensor)
-        patch = Reader(patches[part.file, part.tensor])
+    def make(place: tuple[Part, int, int]) -> None:
+        part, begin, end = place
+        patch = Reader(patches[_place(part)])
         hashed = blake3()
         for at, stop in blocks_of(end - begin):
             block = mapped.view(begin + at, begin + stop)
@@ -226,14 +232,14 @@ def _rebuild(
             raise SnapshotError(f"{part.tensor}, made of {base.name} and a delta, does not match its hash")
 
     try:
-        in_threads(make, source.parts.values(), shard.size_bytes)
+        in_threads(make, source.places, shard.size_bytes)
         mapped.flush()
     finally:
         mapped.close()
 
 
-def _patches(path: Path, patches: list[Patch]) -> dict[tuple[str, str], memoryview]:
-    """(file, tensor) -> its part of the delta file."""
+def _patches(path: Path, patches: list[Patch], target: Manifest) -> dict[_Place, memoryview]:
+    """The bytes of the delta file for each part of the target."""
     size = path.stat().st_size
     if any(patch.size_bytes < 0 for patch in patches) or sum(p.size_bytes for p in patches) != size:
         raise SnapshotError(f"the patches do not cover {path.name}")
@@ -243,8 +249,8 @@ def _patches(path: Path, patches: list[Patch]) -> dict[tuple[str, str], memoryvi
             data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     ends = accumulate(patch.size_bytes for patch in patches)
     return {
-        (patch.file, patch.tensor): data[end - patch.size_bytes : end]
-        for patch, end in zip(patches, ends, strict=True)
+        _place(part): data[end - patch.size_bytes : end]
+        for part, patch, end in zip(target.parts, patches, ends, strict=True)
     }
 
 
@@ -258,7 +264,7 @@ def _target_of(delta: Path, manifest: Manifest) -> Manifest:
     target = unseal(sealed)
     if target.codec != "full" or target.tag != manifest.tag:
         raise SnapshotError(f"{TARGET_FILE} is not the manifest of a full snapshot of the delta's tag")
-    assemble(target, None)
+    check_parts(target)
     named = [(patch.file, patch.tensor) for patch in manifest.patches]
     if named != [(part.file, part.tensor) for part in target.parts]:
         raise SnapshotError("the patches are not those of the target's parts")
@@ -273,6 +279,10 @@ def _alike(old: Manifest, new: Manifest) -> bool:
     return first == second and all(
         getattr(old, field) == getattr(new, field) for field in ("shards", "sidecars", "tied")
     )
+
+
+def _place(part: Part) -> _Place:
+    return part.file, part.tensor, tuple(part.offset)
 
 
 def _width(part: Part) -> int:

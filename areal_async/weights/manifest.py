@@ -18,15 +18,15 @@ from blake3 import blake3
 from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import POLICY_NAME, VersionTag
 
-MANIFEST_SCHEMA = 2
+MANIFEST_SCHEMA = 3
 MANIFEST_FILE = "manifest.json"
 DELTA_SUFFIX = ".delta"
 MAX_MANIFEST_BYTES = 256 << 20
 HASH_PREFIX = "blake3:"
 WRITING_PREFIX = ".writing-"  # Begins the name of a directory that is not finished
-SPARE_FILE = ".spare-model"  # A model file of a snapshot that is gone, kept to be filled again
+SPARE_PREFIX = ".spare-"  # Begins the name of a model file that is in no snapshot, and may be filled
 _OURS = re.compile(
-    rf"{POLICY_NAME}-e\d+-v\d+(\.delta)?|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_FILE)}"
+    rf"{POLICY_NAME}-e\d+-v\d+(\.delta)?|{re.escape(WRITING_PREFIX)}.*|{re.escape(SPARE_PREFIX)}.*"
 )
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -34,8 +34,9 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 class Part(msgspec.Struct, frozen=True):
     """A box of a tensor: the elements from `offset` on, `extent` many, of a tensor of `shape`.
 
-    It is stored in `file` under the tensor's name; `hash` covers its bytes, `dtype` is safetensors' word.
-    """
+    The tensor is stored whole in `file` under its name. Its boxes are runs of whole rows (of the first
+    dimension), one after the other, so each is a run of bytes too; `hash` covers them. `dtype` is
+    safetensors' word."""
 
     tensor: str
     dtype: str

@@ -28,6 +28,11 @@ class TensorPiece:
         return tuple(self.tensor.shape) == self.shape
 
 
+def whole_piece(name: str, tensor: Tensor) -> TensorPiece:
+    """All of a tensor as one piece."""
+    return TensorPiece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
 def whole_tensors(pieces: Iterable[TensorPiece]) -> dict[str, Tensor]:
     """The tensors by name, where each piece is all of one. Raises `ValueError` for a part of a tensor."""
     tensors = {}

@@ -1,23 +1,26 @@
 """The trainer's end of the weights plane.
 
 Promises:
-- `publish` returns when the snapshot is complete on disk and every waiting receiver is being told.
+- A publication's result is there when the snapshot is complete on disk and every waiting receiver is being
+  told. Until then nobody hears of it. `writing.py` says what the trainer waits for.
 - Receivers are served by a thread of its own: a training step does not delay them, nor they it.
 - A snapshot is announced in full at once; only receivers that can use the delta being made wait for it.
 - Memory is bounded by `retention.py`; old allocations are filled again where nobody reads them.
 - `close` leaves no thread, no socket and no file.
 
-All methods may be called from any one thread that is not the publisher's own.
+All methods may be called from any one thread that is not the publisher's own. A trainer of several ranks has
+a `PieceWriter` (`make_piece_writer`) on each of the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,10 +34,12 @@ from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
 from areal_async.weights.delta import DeltaPublisher, write_delta
-from areal_async.weights.manifest import SPARE_FILE, remove_snapshots
+from areal_async.weights.layout import Layout
+from areal_async.weights.manifest import Part, remove_snapshots
+from areal_async.weights.pieces import TensorPiece, whole_piece, whole_tensors
 from areal_async.weights.retention import RetentionPolicy
-from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
-from areal_async.weights.tensor_file import MappedFile
+from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, finish_snapshot
+from areal_async.weights.writing import ByteCollectives, FilePool, PieceWriter, Publication, spare_file
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024
@@ -43,10 +48,11 @@ MAX_ACKS = 1024
 class Publisher:
     """Write snapshots under `root` and tell receivers at `endpoint` about them.
 
-    `files` go into every snapshot (see `write_snapshot`), as do `tied` names. `keep` newest snapshots stay; a
-    receiver that was told of one may read it for `hold_s` without acknowledging. Deltas are offered below the
-    share `deltas_below` of the full size; None makes none. `channel` is the publishing end of the way to the
-    receivers; `node_id` is the name of this host.
+    `files` go into every snapshot (see `write_snapshot`), as do `tied` names. `keep` newest snapshots stay,
+    and while another is written there are no more unless somebody needs them. `group` is that of the
+    trainer's ranks. A receiver that was told of one may read it for `hold_s` without acknowledging. Deltas
+    are offered below the share `deltas_below` of the full size; None makes none. `channel` is the publishing
+    end of the way to the receivers; `node_id` is the name of this host.
     """
 
     def __init__(
@@ -56,7 +62,8 @@ class Publisher:
         *,
         job: str,
         access: Access,
-        keep: int = 2,
+        keep: int = 1,
+        group: ByteCollectives | None = None,
         files: Mapping[str, bytes | Path] | None = None,
         tied: Mapping[str, str] | None = None,
         hold_s: float = 600.0,
@@ -76,7 +83,13 @@ class Publisher:
         self._node_id = node_id
         self._clock = clock
         self._kept = RetentionPolicy(keep, int(hold_s * 1000))
-        self._spare: MappedFile | None = None
+        self._keep = keep
+        self._numbers = itertools.count()
+        self._ready: list[int] = []
+        self._taken: int | None = None
+        """The file that is being filled."""
+        self._in_use: dict[VersionTag, int] = {}
+        self._writer = PieceWriter(root, group, tied=self._tied, lead=self)
         self._written: dict[VersionTag, SnapshotInfo] = {}
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
@@ -100,6 +113,25 @@ class Publisher:
         remove_snapshots(self._root)
         self._thread, self.endpoint = thread, self._server.endpoint
 
+    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
+        """See `PieceWriter.prepare`; after `start`."""
+        self._writer.prepare(pieces)
+
+    def begin(
+        self,
+        tag: VersionTag,
+        pieces: Iterable[TensorPiece],
+        *,
+        evaluate: bool = False,
+        final: bool = False,
+    ) -> Publication:
+        """See `PieceWriter.begin`."""
+        if self._channel.takes_tensors:
+            pieces = [*pieces]
+            # Receivers may ask for the tensors as soon as the snapshot is announced.
+            self._channel.offer(tag, whole_tensors(pieces))
+        return self._writer.begin(tag, pieces, evaluate=evaluate, final=final)
+
     def publish(
         self,
         tag: VersionTag,
@@ -108,32 +140,10 @@ class Publisher:
         evaluate: bool = False,
         final: bool = False,
     ) -> SnapshotInfo:
-        """Write the snapshot `tag` and announce it; `tensors` may change as soon as this returns.
-
-        `evaluate` pins it until an evaluator has acknowledged it; `final` says that none will follow. Raises
-        `SnapshotError` for a tag not newer than the last, or when it cannot be written.
-        """
-        with self._lock:
-            newest = self._kept.newest
-            if self._finished:
-                raise SnapshotError(f"{tag.label} cannot follow the final snapshot")
-            if newest is not None and tag <= newest:
-                raise SnapshotError(f"{tag.label} is not newer than {newest.label}")
-            self._make_room()
-            spare, self._spare = self._spare, None
-        # Receivers may ask for the tensors as soon as the snapshot is announced.
-        self._channel.offer(tag, tensors)
-        written = write_snapshot(self._root, tag, tensors, files=self._files, tied=self._tied, reuse=spare)
-        self._channel.add(written.path, written.manifest_hash)
-        with self._lock:
-            self._written[tag] = written
-            self._kept.add(tag, evaluate=evaluate, final=final)
-            self._finished = final
-            base = self._kept.previous
-            if base is not None and self._deltas.begin(self._written[base], written):
-                self._kept.use(base, tag)
-        self._wake()
-        return written
+        """Publish whole tensors of one process as `tag` and wait until that is announced."""
+        pieces = [whole_piece(name, tensor) for name, tensor in tensors.items()]
+        self.prepare(pieces)
+        return self.begin(tag, pieces, evaluate=evaluate, final=final).result()
 
     def acks(self) -> list[AckSnapshot]:
         """What receivers acknowledged since the last call, oldest first (the last `MAX_ACKS`)."""
@@ -153,39 +163,82 @@ class Publisher:
         thread = self._thread
         if thread is None:
             return
+        self._writer.close()
         self._closing = True
         self._wake()
         self._deltas.close()
         thread.run(self._stop_server())
         thread.close()
         self._thread = None
-        for mapped in (self._spare, *(written.mapped for written in self._written.values())):
-            if mapped is not None:
-                mapped.close()
         if remove:
             remove_snapshots(self._root)
 
-    # --- the trainer's side --------------------------------------------------------------------------
+    # --- the trainer's side: what the first rank decides, see `Lead` ---------------------------------
+
+    def offer_files(self) -> FilePool:
+        with self._lock:
+            while len(self._in_use) + len(self._ready) <= self._keep:
+                self._ready.append(next(self._numbers))
+            return FilePool([*self._in_use.values(), *self._ready], [*self._ready])
+
+    def take_file(self, tag: VersionTag) -> FilePool:
+        with self._lock:
+            newest = self._kept.newest
+            if self._finished:
+                raise SnapshotError(f"{tag.label} cannot follow the final snapshot")
+            if newest is not None and tag <= newest:
+                raise SnapshotError(f"{tag.label} is not newer than {newest.label}")
+            try:
+                self._make_room()
+            except OSError as error:
+                raise SnapshotError(
+                    f"an old snapshot under {self._root} cannot be removed: {error}"
+                ) from error
+            if not self._ready:
+                self._ready.append(next(self._numbers))
+            files = FilePool([*self._in_use.values(), *self._ready], [*self._ready])
+            self._taken = self._ready.pop(0)
+            return files
+
+    def announce(
+        self, tag: VersionTag, layout: Layout, parts: list[Part], *, evaluate: bool, final: bool
+    ) -> SnapshotInfo:
+        assert self._taken is not None
+        model = spare_file(self._root, self._taken)
+        try:
+            written = finish_snapshot(
+                self._root, tag, layout, parts, model, files=self._files, tied=self._tied
+            )
+        except OSError as error:
+            raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
+        self._channel.add(written.path, written.manifest_hash)
+        with self._lock:
+            self._in_use[tag], self._taken = self._taken, None
+            self._written[tag] = written
+            self._kept.add(tag, evaluate=evaluate, final=final)
+            self._finished = final
+            base = self._kept.previous
+            if base is not None and self._deltas.begin(self._written[base], written):
+                self._kept.use(base, tag)
+        self._wake()
+        return written
 
     def _make_room(self) -> None:
-        """Remove what is retired, but for one model file that the next snapshot may fill."""
-        try:
-            for tag, reusable in self._kept.retire(self._now_ms()):
-                written = self._written.pop(tag)
-                mapped = written.mapped
-                # Bytes on their way to another host are read from the files themselves.
-                unread = self._channel.remove(written.manifest_hash)
-                if mapped is not None and reusable and unread and self._spare is None:
-                    mapped.path = mapped.path.rename(self._root / SPARE_FILE)
-                    self._spare = mapped
-                elif mapped is not None:
-                    mapped.close()
-                shutil.rmtree(written.path)
-                if (delta := self._deltas.withdraw(tag)) is not None:
-                    self._channel.remove(delta.manifest_hash)
-                    shutil.rmtree(delta.path)
-        except OSError as error:
-            raise SnapshotError(f"an old snapshot under {self._root} cannot be removed: {error}") from error
+        """Remove what is retired, but for as many model files as the next snapshots will fill."""
+        if self._taken is not None:  # by a publication that failed
+            spare_file(self._root, self._taken).unlink(missing_ok=True)
+            self._taken = None
+        for tag, reusable in self._kept.retire(self._now_ms()):
+            written, number = self._written.pop(tag), self._in_use.pop(tag)
+            # Bytes on their way to another host are read from the files themselves.
+            unread = self._channel.remove(written.manifest_hash)
+            if reusable and unread and len(self._in_use) + len(self._ready) <= self._keep:
+                (written.path / MODEL_FILE).rename(spare_file(self._root, number))
+                self._ready.append(number)
+            shutil.rmtree(written.path)
+            if (delta := self._deltas.withdraw(tag)) is not None:
+                self._channel.remove(delta.manifest_hash)
+                shutil.rmtree(delta.path)
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
         """Announce the delta, if one was made. The thread that makes deltas calls this, under the lock."""
@@ -276,19 +329,33 @@ class Publisher:
 
 
 def make_publisher(
-    ctx: ServiceContext, *, files: Mapping[str, bytes | Path], tied: Mapping[str, str]
+    ctx: ServiceContext,
+    *,
+    files: Mapping[str, bytes | Path],
+    tied: Mapping[str, str],
+    group: ByteCollectives | None = None,
 ) -> Publisher:
-    """The publisher of the job. Raises `EndpointError`."""
+    """The publisher of the job, on the first rank of its trainer. Raises `EndpointError`."""
     section, channel = ctx.job.weights, channel_of(ctx.job)
     return Publisher(
-        channel.directory(ctx.job) or ctx.shm_dir,
+        _root_of(ctx),
         ctx.weights_endpoint,
         job=ctx.job.job,
         access=ctx.secret,
         keep=section.keep,
+        group=group,
         files=files,
         tied=tied,
         deltas_below=section.delta_below if makes_deltas(ctx.job) else None,
         channel=channel.publishing_end(ctx),
         node_id=ctx.node_id,
     )
+
+
+def make_piece_writer(ctx: ServiceContext, *, tied: Iterable[str], group: ByteCollectives) -> PieceWriter:
+    """What the other ranks of the job's trainer have in the place of its publisher."""
+    return PieceWriter(_root_of(ctx), group, tied=tied)
+
+
+def _root_of(ctx: ServiceContext) -> Path:
+    return channel_of(ctx.job).directory(ctx.job) or ctx.shm_dir

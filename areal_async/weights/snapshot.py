@@ -13,13 +13,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -28,13 +26,16 @@ from blake3 import blake3
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
+from areal_async.weights.layout import Layout, box_of, plan_layout
 from areal_async.weights.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
     MAX_MANIFEST_BYTES,
+    SPARE_PREFIX,
     WRITING_PREFIX,
     Manifest,
     Part,
+    Shard,
     Sidecar,
     check_file_name,
     files_of,
@@ -44,7 +45,8 @@ from areal_async.weights.manifest import (
     seal,
     unseal,
 )
-from areal_async.weights.tensor_file import DTYPE_OF, MappedFile, TensorFile, write_tensors
+from areal_async.weights.pieces import whole_piece
+from areal_async.weights.tensor_file import MappedFile, TensorFile, fill, hash_ranges, parts_of_file
 
 MODEL_FILE = "model.safetensors"
 
@@ -59,8 +61,6 @@ class SnapshotInfo:
     size_bytes: int
     weights_hash: str = ""
     """The hash of names, shapes and bytes of all tensors alone: one for equal weights, whatever their tag."""
-    mapped: MappedFile | None = field(default=None, compare=False, repr=False)
-    """The writer's mapping of the model file."""
 
 
 class Snapshot:
@@ -92,37 +92,60 @@ def write_snapshot(
     *,
     files: Mapping[str, bytes | Path] | None = None,
     tied: Mapping[str, str] | None = None,
-    reuse: MappedFile | None = None,
 ) -> SnapshotInfo:
-    """Write `tensors` and `files` as the snapshot `tag` under `root`.
+    """Write `tensors` and `files` as the snapshot `tag` under `root`, in one process and into a new file.
 
-    `tied` maps names that share another tensor's data to that tensor, and have none of their own. `reuse` is
-    the mapping of a retired model file that nobody reads any more: that allocation is filled again, which in
-    shared memory is several times faster than a new one; it is used up, whatever happens.
-    `SnapshotInfo.mapped` is the next to reuse.
+    `tied` maps names that share another tensor's data to that tensor, and have none of their own.
 
     Raises `SnapshotError` for what cannot be stored, for a tag that is there already and when the space ends.
     """
+    aliases = dict(tied or {})
+    pieces = [whole_piece(name, tensor) for name, tensor in tensors.items() if name not in aliases]
+    layout = plan_layout([[box_of(piece) for piece in pieces]], MODEL_FILE)
+    spare = root / f"{SPARE_PREFIX}{tag.label}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            mapped = MappedFile(spare, layout.size_bytes)
+            mapped.write(0, layout.header)
+            for piece in pieces:
+                fill(mapped, layout, piece)
+            parts = hash_ranges(mapped, layout.ranges)
+            mapped.close()
+            return finish_snapshot(root, tag, layout, parts, spare, files=files or {}, tied=aliases)
+        finally:
+            spare.unlink(missing_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"snapshot {tag.label} cannot be written under {root}: {error}") from error
+
+
+def finish_snapshot(
+    root: Path,
+    tag: VersionTag,
+    layout: Layout,
+    parts: list[Part],
+    model: Path,
+    *,
+    files: Mapping[str, bytes | Path],
+    tied: Mapping[str, str],
+) -> SnapshotInfo:
+    """Make the snapshot `tag` of the file `model`, which is filled by `layout` and hashed as `parts`, and is
+    moved. Raises `SnapshotError` and `OSError`."""
     final = root / tag.label
     if final.exists():
         raise SnapshotError(f"{final} is there already: a snapshot is written once")
-    aliases = dict(tied or {})
-    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    for alias, name in aliases.items():
-        if name not in kept:
+    names = {part.tensor for part in parts}
+    for alias, name in tied.items():
+        if name not in names:
             raise SnapshotError(f"{alias} is tied to {name}, which is not among the tensors")
-    try:
-        with staging_for(final) as staging:
-            if reuse is not None:
-                os.rename(reuse.path, staging / MODEL_FILE)
-            shard, parts, mapped = write_tensors(staging / MODEL_FILE, kept, reuse=reuse)
-            sidecars = [_write_sidecar(staging, name, content) for name, content in (files or {}).items()]
-            manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, aliases)
-            written = publish_directory(staging, final, manifest)
-            mapped.path = final / MODEL_FILE
-            return replace(written, mapped=mapped)
-    except OSError as error:
-        raise SnapshotError(f"snapshot {final.name} cannot be written under {root}: {error}") from error
+    with staging_for(final) as staging:
+        sidecars = [_write_sidecar(staging, name, content) for name, content in files.items()]
+        os.rename(model, staging / MODEL_FILE)
+        # Writing into a mapping of shared memory does not show in the file's times.
+        os.utime(staging / MODEL_FILE)
+        shard = Shard(MODEL_FILE, layout.size_bytes, len(layout.header), hash_of(layout.header))
+        manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, [shard], sidecars, dict(tied))
+        return publish_directory(staging, final, manifest)
 
 
 @contextmanager
@@ -159,9 +182,9 @@ def open_snapshot(path: Path, *, manifest_hash: str | None = None, tensors: bool
         if manifest.codec != "full":
             raise SnapshotError("it is a delta, which only its base makes a snapshot")
         check_files(path, manifest)
+        check_parts(manifest)
         if tensors:
             return Snapshot(manifest.tag, path, manifest, _read(path, manifest))
-        assemble(manifest, None)
         for shard in manifest.shards:
             TensorFile(path, shard, manifest).verify()
         return Snapshot(manifest.tag, path, manifest)
@@ -198,71 +221,28 @@ def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
 
 
 def _read(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    return assemble(
-        manifest, {shard.file: TensorFile(path, shard, manifest).read() for shard in manifest.shards}
-    )
-
-
-def assemble(
-    manifest: Manifest, pieces: Mapping[str, Mapping[str, torch.Tensor]] | None
-) -> dict[str, torch.Tensor]:
-    """All tensors of a snapshot by name, from `pieces[file][tensor]`; without pieces the manifest alone is
-    checked, and no tensor is returned.
-
-    A tensor that is one part shares the piece's memory; tied names share their tensor. Raises `SnapshotError`
-    unless the parts of each tensor cover it exactly once.
-    """
-    by_tensor: defaultdict[str, list[Part]] = defaultdict(list)
-    files = {shard.file for shard in manifest.shards}
-    for part in manifest.parts:
-        if part.file not in files:
-            raise SnapshotError(f"a part of {part.tensor} is in {part.file}, which is not in the snapshot")
-        by_tensor[part.tensor].append(part)
-    for name, parts in by_tensor.items():
-        _check_cover(name, parts)
-    for alias, name in manifest.tied.items():
-        if name not in by_tensor or alias in by_tensor:
-            raise SnapshotError(f"{alias} cannot be tied to {name}")
     tensors: dict[str, torch.Tensor] = {}
-    if pieces is None:
-        return tensors
-    for name, parts in by_tensor.items():
-        if len(parts) == 1:
-            tensors[name] = pieces[parts[0].file][name]
-        else:
-            whole = torch.empty(parts[0].shape, dtype=DTYPE_OF[parts[0].dtype])
-            for part in parts:
-                box = tuple(slice(o, o + e) for o, e in zip(part.offset, part.extent, strict=True))
-                whole[box] = pieces[part.file][name]
-            tensors[name] = whole
+    for shard in manifest.shards:
+        tensors |= TensorFile(path, shard, manifest).read()
     for alias, name in manifest.tied.items():
         tensors[alias] = tensors[name]
     return tensors
 
 
-def _check_cover(name: str, parts: list[Part]) -> None:
-    first = parts[0]
-    for part in parts:
-        if part.shape != first.shape or part.dtype != first.dtype:
-            raise SnapshotError(f"the parts of {name} disagree about its shape or dtype")
-        if not len(part.shape) == len(part.offset) == len(part.extent):
-            raise SnapshotError(f"a part of {name} has another number of dimensions")
-        for size, offset, extent in zip(part.shape, part.offset, part.extent, strict=True):
-            if offset < 0 or extent < 0 or offset + extent > size:
-                raise SnapshotError(f"a part of {name} lies outside of it")
-    # Boxes inside the tensor that do not overlap and have as many elements as it: they cover it.
-    for i, one in enumerate(parts):
-        if any(_overlap(one, other) for other in parts[:i]):
-            raise SnapshotError(f"two parts of {name} overlap")
-    if sum(math.prod(part.extent) for part in parts) != math.prod(first.shape):
-        raise SnapshotError(f"the parts of {name} do not cover it")
-
-
-def _overlap(one: Part, other: Part) -> bool:
-    return all(
-        max(a, b) < min(a + da, b + db)
-        for a, da, b, db in zip(one.offset, one.extent, other.offset, other.extent, strict=True)
-    )
+def check_parts(manifest: Manifest) -> None:
+    """The manifest is in order by itself: each tensor lies in one of its files, whole. Raises
+    `SnapshotError`."""
+    file_of: dict[str, str] = {}
+    for shard in manifest.shards:
+        for name in parts_of_file(manifest, shard.file):
+            if file_of.setdefault(name, shard.file) != shard.file:
+                raise SnapshotError(f"{name} is in {file_of[name]} and in {shard.file}")
+    for part in manifest.parts:
+        if file_of.get(part.tensor) != part.file:
+            raise SnapshotError(f"a part of {part.tensor} is in {part.file}, which is not in the snapshot")
+    for alias, name in manifest.tied.items():
+        if name not in file_of or alias in file_of:
+            raise SnapshotError(f"{alias} cannot be tied to {name}")
 
 
 @contextmanager

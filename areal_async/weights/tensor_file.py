@@ -1,11 +1,10 @@
-"""One safetensors file of a snapshot: every byte is hashed while it is copied.
+"""One safetensors file of a snapshot: mapped, filled with pieces of tensors, hashed and read.
 
-Format: u64 little-endian header size, JSON header `{name: {dtype, shape, data_offsets}}`, data. Tensors lie
-in order of falling element size, so each is aligned to its element once the data is. The package of that name
-writes whole new files only; here an existing allocation is filled again.
+Format: u64 little-endian header size, JSON header `{name: {dtype, shape, data_offsets}}`, data; `layout.py`
+says what lies where. The package of that name writes whole new files only; here an existing allocation is
+filled again, by several processes.
 
-Tensors are worked on by a few threads, one tensor each, in pieces small enough to be still in the cache when
-they are hashed: memory is read once for both. Hash and copy release Python's lock.
+Parts are hashed by a few threads, one part each, which lets go of Python's lock.
 """
 
 from __future__ import annotations
@@ -14,52 +13,29 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from blake3 import blake3
 
 from areal_async.errors import SnapshotError
-from areal_async.weights.manifest import Manifest, Part, Shard, hash_of, named
+from areal_async.weights.layout import DTYPE_OF, DTYPES, HashedRange, Layout, TensorEntry
+from areal_async.weights.manifest import Manifest, Part, Shard, hash_of
+from areal_async.weights.pieces import TensorPiece
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
-HEADER_ALIGN_BYTES = 64
+PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 256 << 20
-PIECE_BYTES = 512 << 10  # Bytes copied, then hashed: they should fit into a core's second-level cache
 MAX_THREADS = 8
 THREADS_FROM_BYTES = 8 << 20  # Smaller files are done before threads would have started
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of the file; `data_offsets` are relative to the end of the header."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
 
 
 class MappedFile:
@@ -81,6 +57,11 @@ class MappedFile:
     @property
     def size_bytes(self) -> int:
         return len(self._map)
+
+    def touch(self) -> None:
+        """Enter every page into this process's tables, so that the first copy is as fast as any. Reads only:
+        other processes may be writing."""
+        np.add.reduce(self.view(0, self.size_bytes)[::PAGE_BYTES])
 
     def write(self, at: int, data: bytes | memoryview) -> None:
         """Raises `ValueError` outside of the file."""
@@ -110,38 +91,30 @@ class MappedFile:
             self._map.close()
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, reuse: MappedFile | None = None
-) -> tuple[Shard, list[Part], MappedFile]:
-    """Write the file `path`; `reuse` is the mapping of the file that lies there already."""
-    header, order = plan(tensors)
-    places = []
-    size = len(header)
-    for name in order:
-        places.append((name, size))
-        size += tensors[name].nbytes
-    if reuse is not None and reuse.size_bytes != size:
-        reuse.close()
-        reuse = None
-    mapped = reuse if reuse is not None else MappedFile(path, size)
-    mapped.path = path
-    mapped.write(0, header)
+def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
+    """Copy a piece, from whatever device it is on, to its place in the file: the one copy that is made of it.
+    On a GPU the copy may still be under way when this returns. Raises `SnapshotError` for a piece of another
+    layout."""
+    entry = layout.entries.get(piece.name)
+    tensor = piece.tensor.detach()
+    if entry is None or (entry.dtype, entry.shape) != (DTYPES.get(tensor.dtype), list(piece.shape)):
+        raise SnapshotError(f"{piece.name} is not what the layout was planned for")
+    if not tensor.numel():
+        return
+    whole = torch.from_numpy(mapped.view(*layout.place(piece.name))).view(tensor.dtype).view(entry.shape)
+    box = whole[tuple(slice(o, o + e) for o, e in zip(piece.offset, tensor.shape, strict=True))]
+    if box.shape != tensor.shape:
+        raise SnapshotError(f"a piece of {piece.name} lies outside of it")
+    box.copy_(tensor, non_blocking=box.is_contiguous())
 
-    def write(place: tuple[str, int]) -> Part:
-        name, at = place
-        tensor = tensors[name].detach().cpu().contiguous()
-        hashed = blake3()
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        for begin in range(0, data.nbytes, PIECE_BYTES):
-            piece = data[begin : begin + PIECE_BYTES]
-            mapped.write(at + begin, piece)
-            hashed.update(piece)
-        shape = list(tensor.shape)
-        return Part(name, DTYPES[tensor.dtype], shape, [0] * len(shape), shape, path.name, named(hashed))
 
-    parts = in_threads(write, places, size)
-    mapped.flush()
-    return Shard(path.name, size, len(header), hash_of(header)), parts, mapped
+def hash_ranges(mapped: MappedFile, ranges: Sequence[HashedRange]) -> list[Part]:
+    """The parts of these ranges with the hashes of the bytes that are in the file now."""
+
+    def hashed(found: HashedRange) -> Part:
+        return msgspec.structs.replace(found.part, hash=hash_of(mapped.view(found.begin, found.end).data))
+
+    return in_threads(hashed, ranges, sum(found.end - found.begin for found in ranges))
 
 
 class TensorFile:
@@ -166,66 +139,80 @@ class TensorFile:
         self.header = bytes(self.data[: shard.header_bytes])
         if hash_of(self.header) != shard.header_hash:
             raise SnapshotError(f"the header of {shard.file} does not match its hash")
-        entries = parse_header(self.header)
-        if max((e.data_offsets[1] for e in entries.values()), default=0) != size - shard.header_bytes:
+        self.entries = parse_header(self.header)
+        if max((e.data_offsets[1] for e in self.entries.values()), default=0) != size - shard.header_bytes:
             raise SnapshotError(f"{shard.file} has bytes that belong to no tensor")
-        self.parts = {part.tensor: part for part in manifest.parts if part.file == shard.file}
-        if self.parts.keys() != entries.keys():
+        parts = parts_of_file(manifest, shard.file)
+        if parts.keys() != self.entries.keys():
             raise SnapshotError(f"{shard.file} holds other tensors than the manifest says")
-        for name, entry in entries.items():
-            if self.parts[name].dtype != entry.dtype or self.parts[name].extent != entry.shape:
+        self.places: list[tuple[Part, int, int]] = []
+        """Each part with [begin, end) of its bytes in the file, in the manifest's order."""
+        for name, found in parts.items():
+            entry = self.entries[name]
+            if (found[0].dtype, found[0].shape) != (entry.dtype, entry.shape):
                 raise SnapshotError(
                     f"{name} in {shard.file} has another dtype or shape than the manifest says"
                 )
-        self._entries = entries
-
-    def place(self, tensor: str) -> tuple[int, int]:
-        """[begin, end) of a tensor's bytes in the file."""
-        begin, end = self._entries[tensor].data_offsets
-        return len(self.header) + begin, len(self.header) + end
-
-    def tensor_bytes(self, tensor: str) -> memoryview:
-        begin, end = self.place(tensor)
-        return self.data[begin:end]
+            begin = shard.header_bytes + entry.data_offsets[0]
+            for part in found:
+                end = begin + math.prod(part.extent) * DTYPE_OF[part.dtype].itemsize
+                self.places.append((part, begin, end))
+                begin = end
 
     def verify(self) -> None:
-        """Hash every tensor. Raises `SnapshotError` where one does not match."""
+        """Hash every part. Raises `SnapshotError` where one does not match."""
         in_threads(
-            lambda name: self._check(name, hash_of(self.tensor_bytes(name))), self.parts, len(self.data)
+            lambda place: self._check(place[0], self.data[place[1] : place[2]]), self.places, len(self.data)
         )
 
-    def read(self) -> dict[str, torch.Tensor]:
-        """The pieces by tensor name, in memory of this process that was itself hashed. Raises `SnapshotError`
-        where one does not match."""
+    def read(self, *, verify: bool = True) -> dict[str, torch.Tensor]:
+        """The tensors by name, in memory of this process. With `verify` that memory was itself hashed: raises
+        `SnapshotError` where a part does not match."""
+        copies = {
+            name: np.empty(entry.data_offsets[1] - entry.data_offsets[0], np.uint8)
+            for name, entry in self.entries.items()
+        }
 
-        def read(name: str) -> torch.Tensor:
-            data = np.array(self.tensor_bytes(name))
-            self._check(name, hash_of(data.data))
-            entry = self._entries[name]
-            flat = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)
-            return flat.view(DTYPE_OF[entry.dtype]).view(entry.shape)
+        def read(place: tuple[Part, int, int]) -> None:
+            part, begin, end = place
+            at = begin - len(self.header) - self.entries[part.tensor].data_offsets[0]
+            copy = copies[part.tensor][at : at + end - begin]
+            np.copyto(copy, np.frombuffer(self.data[begin:end], np.uint8))
+            if verify:
+                self._check(part, copy.data)
 
-        return dict(zip(self._entries, in_threads(read, self._entries, len(self.data)), strict=True))
+        in_threads(read, self.places, len(self.data))
+        tensors = {}
+        for name, entry in self.entries.items():
+            data, dtype = copies[name], DTYPE_OF[entry.dtype]
+            flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
+            tensors[name] = flat.view(entry.shape)
+        return tensors
 
-    def _check(self, name: str, found: str) -> None:
-        if found != self.parts[name].hash:
-            raise SnapshotError(f"{name} in {self._path.name} does not match its hash")
+    def _check(self, part: Part, data: memoryview) -> None:
+        if hash_of(data) != part.hash:
+            raise SnapshotError(f"{part.tensor} in {self._path.name} does not match its hash")
 
 
-def plan(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
-    """The header of a file of `tensors`, and the order in which their bytes follow it."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in DTYPES:
-            raise SnapshotError(f"{name} has dtype {tensor.dtype}, which a snapshot cannot hold")
-        header[name] = TensorEntry(DTYPES[tensor.dtype], list(tensor.shape), (at, at + tensor.nbytes))
-        at += tensor.nbytes
-    text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGN_BYTES)
-    return struct.pack("<Q", len(text)) + text, order
+def parts_of_file(manifest: Manifest, file: str) -> dict[str, list[Part]]:
+    """The parts of each tensor in a file, in the manifest's order: consecutive rows. Raises `SnapshotError`
+    unless they cover it exactly."""
+    by_tensor: dict[str, list[Part]] = {}
+    for part in manifest.parts:
+        if part.file == file:
+            by_tensor.setdefault(part.tensor, []).append(part)
+    for name, parts in by_tensor.items():
+        shape, row = parts[0].shape, 0
+        for part in parts:
+            if (part.shape, part.dtype) != (shape, parts[0].dtype):
+                raise SnapshotError(f"the parts of {name} disagree about its shape or dtype")
+            zeros, rest = [0] * (len(shape) - 1), shape[1:]
+            if shape and (part.offset != [row, *zeros] or part.extent[1:] != rest or part.extent[0] < 0):
+                raise SnapshotError(f"the parts of {name} are not its rows in their order")
+            row += part.extent[0] if shape else 1
+        if row != (shape[0] if shape else 1) or (not shape and parts[0].offset + parts[0].extent):
+            raise SnapshotError(f"the parts of {name} do not cover it")
+    return by_tensor
 
 
 def parse_header(data: bytes) -> dict[str, TensorEntry]:

@@ -38,6 +38,7 @@ from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
+from areal_async.weights.writing import PieceWriter
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, Checkpoints, PublishedVersions
@@ -56,8 +57,8 @@ log = get_logger("trainer")
 
 
 class RlTrainer:
-    """One rank of the trainer of a job of kind `rl`. `publisher` and `run_log` exist
-    on rank 0 only."""
+    """One rank of the trainer of a job of kind `rl`. `run_log` exists on rank 0 only; the others have a
+    `PieceWriter` for a `publisher`. Without one on any rank nothing is published."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class RlTrainer:
         *,
         run_dir: Path,
         files: Mapping[str, bytes | Path],
-        publisher: Publisher | None,
+        publisher: Publisher | PieceWriter | None,
         run_log: RunLog | None,
         stopping: threading.Event,
     ) -> None:
@@ -103,6 +104,8 @@ class RlTrainer:
 
         `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back."""
         step = self._open(name, restored)
+        if self._publisher is not None:
+            self._publisher.prepare(self._backend.export(TRAINED_MODEL))
         self._publish(step)
         ready()
         for current in range(step, self._job.trainer.steps):
@@ -203,20 +206,21 @@ class RlTrainer:
 
     def _publish(self, version: int) -> None:
         """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
+        if self._publisher is None:
+            return
         with busy("publish"):
-            tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
-            if self._publisher is None:
-                return
             every, last = self._job.evaluation.every_steps, self._job.trainer.steps
             final = version == last
             due = self._job.tasks.evaluation is not None and (version % every == 0 or final)
-            written = self._publisher.publish(
+            publication = self._publisher.begin(
                 VersionTag(self._policy, self._epoch, version),
-                tensors,
+                self._backend.export(TRAINED_MODEL),
                 evaluate=due and version != self._evaluated,
                 final=final,
             )
-            self._written = written
+            self._written = written = publication.result()
+            if not isinstance(self._publisher, Publisher):
+                return
             self._same_as = self._published.add(written.tag, written.weights_hash)
             self._note(
                 "published",
@@ -265,7 +269,7 @@ class RlTrainer:
 
     def _wait_for_evaluation(self) -> bool:
         """Keep serving until every pinned snapshot is evaluated; False when told to stop before."""
-        if self._publisher is None:
+        if not isinstance(self._publisher, Publisher):
             return True
         deadline_s = time.monotonic() + FINAL_EVALUATION_S
         while not self._publisher.wait_evaluated(timeout_s=0.2):

@@ -6,7 +6,8 @@ members of `Channel`, usually derived from it. It is never instantiated; it make
 
     PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and,
                     once it is retired, `remove`; and `close`. `start`, `answer` and `close` run on the
-                    publisher's event loop, the others on the trainer's thread.
+                    publisher's event loop, `offer` and `remove` on the trainer's thread, `add` on the one
+                    that publishes.
     ReceivingEnd    in each process that serves or evaluates, driven by `Receiver` on its event loop: `bring`,
                     then `served` or `distrust`; and `close`.
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 class PublishingEnd:
     """The trainer's end. This one leaves the files where they are."""
+
+    takes_tensors = False
+    """Whether `offer` is called, which takes a trainer of one rank: it wants all tensors at once."""
 
     async def start(self) -> None:
         """Begin to serve. Raises `ArealError`."""

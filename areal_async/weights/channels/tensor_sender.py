@@ -75,6 +75,8 @@ class TensorSender(PublishingEnd):
     """Sends from `device`, the trainer's, under one request at most `bucket_bytes` (or one tensor), to at
     most `max_sends` engines at once; each must take a bucket within `limit_s`."""
 
+    takes_tensors = True
+
     def __init__(
         self, *, device: str, limit_s: float, bucket_bytes: int = BUCKET_BYTES, max_sends: int = MAX_SENDS
     ) -> None:

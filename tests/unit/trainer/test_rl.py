@@ -39,9 +39,9 @@ class Recording(Publisher):
 
     calls: list
 
-    def publish(self, tag, tensors, *, evaluate=False, final=False):
+    def begin(self, tag, pieces, *, evaluate=False, final=False):
         self.calls.append(("publish", tag.version, evaluate, final))
-        return super().publish(tag, tensors, evaluate=evaluate, final=final)
+        return super().begin(tag, pieces, evaluate=evaluate, final=final)
 
     def wait_evaluated(self, timeout_s):
         self.calls.append(("wait_evaluated", timeout_s > 0))
@@ -93,6 +93,8 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
 
 class Recorder(PublishingEnd):
     """A channel's end that remembers the order of what it is told, and the weights."""
+
+    takes_tensors = True
 
     def __init__(self):
         self.calls, self.weights = [], {}

@@ -11,10 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError, WrongBase
+from areal_async.weights import layout
 from areal_async.weights.delta import DELTA_FILE, TARGET_FILE, apply_delta, write_delta
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of, seal, unseal
-from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, open_snapshot, write_snapshot
-from tests.unit.weights.world import files_of, in_boxes, tag
+from areal_async.weights.snapshot import (
+    MODEL_FILE,
+    SnapshotInfo,
+    open_snapshot,
+    read_manifest,
+    write_snapshot,
+)
+from tests.unit.weights.world import files_of, tag
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"[1]"}
 
@@ -133,12 +140,14 @@ def comes_back(base: SnapshotInfo, new: SnapshotInfo) -> int:
     return (delta.path / DELTA_FILE).stat().st_size
 
 
-def test_snapshots_in_several_files_of_boxes_have_deltas_too(tmp_path):
-    whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    boxes = {"a.safetensors": ([4, 6], [0, 0]), "b.safetensors": ([4, 6], [4, 0])}
-    base = in_boxes(tmp_path, tag(1), boxes, whole)
+def test_tensors_of_several_parts_have_deltas_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "PART_BYTES", 2 * 6 * 4)
+    whole = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+    base = write_snapshot(tmp_path, tag(1), {"w": whole})
     whole[2] += 1
-    assert comes_back(base, in_boxes(tmp_path, tag(2), boxes, whole)) > 0
+    new = write_snapshot(tmp_path, tag(2), {"w": whole})
+    assert [part.offset for part in read_manifest(new.path).parts] == [[0, 0], [2, 0], [4, 0], [6, 0]]
+    assert comes_back(base, new) > 0
 
 
 def test_tensors_of_many_blocks_have_deltas_and_without_a_change_empty_ones(tmp_path):

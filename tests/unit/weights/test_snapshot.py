@@ -1,5 +1,4 @@
 import os
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
-from areal_async.weights import tensor_file
+from areal_async.weights import layout, tensor_file
 from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, Part, seal, unseal
 from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, write_snapshot
-from tests.unit.weights.world import in_boxes
 
 TAG = VersionTag("policy", 2, 5)
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,7 +21,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_every_dtype_and_shape_comes_back(tmp_path):
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 2, (3, 5), generator=generator)
-    tensors = {str(dtype): values.to(dtype) for dtype in tensor_file.DTYPES}
+    tensors = {str(dtype): values.to(dtype) for dtype in layout.DTYPES}
     tensors |= {
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
@@ -101,50 +99,23 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tensor_in_parts_is_put_together(tmp_path):
-    whole = torch.randn(4, 6)
-    boxes = {
-        "a.safetensors": ([4, 2], [0, 0]),
-        "b.safetensors": ([1, 4], [0, 2]),
-        "c.safetensors": ([3, 4], [1, 2]),
-    }
-    snapshot = open_snapshot(in_boxes(tmp_path, TAG, boxes, whole).path)
-    assert torch.equal(snapshot.tensors["w"], whole)
-    assert snapshot.tensors["alias"] is snapshot.tensors["w"]
-
-
-@pytest.mark.parametrize(
-    ("boxes", "problem"),
-    [
-        ({"a": ([4, 2], [0, 0])}, "do not cover"),
-        ({"a": ([4, 2], [0, 0]), "b": ([4, 3], [0, 2])}, "do not cover"),
-        ({"a": ([4, 4], [0, 0]), "b": ([4, 2], [0, 3])}, "overlap"),
-        ({"a": ([4, 6], [0, 0]), "b": ([4, 6], [0, 0])}, "overlap"),
-    ],
-)
-def test_parts_that_do_not_cover_a_tensor_exactly_once_are_refused(tmp_path, boxes, problem):
-    path = in_boxes(tmp_path, TAG, boxes, torch.randn(4, 6)).path
-    with pytest.raises(SnapshotError, match=problem):
-        open_snapshot(path)
-
-
-def test_a_kept_mapping_is_filled_again_at_whatever_size(tmp_path):
-    """The publisher's way of writing: one allocation, and its mapping, from snapshot to snapshot."""
-    mapped, first = None, 0
-    for version, n in enumerate((1000, 1000, 10, 3000)):
-        values = torch.arange(float(n)) + version
-        tag = VersionTag("policy", 1, version)
-        written = write_snapshot(tmp_path, tag, {"a": values}, reuse=mapped)
-        assert torch.equal(open_snapshot(written.path).tensors["a"], values)
-        mapped = written.mapped
-        assert mapped is not None
-        assert mapped.path == written.path / MODEL_FILE
-        inode = mapped.path.stat().st_ino
-        mapped.path = mapped.path.rename(tmp_path / "spare")
-        if version == 1:
-            assert inode == first
-        first = inode
-        shutil.rmtree(written.path)
+def test_a_large_tensor_is_hashed_in_parts_of_whole_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "PART_BYTES", 2 * 6 * 4)
+    tensors = {"w": torch.randn(5, 2, 3), "row": torch.randn(1, 100), "empty": torch.empty(0, 3)}
+    written = write_snapshot(tmp_path, TAG, tensors | {"scalar": torch.tensor(1.0)}, tied={"alias": "w"})
+    found = unseal((written.path / "manifest.json").read_bytes()).parts
+    rows = [(part.offset[0], part.extent) for part in found if part.tensor == "w"]
+    assert rows == [(0, [2, 2, 3]), (2, [2, 2, 3]), (4, [1, 2, 3])]
+    assert [part.tensor for part in found].count("row") == 1
+    opened = open_snapshot(written.path).tensors
+    assert all(torch.equal(opened[name], tensor) for name, tensor in tensors.items())
+    assert opened["alias"] is opened["w"]
+    data = bytearray((written.path / MODEL_FILE).read_bytes())
+    data[-1] ^= 1  # in the last part of the last tensor
+    (written.path / MODEL_FILE).write_bytes(data)
+    for wanted in (True, False):
+        with pytest.raises(SnapshotError, match="does not match its hash"):
+            open_snapshot(written.path, tensors=wanted)
 
 
 def test_many_threads_write_and_read_as_one(tmp_path):
@@ -190,6 +161,10 @@ def test_a_manifest_that_does_not_describe_its_files_is_refused(tmp_path):
         {"parts": [replace(a, shape=[4], offset=[0], extent=[4]), b]},
         {"parts": [replace(a, offset=[0]), b]},
         {"parts": [replace(a, offset=[1, 0]), b]},
+        {"parts": [replace(a, extent=[1, 2]), b]},
+        {"parts": [replace(a, extent=[2, 1]), replace(a, offset=[0, 1], extent=[2, 1]), b]},
+        {"parts": [replace(a, extent=[3, 2]), replace(a, offset=[3, 0], extent=[-1, 2]), b]},
+        {"parts": [a, replace(a, offset=[1, 0], extent=[1, 2]), b]},
         {"parts": [replace(a, hash=b.hash), b]},
         {"shards": [replace(shard, size_bytes=shard.size_bytes + 1)]},
         {"shards": [replace(shard, header_bytes=shard.header_bytes - 64)]},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from areal_async.errors import FaultError
@@ -21,9 +20,7 @@ from areal_async.rpc.weights_messages import GetChunk
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table
 from areal_async.weights.channels.fetching import Download
 from areal_async.weights.channels.serving import ChunkServer
-from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest
-from areal_async.weights.snapshot import SnapshotInfo, publish_directory, write_snapshot
-from areal_async.weights.tensor_file import write_tensors
+from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
 
 PATIENCE_S = 0.5
 LIMIT_S = 60.0
@@ -41,23 +38,6 @@ def written(root: Path, version: int = 0, mib: float = 3.0, seed: int = 0, epoch
     tensors = {"w": torch.rand(n, generator=generator), "b": torch.arange(7 + version)}
     files: dict[str, bytes | Path] = {"config.json": b"{}", "empty.txt": b""}
     return write_snapshot(root, tag(version, epoch), tensors, files=files)
-
-
-def in_boxes(
-    root: Path, tag: VersionTag, boxes: Mapping[str, tuple[list[int], list[int]]], whole: torch.Tensor
-) -> SnapshotInfo:
-    """A snapshot of the tensor `w` (and of `alias`, tied to it) in one file per box (extent, offset)."""
-    staging = root / "staging"
-    staging.mkdir()
-    shards, parts = [], []
-    for file, (extent, offset) in boxes.items():
-        piece = whole[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
-        shard, (part,), mapped = write_tensors(staging / file, {"w": piece})
-        mapped.close()
-        shards.append(shard)
-        parts.append(msgspec.structs.replace(part, shape=list(whole.shape), offset=offset))
-    manifest = Manifest(MANIFEST_SCHEMA, tag, None, "full", parts, shards, [], {"alias": "w"})
-    return publish_directory(staging, root / tag.label, manifest)
 
 
 def table_of(snapshot: SnapshotInfo) -> ChunkTable:

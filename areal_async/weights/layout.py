@@ -1,0 +1,174 @@
+"""Where the bytes of each tensor lie in the one safetensors file of a snapshot, and who hashes which. Pure.
+
+A file holds whole tensors. Its bytes are hashed in *parts*: runs of whole rows of a tensor (its first
+dimension), as many as `PART_BYTES` hold. Where the parts end follows from the shapes alone, so that equal
+weights have equal manifests, however many ranks wrote them and whatever each of them held.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from areal_async.errors import SnapshotError
+from areal_async.weights.manifest import Part
+from areal_async.weights.pieces import TensorPiece
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
+HEADER_ALIGN_BYTES = 64
+PART_BYTES = 16 << 20
+"""Bytes of the rows that are hashed as one: few enough that threads share even one tensor, so many that the
+manifest of a large model stays small. Part of what a manifest means: another value is another schema."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of the file; `data_offsets` are relative to the end of the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class Box(msgspec.Struct, frozen=True):
+    """What a rank holds of a tensor: a `TensorPiece` without its data; `dtype` is safetensors' word."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: list[int]
+    extent: list[int]
+
+
+def box_of(piece: TensorPiece) -> Box:
+    """Raises `SnapshotError` for a dtype that a snapshot cannot hold."""
+    tensor = piece.tensor
+    if tensor.dtype not in DTYPES:
+        raise SnapshotError(f"{piece.name} has dtype {tensor.dtype}, which a snapshot cannot hold")
+    return Box(piece.name, DTYPES[tensor.dtype], list(piece.shape), list(piece.offset), list(tensor.shape))
+
+
+@dataclass(frozen=True)
+class HashedRange:
+    """The bytes [begin, end) of the file, which are those of `part`; rank `rank` hashes them."""
+
+    part: Part
+    begin: int
+    end: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file of `size_bytes`, which begins with `header`."""
+
+    header: bytes
+    size_bytes: int
+    entries: dict[str, TensorEntry]
+    ranges: list[HashedRange]
+    """All parts, in the order of their bytes; the hash of each is still empty."""
+
+    def place(self, name: str) -> tuple[int, int]:
+        """[begin, end) of a tensor's bytes in the file."""
+        begin, end = self.entries[name].data_offsets
+        return len(self.header) + begin, len(self.header) + end
+
+
+def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
+    """The layout of `file` for what each rank holds. Raises `SnapshotError` unless their boxes cover each
+    tensor exactly once."""
+    by_tensor: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank, boxes in enumerate(held):
+        for box in boxes:
+            by_tensor[box.name].append((rank, box))
+    for name, found in by_tensor.items():
+        _check_cover(name, [box for _, box in found])
+    # In order of falling element size each tensor is aligned to its element once the data is.
+    width = {name: DTYPE_OF[found[0][1].dtype].itemsize for name, found in by_tensor.items()}
+    entries: dict[str, TensorEntry] = {}
+    at = 0
+    for name in sorted(by_tensor, key=lambda name: (-width[name], name)):
+        box = by_tensor[name][0][1]
+        size = math.prod(box.shape) * width[name]
+        entries[name] = TensorEntry(box.dtype, box.shape, (at, at + size))
+        at += size
+    header = _header_of(entries)
+    load = [0] * len(held)  # Bytes that each rank hashes
+    ranges = []
+    for name, entry in entries.items():
+        begin = len(header) + entry.data_offsets[0]
+        for part, size in parts_of(name, entry, file):
+            writers = [rank for rank, box in by_tensor[name] if _meet(part, box)] or [0]
+            rank = min(writers, key=lambda rank: load[rank])
+            load[rank] += size
+            ranges.append(HashedRange(part, begin, begin + size, rank))
+            begin += size
+    return Layout(header, len(header) + at, entries, ranges)
+
+
+def parts_of(name: str, entry: TensorEntry, file: str) -> Iterable[tuple[Part, int]]:
+    """The parts of a tensor, without their hashes, and the bytes of each: consecutive rows."""
+    shape, size = entry.shape, entry.data_offsets[1] - entry.data_offsets[0]
+    if not shape or not size:
+        yield Part(name, entry.dtype, shape, [0] * len(shape), shape, file, ""), size
+        return
+    row_bytes = size // shape[0]
+    step = max(1, PART_BYTES // row_bytes)
+    for row in range(0, shape[0], step):
+        rows = min(step, shape[0] - row)
+        offset, extent = [row] + [0] * (len(shape) - 1), [rows, *shape[1:]]
+        yield Part(name, entry.dtype, shape, offset, extent, file, ""), rows * row_bytes
+
+
+def _header_of(entries: dict[str, TensorEntry]) -> bytes:
+    """A safetensors header with its size field."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}, **entries}
+    text = msgspec.json.encode(header)
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGN_BYTES)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _check_cover(name: str, boxes: list[Box]) -> None:
+    first = boxes[0]
+    for box in boxes:
+        if box.shape != first.shape or box.dtype != first.dtype:
+            raise SnapshotError(f"the parts of {name} disagree about its shape or dtype")
+        if not len(box.shape) == len(box.offset) == len(box.extent):
+            raise SnapshotError(f"a part of {name} has another number of dimensions")
+        for size, offset, extent in zip(box.shape, box.offset, box.extent, strict=True):
+            if offset < 0 or extent < 0 or offset + extent > size:
+                raise SnapshotError(f"a part of {name} lies outside of it")
+    # Boxes inside the tensor that do not overlap and have as many elements as it: they cover it.
+    for i, one in enumerate(boxes):
+        if any(_meet(one, other) for other in boxes[:i]):
+            raise SnapshotError(f"two parts of {name} overlap")
+    if sum(math.prod(box.extent) for box in boxes) != math.prod(first.shape):
+        raise SnapshotError(f"the parts of {name} do not cover it")
+
+
+def _meet(one: Box | Part, other: Box | Part) -> bool:
+    """Whether the two boxes have an element in common."""
+    return all(
+        max(a, b) < min(a + da, b + db)
+        for a, da, b, db in zip(one.offset, one.extent, other.offset, other.extent, strict=True)
+    )

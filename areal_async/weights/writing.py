@@ -1,0 +1,382 @@
+"""How the ranks of one trainer write a snapshot together: each its own pieces, all into one mapped file.
+
+    writer = PieceWriter(root, group)              # on every rank; rank 0 has the one of its `Publisher`
+    writer.prepare(pieces)                         # once: who holds what, and files that can be filled
+    publication = writer.begin(tag, pieces)        # returns when this rank's pieces are in the file
+    info = publication.result()                    # once it is announced
+
+Promises:
+- A piece is copied once, from where it is to its place in the mapped file; nothing else grows with the model.
+- `begin` waits for copies alone: hashing, manifest and announcement go on in a thread.
+- Every rank hears how a publication ended. What fails on any of them fails it everywhere, before anything of
+  it is announced.
+
+All ranks call `prepare` and `begin` alike, and begin a publication only once the one before has ended. They
+are processes of one host, which see the same `root`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+import torch
+
+from areal_async.errors import SnapshotError
+from areal_async.rpc.schema import VersionTag
+from areal_async.weights.layout import Box, Layout, box_of, plan_layout
+from areal_async.weights.manifest import SPARE_PREFIX, Part
+from areal_async.weights.pieces import TensorPiece
+from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo
+from areal_async.weights.tensor_file import MappedFile, fill, hash_ranges
+
+T = TypeVar("T")
+
+
+class ByteCollectives(Protocol):
+    """Collectives of bytes between the ranks of a trainer, which one thread at a time uses. Each rank makes
+    the same calls. They end with an error where a rank does not come."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
+        ...
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank; the others pass None."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """The group of a trainer of one rank."""
+
+    rank: int = 0
+    world: int = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return data or b""
+
+
+class FilePool(msgspec.Struct, frozen=True):
+    """Numbers of the model files that there are. File n is called `.spare-<n>` while it is in no snapshot."""
+
+    existing: list[int]
+    ready: list[int]
+    """Those that may be filled. The first is the next to be filled."""
+
+
+class Lead(Protocol):
+    """What rank 0 alone decides and does."""
+
+    def offer_files(self) -> FilePool:
+        """The files to be made ready."""
+        ...
+
+    def take_file(self, tag: VersionTag) -> FilePool:
+        """The files from now on; the first that is ready is filled with `tag`. Raises `SnapshotError` for a
+        tag that cannot be published."""
+        ...
+
+    def announce(
+        self, tag: VersionTag, layout: Layout, parts: list[Part], *, evaluate: bool, final: bool
+    ) -> SnapshotInfo:
+        """Make a snapshot of the file that was taken, and tell receivers. Raises `SnapshotError`."""
+        ...
+
+
+class _Problem(msgspec.Struct, frozen=True):
+    """An error as other ranks hear of it; `errno` is 0 unless it is the system's."""
+
+    text: str
+    errno: int = 0
+
+
+class _Held(msgspec.Struct, frozen=True):
+    boxes: list[Box]
+    problem: _Problem | None
+
+
+class _Hashed(msgspec.Struct, frozen=True):
+    parts: list[Part]
+    problem: _Problem | None
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What rank 0 says to all: one of the three."""
+
+    problem: _Problem | None = None
+    files: FilePool | None = None
+    info: SnapshotInfo | None = None
+    held: list[list[Box]] = []
+
+
+class Publication:
+    """A publication whose pieces are copied on this rank, and which goes on by itself."""
+
+    def __init__(self, future: Future[SnapshotInfo]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> SnapshotInfo:
+        """Wait until it is announced; what was written, on every rank. Raises `SnapshotError` where any rank
+        failed, and the group's own error where one did not come."""
+        return self._future.result()
+
+
+class PieceWriter:
+    """One rank's part in the publications of its trainer. Used by one thread."""
+
+    def __init__(
+        self,
+        root: Path,
+        group: ByteCollectives | None = None,
+        *,
+        tied: Iterable[str] = (),
+        lead: Lead | None = None,
+    ) -> None:
+        """Pieces called like one of the `tied` names are left out. `lead` is there on rank 0 alone."""
+        self._root = root
+        self._group: ByteCollectives = group if group is not None else OneRank()
+        self._tied = frozenset(tied)
+        self._lead = lead
+        self._held: list[list[Box]] | None = None
+        self._layout: Layout | None = None
+        self._mapped: dict[int, Future[MappedFile]] = {}
+        self._last: Future[SnapshotInfo] | None = None
+        self._writing = ThreadPoolExecutor(1, "weights-publish")
+        self._touching = ThreadPoolExecutor(1, "weights-touch")
+
+    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
+        """Plan the file for what all ranks hold, and have files made and touched in the background. Of the
+        pieces only names, shapes and dtypes are looked at. Nothing happens where they are as planned.
+
+        Raises `SnapshotError`, on all ranks alike, for what cannot be stored."""
+        self._wait_for_last()
+        held = describe(self._group, pieces, self._tied)
+        if held == self._held:
+            return
+        self._layout, self._held = plan_layout(held, MODEL_FILE), held
+        self._drop(self._mapped)
+        files = self._hear(lambda lead: _Said(files=lead.offer_files())).files
+        for number in files.ready if files is not None else ():
+            self._map(number, self._layout)
+
+    def begin(
+        self,
+        tag: VersionTag,
+        pieces: Iterable[TensorPiece],
+        *,
+        evaluate: bool = False,
+        final: bool = False,
+    ) -> Publication:
+        """Copy this rank's pieces, and begin to publish them with those of the others as `tag`. They may
+        change as soon as this returns.
+
+        `evaluate` pins the snapshot until an evaluator has acknowledged it; `final` says that none will
+        follow; both are rank 0's to say. Raises `SnapshotError`, on all ranks alike, for a tag that is not
+        newer than the last; other errors come with the result."""
+        self._wait_for_last()
+        layout = self._layout
+        if layout is None:
+            raise SnapshotError(f"{tag.label} cannot be published: nothing was prepared")
+        files = self._hear(lambda lead: _Said(files=lead.take_file(tag))).files
+        assert files is not None
+        self._drop(set(self._mapped) - set(files.existing))
+        found = self._map(files.ready[0], layout)
+        problem = _each(pieces, self._tied, lambda piece: fill(found.result(), layout, piece))
+        if torch.cuda.is_initialized() and problem is None:
+            _, problem = _try(torch.cuda.synchronize)
+        self._last = self._writing.submit(
+            self._finish, tag, layout, found, problem, evaluate=evaluate, final=final
+        )
+        return Publication(self._last)
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of the files, which stay."""
+        self._touching.shutdown()
+        self._writing.shutdown()
+        self._drop(self._mapped)
+
+    def _finish(
+        self,
+        tag: VersionTag,
+        layout: Layout,
+        found: Future[MappedFile],
+        problem: _Problem | None,
+        *,
+        evaluate: bool,
+        final: bool,
+    ) -> SnapshotInfo:
+        """All that follows the copy, on a thread of its own."""
+        group = self._group
+        try:
+            # A part may have rows of several ranks: none is hashed before all of them are copied.
+            _agree(group, problem)
+        except OSError as error:
+            raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
+
+        def work() -> list[Part]:
+            mapped = found.result()
+            if group.rank == 0:
+                mapped.write(0, layout.header)
+            mapped.flush()
+            return hash_ranges(mapped, [part for part in layout.ranges if part.rank == group.rank])
+
+        parts, problem = _try(work)
+        gathered = group.gather(msgspec.msgpack.encode(_Hashed(parts or [], problem)))
+
+        def announce(lead: Lead) -> _Said:
+            hashed = [msgspec.msgpack.decode(data, type=_Hashed) for data in gathered]
+            if said := _first_of([each.problem for each in hashed]):
+                raise SnapshotError(said.text)
+            of_rank = [iter(each.parts) for each in hashed]
+            in_order = [next(of_rank[part.rank]) for part in layout.ranges]
+            return _Said(info=lead.announce(tag, layout, in_order, evaluate=evaluate, final=final))
+
+        info = self._hear(announce).info
+        assert info is not None
+        return info
+
+    def _hear(self, of: Callable[[Lead], _Said]) -> _Said:
+        """What rank 0's lead says to all ranks. Raises `SnapshotError` on all of them where it fails."""
+        said: _Said | None = None
+        if (lead := self._lead) is not None:
+            said, problem = _try(lambda: of(lead))
+            said = said or _Said(problem)
+        return _from_first(self._group, said)
+
+    def _map(self, number: int, layout: Layout) -> Future[MappedFile]:
+        """File `number`, which is mapped and touched in the background."""
+        if number not in self._mapped:
+            path = spare_file(self._root, number)
+            self._mapped[number] = self._touching.submit(_touched, path, layout.size_bytes)
+        return self._mapped[number]
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in [*numbers]:
+            found = self._mapped.pop(number)
+            if found.exception() is None:
+                found.result().close()
+
+    def _wait_for_last(self) -> None:
+        if self._last is not None:
+            wait([self._last])
+
+
+def write_tensors(
+    path: Path,
+    pieces: Callable[[], Iterable[TensorPiece]],
+    group: ByteCollectives | None = None,
+    *,
+    tied: Iterable[str] = (),
+) -> None:
+    """Write the safetensors file `path`, each rank its own pieces, and flush it; nothing is hashed. All ranks
+    call this alike, in a folder that is there; `pieces` is called twice.
+
+    Raises `SnapshotError` for what cannot be stored, and `OSError`, on all ranks, where it cannot be written.
+    """
+    group, left_out = group if group is not None else OneRank(), frozenset(tied)
+    layout = plan_layout(describe(group, pieces(), left_out), path.name)
+    mapped, problem = _try(lambda: MappedFile(path, layout.size_bytes))
+    failed = _each(pieces(), left_out, lambda piece: fill(mapped, layout, piece) if mapped else None)
+    problem = problem or failed
+    if mapped is not None and problem is None:
+        if group.rank == 0:
+            mapped.write(0, layout.header)
+        _, problem = _try(mapped.flush)
+        mapped.close()
+    _agree(group, problem)
+
+
+def spare_file(root: Path, number: int) -> Path:
+    """Where model file `number` lies while it is in no snapshot."""
+    return root / f"{SPARE_PREFIX}{number}"
+
+
+def describe(group: ByteCollectives, pieces: Iterable[TensorPiece], left_out: Set[str]) -> list[list[Box]]:
+    """What each rank holds, on all ranks. Raises `SnapshotError` on all of them where one cannot say."""
+    boxes: list[Box] = []
+    problem = _each(pieces, left_out, lambda piece: boxes.append(box_of(piece)))
+    gathered = group.gather(msgspec.msgpack.encode(_Held(boxes, problem)))
+    said: _Said | None = None
+    if group.rank == 0:
+        held = [msgspec.msgpack.decode(data, type=_Held) for data in gathered]
+        said = _Said(_first_of([each.problem for each in held]), held=[each.boxes for each in held])
+    return _from_first(group, said).held
+
+
+def _agree(group: ByteCollectives, problem: _Problem | None) -> None:
+    """Wait for all ranks. Raises the first one's error, if any has one, on all of them."""
+    gathered = group.gather(msgspec.msgpack.encode(problem))
+    said = None
+    if group.rank == 0:
+        said = _Said(_first_of([msgspec.msgpack.decode(data, type=_Problem | None) for data in gathered]))
+    _from_first(group, said)
+
+
+def _from_first(group: ByteCollectives, said: _Said | None) -> _Said:
+    """What rank 0 says, on every rank. Raises `SnapshotError` or `OSError` where that is a problem."""
+    data = msgspec.msgpack.encode(said, enc_hook=str) if said is not None else None
+    heard = msgspec.msgpack.decode(group.broadcast(data), type=_Said, dec_hook=lambda _, text: Path(text))
+    if (problem := heard.problem) is not None:
+        raise OSError(problem.errno, problem.text) if problem.errno else SnapshotError(problem.text)
+    return heard
+
+
+def _first_of(problems: Sequence[_Problem | None]) -> _Problem | None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return _Problem(f"rank {rank}: {problem.text}", problem.errno) if len(problems) > 1 else problem
+    return None
+
+
+def _try(action: Callable[[], T]) -> tuple[T | None, _Problem | None]:
+    """What it returns, or why it failed: that has to be told to the other ranks, who would wait otherwise."""
+    try:
+        return action(), None
+    except OSError as error:
+        return None, _Problem(error.strerror or str(error), error.errno or errno.EIO)
+    except Exception as error:
+        return None, _Problem(str(error) or type(error).__name__)
+
+
+def _each(
+    pieces: Iterable[TensorPiece], left_out: Set[str], action: Callable[[TensorPiece], object]
+) -> _Problem | None:
+    """Do it with every piece, and return the first problem. To the end whatever happens: the other ranks go
+    there too."""
+    first: _Problem | None = None
+
+    def go_through() -> None:
+        nonlocal first
+        for piece in pieces:
+            if first is None and piece.name not in left_out:
+                _, first = _try(partial(action, piece))
+
+    _, ended = _try(go_through)
+    return first or ended
+
+
+def _touched(path: Path, size_bytes: int) -> MappedFile:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mapped = MappedFile(path, size_bytes)
+    mapped.touch()
+    return mapped

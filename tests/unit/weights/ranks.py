@@ -1,0 +1,59 @@
+"""Several ranks of a trainer as threads of one process."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from areal_async.weights.pieces import TensorPiece
+
+LIMIT_S = 60.0
+
+
+@dataclass
+class ThreadGroup:
+    """`ByteCollectives` between threads."""
+
+    rank: int
+    world: int
+    to_first: queue.Queue[tuple[int, bytes]]
+    from_first: list[queue.Queue[bytes]]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self.to_first.put((self.rank, data))
+        if self.rank:
+            return []
+        return [found for _, found in sorted(self.to_first.get(timeout=LIMIT_S) for _ in range(self.world))]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        if self.rank == 0:
+            assert data is not None
+            for mine in self.from_first:
+                mine.put(data)
+        return self.from_first[self.rank].get(timeout=LIMIT_S)
+
+
+def groups(world: int) -> list[ThreadGroup]:
+    to_first: queue.Queue[tuple[int, bytes]] = queue.Queue()
+    from_first: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(world)]
+    return [ThreadGroup(rank, world, to_first, from_first) for rank in range(world)]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returned or raised; all run at once."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        running = [pool.submit(call) for call in calls]
+        return [each.exception(LIMIT_S) or each.result() for each in running]
+
+
+def box(name: str, whole: torch.Tensor, *cut: slice) -> TensorPiece:
+    """The piece of a tensor that these slices of its first dimensions cut out."""
+    piece = whole[cut]
+    places = [each.indices(size) for each, size in zip(cut, whole.shape, strict=False)]
+    offset = tuple(begin for begin, _, _ in places) + (0,) * (whole.dim() - len(cut))
+    return TensorPiece(name, tuple(whole.shape), offset, piece)
