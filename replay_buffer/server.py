@@ -41,7 +41,7 @@ from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
-from areal_async.trajectory import TrajectoryError, unpack, untrainable
+from areal_async.trajectory import TrajectoryError, row_profile, unpack, untrainable
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import DECIDES, stats
@@ -197,6 +197,7 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
     """What a blob says of itself, checked against what its sender says of it."""
     try:
         episode = unpack(blob)
+        rows = row_profile(episode)
     except TrajectoryError as error:
         return Arrival(sample, problem=str(error))
     header = episode.header
@@ -214,6 +215,7 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
         n_units=episode.n_units,
         n_sampled=episode.n_sampled,
         versions={policy: Versions(*held) for policy, held in episode.versions.items()},
+        rows=rows,
     )
 
 

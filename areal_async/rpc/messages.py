@@ -194,6 +194,9 @@ class BatchEpisode(Record, frozen=True):
     reward: float
     components: dict[str, float] = {}
     parts: Parts | None = None
+    rows: list[tuple[int, int]] = []
+    """(tokens fed, units trained) of each of its training rows, in their order; (0, 0) for one whose units
+    are all masked. Ranks are dealt rows by it before they have fetched any."""
 
 
 class BatchGroup(Record, frozen=True):

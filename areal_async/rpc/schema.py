@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

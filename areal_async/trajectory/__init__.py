@@ -18,7 +18,7 @@ from areal_async.trajectory.layout import (
     SizeError,
     TrajectoryError,
 )
-from areal_async.trajectory.rows import Row, training_rows, untrainable
+from areal_async.trajectory.rows import Row, row_profile, row_sizes, training_rows, untrainable
 
 __all__ = [
     "CodecError",
@@ -34,6 +34,8 @@ __all__ = [
     "SizeError",
     "TrajectoryError",
     "pack",
+    "row_profile",
+    "row_sizes",
     "training_rows",
     "unpack",
     "untrainable",

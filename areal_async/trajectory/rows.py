@@ -1,8 +1,13 @@
 """Training rows: the root-to-leaf paths of an episode, each sampled unit trained once, and whether what they
-train was sampled from what is trained."""
+train was sampled from what is trained.
+
+A batch's manifest says how large each row is once units of old versions are masked. `row_profile` is what has
+to be kept of an episode for that, `row_sizes` what follows from it.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -134,6 +139,41 @@ def _row(episode: Episode, path: list[int], owned: int, offset: list[int], lengt
         tuple(path),
         tuple(length[s] for s in path),
     )
+
+
+_PROFILE_ENTRY = struct.Struct("<4i")  # row, version, units of it that the row trains, position of the last
+
+
+def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
+    """The sizes of the episode's training rows by version: 16 bytes for each version of each row, rows in the
+    order of `training_rows`. Raises SizeError as that does."""
+    if not episode.n_sampled:
+        return b""
+    units, segments = episode.units, episode.segments
+    offset, length = segments.offset.tolist(), segments.length.tolist()
+    paths = _owned_paths(segments.parent.tolist(), length, offset, units.mask.tobytes(), limits)
+    entries = []
+    for row, (path, owned) in enumerate(paths):
+        place = np.concatenate([np.arange(offset[s], offset[s] + length[s]) for s in path[owned:]])
+        trained = np.flatnonzero(units.mask[place])
+        versions, positions = units.version[place[trained]], trained + sum(length[s] for s in path[:owned])
+        for version in np.unique(versions).tolist():
+            found = positions[versions == version]
+            entries.append(_PROFILE_ENTRY.pack(row, version, len(found), found[-1]))
+    return b"".join(entries)
+
+
+def row_sizes(profile: bytes, lowest_version: int = 0) -> list[tuple[int, int]]:
+    """(tokens fed, units trained) of each training row when units below `lowest_version` are masked: a row is
+    cut after its last trained unit, which is predicted and not fed. (0, 0) for one with none left."""
+    sizes: list[tuple[int, int]] = []
+    for row, version, n_units, last in _PROFILE_ENTRY.iter_unpack(profile):
+        if row == len(sizes):
+            sizes.append((0, 0))
+        if version >= lowest_version:
+            tokens, units = sizes[row]
+            sizes[row] = (max(tokens, last), units + n_units)
+    return sizes
 
 
 def untrainable(episode: Episode) -> str:

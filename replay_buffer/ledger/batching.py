@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, NextBatch, Waiting
 from areal_async.rpc.schema import Message
+from areal_async.trajectory import row_sizes
 from replay_buffer.ledger.admission import room
 from replay_buffer.ledger.index import Index, has_place
 from replay_buffer.ledger.leasing import demand_of, space
@@ -270,17 +271,18 @@ class _Assembly:
 
 
 def _manifest(index: Index, plan: BatchPlan, groups: list[GroupRecord]) -> Message:
+    lowest = masked_below(index.rules, plan.policy, plan.step)
     return Batch(
         policy=plan.policy,
         epoch=plan.epoch,
         step=plan.step,
         max_staleness=index.rules.consumers[plan.policy].max_staleness,
-        lowest_version=masked_below(index.rules, plan.policy, plan.step),
-        groups=[_batch_group(index, group, plan) for group in groups],
+        lowest_version=lowest,
+        groups=[_batch_group(index, group, plan, lowest) for group in groups],
     )
 
 
-def _batch_group(index: Index, group: GroupRecord, plan: BatchPlan) -> BatchGroup:
+def _batch_group(index: Index, group: GroupRecord, plan: BatchPlan, lowest: int) -> BatchGroup:
     task = index.tasks.task(group.row, group.pass_index)
     if not group.judged or not group.count(EpisodeState.VERDICT):
         raise AssertionError(f"{group.group_id} is in a batch without all its verdicts")
@@ -289,7 +291,7 @@ def _batch_group(index: Index, group: GroupRecord, plan: BatchPlan) -> BatchGrou
         task_id=task.task_id,
         data_source=task.data_source,
         episodes=[
-            _batch_episode(f"{group.group_id}.{sample}", sample, episode, plan.policy)
+            _batch_episode(f"{group.group_id}.{sample}", sample, episode, plan.policy, lowest)
             for sample, episode in enumerate(group.episodes)
             if episode.state == EpisodeState.VERDICT
         ],
@@ -297,7 +299,9 @@ def _batch_group(index: Index, group: GroupRecord, plan: BatchPlan) -> BatchGrou
     )
 
 
-def _batch_episode(episode_id: str, sample: int, episode: EpisodeRecord, policy: str) -> BatchEpisode:
+def _batch_episode(
+    episode_id: str, sample: int, episode: EpisodeRecord, policy: str, lowest: int
+) -> BatchEpisode:
     versions = episode.versions.get(policy, NO_VERSIONS)
     return BatchEpisode(
         episode_id=episode_id,
@@ -309,6 +313,7 @@ def _batch_episode(episode_id: str, sample: int, episode: EpisodeRecord, policy:
         reward=episode.reward,
         components=episode.components or {},
         parts=parts_of(episode),
+        rows=row_sizes(episode.rows, lowest),
     )
 
 

@@ -292,6 +292,7 @@ class Arrival:
     n_sampled: int = 0
     versions: Mapping[str, Versions] = field(default_factory=dict)  # Versions of the sampled units by policy
     problem: str = ""
+    rows: bytes = b""  # Sizes of its training rows: `trajectory.row_profile`
 
 
 @dataclass(frozen=True)
@@ -395,6 +396,7 @@ def _episode(arrival: Arrival, lease_number: int) -> EpisodeRecord:
         n_sampled=arrival.n_sampled,
         versions=dict(arrival.versions),
         lease=lease_number,
+        rows=arrival.rows,
     )
 
 

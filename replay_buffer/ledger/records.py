@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import msgspec
 
-SCHEMA = 2
+SCHEMA = 3
 NO_VERSION = -1
 
 
@@ -77,6 +77,7 @@ class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     components: dict[str, float] | None = None
     parts: StoredParts | None = None
     no_score: str = ""  # Kind of its last verdict that was no score; empty when there was none
+    rows: bytes = b""  # Sizes of its training rows by version: `trajectory.row_profile`
 
     @property
     def is_held(self) -> bool:

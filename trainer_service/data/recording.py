@@ -21,7 +21,7 @@ from trainer_service.data.episode_rows import NO_VERSIONS
 from trainer_service.disk import WithSchema, room_for
 from trainer_service.errors import BatchError
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class RankRecord(WithSchema, frozen=True):
