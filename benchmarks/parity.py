@@ -181,6 +181,7 @@ def against_trainer(
             memoryview(blob),
             entry,
             number,
+            places=[0],
             policy=TAG.policy,
             version=TAG.version,
             epochs=[TAG.epoch],

@@ -71,18 +71,20 @@ def rows_to_compare(
     entry: BatchEpisode,
     index: int,
     *,
+    places: Collection[int],
     policy: str,
     version: int,
     epochs: Collection[int],
     kv_is_kept: bool,
     skipped: Counter[str],
 ) -> list[TrainingRow]:
-    """Rows of one episode, cut to the units to train that `version` of one of the trainer `epochs` sampled.
+    """The rows of one episode at `places`, cut to the units to train that `version` of one of the trainer
+    `epochs` sampled.
 
     With `kv_is_kept`, units after one of another version are left out: their log-probs are approximate by
     the engine's own account. What is left out is added to `skipped`."""
     if entry.max_version < version:
-        skipped[OTHER_VERSION] += entry.n_sampled
+        skipped[OTHER_VERSION] += sum(entry.rows[place][1] for place in places)
         return []
     episode = unpack(blob)
     epoch_of_unit = _epochs(episode)
@@ -101,7 +103,7 @@ def rows_to_compare(
             kept &= ~approximate
         return kept
 
-    return cut_rows(episode, index, comparable, policy)
+    return [*cut_rows(episode, index, comparable, policy, places).values()]
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:
@@ -272,11 +274,12 @@ class LogprobCheck:
         skipped: Counter[str] = Counter()
         rows = [
             row
-            for index in (plan.indices_of(place.data_rank) if place.reads else ())
+            for index, places in (plan.share_of(place.data_rank) if place.reads else {}).items()
             for row in rows_to_compare(
                 blobs[plan.episodes[index].episode_id],
                 plan.episodes[index],
                 index,
+                places=places,
                 policy=self._job.policy,
                 version=step,
                 epochs=epochs,

@@ -6,7 +6,7 @@ manifest and the buffer say. A violation is fatal. So is a unit that was not sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,17 @@ NO_VERSIONS = PolicyVersions(-1, -1, -1)
 
 
 def rows_of_episode(
-    blob: Any, entry: BatchEpisode, index: int, lowest_version: int = 0, *, policy: str
+    blob: Any,
+    entry: BatchEpisode,
+    index: int,
+    lowest_version: int = 0,
+    *,
+    policy: str,
+    places: Collection[int] | None = None,
 ) -> list[TrainingRow]:
-    """The rows of one blob; `index` is the episode's place in the manifest, `entry` what that says of it.
-    Units below `lowest_version` are masked, and a row of nothing else is left out.
+    """The rows of one blob, or those at `places` alone; `index` is the episode's place in the manifest,
+    `entry` what that says of it. Units below `lowest_version` are masked, and a row of nothing else is left
+    out.
 
     Raises `BatchError` when the blob cannot be read or is not what the manifest names, and
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
@@ -52,21 +59,39 @@ def rows_of_episode(
             f"{why}: that is no sample of what is trained, and the importance ratios would be wrong. The "
             "buffer must never let this through; the step is not trained."
         )
-    return cut_rows(episode, index, lambda row: row.mask & (row.versions >= lowest_version), policy)
+    rows = cut_rows(episode, index, lambda row: row.mask & (row.versions >= lowest_version), policy)
+    cut = {place: (row.packed_length, len(row.position)) for place, row in rows.items()}
+    planned = {place: size for place, size in enumerate(entry.rows) if size != (0, 0)}
+    if cut != planned:
+        place = min(place for place in cut | planned if cut.get(place) != planned.get(place))
+        raise BatchError(
+            f"the batch names (tokens, units) {planned.get(place)} as row {place} of episode "
+            f"{entry.episode_id}, but the bytes fetched hold {cut.get(place)}"
+        )
+    return [row for place, row in rows.items() if places is None or place in places]
 
 
 def cut_rows(
-    episode: Episode, index: int, mask_of: Callable[[Row], NDArray], policy: str
-) -> list[TrainingRow]:
-    """The rows of an episode with those units to train that `mask_of` (bool or u8 [T] of a row) leaves; a row
-    without any is left out. `index` is the episode's place in the manifest."""
+    episode: Episode,
+    index: int,
+    mask_of: Callable[[Row], NDArray],
+    policy: str,
+    places: Collection[int] | None = None,
+) -> dict[int, TrainingRow]:
+    """The rows of an episode, or those at `places` alone, by their place among all of them, with those units
+    to train that `mask_of` (bool or u8 [T] of a row) leaves; a row without any is left out. `index` is the
+    episode's place in the manifest."""
     temperature = call_temperatures(episode, policy)
     try:
-        rows = training_rows(episode)
+        rows = {
+            place: row
+            for place, row in enumerate(training_rows(episode))
+            if places is None or place in places
+        }
     except TrajectoryError as error:
         raise BatchError(f"episode {episode.episode_id} cannot be read: {error}") from error
-    cut = (
-        row_of(
+    cut = {
+        place: row_of(
             index,
             row.token_ids,
             mask_of(row),
@@ -74,9 +99,9 @@ def cut_rows(
             row.versions,
             temperature if isinstance(temperature, float) else _per_token(temperature, row),
         )
-        for row in rows
-    )
-    return [row for row in cut if row is not None]
+        for place, row in rows.items()
+    }
+    return {place: row for place, row in cut.items() if row is not None}
 
 
 def call_temperatures(episode: Episode, policy: str) -> float | dict[int, float]:

@@ -1,8 +1,8 @@
 """What a training row costs, in floating-point operations of its forward pass, from the model's dimensions.
 
 The count is that of the matrix products alone, two operations for each multiply-add (Chowdhery et al. 2022,
-"PaLM", appendix B). A backward pass and recomputation multiply it by the same number for every row, so rows can
-be compared by it. A row of T tokens with S units to predict costs linear·T + attention·T² + head·S, where
+"PaLM", appendix B). A backward pass and recomputation multiply it by the same number for every row, so rows
+can be compared by it. A row of T tokens with S units to predict costs linear·T + attention·T² + head·S, where
 
     linear    = 2 · parameters of all layers that one token passes: projections of attention, and the MLP or
                 router, shared and active experts
@@ -21,6 +21,8 @@ from transformers import AutoConfig
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts of a layer."""
+TWO_MATRICES = frozenset({"gpt2", "gpt_neox", "opt", "phi", "falcon", "bloom", "starcoder2"})
+"""Model types whose MLP has two matrices; others have a third, the gate."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class RowCost:
     """FLOPs per predicted unit."""
 
     def of(self, tokens: int, units: int) -> int:
-        """FLOPs of a row of `tokens` tokens fed that predicts `units` units; 0 for one that is not trained."""
+        """FLOPs of a row of `tokens` tokens fed that predicts `units` units; 0 for one of no tokens."""
         return tokens * (self.linear + self.attention * tokens) + self.head * units
 
 
@@ -44,8 +46,8 @@ TOKENS_ALONE = RowCost(1, 0, 0)
 
 
 def load_row_cost(model: Path) -> RowCost:
-    """The cost of rows of the model in a Hugging Face directory, `TOKENS_ALONE` where its config.json cannot be
-    read or lacks the dimensions: rows are then dealt by their lengths, and nothing else depends on it."""
+    """The cost of rows of the model in a Hugging Face directory, `TOKENS_ALONE` where its config.json cannot
+    be read or lacks the dimensions: rows are then dealt by their lengths, and nothing else depends on it."""
     try:
         return row_cost(AutoConfig.from_pretrained(model, local_files_only=True))
     except (OSError, ValueError, AttributeError):
@@ -53,23 +55,19 @@ def load_row_cost(model: Path) -> RowCost:
 
 
 def row_cost(config: Any) -> RowCost:
-    """The cost of rows of a model with the configuration `config` (transformers' names of dimensions; the text
-    part of one with several). Raises `AttributeError` for one without hidden size, layers, heads or
+    """The cost of rows of a model with the configuration `config` (transformers' names of dimensions; the
+    text part of one with several). Raises `AttributeError` for one without hidden size, layers, heads or
     vocabulary."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     attention = 2 * hidden * (heads + kv_heads) * head_size
-    gated = 2 if getattr(config, "model_type", "") in TWO_MATRICES else 3
-    dense = gated * hidden * (getattr(config, "intermediate_size", None) or 4 * hidden)
+    matrices = 2 if getattr(config, "model_type", "") in TWO_MATRICES else 3
+    dense = matrices * hidden * (getattr(config, "intermediate_size", None) or 4 * hidden)
     sparse_layers = [is_sparse(config, layer) for layer in range(layers)].count(True)
     parameters = layers * attention + (layers - sparse_layers) * dense + sparse_layers * _experts(config)
     return RowCost(2 * parameters, 2 * layers * heads * head_size, 2 * hidden * config.vocab_size)
-
-
-TWO_MATRICES = frozenset({"gpt2", "gpt_neox", "opt", "phi", "falcon", "bloom", "starcoder2"})
-"""Model types whose MLP has two matrices; others have a third, the gate."""
 
 
 def n_experts(config: Any) -> int:
@@ -92,9 +90,9 @@ def is_sparse(config: Any, layer: int) -> bool:
 
 def _experts(config: Any) -> int:
     """Parameters that a token passes in a sparse layer's router, active experts and shared ones."""
-    width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", 0)
-    active = getattr(config, "num_experts_per_tok", None) or 1
-    shared = getattr(config, "shared_expert_intermediate_size", None) or (
+    width: int = getattr(config, "moe_intermediate_size", 0) or getattr(config, "intermediate_size", 0) or 0
+    active: int = getattr(config, "num_experts_per_tok", None) or 1
+    shared: int = getattr(config, "shared_expert_intermediate_size", None) or (
         (getattr(config, "n_shared_experts", None) or 0) * width
     )
     hidden: int = config.hidden_size

@@ -4,8 +4,9 @@ A *row* is one root-to-leaf path of an episode, cut after its last sampled unit.
 but never fed, so a row of T tokens takes T - 1 places in a pack.
 
 Three pure functions say who trains what, alike on every rank: `deal_groups` deals whole groups to the
-minibatches (optimizer updates) of a step, `deal_episodes` the episodes of a minibatch to the ranks, `pack`
-the rows of one rank to micro-batches. A rank short of rows has empty ones, passes that add nothing.
+minibatches (optimizer updates) of a step, `deal_rows` the rows of a minibatch to the ranks by what they cost,
+`spread` the rows of one rank to as many micro-batches as every other has. A rank that is short of rows even
+so has empty ones, passes that add nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer_service.data.flops import TOKENS_ALONE, RowCost
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 
@@ -132,12 +134,16 @@ class MicroBatch:
         return self.input_ids.shape[1]
 
 
-def plan_passes(rows: Sequence[TrainingRow], ranks: Ranks, budget: int) -> list[list[TrainingRow]]:
+def plan_passes(
+    rows: Sequence[TrainingRow], ranks: Ranks, budget: int, cost: RowCost = TOKENS_ALONE
+) -> list[list[TrainingRow]]:
     """This rank's rows, dealt to forward passes of at most `budget` tokens: at least one pass, and as many as
-    on any other rank. All ranks call it."""
+    on any other rank, alike in `cost`. All ranks call it."""
     lengths = [row.packed_length for row in rows]
-    needed = max(1, len(pack(lengths, budget)))
-    plan = pack(lengths, budget, at_least=ranks.largest(needed))
+    plan = pack(lengths, budget) or [[]]
+    if ranks.world > 1:
+        costs = [cost.of(row.packed_length, len(row.position)) for row in rows]
+        plan = spread(lengths, costs, budget, ranks.largest(len(plan)))
     return [[rows[index] for index in indices] for indices in plan]
 
 
@@ -200,25 +206,69 @@ def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
     return [list(range(start, end)) for start, end in pairwise(cuts)]
 
 
-def deal_episodes(units: Sequence[int], ranks: int) -> list[list[int]]:
-    """Episode indices of each rank, ascending: the largest episode first, to the rank with the least.
-
-    The ranks' sums differ by at most the largest episode. Ties go to the lower index."""
-    heap = [(0, rank) for rank in range(ranks)]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for index in sorted(range(len(units)), key=lambda i: (-units[i], i)):
-        load, rank = heapq.heappop(heap)
-        shares[rank].append(index)
-        heapq.heappush(heap, (load + units[index], rank))
-    return [sorted(share) for share in shares]
+Share = dict[int, list[int]]
+"""What one rank trains: index of an episode -> which of its rows, both ascending."""
 
 
-def pack(lengths: Sequence[int], budget: int, *, at_least: int = 0) -> list[list[int]]:
+def deal_rows(costs: Sequence[Sequence[int]], ranks: int) -> list[Share]:
+    """The share of each rank, where `costs` are those of each episode's rows; 0 for one that is not trained.
+
+    The costliest piece goes first, to the rank with the least. A piece is a whole episode, so that one rank
+    alone fetches it, unless that would put the rank above the ideal: the larger of the ranks' mean and the
+    costliest row. Then its rows are dealt singly. Every row that costs something is in exactly one share, and
+    every episode in at least one, if without rows: whoever has it fetches its bytes and checks them. No share
+    costs more than the ranks' mean and the costliest row together. Ties go to the lower index.
+
+    The rule is that of Graham (1969), "Bounds on multiprocessing timing anomalies"."""
+    shares: list[Share] = [{} for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    total, largest = sum(map(sum, costs)), max((cost for rows in costs for cost in rows), default=0)
+    pieces = [(-sum(rows), episode, WHOLE) for episode, rows in enumerate(costs)]
+    heapq.heapify(pieces)
+    while pieces:
+        negative, episode, row = heapq.heappop(pieces)
+        load, rank = loads[0]
+        after = load - negative
+        rows = [place for place, cost in enumerate(costs[episode]) if cost] if row == WHOLE else [row]
+        if len(rows) > 1 and after * ranks > max(total, largest * ranks):
+            for place in rows:
+                heapq.heappush(pieces, (-costs[episode][place], episode, place))
+            continue
+        heapq.heapreplace(loads, (after, rank))
+        shares[rank].setdefault(episode, []).extend(rows)
+    return [{episode: sorted(share[episode]) for episode in sorted(share)} for share in shares]
+
+
+WHOLE = -1  # Row of a piece that is a whole episode
+
+
+def spread(lengths: Sequence[int], costs: Sequence[int], budget: int, passes: int) -> list[list[int]]:
+    """Row indices of each of `passes` micro-batches of at most `budget` tokens, the costliest first, so that
+    ranks in step run their costliest passes together; `passes` is at least what `pack` needs.
+
+    The costliest row goes first, to the micro-batch with room for it that costs least. Where a row finds no
+    room, they are filled one after the other as `pack` fills them, and the rest is empty."""
+    plan: list[list[int]] = [[] for _ in range(passes)]
+    tokens, loads = [0] * passes, [0] * passes
+    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i)):
+        free = (n for n in range(passes) if not tokens[n] or tokens[n] + lengths[index] <= budget)
+        number = min(free, key=lambda n: (loads[n], n), default=None)
+        if number is None:
+            plan = pack(lengths, budget)
+            plan += [[] for _ in range(passes - len(plan))]
+            break
+        plan[number].append(index)
+        tokens[number] += lengths[index]
+        loads[number] += costs[index]
+    plan.sort(key=lambda rows: -sum(costs[index] for index in rows))
+    return [sorted(rows, key=lambda i: (-lengths[i], i)) for rows in plan]
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Row indices of each micro-batch, best-fit decreasing: no two would fit into one.
 
     A row longer than `budget` tokens has a micro-batch of its own. Inside a micro-batch rows go from long
-    to short, so that rows of one length are neighbours (see `attention`). Padded with empty micro-batches
-    up to `at_least`.
+    to short, so that rows of one length are neighbours (see `attention`).
     """
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
@@ -236,4 +286,4 @@ def pack(lengths: Sequence[int], budget: int, *, at_least: int = 0) -> list[list
             bins[where].append(index)
         if left > 0:
             insort(free, (left, where))
-    return bins + [[] for _ in range(at_least - len(bins))]
+    return bins

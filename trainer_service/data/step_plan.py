@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from areal_async.rpc.messages import Batch, BatchEpisode
 from trainer_service.algorithms.objective import Objective
-from trainer_service.data.microbatch import deal_episodes, deal_groups
+from trainer_service.data.flops import RowCost
+from trainer_service.data.microbatch import Share, deal_groups, deal_rows
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 
 
@@ -24,12 +25,13 @@ class StepPlan:
     """i64 [E]: index of the episode's group."""
     advantages: NDArray[np.float32]
     """f32 [E]"""
-    shares: list[list[list[int]]]
-    """[minibatch][data rank] -> indices of its episodes."""
+    shares: list[list[Share]]
+    """[minibatch][data rank] -> the rows that are trained there, each row in one of them. An episode whose
+    rows are in several is fetched by several ranks."""
 
-    def indices_of(self, data_rank: int) -> list[int]:
-        """The episodes of one share of the step, in the order of training."""
-        return [index for share in self.shares for index in share[data_rank]]
+    def share_of(self, data_rank: int) -> Share:
+        """What one data rank trains in the step: its episodes, in the order of training, and their rows."""
+        return {index: rows for shares in self.shares for index, rows in shares[data_rank].items()}
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,16 @@ class BatchFigures:
 
 
 def plan_step(
-    batch: Batch, objective: Objective, *, step: int, max_staleness: int, minibatches: int, ranks: int
+    batch: Batch,
+    objective: Objective,
+    *,
+    step: int,
+    max_staleness: int,
+    minibatches: int,
+    ranks: int,
+    cost: RowCost,
 ) -> StepPlan:
-    """Check the manifest of `step`, take advantages over whole groups and deal its episodes out.
+    """Check the manifest of `step`, take advantages over whole groups and deal its rows out by their `cost`.
 
     Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
     every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
@@ -103,18 +112,19 @@ def plan_step(
         groups=groups.astype(np.int64),
         advantages=advantages.numpy(),
         shares=[
-            _deal(members, episodes, groups, ranks) for members in deal_groups(len(batch.groups), minibatches)
+            _deal(members, episodes, groups, ranks, cost)
+            for members in deal_groups(len(batch.groups), minibatches)
         ],
     )
 
 
 def _deal(
-    members: list[int], episodes: list[BatchEpisode], groups: NDArray[np.int64], ranks: int
-) -> list[list[int]]:
-    """The episodes of some groups, dealt to ranks."""
+    members: list[int], episodes: list[BatchEpisode], groups: NDArray[np.int64], ranks: int, cost: RowCost
+) -> list[Share]:
+    """The rows of some groups, dealt to ranks."""
     indices = np.flatnonzero(np.isin(groups, members)).tolist()
-    shares = deal_episodes([episodes[index].n_units for index in indices], ranks)
-    return [[indices[place] for place in share] for share in shares]
+    shares = deal_rows([[cost.of(*size) for size in episodes[index].rows] for index in indices], ranks)
+    return [{indices[place]: rows for place, rows in share.items()} for share in shares]
 
 
 def figures_of(batch: Batch) -> BatchFigures:

@@ -25,6 +25,7 @@ from trainer_service.algorithms.off_policy import StepStatistics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import check_staleness, rows_of_episode
+from trainer_service.data.flops import RowCost, load_row_cost
 from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, plan_passes
 from trainer_service.data.step_plan import StepPlan, plan_step
 from trainer_service.errors import DivergenceError
@@ -60,6 +61,7 @@ class Learner:
         self._backend = backend
         self._objective = Objective(job.trainer.objective, job)
         self._check = check
+        self._cost = load_row_cost(job.model)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:
         """What every rank does in `step`, from its manifest alone. Raises what `plan_step` does."""
@@ -71,12 +73,13 @@ class Learner:
                 max_staleness=self._job.buffer.max_staleness,
                 minibatches=self._job.trainer.minibatches,
                 ranks=self._backend.place.data_ranks,
+                cost=self._cost,
             )
 
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
         """The episodes whose bytes this rank needs."""
         place = self._backend.place
-        return [plan.episodes[index] for index in plan.indices_of(place.data_rank)] if place.reads else []
+        return [plan.episodes[index] for index in plan.share_of(place.data_rank)] if place.reads else []
 
     def train(
         self,
@@ -97,13 +100,14 @@ class Learner:
             minibatches = [
                 [
                     row
-                    for index in (share[place.data_rank] if place.reads else ())
+                    for index, places in (share[place.data_rank] if place.reads else {}).items()
                     for row in rows_of_episode(
                         blobs[plan.episodes[index].episode_id],
                         plan.episodes[index],
                         index,
                         batch.lowest_version,
                         policy=batch.policy,
+                        places=places,
                     )
                 ]
                 for share in plan.shares
@@ -122,6 +126,7 @@ class Learner:
                 groups=plan.groups,
                 advantages=plan.advantages,
                 micro_batch_tokens=self._job.trainer.micro_batch_tokens,
+                cost=self._cost,
             )
 
 
@@ -161,6 +166,7 @@ def train_step(
     groups: NDArray[np.int64],
     advantages: NDArray[np.float32],
     micro_batch_tokens: int,
+    cost: RowCost,
 ) -> StepResult:
     """Train on this rank's rows of each minibatch; all ranks call it with the same number of minibatches.
 
@@ -171,7 +177,7 @@ def train_step(
     packed = [
         [
             build_micro_batch(chosen, groups=groups, advantages=advantages, device=ranks.device)
-            for chosen in plan_passes(rows, ranks, micro_batch_tokens)
+            for chosen in plan_passes(rows, ranks, micro_batch_tokens, cost)
         ]
         for rows in minibatches
     ]

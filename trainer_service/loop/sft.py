@@ -29,7 +29,8 @@ from areal_async.weights.pieces import whole_tensors
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
-from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_episodes, plan_passes, row_of
+from trainer_service.data.flops import load_row_cost
+from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_rows, plan_passes, row_of
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import BatchError, ModelError
 from trainer_service.loop.learner import train_step
@@ -59,6 +60,7 @@ class SftTrainer:
         self._stopping = stopping
         normaliser = job.trainer.objective.normaliser
         self._objective = Objective(ObjectiveSection(loss="sft", correction="none", normaliser=normaliser))
+        self._cost = load_row_cost(job.model)
         tokenizer = load_tokenizer(job.model)
         self._train = examples(tokenizer, read_tasks(job.tasks.train))
         held_out = job.tasks.evaluation
@@ -125,7 +127,8 @@ class SftTrainer:
     def _one_step(self, indices: Sequence[int], step: int) -> tuple[float, float, int]:
         """(loss, gradient norm, tokens trained on) of one optimizer step on these examples."""
         chosen = [replace(self._train[index], episode=place) for place, index in enumerate(indices)]
-        shares = deal_episodes([len(row.token_ids) for row in chosen], self._backend.place.data_ranks)
+        costs = [[self._cost.of(row.packed_length, len(row.position))] for row in chosen]
+        shares = deal_rows(costs, self._backend.place.data_ranks)
         n = len(chosen)
         result = train_step(
             self._backend,
@@ -138,6 +141,7 @@ class SftTrainer:
             groups=np.arange(n, dtype=np.int64),
             advantages=np.zeros(n, np.float32),
             micro_batch_tokens=self._job.trainer.micro_batch_tokens,
+            cost=self._cost,
         )
         return result.loss, result.grad_norm, sum(len(row.position) for row in chosen)
 

@@ -7,7 +7,8 @@ import pytest
 from areal_async.rpc.messages import Batch
 from areal_async.rpc.schema import Fault
 from areal_async.rpc.verdicts import Score
-from tests.unit.buffer.conftest import CountedTasks, ids, reasons
+from areal_async.trajectory import EpisodeBuilder, row_profile
+from tests.unit.buffer.conftest import SAMPLING, CountedTasks, ids, reasons
 
 
 def test_a_batch_holds_whole_groups_with_their_scores(drive):
@@ -162,16 +163,28 @@ def test_a_task_is_given_up_after_its_last_attempt(drive):
     assert attempts == ["cafe0123:0:0#0", "cafe0123:0:0#1", "cafe0123:0:0#2", "cafe0123:1:0#0"]
 
 
+def branching():
+    """An episode of three rows: the first sampled by versions 0 and 2, the others by 0 and by 1."""
+    builder = EpisodeBuilder("job", "t", "t#0", 0)
+    prompt = builder.prompt([1, 2, 3])
+    options = {"sampling": SAMPLING, "finish_reason": "stop"}
+    first = builder.sampled([4, 5], [-1.0] * 2, 0, parent=prompt, **options)
+    for parent, versions in ((first, [0, 2]), (first, [0]), (prompt, [1, 1])):
+        builder.sampled([6] * len(versions), [-1.0] * len(versions), versions, parent=parent, **options)
+    return builder.build()
+
+
 def test_under_mask_an_overtaken_group_is_trained_without_its_units_that_are_too_old(drive):
     ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
     assert slow.group_id not in ids(ledger.batch()), "nothing waits for it"
     ledger.commit()
     ledger.put(slow, [0], version=0)
-    ledger.put(slow, [1], version=0, newest=2)
+    ledger.put(slow, [1], version=0, newest=2, rows=row_profile(branching()))
     ledger.judge(ledger.claim())
     ledger.scored(1)
     batch = ledger.batch()
     assert ids(batch)[0] == slow.group_id
+    assert [episode.rows for episode in batch.groups[0].episodes] == [[], [(6, 1), (0, 0), (4, 2)]]
     assert (batch.step, batch.lowest_version) == (2, 1)
     assert ledger.count("masked") == 1
     ledger.commit()

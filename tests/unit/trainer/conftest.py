@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.rpc.verdicts import Parts
-from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, pack
+from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=-* "]
 
@@ -70,10 +70,13 @@ PARTS = (
 """Rewards of parts: of none of an episode, of segments and agents, of every unit."""
 
 
-def entry_of(episode: Episode, reward: float = 0.0, **changes: Any) -> BatchEpisode:
+def entry_of(
+    episode: Episode, reward: float = 0.0, *, lowest_version: int = 0, **changes: Any
+) -> BatchEpisode:
     """What a true manifest says of an episode, but for `changes`."""
     names = ("episode_id", "n_units", "n_sampled", "min_version", "max_version")
     said = {"sample": episode.header.sample} | {name: getattr(episode, name) for name in names}
+    said["rows"] = row_sizes(row_profile(episode), lowest_version)
     return BatchEpisode(**{**said, "reward": reward, **changes})
 
 
@@ -90,7 +93,9 @@ def make_batch() -> Callable[..., tuple[Batch, dict[str, bytes]]]:
         temperature: float = 1.0,
         seed: int = 0,
         lengths: tuple[int, int] = (1, 4),
+        branches: int = 0,
     ) -> tuple[Batch, dict[str, bytes]]:
+        """`branches` more answers after the prompt of one episode of each group."""
         rng = np.random.default_rng([seed, step])
         blobs: dict[str, bytes] = {}
         made = []
@@ -101,18 +106,19 @@ def make_batch() -> Callable[..., tuple[Batch, dict[str, bytes]]]:
             for sample in range(group_size):
                 builder = EpisodeBuilder("job", f"data0000:{g}:0", group_id, sample)
                 root = builder.prompt(prompt)
-                n = int(rng.integers(lengths[0], lengths[1] + 1))
-                ids = rng.integers(0, len(SYMBOLS), n)
-                lowest = max(0, step - max_staleness)
-                versions = np.sort(rng.integers(lowest, step + 1, n))
-                builder.sampled(
-                    ids,
-                    (-np.log(len(SYMBOLS)) + 0.3 * rng.standard_normal(n)).astype(np.float32),
-                    versions,
-                    parent=root,
-                    sampling=Sampling(temperature=temperature, max_new_tokens=8),
-                    finish_reason="stop",
-                )
+                for _ in range(1 + branches * (sample == 1)):
+                    n = int(rng.integers(lengths[0], lengths[1] + 1))
+                    ids = rng.integers(0, len(SYMBOLS), n)
+                    lowest = max(0, step - max_staleness)
+                    versions = np.sort(rng.integers(lowest, step + 1, n))
+                    builder.sampled(
+                        ids,
+                        (-np.log(len(SYMBOLS)) + 0.3 * rng.standard_normal(n)).astype(np.float32),
+                        versions,
+                        parent=root,
+                        sampling=Sampling(temperature=temperature, max_new_tokens=8),
+                        finish_reason="stop",
+                    )
                 episode = builder.build()
                 blobs[episode.episode_id] = pack(episode)
                 reward, parts = float(rng.integers(0, 2)), PARTS[sample % 3](episode.n_units)

@@ -151,6 +151,6 @@ def run(
 if __name__ == "__main__":
     number, size, *paths = sys.argv[1:]
     steps = int(os.environ.get("STEPS", "4"))
-    run(int(number), int(size), *map(Path, paths), steps=steps)
+    run(int(number), int(size), *map(Path, paths), steps=steps, record_batches=True)
     sys.stdout.flush()
     os._exit(0)

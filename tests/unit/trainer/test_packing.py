@@ -4,16 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_service.data.microbatch import deal_episodes, deal_groups, pack
+from trainer_service.data.microbatch import deal_groups, deal_rows, pack, spread
 from trainer_service.errors import BatchError
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)
 
 
-@given(lengths_of_rows, st.integers(1, 80), st.integers(0, 8))
-def test_every_row_is_in_one_micro_batch_within_the_budget_and_no_two_would_fit_into_one(
-    lengths, budget, at_least
-):
+@given(lengths_of_rows, st.integers(1, 80))
+def test_every_row_is_in_one_micro_batch_within_the_budget_and_no_two_would_fit_into_one(lengths, budget):
     plan = pack(lengths, budget)
     assert sorted(i for rows in plan for i in rows) == list(range(len(lengths)))
     for rows in plan:
@@ -23,17 +21,47 @@ def test_every_row_is_in_one_micro_batch_within_the_budget_and_no_two_would_fit_
         assert inside == sorted(inside, reverse=True), "rows of one length are neighbours"
     loads = sorted(sum(lengths[i] for i in rows) for rows in plan)
     assert len(loads) < 2 or loads[0] + loads[1] > budget
-    empty = [[] for _ in range(at_least - len(plan))]
-    assert pack(lengths, budget, at_least=at_least) == plan + empty
 
 
-@given(st.lists(st.integers(0, 100), max_size=50), st.integers(1, 6))
-def test_every_episode_goes_to_exactly_one_rank_and_loads_are_balanced(units, ranks):
-    shares = deal_episodes(units, ranks)
+@given(lengths_of_rows, st.integers(1, 80), st.integers(0, 8))
+def test_rows_are_spread_over_as_many_passes_as_other_ranks_have(lengths, budget, more):
+    """Within the budget all the same; and no pass is empty while another could give it a row."""
+    needed = max(1, len(pack(lengths, budget)))
+    costs = [length * (20 + length) for length in lengths]
+    plan = spread(lengths, costs, budget, needed + more)
+    assert sorted(i for rows in plan for i in rows) == list(range(len(lengths)))
+    assert len(plan) == needed + more
+    loads = [sum(costs[i] for i in rows) for rows in plan]
+    assert loads == sorted(loads, reverse=True), "the costliest go first on every rank"
+    for rows in plan:
+        inside = [lengths[i] for i in rows]
+        assert sum(inside) <= budget or len(rows) == 1
+        assert inside == sorted(inside, reverse=True)
+    if max(lengths, default=0) <= budget and len(lengths) >= len(plan) and sum(lengths) <= budget:
+        assert min(loads) > 0
+
+
+@given(st.lists(st.lists(st.integers(0, 100), max_size=6), max_size=30), st.integers(1, 6))
+def test_every_row_goes_to_exactly_one_rank_and_loads_are_balanced(costs, ranks):
+    shares = deal_rows(costs, ranks)
     assert len(shares) == ranks
-    assert sorted(i for share in shares for i in share) == list(range(len(units)))
-    loads = [sum(units[i] for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(units, default=0)
+    placed = [(episode, row) for share in shares for episode, rows in share.items() for row in rows]
+    assert sorted(placed) == [
+        (episode, row) for episode, rows in enumerate(costs) for row, cost in enumerate(rows) if cost
+    ]
+    assert {episode for share in shares for episode in share} == set(range(len(costs))), "each is fetched"
+    loads = [sum(costs[episode][row] for episode, rows in share.items() for row in rows) for share in shares]
+    every = [cost for rows in costs for cost in rows]
+    assert max(loads) <= sum(every) / ranks + max(every, default=0)
+    assert deal_rows([list(rows) for rows in costs], ranks) == shares
+    for share in shares:
+        assert list(share) == sorted(share)
+        assert all(rows == sorted(rows) for rows in share.values())
+
+
+def test_an_episode_stays_whole_unless_a_rank_would_have_more_than_its_part():
+    assert deal_rows([[4, 4], [8], [5, 3]], 3) == [{0: [0, 1]}, {1: [0]}, {2: [0, 1]}]
+    assert deal_rows([[4, 4, 4], [6], [0, 0], []], 3) == [{1: [0]}, {0: [0, 2]}, {0: [1], 2: [], 3: []}]
 
 
 @given(st.integers(1, 40), st.integers(1, 8))

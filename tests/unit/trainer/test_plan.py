@@ -9,18 +9,34 @@ from msgspec.structs import replace
 from areal_async.config.job import ObjectiveSection
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from trainer_service.algorithms.objective import Objective
+from trainer_service.data.flops import RowCost
 from trainer_service.data.step_plan import figures_of, plan_step
 from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
 
 OBJECTIVE = Objective(ObjectiveSection())
 
 
+def _rows(n_sampled):
+    """The sizes of the two rows of an episode, or of none."""
+    half = n_sampled // 2
+    return [(9 + n_sampled, n_sampled - half), (8 + n_sampled, half)] if n_sampled else []
+
+
 def _batch(groups, step=5):
-    """`groups`: a list of lists of (reward, n_sampled, min_version, max_version)."""
+    """`groups`: a list of lists of (reward, n_sampled, min_version, max_version), each of two rows."""
     made = []
     for g, episodes in enumerate(groups):
         entries = [
-            BatchEpisode(f"g{g}.{i}", i, 10 + n, n, low, high, reward)
+            BatchEpisode(
+                f"g{g}.{i}",
+                i,
+                10 + n,
+                n,
+                low,
+                high,
+                reward,
+                rows=[(9 + n, n - n // 2), (8 + n, n // 2)] * (n > 0),
+            )
             for i, (reward, n, low, high) in enumerate(episodes)
         ]
         made.append(BatchGroup(f"g{g}", f"t{g}", "", entries))
@@ -28,7 +44,8 @@ def _batch(groups, step=5):
 
 
 def _plan(batch, **changes):
-    options = {"step": 5, "max_staleness": 4, "minibatches": 1, "ranks": 1, **changes}
+    cost = RowCost(linear=10, attention=1, head=3)
+    options = {"step": 5, "max_staleness": 4, "minibatches": 1, "ranks": 1, "cost": cost, **changes}
     return plan_step(batch, OBJECTIVE, **options)
 
 
@@ -37,12 +54,15 @@ def _plan(batch, **changes):
     st.integers(1, 8),
     st.integers(1, 4),
 )
-def test_groups_are_whole_and_every_episode_has_one_place(sizes, minibatches, ranks):
+def test_groups_are_whole_and_every_row_has_one_place(sizes, minibatches, ranks):
     batch = _batch([[(float(n % 2), n, 5, 5) for n in group] for group in sizes])
     minibatches = min(minibatches, len(sizes))
     plan = _plan(batch, minibatches=minibatches, ranks=ranks)
-    placed = [index for minibatch in plan.shares for share in minibatch for index in share]
-    assert sorted(placed) == list(range(sum(map(len, sizes))))
+    shares = [plan.share_of(rank) for rank in range(ranks)]
+    placed = [(index, row) for share in shares for index, rows in share.items() for row in rows]
+    units = [n for group in sizes for n in group]
+    assert sorted(placed) == [(index, row) for index, n in enumerate(units) if n for row in (0, 1)]
+    assert {index for share in shares for index in share} == set(range(len(units)))
     assert all(len(minibatch) == ranks for minibatch in plan.shares)
     groups = [{int(plan.groups[i]) for share in minibatch for i in share} for minibatch in plan.shares]
     assert sum(map(len, groups)) == len(set().union(*groups)), "a group is in two minibatches"

@@ -10,14 +10,18 @@ from safetensors.torch import load_file
 from areal_async.status.record import read_run_log
 from tests.unit.trainer import rank_process
 from trainer_service.checkpoint import open_checkpoint
-from trainer_service.data.recording import write_step
+from trainer_service.data.recording import Recording, write_step
 
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory, make_batch):
+    """Steps as they come, one of episodes so large that their branches are trained on two ranks, and one of
+    so few rows that a rank is short of them."""
     root = tmp_path_factory.mktemp("batches")
-    for step in range(4):
-        batch, blobs = make_batch(step, groups=5, max_staleness=2, lengths=(1, 14))
+    split = {"groups": 2, "branches": 10, "lengths": (1, 14)}
+    few = {"groups": 2, "group_size": 3, "lengths": (12, 14)}
+    for step, kind in enumerate([{"groups": 5, "lengths": (1, 14)}] * 2 + [split, few]):
+        batch, blobs = make_batch(step, max_staleness=2, **kind)
         write_step(root, batch, blobs, losses=[], grad_norms=[])
     return root
 
@@ -79,6 +83,11 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
         assert status == 0, errors
     _same_training(one_rank, tmp_path / "two")
     both = zip(_steps(one_rank), _steps(tmp_path / "two"), strict=True)
+    recorded = Recording(tmp_path / "two").read(2)
+    fetched = sum(
+        path.stat().st_size for path in (tmp_path / "two" / "batches" / "step-000002").glob("*.bin")
+    )
+    assert fetched > sum(map(len, recorded.blobs.values())), "no episode was trained on two ranks"
     # Else a rank that leaves a collective early would not be noticed.
     assert any(one["packed_tokens"] < two["packed_tokens"] for one, two in both), "no rank was short of rows"
     checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job", policy="policy")

@@ -85,7 +85,7 @@ def test_a_recording_of_another_schema_is_refused(run_dir):
     record = msgspec.msgpack.decode(path.read_bytes())
     del record["batch"]["policy"]
     path.write_bytes(msgspec.msgpack.encode(record | {"schema": 1}))
-    with pytest.raises(BatchError, match="has schema 1; this version reads 2: use it with the version"):
+    with pytest.raises(BatchError, match="has schema 1; this version reads 3: use it with the version"):
         Recording(run_dir).read(0)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
 from tests.unit.trainer.conftest import entry_of
@@ -44,6 +45,22 @@ def branching_episodes(draw):
         else:
             segments.append(builder.observed(SegmentKind.TOOL, [0] * n, parent))
     return builder.build()
+
+
+@settings(deadline=None)
+@given(branching_episodes(), st.integers(0, 6))
+def test_the_manifest_says_what_is_packed_whatever_is_masked(episode, lowest):
+    entry = entry_of(episode, lowest_version=lowest)
+    rows = rows_of_episode(pack(episode), entry, 0, lowest, policy="policy")
+    trained = [place for place, size in enumerate(entry.rows) if size != (0, 0)]
+    assert [(row.packed_length, len(row.position)) for row in rows] == [entry.rows[p] for p in trained]
+    for place, row in zip(trained, rows, strict=True):
+        (alone,) = rows_of_episode(pack(episode), entry, 0, lowest, policy="policy", places=[place])
+        assert alone.token_ids.tolist() == row.token_ids.tolist()
+    wrong = [[*entry.rows, (1, 1)], *([*entry.rows[:place], (0, 0)] for place in trained[-1:])]
+    for rows in wrong:
+        with pytest.raises(BatchError, match=r"the batch names \(tokens, units\)"):
+            rows_of_episode(pack(episode), replace(entry, rows=rows), 0, lowest, policy="policy")
 
 
 @settings(deadline=None)
@@ -188,7 +205,9 @@ def test_units_below_the_lowest_version_are_in_no_row():
     assert row.version.tolist() == [1, 1, 2, 2, 2]
     with pytest.raises(StalenessViolation):
         check_staleness([row], step=3, max_staleness=1)
+    entry = entry_of(episode, lowest_version=2)
     (row,) = rows_of_episode(pack(episode), entry, 0, 2, policy="policy")
     assert (row.version.tolist(), row.position.tolist()) == ([2, 2, 2], [5, 6, 7])
     check_staleness([row], step=3, max_staleness=1)
+    entry = entry_of(episode, lowest_version=3)
     assert rows_of_episode(pack(episode), entry, 0, 3, policy="policy") == []

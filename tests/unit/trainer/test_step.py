@@ -10,6 +10,7 @@ from areal_async.weights.pieces import whole_tensors
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.episode_rows import rows_of_episode
+from trainer_service.data.flops import TOKENS_ALONE
 from trainer_service.data.step_plan import plan_step
 from trainer_service.errors import DivergenceError
 from trainer_service.loop.learner import train_step
@@ -19,7 +20,15 @@ from trainer_service.ranks import join_ranks
 def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, **objective):
     composed, ranks = Objective(ObjectiveSection(**objective)), join_ranks(0, 1)
     eta = batch.max_staleness
-    plan = plan_step(batch, composed, step=batch.step, max_staleness=eta, minibatches=minibatches, ranks=1)
+    plan = plan_step(
+        batch,
+        composed,
+        step=batch.step,
+        max_staleness=eta,
+        minibatches=minibatches,
+        ranks=1,
+        cost=TOKENS_ALONE,
+    )
     rows = [
         [
             row
@@ -44,6 +53,7 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
         groups=plan.groups,
         advantages=plan.advantages,
         micro_batch_tokens=budget,
+        cost=TOKENS_ALONE,
     )
 
 
