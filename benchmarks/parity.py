@@ -185,7 +185,7 @@ def against_trainer(
             policy=TAG.policy,
             version=TAG.version,
             epochs=[TAG.epoch],
-            kv_is_kept=False,
+            update_mode="recompute",
             skipped=skipped,
         )
     compared = compare(backend, ranks, rows, 8192)

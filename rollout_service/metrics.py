@@ -18,6 +18,13 @@ FAILED = Counter("areal_rollout_episodes_failed_total", "Episodes whose workflow
 TIMED_OUT = Counter(
     "areal_rollout_episodes_timed_out_total", "Of those that failed, the ones that took too long."
 )
+PROMPT_TOKENS = Counter(
+    "areal_rollout_prompt_tokens_total",
+    "Tokens of prompts of which a server said how much it found in its cache.",
+)
+CACHED_TOKENS = Counter(
+    "areal_rollout_cached_tokens_total", "Of these, the ones whose KV a server found in its prefix cache."
+)
 RERUN = Counter("areal_rollout_requests_rerun_total", "Requests run again because their engine was lost.")
 ENGINE_DEATHS = Counter(
     "areal_rollout_engine_deaths_total", "Engines that were lost, or did not start again."

@@ -47,6 +47,7 @@ class EnginePart:
     needs: ClassVar[Literal["tensors", "directory"]] = "tensors"
     """What its `load` uses of a snapshot."""
     update_modes: ClassVar[frozenset[str]] = frozenset({"recompute", "keep"})
+    """What it can do of `rollout.update_mode`; an evaluation's engine holds one version, and is not asked."""
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
     no_group: ClassVar[str] = "it joins no process group"
     """Why `weights.channel: nccl` is not for it; empty for one that takes tensors from a process group."""
@@ -74,7 +75,7 @@ class EnginePart:
             ("update_mode", job.rollout.update_mode, self.update_modes),
             ("dtype", job.rollout.dtype, self.dtypes),
         ):
-            if value not in able:
+            if value not in able and (asked, section) != ("update_mode", "evaluation"):
                 problem = f"the engine of {named} cannot do {value}"
                 fix = f"Use {' or '.join(sorted(able))}, or another {named}"
                 yield Mistake(f"rollout.{asked}", problem, fix, (named,))

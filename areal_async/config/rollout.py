@@ -106,8 +106,9 @@ class RolloutSection(Section):
     workflow_args: dict[str, Any] = Field(default_factory=dict)
     """What the workflow takes, by name; for one of your own, its keyword arguments."""
     gateway: GatewaySection = GatewaySection()
-    update_mode: Literal["recompute", "keep"] = "recompute"
-    """What a weight update does to requests in flight: rebuild their KV (exact) or keep it (approximate)."""
+    update_mode: Literal["recompute", "keep", "session"] = "recompute"
+    """What a weight update does to KV that is there: rebuild it (exact), let requests in flight keep theirs
+    (approximate), or let episodes keep their prefix cache over all turns (approximate; SGLang and vLLM)."""
     sampling: SamplingSection = SamplingSection()
     torch_threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each worker's torch."""

@@ -154,6 +154,14 @@ class EpisodeBuilder:
                 epochs.append((start + first, value))
         return segment
 
+    @property
+    def began(self) -> tuple[int, int] | None:
+        """Epoch and version of the weights that sampled the first unit to train; None before there is one."""
+        if not self._header.epochs:
+            return None
+        first, epoch = self._header.epochs[0]
+        return epoch, self._version[first]
+
     def reward(self, segment: int, value: float) -> None:
         """Set the reward of a segment."""
         self._reward[self._index(segment)] = value

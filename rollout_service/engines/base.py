@@ -53,7 +53,7 @@ class RequestError(ArealError):
     """One request cannot be served as it is. Sending it again changes nothing."""
 
 
-UpdateMode = Literal["recompute", "keep"]
+UpdateMode = Literal["recompute", "keep", "session"]
 
 
 class Weights(Protocol):
@@ -81,6 +81,9 @@ class GenerateRequest:
     sampling: Sampling
     session: str = ""
     """The episode, or whatever else shares prefixes: one session stays on one replica."""
+    began: tuple[int, int] | None = None
+    """Epoch and version that sampled the session's first unit. In mode `session` its KV is cached under them;
+    None, before there is a unit, stands for what is served."""
     priority: int = 0
     """Smaller goes first where requests wait."""
     deadline_s: float | None = None
@@ -98,6 +101,8 @@ class GenerateResult:
     finish_reason: FinishReason
     text: str
     logprobs_of: LogprobsOf = "sampled"
+    cached_tokens: int | None = None
+    """Tokens of the prompt whose KV was found in a prefix cache; None where the engine does not say."""
 
 
 Piece = npt.NDArray[np.int32]

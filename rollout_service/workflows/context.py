@@ -197,6 +197,7 @@ class Context:
             ids,
             sampling,
             session=self.episode_id,
+            began=self.builder.began,
             priority=self._priority,
             deadline_s=self._deadline_s,
         )

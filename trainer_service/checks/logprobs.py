@@ -75,20 +75,24 @@ def rows_to_compare(
     policy: str,
     version: int,
     epochs: Collection[int],
-    kv_is_kept: bool,
+    update_mode: str,
     skipped: Counter[str],
 ) -> list[TrainingRow]:
     """The rows of one episode at `places`, cut to the units to train that `version` of one of the trainer
     `epochs` sampled.
 
-    With `kv_is_kept`, units after one of another version are left out: their log-probs are approximate by
-    the engine's own account. What is left out is added to `skipped`."""
+    What is approximate by the engine's own account is left out: with `update_mode` keep, units after one of
+    another version; with session, all units of an episode that has one, for its paths share a cache. What is
+    left out is added to `skipped`."""
     if entry.max_version < version:
         skipped[OTHER_VERSION] += sum(entry.rows[place][1] for place in places)
         return []
     episode = unpack(blob)
     epoch_of_unit = _epochs(episode)
     offsets = episode.segments.offset
+    units = episode.units.version
+    others = (units >= 0) & ~((units == version) & np.isin(epoch_of_unit, list(epochs)))
+    shared_kv = update_mode == "session" and bool(others.any())
 
     def comparable(row: Row) -> NDArray[np.bool_]:
         spans = (np.arange(offsets[s], offsets[s] + n) for s, n in zip(row.path, row.lengths, strict=True))
@@ -96,9 +100,9 @@ def rows_to_compare(
         sampled = row.mask.astype(bool)
         kept: NDArray[np.bool_] = sampled & same
         skipped[OTHER_VERSION] += int((sampled & ~same).sum())
-        if kv_is_kept:
+        if update_mode != "recompute":
             # Versions of all units before, those that other rows train included.
-            approximate = kept & (np.cumsum((row.versions >= 0) & ~same) > 0)
+            approximate = kept & ((np.cumsum((row.versions >= 0) & ~same) > 0) | shared_kv)
             skipped[KEPT_KV] += int(approximate.sum())
             kept &= ~approximate
         return kept
@@ -283,7 +287,7 @@ class LogprobCheck:
                 policy=self._job.policy,
                 version=step,
                 epochs=epochs,
-                kv_is_kept=self._job.rollout.update_mode == "keep",
+                update_mode=self._job.rollout.update_mode,
                 skipped=skipped,
             )
         ]

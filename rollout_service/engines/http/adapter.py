@@ -325,9 +325,9 @@ class ServerAdapter(ABC):
     def body(
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
     ) -> dict[str, Any]:
-        """Return what is posted for at most `room` units after `prompt`, called under the weights `tag`. The
-        server knows the request as `rid`. Raises `RequestError` for sampling values that this server alone
-        cannot take."""
+        """Return what is posted for at most `room` units after `prompt`, whose prefixes are shared with
+        requests of the same `tag` alone. The server knows the request as `rid`. Raises `RequestError` for
+        sampling values that this server alone cannot take."""
 
     @abstractmethod
     def heard(self, tell: Tell) -> StreamedAnswer:

@@ -67,6 +67,7 @@ def result_of(
     text: str,
     logprobs_of: LogprobsOf,
     tag_of: Callable[[str], VersionTag] = parse_tag,
+    cached_tokens: int | None = None,
 ) -> GenerateResult:
     """What was sampled. `units` has each id with its log-prob in nats, NaN for one that is not finite;
     `spans` are the versions. Raises `EngineError` where the three do not agree, and what `tag_of` raises."""
@@ -86,6 +87,7 @@ def result_of(
         finish_reason=cast(FinishReason, reason),
         text=text,
         logprobs_of=logprobs_of,
+        cached_tokens=cached_tokens,
     )
 
 

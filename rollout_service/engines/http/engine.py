@@ -15,12 +15,14 @@ import asyncio
 import itertools
 import os
 import secrets
+from collections import deque
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
+from rollout_service import metrics
 from rollout_service.engines.base import (
     EngineError,
     EngineLost,
@@ -46,6 +48,9 @@ from rollout_service.engines.http.process import Liveness, ServerProcess, attach
 
 log = get_logger("engine")
 
+MAX_CACHED_VERSIONS = 1024
+"""Versions whose sessions find their cache in mode `session`; one that began before begins anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Server:
@@ -65,6 +70,8 @@ class HttpEngine:
         self._server: _Server | None = None
         self._layout: Layout = {}
         self._served: Directory | None = None
+        self._was_served: deque[VersionTag] = deque(maxlen=MAX_CACHED_VERSIONS)
+        """What this start of the server has served, the newest last."""
         self._paused = self._stopping = False
         self._lost: EngineLost | None = None
         self._load = ServerLoad()
@@ -104,6 +111,8 @@ class HttpEngine:
             await self._close_server()
             raise
         self._served = served
+        self._was_served.clear()
+        self._was_served.append(served.tag)
         self._watcher = asyncio.create_task(self._watch(self._server))
         log.info(
             "engine serves",
@@ -125,13 +134,16 @@ class HttpEngine:
 
         async def answer() -> GenerateResult:
             # Called under this version; a request that waited for the update is of the version after it.
-            body = adapter.body(rid, ids.tolist(), request, room, self.version)
+            body = adapter.body(rid, ids.tolist(), request, room, self._cache_of(request))
             said = await self._ask(body, tell)
             try:
                 result = adapter.parse(said, request.sampling)
             except EngineLost as error:
                 raise self._lose(str(error)) from error
             self._account.sampled(result.token_ids.size)
+            if result.cached_tokens is not None:
+                metrics.PROMPT_TOKENS.inc(ids.size)
+                metrics.CACHED_TOKENS.inc(result.cached_tokens)
             return result
 
         with self._account.call():
@@ -165,6 +177,7 @@ class HttpEngine:
             self._lose("an update of its weights was broken off")
             raise
         self._served = offered
+        self._was_served.append(offered.tag)
 
     async def resume(self) -> None:
         self._check_serving()
@@ -197,6 +210,16 @@ class HttpEngine:
         self._account.close()
 
     # --- requests ------------------------------------------------------------------------------------
+
+    def _cache_of(self, request: GenerateRequest) -> VersionTag:
+        """The version under which the prefixes of a request are cached: the one served, or in mode `session`
+        the one that its session began under, if this start of the server has served that."""
+        if self._settings.update_mode == "session" and request.began is not None:
+            epoch, version = request.began
+            began = VersionTag(self.version.policy, epoch, version)
+            if began in self._was_served:
+                return began
+        return self.version
 
     async def _ask(self, body: dict[str, Any], tell: Tell | None) -> Any:
         """Post a request and return its answer; `tell` is given its units as they come."""

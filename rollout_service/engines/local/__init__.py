@@ -22,7 +22,8 @@ class Local(EnginePart):
             job.model,
             slots=slots,
             max_model_len=job.rollout.max_model_len,
-            update_mode=job.rollout.update_mode,
+            # `session` is another engine's; then this one is the evaluation's, with nothing in flight.
+            update_mode="keep" if job.rollout.update_mode == "keep" else "recompute",
             device=own_device(job, place, replica),
             dtype=job.rollout.dtype,
             activity=activity,

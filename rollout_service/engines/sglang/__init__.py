@@ -13,6 +13,7 @@ from areal_async.runtime.context import ServiceContext
 class SGLang(EnginePart):
     is_server = True
     needs = "directory"
+    update_modes = frozenset({"recompute", "keep", "session"})
     no_group = ""
     parallel_flags = (
         ("tp-size", "tensor-parallel-size", "tp"),

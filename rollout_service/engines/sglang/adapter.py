@@ -2,7 +2,8 @@
 
 `recompute`: requests in flight are retracted, and every KV is computed anew under the new weights. `keep`:
 requests in flight go on with the KV they have; a request of a later call never uses KV of older weights,
-because prefixes are cached under the version that the request was called under.
+because prefixes are cached under the version that the request was called under. `session`: as `keep`, but the
+prefixes of a session stay cached under the version that it began under.
 
 Not promised: `Sampling.seed` (the server ignores it). A request aborted before its first units were handed
 over returns fewer units than were sampled, or none.
@@ -104,7 +105,7 @@ def command(launch: Launch) -> list[str]:
             "sleep-on-idle": True,
             "max-total-tokens": min(room, max(MAX_CPU_TOKENS, launch.max_model_len + CONTEXT_MARGIN)),
         }
-    elif settings.update_mode == "keep":
+    elif settings.update_mode != "recompute":
         # With overlap, a pause in place leaves one step's tokens unprocessed: sampled by the old weights,
         # they would be counted to the new version.
         flags["disable-overlap-schedule"] = True

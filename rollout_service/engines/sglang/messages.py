@@ -33,6 +33,7 @@ class AnswerMeta(msgspec.Struct):
     output_token_logprobs_length: int | None = None
     """Log-probs so far, of a stream too."""
     weight_versions: list[VersionSpan] | None = None
+    cached_tokens: int | None = None
     output_token_logprobs: list[UnitLogprob] | None = None
     output_token_ids_logprobs: list[list[UnitLogprob]] | None = None
 
@@ -141,7 +142,15 @@ def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
         for span in meta.weight_versions or []
         if (end := min(span.end, len(ids))) > span.start
     ]
-    return result_of(ids, units, spans, reason=reason, text=answer.text, logprobs_of=logprobs_of)
+    return result_of(
+        ids,
+        units,
+        spans,
+        reason=reason,
+        text=answer.text,
+        logprobs_of=logprobs_of,
+        cached_tokens=meta.cached_tokens,
+    )
 
 
 def logprobs_of(sampling: Sampling) -> LogprobsOf:
@@ -156,7 +165,7 @@ engine bounds both itself, at `max_model_len`, so the server is given this much 
 RELEASES = frozenset({"0.5.23"})
 """Releases whose endpoints, pause modes and behaviour are verified. Another may count versions or keep a
 cache in another way, which nothing but its tests would show."""
-PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place"}
+PAUSE_MODES: dict[UpdateMode, str] = {"recompute": "retract", "keep": "in_place", "session": "in_place"}
 """What the server calls a pause for each update mode."""
 COLD = 0.5  # Temperature of the probe of log-probs
 RATIO_TOLERANCE = 0.02
@@ -221,7 +230,7 @@ def _settings(info: SglangInfo, update_mode: UpdateMode, max_model_len: int, dty
         problems.append(
             "was started with --tokenizer-worker-num: start it with 1, a pause must reach all requests"
         )
-    if update_mode == "keep" and not info.disable_overlap_schedule:
+    if update_mode != "recompute" and not info.disable_overlap_schedule:
         problems.append(
             "overlaps its schedule, so an update in place would miscount one unit: start it with "
             "--disable-overlap-schedule, or set rollout.update_mode to recompute"

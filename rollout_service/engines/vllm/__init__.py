@@ -15,6 +15,7 @@ from areal_async.runtime.context import ServiceContext
 class Vllm(EnginePart):
     is_server = True
     needs = "directory"
+    update_modes = frozenset({"recompute", "keep", "session"})
     no_group = "only SGLang's servers can be joined here (vLLM's way of it exists only in its GPU builds)"
     parallel_flags = (
         ("tensor-parallel-size", "tp"),

@@ -3,7 +3,8 @@
 The server is paused with its requests in it, reloads from the snapshot's directory, is told the new label and
 goes on. It stamps each unit with the label under which it was sampled. `recompute` also preempts the requests
 and drops the whole cache, so that they begin again from their ids under the new weights; `keep` leaves them
-their KV. Requests sent later have a cache salt of their own, so that none of them meets KV of older weights.
+their KV. Requests sent later have a cache salt of their own, so that none of them meets KV of older weights;
+with `session` the later ones of a session have the salt of the version that it began under.
 
 What was reloaded half is never served: should anything fail once a reload has begun, the engine is lost.
 """
@@ -100,6 +101,8 @@ def command(launch: Launch) -> list[str]:
         "logprobs-mode": "processed_logprobs",
         # /inference/v1/generate: ids in, ids out, and of each the version that sampled it.
         "enable-scale-out": True,
+        # Answers say how much of the prompt was in the prefix cache.
+        "enable-prompt-tokens-details": True,
         "scheduling-policy": "priority",
         "disable-uvicorn-access-log": True,
     }

@@ -43,10 +43,20 @@ class AnswerChoice(msgspec.Struct):
     weight_versions: list[VersionSpan] | None
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens_details: PromptDetails | None = None
+
+
 class Answer(msgspec.Struct):
-    """The part of the server's answer that is used. Its decoding fails where a field is missing."""
+    """The part of the server's answer that is used. Its decoding fails where a field is missing, but for
+    `usage`, which a stream has not."""
 
     choices: list[AnswerChoice]
+    usage: Usage | None = None
 
     def only(self) -> AnswerChoice:
         """Raises `EngineError` where there is none, or more."""
@@ -135,6 +145,7 @@ def parse(
     """What was sampled; `decode` makes text of ids. Raises `EngineError` for an answer that is not whole,
     `EngineLost` as `tag_of`."""
     choice = answer.only()
+    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
     units = [
         (unit.token_id, unit.logprob if unit.logprob > NOT_FINITE else math.nan)
         for unit in choice.logprobs.content
@@ -147,6 +158,7 @@ def parse(
         text=decode(choice.token_ids),
         logprobs_of=logprobs_of,
         tag_of=lambda text: tag_of(text, owner),
+        cached_tokens=details.cached_tokens if details is not None else None,
     )
 
 

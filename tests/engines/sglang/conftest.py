@@ -42,11 +42,22 @@ def recompute(started: HttpEngine, model: Any, run: Callable[..., Any]) -> HttpE
     return started
 
 
-@pytest.fixture
-def keep(started: HttpEngine, model: Any, run: Callable[..., Any]) -> Iterator[HttpEngine]:
+def attached(
+    started: HttpEngine, model: Any, run: Callable[..., Any], update_mode: Any
+) -> Iterator[HttpEngine]:
     """Serves version 0, attached to the same server."""
-    settings = ServerSettings(slots=SLOTS, max_model_len=64, update_mode="keep", url=started.url)
+    settings = ServerSettings(slots=SLOTS, max_model_len=64, update_mode=update_mode, url=started.url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings))
     run(engine.start(model.snapshot(0)))
     yield engine
     run(engine.stop())
+
+
+@pytest.fixture
+def keep(started: HttpEngine, model: Any, run: Callable[..., Any]) -> Iterator[HttpEngine]:
+    yield from attached(started, model, run, "keep")
+
+
+@pytest.fixture
+def of_sessions(started: HttpEngine, model: Any, run: Callable[..., Any]) -> Iterator[HttpEngine]:
+    yield from attached(started, model, run, "session")

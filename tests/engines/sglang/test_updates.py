@@ -32,6 +32,7 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.replicas import exchange
 from tests.engines.conftest import Offer, ask
+from tests.engines.sessions import assert_sessions_keep_their_cache, assert_turns_are_recomputed
 from tests.engines.sglang.served import KEY, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
@@ -101,6 +102,14 @@ async def test_keep_never_serves_old_kv_to_a_new_request(keep: HttpEngine, model
     for result in results:
         assert set(result.versions) == {1}
         model.assert_true(PROMPT, result)
+
+
+async def test_a_session_keeps_its_cache_over_an_update(of_sessions: HttpEngine, model: Any) -> None:
+    await assert_sessions_keep_their_cache(of_sessions, model, PROMPT, epoch=0, block=1)
+
+
+async def test_recompute_serves_a_second_turn_from_no_cache(recompute: HttpEngine, model: Any) -> None:
+    await assert_turns_are_recomputed(recompute, model, PROMPT, epoch=0)
 
 
 def offer(good: Any, path: Path, tensors: dict[str, Any] | None = None) -> Offer:

@@ -19,10 +19,12 @@ from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.replicas import exchange
 from tests.engines.conftest import Offer, processes
+from tests.engines.sessions import assert_sessions_keep_their_cache, assert_turns_are_recomputed
 from tests.engines.vllm.served import PROMPT, Served, kept_logits, tag, worst
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # a start takes minutes on a busy machine
 
+BLOCK = 32  # Tokens of a block of the prefix cache
 LONG_PROMPT = tuple(3 + i * i % 12 for i in range(100))
 """Of three whole blocks of the prefix cache."""
 
@@ -33,15 +35,25 @@ def version_0(served: Served, run: Callable[..., Any]) -> None:
     run(served.update(0))
 
 
-@pytest.fixture
-def keeping(served: Served, run: Callable[..., Any]) -> Iterator[HttpEngine]:
-    """A second engine, attached to the same server, that keeps KV over its updates."""
-    engine = served.make_engine(url=served.engine.url, update_mode="keep", scratch=served.root / "scratch-2")
+def _attached(served: Served, run: Callable[..., Any], update_mode: str) -> Iterator[HttpEngine]:
+    """A second engine, attached to the same server."""
+    scratch = served.root / "scratch-2"
+    engine = served.make_engine(url=served.engine.url, update_mode=update_mode, scratch=scratch)
     # As one that died during an update leaves it.
     run(served.engine.pause())
     run(engine.start(served.model.snapshot(0, epoch=1)))
     yield engine
     run(engine.stop())
+
+
+@pytest.fixture
+def keeping(served: Served, run: Callable[..., Any]) -> Iterator[HttpEngine]:
+    yield from _attached(served, run, "keep")
+
+
+@pytest.fixture
+def of_sessions(served: Served, run: Callable[..., Any]) -> Iterator[HttpEngine]:
+    yield from _attached(served, run, "session")
 
 
 @pytest.fixture(params=["recompute", "keep"])
@@ -116,6 +128,14 @@ async def test_a_new_request_never_meets_kv_of_older_weights(
     result = await answer()
     assert (result.versions == 1).all()
     served.model.assert_true(LONG_PROMPT, result)
+
+
+async def test_a_session_keeps_its_cache_over_an_update(served: Served, of_sessions: HttpEngine) -> None:
+    await assert_sessions_keep_their_cache(of_sessions, served.model, LONG_PROMPT, epoch=1, block=BLOCK)
+
+
+async def test_recompute_serves_a_second_turn_from_no_cache(served: Served) -> None:
+    await assert_turns_are_recomputed(served.engine, served.model, LONG_PROMPT, epoch=1)
 
 
 async def test_a_tied_output_layer_is_updated_too(served: Served) -> None:

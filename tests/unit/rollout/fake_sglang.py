@@ -40,6 +40,8 @@ class FakeServer:
         self.version = ""
         self.loads: list[Callable[[], bool]] = []
         """What becomes of the next loads; the ones after succeed."""
+        self.bodies: list[dict[str, Any]] = []
+        """Of the requests."""
         self.held = asyncio.Event()
         self.breaks = False
         """Whether requests lose their connection."""
@@ -88,6 +90,7 @@ class FakeServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.bodies.append(body)
         if self.breaks:
             assert request.transport is not None
             request.transport.abort()

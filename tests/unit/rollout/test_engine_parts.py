@@ -98,6 +98,8 @@ async def test_an_engine_of_another_package_generates_for_a_worker(package: None
 
 def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> None:
     assert mistakes(engine="backwards", update_mode="keep") == []
+    (found,) = mistakes(update_mode="session")  # it has no cache between the turns of an episode
+    assert found == "rollout.update_mode: the engine of rollout.engine cannot do session"
     (found,) = mistakes(engine="backwards")
     assert found == "rollout.update_mode: the engine of rollout.engine cannot do recompute"
     assert width_of(job(engine="backwards").rollout) == 3

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
     RequestError,
+    UpdateMode,
 )
 from rollout_service.engines.http.adapter import Patience, ServerSettings
 from rollout_service.engines.http.calls import Calls
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.process import attached
 from rollout_service.engines.sglang.adapter import SGLangAdapter
+from rollout_service.replicas import exchange
 from tests.unit.rollout.fake_sglang import FakeServer
 
 PATIENCE = Patience(misses=3, span_s=0.3, pause_s=0.01)
@@ -52,11 +55,15 @@ class Offer:
 
 
 @asynccontextmanager
-async def serving_engine(tmp_path: Path) -> AsyncIterator[tuple[HttpEngine, FakeServer]]:
+async def serving_engine(
+    tmp_path: Path, update_mode: UpdateMode = "recompute"
+) -> AsyncIterator[tuple[HttpEngine, FakeServer]]:
     write_model(tmp_path / "model", seed=0)
     server = FakeServer()
     async with server.serving() as client:
-        settings = ServerSettings(slots=4, max_model_len=64, url=client.url, patience=PATIENCE)
+        settings = ServerSettings(
+            slots=4, max_model_len=64, update_mode=update_mode, url=client.url, patience=PATIENCE
+        )
         engine = HttpEngine(SGLangAdapter(tmp_path / "model", settings))
         try:
             await engine.start(Offer(tmp_path, 0))
@@ -79,6 +86,25 @@ async def test_an_update_needs_the_directory_alone(tmp_path: Path) -> None:
         await engine.resume()
         assert engine.version == VersionTag("policy", 0, 1)
         assert server.version == "policy-e0-v1"
+
+
+async def test_a_session_is_cached_under_the_version_it_began_under_if_this_server_had_it(
+    tmp_path: Path,
+) -> None:
+    async with serving_engine(tmp_path, update_mode="session") as (engine, server):
+        server.held.set()
+
+        async def key(began: tuple[int, int] | None) -> str:
+            await engine.generate(replace(asked(), session="g.0", began=began))
+            return str(server.bodies[-1]["extra_key"])
+
+        assert await key(None) == "policy-e0-v0"
+        await exchange(engine, Offer(tmp_path, 1))
+        assert await key((0, 0)) == "policy-e0-v0"
+        assert await key(None) == await key((0, 1)) == "policy-e0-v1"
+        assert await key((1, 0)) == "policy-e0-v1"  # another server's
+        await engine.start(Offer(tmp_path, 2))
+        assert await key((0, 1)) == "policy-e0-v2"  # its cache is gone
 
 
 @pytest.mark.parametrize("goes", [False, True])

@@ -150,6 +150,7 @@ async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: An
     episode, said = ctx.builder.build(), logged.log
     assert len(said) == 3
     assert_recorded_is_what_the_engine_said(episode, said)
+    assert [request.began for request, _ in said] == [None, (2, 4), (2, 4)]
     reasons = [result.finish_reason for _, result in said]
     assert [call.finish_reason for call in episode.header.calls] == reasons
     assert [c.logprobs_of for c in episode.header.calls] == ["sampled", "raw", "sampled"]

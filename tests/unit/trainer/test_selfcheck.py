@@ -208,6 +208,17 @@ def test_kept_kv_is_not_compared(tmp_path, model_dir):
     assert record["n"] > 0
 
 
+def test_of_a_session_that_began_under_other_weights_nothing_is_compared(tmp_path, model_dir):
+    """Its paths share a cache: also what no unit of another version precedes is approximate."""
+    branches = lambda step, n: np.full(n, 1) if n < 4 else np.where(np.arange(n) >= n - 1, 0, 1)  # noqa: E731
+    kept = first_of_version_before(model_dir, tmp_path / "keep", branches, update_mode="keep")
+    session = first_of_version_before(
+        model_dir, tmp_path / "session", branches, update_mode="session", engine="sglang"
+    )
+    assert session["n"] < kept["n"]
+    assert session["skipped"]["kept KV of another version"] > 0
+
+
 def test_bfloat16_has_a_bound_of_its_own(tmp_path, model_dir):
     (record,) = train(model_dir, tmp_path, episodes(model_dir, tmp_path), trainer={"dtype": "bfloat16"})
     assert record["bound"] == 1.0
