@@ -71,6 +71,7 @@ def train(ctx: ServiceContext) -> None:
             device=rank_device(section.device, rank),
             meeting=ctx.meeting,
             timeout_s=section.collective_s,
+            start_s=ctx.job.supervisor.ready_s,
         )
         stack.callback(ranks.leave)
         stack.enter_context(_explained(ranks))

@@ -36,7 +36,10 @@ from trainer_service.errors import RankError
 
 COLLECTIVE_TIMEOUT_S = 600.0  # A rank that waits longer than this for another fails
 ALONE = "areal_alone"  # The backend of one rank
+GIVE_UP_S = 5.0
+"""Least time for other ranks to give up waiting too, or for the supervisor to end a group that lost one."""
 ROUND_S = 1.0  # A rank that waits for something outside takes part in a collective so often
+CAME = "came"  # In the store: a rank that has started
 WAITED = "waited"  # In the store: a rank that has given up waiting for another
 TEXT_BYTES = 2000  # Most bytes of an error that the other ranks are told
 LOST_PEER = ("gloo", "pair closure", "connection closed", "connection reset", "nccl", "timed out")
@@ -176,7 +179,7 @@ class Ranks:
         """For a rank whose collective failed because another did not come: the ranks that have not given up
         waiting as this one has, when those that are only slower have had time to. Empty where the store is
         gone."""
-        deadline_s = time.monotonic() + max(5.0, self.timeout_s / 10)
+        deadline_s = time.monotonic() + max(GIVE_UP_S, self.timeout_s / 10)
         try:
             self.store.set(f"{WAITED}/{self.rank}", "1")
             others = set(range(self.world)) - {self.rank}
@@ -252,12 +255,13 @@ def join_ranks(
     meeting: Meeting | None = None,
     meeting_place: Path | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    start_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> Ranks:
     """Join the process group of `world` ranks, or take the one that is there.
 
     They meet at `meeting`, or in a file `meeting_place` that does not exist before the first comes; one rank
-    alone needs neither. `device` is this rank's own: `cpu` or `cuda:N`.
-    Raises torch's error where not all come within `timeout_s`."""
+    alone needs neither. `device` is this rank's own: `cpu` or `cuda:N`. All must have come `start_s` after
+    the first, and to each collective within `timeout_s`. Raises `RankError`, which names who has not."""
     limit = timedelta(seconds=timeout_s)
     store: dist.Store = dist.HashStore()
     place = torch.device(device)
@@ -271,20 +275,34 @@ def join_ranks(
             backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface_of(meeting.host if meeting else "127.0.0.1"))
-            store = _store(meeting, limit) if meeting else dist.FileStore(str(meeting_place), world)
+            store = _store(meeting, start_s) if meeting else dist.FileStore(str(meeting_place), world)
+            _await_all(store, rank, world, start_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     mesh = DeviceMesh(place.type, torch.arange(world), mesh_dim_names=("data",))
     return Ranks(rank, world, place, mesh, timeout_s, store)
 
 
-def _store(meeting: Meeting, limit: timedelta) -> dist.Store:
+def _await_all(store: dist.Store, rank: int, world: int, limit_s: float) -> None:
+    """Wait until every rank has come to the store."""
+    store.set(f"{CAME}/{rank}", "1")
+    keys = [f"{CAME}/{each}" for each in range(world)]
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+    except dist.DistStoreError as error:
+        late = ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
+        raise RankError(
+            f"of {world} ranks of the trainer, number {late} did not start within {limit_s:g} s"
+        ) from error
+
+
+def _store(meeting: Meeting, limit_s: float) -> dist.Store:
     return dist.TCPStore(
         meeting.host,
         meeting.port,
         is_master=meeting.listening_fd is not None,
         wait_for_workers=False,
         master_listen_fd=meeting.listening_fd,
-        timeout=limit,
+        timeout=timedelta(seconds=limit_s),
     )
 
 

@@ -111,7 +111,7 @@ def _run(
                 final["buffer"] = _buffer_stats(job, folders)
 
     def on_restart(name: str, text: str) -> None:
-        run_log.write("restart", service=name)
+        run_log.write("restart", service=name, text=text)
         aggregator.tell(text, time.monotonic())
 
     supervisor = Supervisor(

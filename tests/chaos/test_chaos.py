@@ -9,6 +9,7 @@ import pytest
 from tests.chaos.flood import MOST_GROWTH_MB, run
 from tests.chaos.job import Job, write_job
 from tests.chaos.plan import cuts, each_role_once
+from tests.chaos.ranks import RankStorm
 from tests.chaos.storm import Storm
 
 pytestmark = pytest.mark.slow
@@ -71,3 +72,19 @@ def test_malformed_messages_at_every_socket_leave_a_job_with_exact_counts(tmp_pa
     for name in flooded:
         assert figures[name].get("known", messages) == messages, name
     assert max(figures["growth_mb"].values()) < MOST_GROWTH_MB
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_ranks_that_die_or_hang_bring_their_group_back_and_an_outage_of_the_buffer_ends_none(tmp_path):
+    """The outage is longer than any collective may last."""
+    rng = random.Random(7)
+    trainer = {"trainer__ranks": 2, "trainer__hang_s": 15.0, "trainer__collective_s": 10.0}
+    job_file = write_job(tmp_path, "ranks", steps=30, seed=7, durability="always", **trainer)
+    storm = RankStorm(Job(job_file), limit_s=LIMIT_S, seed=7)
+    storm.disturb(["kill", "outage", "stop", "kill"], rng, longest_gap_s=2.0, outage_s=20.0)
+    figures = storm.figures()
+    assert figures["broken"] == []
+    assert figures["lost_episodes"] == figures["trained_twice"] == 0
+    assert figures["outages_outlived"] == 1
+    assert figures["group_restarts"] == 3
+    assert sum(count for text, count in figures["reports"].items() if "no sign of life for 15 s" in text) == 1

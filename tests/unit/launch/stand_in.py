@@ -44,6 +44,15 @@ async def main(ctx: ServiceContext) -> None:
                 ctx.ready()
                 os.kill(os.getpid(), signal.SIGKILL)
             (ctx.run_dir / "again").touch()
+            ctx.ready()
+            if ctx.role == "trainer":
+                return
+        case "stops once":
+            ctx.ready()
+            if not ctx.served_before:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            (ctx.run_dir / "again").touch()
+            return
         case "waits for the next":
             ctx.ready()
             while not (ctx.run_dir / "again").exists():  # noqa: ASYNC110

@@ -18,8 +18,8 @@ from tests.unit.launch.launching import STAND_IN, changed
 from tests.waiting import wait_for
 
 
-def supervise(job, folders, on_serving=lambda: None):
-    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=on_serving)
+def supervise(job, folders, on_serving=lambda: None, **options):
+    supervisor = Supervisor(job, folders, modules=STAND_IN, on_serving=on_serving, **options)
     try:
         ending = supervisor.run()
     finally:

@@ -1,0 +1,239 @@
+"""The ranks of a trainer as one: they start, die and end together, and the one that is to blame is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+
+from areal_async.launch import group as group_module
+from areal_async.launch.group import RankGroup, memory_kills
+from areal_async.launch.lifecycle import (
+    KILLED_LIMIT_S,
+    LAST_ONE_LIMIT_S,
+    Action,
+    Ending,
+    Lifecycle,
+    Phase,
+    in_order_of_cause,
+)
+from areal_async.launch.plan import services_of
+from areal_async.launch.report import failure_text
+from areal_async.runtime import group as line
+from areal_async.runtime.process import RestartPolicy
+from tests.unit.launch.launching import changed
+from tests.unit.launch.test_supervisor import supervise
+
+RANKS = ["trainer", "trainer-1", "trainer-2"]
+POLICY = RestartPolicy(limit=2, window_s=100.0, first_pause_s=1.0, longest_pause_s=8.0)
+
+
+@pytest.fixture
+def places(job):
+    return services_of(changed(job, "trainer", ranks=3))
+
+
+@pytest.fixture
+def life(places):
+    """A run whose services all serve at time 0."""
+    life = Lifecycle(places, 60.0, POLICY)
+    life.begin(0.0)
+    for place in places:
+        life.ready(place.name, 0.0)
+    return life
+
+
+def test_every_rank_is_a_process_with_a_place_of_its_own(job, places):
+    ranks = [place for place in places if place.role == "trainer"]
+    assert [(place.name, place.index) for place in ranks] == [
+        ("trainer", 0),
+        ("trainer-1", 1),
+        ("trainer-2", 2),
+    ]
+    with_ports = changed(changed(job, "trainer", ranks=3), "observe", metrics_port=9000)
+    ports = [place.metrics_port for place in services_of(with_ports)]
+    assert ports == list(range(9000, 9000 + len(ports)))
+    sft = changed(job, "trainer", ranks=2).model_copy(update={"kind": "sft"})
+    assert [place.name for place in services_of(sft)] == ["trainer", "trainer-1"]
+
+
+def test_the_others_are_killed_with_one_rank_and_all_start_again_once_they_are_gone(life):
+    assert life.exited("trainer-1", -9, 5.0) == [Action("kill", "trainer"), Action("kill", "trainer-2")]
+    assert not life.all_serve()
+    assert life.exited("trainer-2", -9, 5.1) == []
+    assert life.tick(7.0) == [], "rank 0 is still there"
+    assert life.exited("trainer", -9, 7.1) == []
+    assert life.tick(7.2) == [Action("start", name) for name in RANKS]
+    for name in RANKS:
+        assert not life.all_serve()
+        life.ready(name, 8.0)
+    assert life.all_serve()
+    assert len(life.states["trainer"].restarts.deaths_s) == 1
+
+
+def test_the_deaths_of_all_ranks_are_counted_together_and_the_last_is_named(life):
+    for number, name in enumerate(("trainer-2", "trainer", "trainer-1")):
+        now_s = 10.0 * (number + 1)
+        life.exited(name, -9, now_s, "gave no sign of life")
+        for other in RANKS:
+            if life.states[other].alive and not life.stopping:
+                life.exited(other, -9, now_s)
+        life.tick(now_s + 5)
+        for other in RANKS:
+            life.ready(other, now_s + 6)
+    assert life.ending == Ending("died", "trainer-1", -9, 5.0, 3, "gave no sign of life")
+    text = failure_text(life.ending, group_module.VMSTAT.with_name("absent.log"))
+    assert text.startswith("trainer-1 gave no sign of life after 5.0 s, its death number 3 in a short time")
+
+
+def test_the_trainer_is_done_when_all_its_ranks_are(life):
+    assert life.exited("trainer-1", 0, 5.0) == []
+    assert life.exited("trainer-2", 0, 5.0) == []
+    life.tick(5.0 + LAST_ONE_LIMIT_S + 1)
+    assert not life.stopping, "rank 0 may wait for the evaluator"
+    life.exited("trainer", 0, 200.0)
+    assert life.ending == Ending("finished")
+
+
+def test_ranks_that_had_finished_come_back_with_one_that_had_not(life):
+    life.exited("trainer-1", 0, 20.0)
+    assert life.exited("trainer", -11, 21.0) == [Action("kill", "trainer-2")]
+    life.exited("trainer-2", -9, 21.1)
+    assert life.tick(21.2) == [Action("start", name) for name in RANKS]
+
+
+def test_a_rank_that_is_silent_is_killed_and_one_that_the_kernel_holds_ends_the_run(life):
+    assert life.silent("trainer-1", 5.0) == [Action("kill", "trainer-1")]
+    assert life.silent("trainer-1", 5.1) == [], "once is enough"
+    life.tick(5.0 + KILLED_LIMIT_S - 1)
+    assert not life.stopping
+    life.tick(5.0 + KILLED_LIMIT_S + 1)
+    assert (life.ending.kind, life.ending.culprit) == ("not_gone", "trainer-1")
+    assert "driver" in failure_text(life.ending, group_module.VMSTAT.with_name("absent.log"))
+
+
+def test_of_several_that_ended_those_that_were_killed_came_first():
+    ended = {"trainer": os.EX_TEMPFAIL, "trainer-1": 0, "trainer-2": -9, "trainer-3": 1}
+    assert in_order_of_cause(ended) == ["trainer-2", "trainer-3", "trainer", "trainer-1"]
+
+
+def test_a_stop_during_a_fall_starts_nothing(life):
+    life.exited("trainer-1", -9, 5.0)
+    life.interrupt(5.1)
+    life.exited("trainer", -9, 5.2)
+    life.exited("trainer-2", -9, 5.2)
+    assert not [action for action in life.tick(9.0) if action.do == "start"]
+    assert {life.states[name].phase for name in RANKS} <= {Phase.ENDED, Phase.RESTARTING}
+
+
+# --- the supervisor's side ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group():
+    group = RankGroup(3, hang_s=10.0)
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def lines(group, places):
+    """The other ends of the pipes, by name."""
+    ends = {}
+    for place in places:
+        with group.starting(place) as (variables, _):
+            if place.role == "trainer":
+                ends[place.name] = os.dup(int(variables[line.PULSE_VARIABLE]))
+    yield ends
+    for fd in ends.values():
+        os.close(fd)
+
+
+def test_one_rank_alone_has_no_socket_and_others_a_fresh_one_at_each_start(job, places):
+    alone = RankGroup(1, hang_s=10.0)
+    (trainer,) = [place for place in services_of(job) if place.role == "trainer"]
+    with alone.starting(trainer) as (variables, fds):
+        assert list(variables) == [line.PULSE_VARIABLE]
+        assert len(fds) == 1
+    alone.close()
+    several, addresses = RankGroup(3, hang_s=10.0), []
+    first, second = [place for place in places if place.role == "trainer"][:2]
+    for _ in range(2):
+        with several.starting(first) as (variables, _):
+            addresses.append(variables[line.MEETING_VARIABLE])
+            there = socket.socket(fileno=os.dup(int(variables[line.LISTENING_VARIABLE])))
+            with there:
+                assert addresses[-1] == "{}:{}".format(*there.getsockname())
+                assert there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                assert there.getsockname()[0] == "127.0.0.1"
+        with several.starting(second) as (variables, _):
+            assert variables[line.MEETING_VARIABLE] == addresses[-1]
+            assert line.LISTENING_VARIABLE not in variables
+    assert addresses[0] != addresses[1]
+    several.close()
+
+
+def test_a_rank_without_a_pulse_is_found_and_a_supervisor_that_was_held_up_takes_none_for_dead(group, lines):
+    for second in range(1, 11):
+        for name in ("trainer", "trainer-2"):
+            os.write(lines[name], b"\n")
+        assert group.look(float(second)) == []
+    assert group.look(1000.0) == [], "what the supervisor has not looked at counts for a second"
+    assert group.look(1001.0) == ["trainer-1"]
+    assert group.cause_of("trainer-1", -9, 1001.1) == "gave no sign of life for 10 s and was killed"
+    assert group.cause_of("trainer", -9, 1001.1) == ""
+
+
+def test_a_rank_says_how_it_dies_and_for_whom_it_waits(group, lines, monkeypatch):
+    monkeypatch.setattr(line, "_pulse_fd", lines["trainer-2"])
+    line.tell(line.Note("ran out of memory (a\n" + "very " * 200 + "long text)"))
+    assert group.look(1.0) == []
+    cause = group.cause_of("trainer-2", 75, 1.1)
+    assert cause.startswith("ran out of memory (a very very")
+    assert len(cause) == line.NOTE_LIMIT
+    monkeypatch.setattr(line, "_pulse_fd", lines["trainer"])
+    line.tell(line.Note("did not come", (1,)))
+    assert group.look(2.0) == ["trainer-1"]
+    assert group.cause_of("trainer-1", -9, 2.1) == "did not come"
+    assert group.cause_of("trainer", 75, 2.1) == ""
+    group.forget("trainer-1")
+    assert group.look(3.0) == []
+
+
+def test_a_kill_while_the_kernel_kills_for_memory_is_told_so(group, lines, monkeypatch, tmp_path):
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("nr_free_pages 1\noom_kill 7\n")
+    assert memory_kills(vmstat) == 7
+    assert memory_kills(tmp_path / "absent") == 0
+    group.look(1.0)
+    assert group.cause_of("trainer", -signal.SIGKILL, 1.1) == ""
+    monkeypatch.setattr(group_module, "memory_kills", lambda: 1 << 30)
+    assert "out of memory" in group.cause_of("trainer-1", -signal.SIGKILL, 2.0)
+    assert group.cause_of("trainer-2", 1, 2.1) == ""
+
+
+# --- real processes ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_brings_the_group_back(job, folders, behave):
+    behave({"trainer": "waits for the next", "trainer-1": "killed once", "trainer-2": "waits for the next"})
+    three = changed(changed(job, "trainer", ranks=3), "supervisor", restarts=1, first_pause_s=0.0)
+    told = []
+    ending, _ = supervise(three, folders, on_restart=lambda name, text: told.append((name, text)))
+    assert ending == Ending("finished")
+    assert told[0][0] == "trainer-1"
+    assert told[0][1].startswith(
+        "trainer-1 was killed by SIGKILL; the 3 ranks of the trainer are started again"
+    )
+
+
+def test_a_rank_that_is_stopped_is_found_and_named(job, folders, behave):
+    behave({"trainer": "waits for the next", "trainer-1": "stops once"})
+    two = changed(changed(job, "trainer", ranks=2, hang_s=5.0), "supervisor", restarts=1)
+    told = []
+    ending, _ = supervise(two, folders, on_restart=lambda name, text: told.append(text))
+    assert ending == Ending("finished")
+    (text,) = told
+    assert text.startswith("trainer-1 gave no sign of life for 5 s and was killed; the 2 ranks")

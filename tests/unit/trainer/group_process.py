@@ -1,0 +1,64 @@
+"""One rank of a group that meets at a TCP store: a script for each rank of a test.
+
+python group_process.py RANK PORT LISTENING_FD
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+
+from areal_async.runtime.group import Meeting
+from trainer_service import ranks as ranks_module
+from trainer_service.errors import BatchError
+from trainer_service.ranks import join_ranks, lost_peer
+
+LIMIT_S = 2.0  # The collectives' own
+
+
+def main(rank: int, meeting: Meeting) -> dict[str, object]:
+    """What this rank saw."""
+    torch.set_num_threads(1)
+    seen: dict[str, object] = {"interface": ranks_module.interface_of(meeting.host)}
+    ranks = join_ranks(rank, 2, meeting=meeting, timeout_s=LIMIT_S, start_s=60.0)
+
+    def slow() -> str:
+        time.sleep(2 * LIMIT_S)
+        return "late"
+
+    def failing() -> str:
+        if rank == 1:
+            raise BatchError("a torn episode")
+        time.sleep(30)
+        return "never"
+
+    seen["slow"] = ranks.together(slow if rank == 0 else lambda: "early")
+    seen["first"] = ranks.on_first(lambda: "of rank 0")
+    begun_s = time.monotonic()
+    try:
+        ranks.together(failing)
+    except Exception as error:
+        seen["failing"] = f"{type(error).__name__}: {error}"
+    seen["soon"] = time.monotonic() - begun_s < 10
+    ranks_module.GIVE_UP_S = 1.0
+    if rank == 1:
+        ranks.store.wait(["over"])  # it computes, and does not come
+        return seen
+    try:
+        ranks.barrier()
+    except Exception as error:
+        seen["lost"] = lost_peer(error)
+    seen["missing"] = ranks.missing()
+    ranks.store.set("over", "1")
+    time.sleep(0.5)
+    return seen
+
+
+if __name__ == "__main__":
+    number, port, fd = map(int, sys.argv[1:])
+    print(json.dumps(main(number, Meeting("127.0.0.1", port, fd if number == 0 else None))), flush=True)
+    os._exit(0)

@@ -1,0 +1,73 @@
+"""Ranks that wait: for something outside without a collective's limit, for each other with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.trainer import group_process
+from trainer_service.errors import BatchError, RankError
+from trainer_service.ranks import join_ranks, lost_peer
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What each of two ranks saw."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, fd = listening.getsockname()[1], listening.fileno()
+        processes = [
+            subprocess.Popen(
+                [sys.executable, group_process.__file__, str(rank), str(port), str(fd)],
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[fd] if rank == 0 else [],
+            )
+            for rank in range(2)
+        ]
+    try:
+        return [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_rank_may_wait_for_something_outside_longer_than_a_collective_waits(seen):
+    assert [rank["slow"] for rank in seen] == ["late", "early"]
+    assert [rank["first"] for rank in seen] == ["of rank 0", None]
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_names_it(seen):
+    assert seen[1]["failing"] == "BatchError: a torn episode"
+    assert seen[0]["failing"] == "RankError: rank 1 of the trainer failed: BatchError: a torn episode"
+    assert seen[0]["soon"], "it did not wait for its own work to end"
+
+
+def test_a_rank_that_does_not_come_is_known_to_those_that_wait(seen):
+    assert seen[0]["lost"] is True
+    assert seen[0]["missing"] == [1]
+
+
+def test_gloo_talks_over_the_interface_that_has_the_meetings_address(seen):
+    assert [rank["interface"] for rank in seen] == ["lo", "lo"]
+
+
+def test_one_rank_works_in_its_own_thread_and_keeps_its_errors():
+    ranks = join_ranks(0, 1)
+    assert ranks.together(lambda: 3) == ranks.on_first(lambda: 3) == 3
+
+    def torn():
+        raise BatchError("torn")
+
+    with pytest.raises(BatchError):
+        ranks.together(torn)
+
+
+def test_only_errors_of_collectives_are_taken_for_another_ranks_fault():
+    assert lost_peer(RuntimeError("[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert lost_peer(RankError("rank 1 of the trainer failed"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_peer(BatchError("connection closed"))
