@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV, Slots
 
@@ -45,7 +46,9 @@ class LocalModel:
         self.eos_ids = _eos_ids(model, self.tokenizer)
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
-        self._parameters = _by_name(model)
+        self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._storage: Mapping[str, Storage] = {}  # Of snapshots with tensors of these shapes
 
     def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
         """Last hidden states `[B, T, E]` of a pass that reads and writes the cache through `slots`."""
@@ -59,24 +62,25 @@ class LocalModel:
         return logits.float()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take `tensors`, by their names in a Hugging Face state dict. Nothing changes unless all fit;
-        raises `EngineError` otherwise. One of several tied names is enough."""
-        aliases = {alias for names, _ in self._parameters for alias in names}
-        if unknown := sorted(set(tensors) - aliases):
-            raise EngineError(f"the snapshot has tensors that the model has not: {', '.join(unknown[:5])}")
-        found = []
-        for names, parameter in self._parameters:
-            source = next((tensors[name] for name in names if name in tensors), None)
-            if source is None:
-                raise EngineError(f"the snapshot lacks {names[0]}")
-            if source.shape != parameter.shape:
-                have, want = tuple(source.shape), tuple(parameter.shape)
-                raise EngineError(f"{names[0]} is {have} in the snapshot, {want} in the model")
-            found.append((parameter, source))
-        for parameter, source in found:
-            # A snapshot is in memory of its own that nobody writes to: with the right dtype on the right
-            # device, taking it over costs nothing. What was loaded before is never written to either.
-            parameter.data = source.to(parameter.device, parameter.dtype)
+        """Take `tensors`, by their names in the files of a model. Nothing changes unless all fit; raises
+        `EngineError` otherwise. One of several tied names is enough."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != self._shapes:
+            try:
+                self._storage = storage_of(self.model, shapes)
+            except NamesMismatch as error:
+                raise EngineError(f"the snapshot {error}") from error
+            self._shapes = shapes
+        for name, held in self._storage.items():
+            parameter = self._tensors[name]
+            if isinstance(held, BoxOfFile) and held.shape == parameter.shape:
+                # A snapshot is in memory of its own that nobody writes to: with the right dtype on the right
+                # device, taking it over costs nothing. What was loaded before is never written to either.
+                parameter.data = tensors[held.name].to(parameter.device, parameter.dtype)
+                continue
+            for piece in held.pieces(parameter.data, 0):
+                box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+                piece.tensor.copy_(tensors[piece.name][box])
 
     def check(self) -> None:
         """Compare the engine's passes with the model's own forward pass on a few ids, so that a model with
@@ -105,14 +109,6 @@ class LocalModel:
                 f"the local engine's logits for {type(self.model).__name__} differ by {worst:.3g} from the "
                 "model's own: it does not support this architecture"
             )
-
-
-def _by_name(model: torch.nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Each parameter and persistent buffer once, with all its names."""
-    grouped: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        grouped.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(grouped.values())
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:

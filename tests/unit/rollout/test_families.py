@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
@@ -37,7 +38,7 @@ class Snapshot:
             for parameter in self.model.parameters():
                 if parameter.dim() == 1:  # else biases were 0 and norms 1, and leaving them out went unseen
                     parameter.add_(0.2 * torch.randn(parameter.shape, generator=noise).to(dtype))
-        self.tensors = self.model.state_dict()
+        self.tensors = revert_weight_conversion(self.model, self.model.state_dict())
 
 
 def core_of(directory: Path, dtype: str, slots: int = 4) -> tuple[EngineCore, Any]:

@@ -245,7 +245,7 @@ def test_weights_that_do_not_fit_change_nothing(tiny: Any) -> None:
     bad = {
         "lacks": {n: t for n, t in good.tensors.items() if n != "model.norm.weight"},
         "has not": good.tensors | {"model.extra": torch.ones(2)},
-        "is (3,)": good.tensors | {"model.norm.weight": torch.ones(3)},
+        "of shape (3,)": good.tensors | {"model.norm.weight": torch.ones(3)},
     }
     for says, tensors in bad.items():
         with pytest.raises(EngineError) as caught:

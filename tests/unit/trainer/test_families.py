@@ -12,6 +12,8 @@ from trainer_service.data.microbatch import build_micro_batch, row_of
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.4}
 MEAN_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 """bfloat16 keeps 8 bits, and these models' logits are large: single units differ by rounding alone."""
+MIXTURES = {"qwen3_moe", "mixtral"}
+"""There, rounding sends a token whose experts are nearly tied to another: nothing bounds a single unit."""
 
 
 def _model(family, dtype):
@@ -59,5 +61,6 @@ def test_logprobs_of_packed_rows_are_those_of_single_rows(family, dtype):
             at = torch.from_numpy(row.position)
             alone.append(logits.log_softmax(-1)[at - 1].gather(1, ids[at][:, None])[:, 0])
     gap = (packed - torch.cat(alone)).abs()
-    assert gap.max() < BOUND[dtype]
+    if dtype == torch.float32 or family not in MIXTURES:
+        assert gap.max() < BOUND[dtype]
     assert gap.mean() < MEAN_BOUND[dtype]

@@ -26,7 +26,7 @@ from areal_async.config.job import OptimizerSection
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, Columns, RankPlace, learning_rate
 from trainer_service.backends.fsdp.head import open_window, packed_columns
-from trainer_service.backends.fsdp.loading import load_sharded, tied_names
+from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.shards import read_shard, write_shard
@@ -68,8 +68,9 @@ class FsdpBackend:
         self._settings = optimizer
         self._total_updates = total_updates
         self._dtype = dtype
-        self._models = {name: load_sharded(folder, ranks, dtype) for name, folder in models.items()}
-        self.tied = tied_names(self._models[TRAINED_MODEL])
+        self._loaded = {name: load_sharded(folder, ranks, dtype) for name, folder in models.items()}
+        self._models = {name: loaded.module for name, loaded in self._loaded.items()}
+        self.tied = self._loaded[TRAINED_MODEL].tied
         for name, model in self._models.items():
             model.requires_grad_(name == TRAINED_MODEL)
             # The first forward of FSDP may move the local shards; the optimizer must see them after it.
@@ -142,14 +143,9 @@ class FsdpBackend:
         self._ranks.sum(squared)
         return float(squared.sqrt())
 
-    @torch.no_grad()
     def export(self, model: str) -> Iterator[TensorPiece]:
-        for name, parameter in self._models[model].named_parameters():
-            assert isinstance(parameter, DTensor)
-            whole = _local(parameter) if self._ranks.world == 1 else parameter.full_tensor()
-            if self._ranks.first:
-                shape = tuple(whole.shape)
-                yield TensorPiece(name, shape, (0,) * len(shape), whole.detach().to(self._dtype))
+        # What takes the pieces wants whole tensors, and takes those of rank 0.
+        return self._loaded[model].pieces(self._ranks, self._dtype, sharded=False)
 
     def save(self, folder: Path) -> Callable[[], None]:
         rank, shards_count = self._shard_rank, self._shards_count

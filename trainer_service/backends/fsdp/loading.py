@@ -1,49 +1,84 @@
 """Loading a Hugging Face directory as a sharded model.
 
-Rank 0 alone reads the files (safetensors only) and hands every rank its shard. Modules are made on the meta
-device and get memory after sharding; *every* buffer is then filled from rank 0 too: a rotary embedding's
-`inv_freq` is in no state dict and would otherwise stay whatever was in that memory.
+Each rank reads its own rows of each tensor from the files (safetensors only) into its shards, so its host
+holds these and one tensor besides. Modules are made on the meta device and get memory after sharding. What is
+in no file, such as the `inv_freq` of a rotary embedding, each rank's module then computes itself.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal_async.weights.names import NamesMismatch, Storage, storage_of, tied_in_files
+from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
+from trainer_service.backends.fsdp.shards import row_range
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Dtypes of weights, as safetensors calls them, that stand for themselves."""
 
-def load_sharded(folder: Path, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A sharded model, and how the files that it was loaded from hold its tensors."""
+
+    module: nn.Module
+    storage: Mapping[str, Storage]
+    """By name of a parameter or persistent buffer; of tied ones by that which the files have."""
+    tied: Mapping[str, str]
+    """Alias -> name in the files."""
+
+    def pieces(self, ranks: Ranks, dtype: torch.dtype, *, sharded: bool) -> Iterator[TensorPiece]:
+        """What this rank gives out of the files' tensors, parameters in `dtype`: where `sharded` what it
+        holds, otherwise all on rank 0, gathered one parameter at a time. All ranks iterate to the end
+        together."""
+        tensors = _tensors(self.module)
+        for name, storage in self.storage.items():
+            rows, first, gives = tensors[name].detach(), 0, ranks.first
+            if isinstance(rows, DTensor):
+                if ranks.world == 1 or (sharded and storage.by_row):
+                    first, _, gives = local_rows(rows)
+                    rows = rows.to_local()
+                else:
+                    rows = rows.full_tensor()
+                rows = rows.to(dtype)
+            if gives:
+                yield from storage.pieces(rows.contiguous(), first)
+
+
+def load_sharded(folder: Path, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
     """The causal language model in `folder`, sharded over `ranks`: fp32 parameters, computing in `dtype`.
 
-    Raises `ModelError`."""
+    Raises `ModelError`, on all ranks when one cannot read it."""
+    error: Exception | None = None
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        source = _whole_model(folder) if ranks.first else None
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        loaded = _load(folder, ranks, dtype)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, NamesMismatch) as found:
+        error = found
+    if refused := ranks.largest(0 if error is None else ranks.rank + 1):
+        reason = error or f"rank {refused - 1} cannot read it, as its log says"
+        reason = f"it {error}" if isinstance(error, NamesMismatch) else reason
         raise ModelError(
-            f"no model can be loaded from {folder}: {error}. It must be a Hugging Face causal-LM directory "
+            f"no model can be loaded from {folder}: {reason}. It must be a Hugging Face causal-LM directory "
             "with config.json and safetensors weights."
         ) from error
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
-        )
-    _shard(model, ranks, dtype)
-    model.to_empty(device=ranks.device)
-    model.tie_weights()
-    _fill(model, source, ranks)
-    model.train()
-    return cast(nn.Module, model)
+    return loaded
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -57,11 +92,84 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _whole_model(folder: Path) -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
-    )
-    return model
+def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
+    """[first, end) of the rows that this rank holds, and whether it is the first of those that hold them."""
+    start, end, first = 0, tensor.shape[0], True
+    for dim, placement in enumerate(tensor.placements):
+        index = tensor.device_mesh.get_local_rank(dim)
+        if isinstance(placement, Shard):
+            start, end = row_range(tensor.shape[0], tensor.device_mesh.size(dim), index)
+        else:
+            first = first and index == 0
+    return start, end, first
+
+
+def _load(folder: Path, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        )
+    with ExitStack() as stack:
+        files = _open_files(folder, stack)
+        storage = storage_of(model, {name: tuple(view.get_shape()) for name, view in files.items()})
+        tied = tied_in_files(model, storage)
+        _shard(model, ranks, dtype)
+        model.to_empty(device=ranks.device)
+        model.tie_weights()
+        tensors = _tensors(model)
+        for name, held in storage.items():
+            _fill(tensors[name], held, files)
+            # What has this mark is left alone by the line that computes what is in no file.
+            tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()
+    model.train()
+    return LoadedModel(model, storage, tied)
+
+
+def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Views of all tensors, of which nothing is read yet. Raises `OSError`, `SafetensorError` and, for an
+    index that is none, `ValueError` and others."""
+    names = {ONE_FILE}
+    if not (folder / ONE_FILE).is_file() and (folder / INDEX).is_file():
+        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    found: dict[str, Any] = {}
+    for path in [folder / name for name in sorted(names)]:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{path.name} cannot be read: {error}") from error
+        found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    return found
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
+    """Read this rank's rows of a parameter, or all of a buffer."""
+    if not isinstance(tensor, DTensor):
+        rows, first, end = tensor, 0, 0
+    else:
+        rows = tensor.to_local()
+        first, end, _ = local_rows(tensor)
+    whole = torch.empty(tensor.shape) if isinstance(tensor, DTensor) and not storage.by_row else None
+    for piece in storage.pieces(rows if whole is None else whole, 0 if whole is not None else first):
+        view = files[piece.name]
+        if tensor.is_floating_point() and view.get_dtype() not in FLOATS:
+            raise NamesMismatch(
+                f"has {piece.name} in {view.get_dtype()}: what is quantised cannot be trained"
+            )
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+        piece.tensor.copy_(view[box] if box else view[...])
+    if whole is not None:
+        rows.copy_(whole[first:end])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _shard(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
@@ -75,25 +183,3 @@ def _shard(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
     # The root too gives its parameters back after a forward: a pass without backward leaves nothing stale.
     fully_shard(model, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=True)
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, source: nn.Module | None, ranks: Ranks) -> None:
-    values = {}
-    if source is not None:
-        values = {**dict(source.named_parameters()), **dict(source.named_buffers())}
-        missing = {name for name, _ in model.named_parameters()} - values.keys()
-        if missing:
-            raise ModelError(f"the model's files lack {', '.join(sorted(missing)[:5])}")
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        if ranks.world == 1:
-            parameter.to_local().copy_(values[name])
-            continue
-        whole = values[name].detach() if values else torch.empty(parameter.shape)
-        shard = distribute_tensor(whole.to(ranks.device), ranks.mesh, parameter.placements)
-        parameter.to_local().copy_(shard.to_local())
-    for name, buffer in model.named_buffers():
-        if values:
-            buffer.copy_(values[name])
-        ranks.broadcast(buffer)
