@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -197,7 +198,8 @@ def open_window(model: nn.Module, device: torch.device) -> None:
     All ranks call it, after the weights were loaded. Raises `ModelError` for a model whose logits are not
     those of its `Head`."""
     model.forward = lambda run: run(model)
-    batch = build_micro_batch(_probe_rows(), device=device)
+    kind: Any = model.config
+    batch = build_micro_batch(_probe_rows(kind.get_text_config().vocab_size), device=device)
 
     def difference(inside: Any) -> tuple[Tensor, Tensor, torch.dtype]:
         head = Head.of(inside)
@@ -209,7 +211,6 @@ def open_window(model: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         gap, largest, dtype = model(difference)
     if not bool(gap <= AGREEMENT[dtype] * largest):
-        kind: Any = model.config
         raise ModelError(
             f"the logits of {kind.model_type} are not those of its output layer (they differ by "
             f"{float(gap):.3g} of {float(largest):.3g}): it changes them in a way that this trainer does not "
@@ -217,9 +218,12 @@ def open_window(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _probe_rows() -> list[TrainingRow]:
-    ids, zeros = torch.zeros(3, dtype=torch.int32).numpy(), torch.zeros(3).numpy()
-    row = row_of(0, ids, (torch.arange(3) > 0).byte().numpy(), zeros, ids)
+def _probe_rows(vocabulary: int) -> list[TrainingRow]:
+    """A row of several tokens: that of the padding alone may be embedded as zeros, and have no logits."""
+    ids = (np.arange(1, 17) * 7919 % vocabulary).astype(np.int32)
+    mask = np.ones(16, np.uint8)
+    mask[0] = 0
+    row = row_of(0, ids, mask, np.zeros(16, np.float32), np.zeros(16, np.int32))
     return [] if row is None else [row]
 
 
