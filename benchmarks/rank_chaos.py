@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--stops", type=int, default=3)
     parser.add_argument("--outage", type=float, default=60.0, help="seconds without the buffer")
-    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -38,7 +38,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="areal-ranks-") as folder:
         trainer = {"trainer__ranks": given.ranks, "trainer__hang_s": 20.0, "trainer__collective_s": 40.0}
         path = write_job(
-            Path(folder), "ranks", steps=given.steps, seed=given.seed, durability="always", **trainer
+            Path(folder),
+            "ranks",
+            steps=given.steps,
+            seed=given.seed,
+            durability="always",
+            checkpoint={"every_steps": 2, "keep": 2},
+            **trainer,
         )
         storm = RankStorm(Job(path), limit_s=LIMIT_S, seed=given.seed)
         order = mixed(rng, kills=given.kills, stops=given.stops, outages=int(given.outage > 0))

@@ -56,7 +56,8 @@ def find_stall(facts: Facts, limit_s: float) -> Stall | None:
         return Stall("buffer", f"all services wait for the buffer; {why}")
     if facts.redis:
         return Stall("redis", f"all services wait for the buffer, which waits for Redis: {facts.redis}")
-    if why := _missing(facts, "trainer"):
+    ranks = [name for name in facts.phases if name.startswith("trainer")] or ["trainer"]
+    if why := next(filter(None, (_missing(facts, rank) for rank in ranks)), ""):
         return Stall("trainer", f"no step is trained; {why}")
     if "buffer" not in facts.phases:
         return Stall("trainer", "no step is trained; the trainer serves and computes nothing")

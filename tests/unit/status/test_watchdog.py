@@ -37,6 +37,7 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
         ({"redis": "gone", "phases": {"buffer": "restarting"}}, "buffer", "buffer died"),
         ({"phases": {"trainer": "starting"}}, "trainer", "trainer is starting"),
         ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
+        ({"phases": {"trainer-1": "starting"}}, "trainer", "trainer-1 is starting"),
         ({"phases": {"reward": "restarting"}, "groups": {"generated": 1}}, "reward", "reward_service died"),
         ({"groups": {"generated": 9, "leased": 2}}, "reward", "9 generated groups are not scored"),
         ({"phases": NO_WORKERS}, "rollout", "0 of 2 rollout workers serve"),

@@ -4,14 +4,17 @@ import json
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
 from areal_async.rpc.server import Server
 from areal_async.runtime.context import ServiceContext
+from areal_async.runtime.group import Note
 from areal_async.status.record import read_run_log
 from tests.unit.trainer import rank_process
+from trainer_service import main as trainer_main
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.main import main
@@ -59,6 +62,19 @@ async def test_a_refusal_of_the_buffer_ends_the_job(tmp_path, model_dir):
     with pytest.raises(FaultError, match="epoch 2 has replaced epoch 1"):
         async with serving(ctx, Fenced(tmp_path)):
             await main(ctx)
+
+
+async def test_a_trainer_that_runs_out_of_memory_says_so(tmp_path, model_dir, monkeypatch):
+    def too_large(job, ranks):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    told = []
+    monkeypatch.setattr(trainer_main, "load_backend", too_large)
+    monkeypatch.setattr(trainer_main, "tell", told.append)
+    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    with pytest.raises(torch.OutOfMemoryError):
+        await main(ctx)
+    assert told == [Note("ran out of memory (CUDA out of memory. Tried to allocate 9 GiB)")]
 
 
 async def test_a_whole_sft_job(tmp_path, model_dir):
