@@ -86,7 +86,8 @@ class AckSnapshot(Request[Ok], frozen=True):
 
 
 class TensorBucket(Record, frozen=True):
-    """Tensors sent in this order under one request. `dtypes` are torch's names."""
+    """Tensors sent under one request as one run of bytes, in this order, with nothing between them. `dtypes`
+    are torch's names; wider ones come first, so that each tensor begins at a multiple of its item's size."""
 
     names: list[str]
     dtypes: list[str]
@@ -95,10 +96,12 @@ class TensorBucket(Record, frozen=True):
 
 class SendsTensors(Message, frozen=True):
     """The trainer sends `buckets` in this order, as rank 0 of `group`. A group of another name than the one
-    asked with is yet to be formed: its members meet at `host:port`. Each bucket must be taken within
-    `limit_ms`."""
+    asked with is yet to be formed: its `world_size` members meet at `host:port`, the engine's as the ranks
+    from `rank_offset` on. Each bucket must be taken within `limit_ms`."""
 
     group: str
+    rank_offset: int
+    world_size: int
     host: str
     port: int
     backend: Literal["nccl", "gloo"]
@@ -113,7 +116,8 @@ class SendsNothing(Message, frozen=True):
 
 
 class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
-    """An engine that is paused asks the trainer for the tensors of `tag`, through a process group.
+    """An engine that is paused asks the trainer for the tensors of `tag`, through a process group with all
+    the engines that ask at about the same time.
 
     `engine` is its name among all engines; `group` the one that it is a member of and in which nothing
     failed, or empty; `ranks` the members on its side."""
@@ -122,3 +126,26 @@ class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
     group: str
     tag: VersionTag
     ranks: int
+
+
+class TakeBucket(Request[Ok | NoNews | SendsNothing], frozen=True):
+    """An engine has taken all buckets of `tag` before this `number`, from 0, and asks whether it may take
+    this one; -1 stands for joining a group that is yet to be formed.
+
+    `Ok`: all members of the group are ready for it, and take it now. `NoNews`: not all are after `wait_ms`;
+    ask again. `SendsNothing`: the group is broken. The number after the last bucket's is answered at once."""
+
+    engine: str
+    group: str
+    tag: VersionTag
+    number: int
+    wait_ms: int
+
+
+class BreakGroup(Request[Ok], frozen=True):
+    """An engine says that something failed on its side of `group`, and why: the others need not wait for
+    it."""
+
+    engine: str
+    group: str
+    reason: str

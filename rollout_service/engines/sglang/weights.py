@@ -2,14 +2,16 @@
 
 Of the latter, the channel `nccl`, the trainer's half is `areal_async/weights/channels/tensor_sender.py`. Once
 its server is paused, an engine asks the trainer for the new version's tensors; then each request to the
-server takes one bucket of them from the process group that the two share. A server answers a request only
-once its tensors have arrived.
+server takes one bucket of them from the process group that trainer and engines share. A server answers a
+request only once its tensors have arrived. Before each the trainer is asked: it says yes when all members are
+ready.
 
 Promises:
 - The new version is named with the last bucket, when everything before it was loaded: a server that has only
   a part of an update never says that it serves it.
 - Whatever fails, the server is given the snapshot's directory, or it is lost. A group in which anything
-  failed is never used again; the next one has another name.
+  failed is never used again; the next one has another name. The trainer is told what fails here, so that no
+  other engine waits for this one.
 - Nothing waits without a limit: for the trainer's answer `ASK_S`, for a bucket the limit that the trainer
   names and the receiver's grace.
 """
@@ -18,25 +20,41 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import torch
 
-from areal_async.errors import ArealError
+from areal_async.errors import ArealError, RpcTimeout
 from areal_async.rpc.client import Client
-from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
+from areal_async.rpc.weights_messages import (
+    AskTensors,
+    BreakGroup,
+    NoNews,
+    SendsNothing,
+    SendsTensors,
+    TakeBucket,
+    TensorBucket,
+)
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
+from areal_async.weights.channels.tensor_group import JOIN
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.http.client import ServerClient, words
 from rollout_service.engines.sglang.messages import ModelInfo
 
 ASK_S = 5.0  # Limit for the trainer's answer, while the engine is paused
+STEP_MS = 1000
+"""Longest that the trainer keeps an engine waiting for the others before it is asked again: a trainer that
+died shows in no other way."""
 GRACE_S = 10.0
 """The trainer's limit ends first and closes the group, so that the server can say what failed; a server that
 answers nothing even then is stuck inside the group."""
+RANK_S = 1.0
+"""Further grace for each rank before the engine's own: over gloo a member hands bytes on to higher ranks
+alone, so that the end of one that is stuck frees those that wait for it, if they are more patient."""
 LONGEST_BREAK = 63
 """Updates taken from the directory after many failures in a row, before a group is tried again."""
 
@@ -153,22 +171,30 @@ class TensorReceiver:
         if isinstance(answer, SendsNothing):
             log.info("snapshot is loaded", version=snapshot.tag.version, reason=answer.reason)
             return False
-        timeout_s = answer.limit_ms / 1000 + self._grace_s
+        timeout_s = answer.limit_ms / 1000 + self._grace_s + (answer.rank_offset - 1) * RANK_S
         # However this ends, unless it ends well: the group is not to be used again.
         joined, self._group = self._group, ""
         try:
             if answer.group != joined:
                 await self._leave(client, joined)
+                await self._in_step(answer, snapshot, JOIN)
                 await self._join(client, answer, timeout_s)
             await self._receive(client, answer, snapshot, flush, timeout_s)
-        except EngineLost:
-            raise
-        except ArealError:
+        except ArealError as error:
+            if not isinstance(error, RpcTimeout):  # of a trainer that would not hear this either
+                with suppress(ArealError):
+                    why = BreakGroup(self._name, answer.group, str(error))
+                    await self._trainer.call(why, timeout_s=ASK_S)
+            if isinstance(error, EngineLost):
+                raise
             # Where none was open, the refusal says just that.
             await client.request("POST", "/end_weight_update", {}, timeout_s=timeout_s)
             await self._leave(client, answer.group)
             raise
-        self._group = answer.group
+        # The version is whole. Whether the group is, the trainer says.
+        with suppress(ArealError):
+            await self._in_step(answer, snapshot, len(answer.buckets))
+            self._group = answer.group
         return True
 
     async def _ask(self, question: AskTensors) -> SendsTensors | SendsNothing:
@@ -177,12 +203,23 @@ class TensorReceiver:
             self._connected = True
         return await self._trainer.call(question, timeout_s=ASK_S)
 
+    async def _in_step(self, plan: SendsTensors, snapshot: Directory, number: int) -> None:
+        """Return when bucket `number` (`JOIN`: the place in the group) may be taken. Raises `EngineError`
+        where the group is broken."""
+        question = TakeBucket(self._name, plan.group, snapshot.tag, number, STEP_MS)
+        until_s = time.monotonic() + plan.limit_ms / 1000 + ASK_S
+        while isinstance(answer := await self._trainer.call(question, timeout_s=ASK_S), NoNews):
+            if time.monotonic() > until_s:
+                raise EngineError(f"bucket {number} did not come within {plan.limit_ms / 1000:g} s")
+        if isinstance(answer, SendsNothing):
+            raise EngineError(f"the group broke: {answer.reason}")
+
     async def _join(self, client: ServerClient, plan: SendsTensors, timeout_s: float) -> None:
         body = {
             "master_address": plan.host,
             "master_port": plan.port,
-            "rank_offset": 1,
-            "world_size": 1 + self._ranks,
+            "rank_offset": plan.rank_offset,
+            "world_size": plan.world_size,
             "group_name": plan.group,
             "backend": plan.backend,
         }
@@ -198,13 +235,15 @@ class TensorReceiver:
     ) -> None:
         tag = snapshot.tag.label
         await _post(client, "/begin_weight_update", {}, timeout_s)
-        for number, bucket in enumerate(plan.buckets, start=1):
-            last = number == len(plan.buckets)
+        for number, bucket in enumerate(plan.buckets):
+            last = number == len(plan.buckets) - 1
+            await self._in_step(plan, snapshot, number)
             body = {
                 "names": bucket.names,
                 "dtypes": bucket.dtypes,
                 "shapes": bucket.shapes,
                 "group_name": plan.group,
+                "load_format": "flattened_bucket",
                 "abort_all_requests": False,
                 # Only what is whole may be flushed for, and named.
                 "flush_cache": flush and last,

@@ -2,8 +2,8 @@
 
     python sending.py ENDPOINT ROOT LIMIT_S FAILPOINTS SNAPSHOT…
 
-FAILPOINTS may also be `stop@N`: then the process stands still after its Nth bucket. Each line on its standard
-input publishes the next of the snapshots; each is answered by a line.
+FAILPOINTS may also be `stop@N`: then the process stands still before its Nth bucket, when all have been told
+to take it. Each line on its standard input publishes the next of the snapshots; each is answered by a line.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
+
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.events import arm
-from areal_async.weights.channels import tensor_sender as module
+from areal_async.weights.channels.tensor_group import TensorGroup
 from areal_async.weights.channels.tensor_sender import TensorSender
 from areal_async.weights.manifest import MANIFEST_FILE
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 
 SECRET = RunSecret(bytes(32))
+WINDOW_S = 2.0  # Enough for two that ask on a busy machine
 
 ENDPOINT, ROOT, LIMIT_S, FAILPOINTS, *PATHS = sys.argv[1:]
 
@@ -31,7 +34,14 @@ def main() -> None:
     if FAILPOINTS.startswith("stop@"):
         passes = itertools.count(1)
         at = int(FAILPOINTS.removeprefix("stop@"))
-        module.failpoint = lambda name: os.kill(os.getpid(), signal.SIGSTOP) if next(passes) == at else None
+        broadcast = TensorGroup.broadcast
+
+        def stopping(group: TensorGroup, data: torch.Tensor) -> None:
+            if next(passes) == at:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            broadcast(group, data)
+
+        TensorGroup.broadcast = stopping  # type: ignore[method-assign]
     else:
         arm(FAILPOINTS)
     snapshots = [open_snapshot(Path(path)) for path in PATHS]
@@ -45,7 +55,7 @@ def main() -> None:
         files={path.name: path for path in files},
         tied=tied,
         # several requests an update
-        channel=TensorSender(device="cpu", limit_s=float(LIMIT_S), bucket_bytes=200_000),
+        channel=TensorSender(device="cpu", limit_s=float(LIMIT_S), bucket_bytes=200_000, window_s=WINDOW_S),
         access=SECRET,
     )
     publisher.start()

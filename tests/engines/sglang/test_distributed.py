@@ -14,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import REGISTRY
 
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.weights_messages import SendsTensors
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
 from rollout_service.engines.base import EngineLost, GenerateRequest, GenerateResult
@@ -32,6 +34,7 @@ from rollout_service.replicas import exchange
 from rollout_service.worker import WeightUpdates
 from tests.engines.conftest import ask
 from tests.engines.sglang.served import KEY
+from tests.unit.weights.member import Member
 
 SECRET = RunSecret(bytes(32))
 
@@ -40,6 +43,7 @@ SENDING = Path(__file__).with_name("sending.py")
 PROMPT = [5, 14, 7, 9]
 LONG = Sampling(temperature=1.0, max_new_tokens=60)
 WAIT_S = 60.0
+EPOCH = 4
 
 
 class Trainer:
@@ -174,6 +178,71 @@ async def test_one_death_is_local_a_trainer_killed_while_it_sends(
                 await reaches(engine, VersionTag("policy", 2, 2))
                 results += await asyncio.gather(*tasks)
             assert received() > before
+    assert_true(model, results)
+
+
+class Remote:
+    """The trainer, for a member of its groups."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def answer(self, message: Any) -> Any:
+        return await self._client.call(message, timeout_s=WAIT_S)
+
+
+async def asks(member: Member, trainer: Remote, version: int) -> SendsTensors:
+    """The plan for a member that asks as soon as the version can be had."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            answer = await trainer.answer(member.ask(version, EPOCH))
+            if isinstance(answer, SendsTensors):
+                return answer
+            await asyncio.sleep(0.01)
+
+
+async def test_one_death_is_local_engines_are_one_group_and_one_that_dies_costs_an_update(
+    recompute: HttpEngine, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    results: list[GenerateResult] = []
+    client = Client(f"ipc://{tmp_path}/w", job="job", role="engine", name="r/1", access=SECRET)
+    other, far = Member("r/1", 2), Remote(client)
+    snapshots = [model.snapshot(v, epoch=EPOCH) for v in range(4)]
+    size = sum(t.nbytes for n, t in snapshots[0].tensors.items() if n != "lm_head.weight")
+
+    async def late(engine: HttpEngine, version: int) -> None:
+        await reaches(engine, VersionTag("policy", EPOCH, version))
+        results.append(await engine.generate(GenerateRequest(f"late{version}", PROMPT, LONG)))
+        assert set(results[-1].versions) == {version}
+
+    async with (
+        trainer(tmp_path, snapshots, limit_s=3.0) as sending,
+        following(tmp_path, recompute.url, model, sending) as (engine, _),
+    ):
+        await client.connect(WAIT_S)
+        before, tasks = received(), ask(engine, 16, PROMPT, LONG, "a")
+        await sending.publish()
+        plan = await asks(other, far, 1)
+        assert plan.world_size == 4  # the trainer, the server, and the other one's two
+        taken = await other.take(far, plan)
+        await late(engine, 1)
+        assert all(torch.equal(tensor, snapshots[1].tensors[name]) for name, tensor in taken.items())
+        assert received() - before == sum(tensor.nbytes for tensor in taken.values()) == size
+
+        await sending.publish()
+        again = await asks(other, far, 2)
+        assert again.group == plan.group
+        await other.in_step(far, again, 0)
+        await asyncio.to_thread(other.receive, again, 0)
+        other.backends = []  # its end
+        await late(engine, 2)
+        assert received() - before == size  # it took the directory
+        await sending.publish()
+        await late(engine, 3)
+        assert received() - before == 2 * size  # in a group without the other one
+        results += await asyncio.gather(*tasks)
+    await client.close()
     assert_true(model, results)
 
 

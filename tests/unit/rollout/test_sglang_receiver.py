@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from areal_async.errors import RpcTimeout
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors, TensorBucket
+from areal_async.rpc.schema import Ok, VersionTag
+from areal_async.rpc.weights_messages import (
+    AskTensors,
+    BreakGroup,
+    NoNews,
+    SendsNothing,
+    SendsTensors,
+    TakeBucket,
+    TensorBucket,
+)
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.sglang.messages import ModelInfo
@@ -25,18 +33,34 @@ BUCKETS = [
 
 
 def sends(group: str = "g0") -> SendsTensors:
-    return SendsTensors(group, "127.0.0.1", 1234, "gloo", BUCKETS, 1000)
+    """Of four members, after one of two ranks."""
+    return SendsTensors(group, 3, 8, "127.0.0.1", 1234, "gloo", BUCKETS, 1000)
 
 
 class ScriptedTrainer:
     def __init__(self, *answers: Any) -> None:
         self._answers = iter(answers)
         self.asked: list[AskTensors] = []
+        self.steps: list[int] = []
+        self.broken: list[str] = []
+        self.breaks_at: int | None = None
+        """The step that it does not allow."""
+        self.late = 0
+        """Times that it says that the others are not there yet."""
 
     async def connect(self, timeout_s: float = 0.0) -> object:
         return None
 
     async def call(self, message: Any, *, timeout_s: float) -> Any:
+        if isinstance(message, BreakGroup):
+            self.broken.append(message.group)
+            return Ok()
+        if isinstance(message, TakeBucket):
+            if self.late:
+                self.late -= 1
+                return NoNews()
+            self.steps.append(message.number)
+            return SendsNothing("another one died") if message.number == self.breaks_at else Ok()
         self.asked.append(message)
         answer = next(self._answers)
         if isinstance(answer, Exception):
@@ -103,6 +127,7 @@ def test_versions_are_true_the_version_comes_with_the_last_bucket() -> None:
     buckets = [body for path, body in server.bodies if path == ALL[1]]
     assert [body["weight_version"] for body in buckets] == [None, "policy-e0-v1"]
     assert [body["flush_cache"] for body in buckets] == [False, True]
+    assert {body["load_format"] for body in buckets} == {"flattened_bucket"}
     assert [body["names"] for body in buckets] == [["a", "b"], ["c"]]
     json.dumps(server.bodies)
 
@@ -115,7 +140,8 @@ def test_a_group_is_formed_once_and_used_again() -> None:
     server.take()
     load(receiver, server, 1)
     assert server.take() == [JOINS, *ALL]
-    assert dict(server.bodies)[JOINS]["world_size"] == 5
+    assert [dict(server.bodies)[JOINS][name] for name in ("rank_offset", "world_size")] == [3, 8]
+    assert trainer.steps == [-1, 0, 1, 2]
     load(receiver, server, 2, flush=False)
     assert server.take() == ALL
     load(receiver, server, 3)  # a trainer that was started again knows no group
@@ -134,19 +160,36 @@ def test_what_fails_in_the_middle_is_loaded_from_the_directory(at: str) -> None:
     assert journal[-3:] == ["end_weight_update", LEAVES, LOADS]
     assert dict(server.bodies)[LEAVES] == {"group_name": "g0"}
     assert server.version == "policy-e0-v1"
+    assert trainer.broken == ["g0"]  # nobody waits for it
     server.refuses = set()
     load(receiver, server, 2)
     assert trainer.asked[-1].group == ""
     assert server.take() == [JOINS, *ALL]
 
 
+@pytest.mark.parametrize(("at", "entered"), [(-1, []), (0, [JOINS, ALL[0]]), (1, [JOINS, *ALL[:2]])])
+def test_what_fails_elsewhere_keeps_no_server_inside_a_broadcast(at: int, entered: list[str]) -> None:
+    server, trainer = ScriptedServer(), ScriptedTrainer(sends(), sends("g1"), sends("g2"))
+    receiver = TensorReceiver(trainer, "r/0")
+    trainer.breaks_at, trainer.late = at, 3
+    load(receiver, server, 1)
+    assert server.take() == [*entered, "end_weight_update", LEAVES, LOADS]
+    trainer.breaks_at = 2  # this one has all of it by then, but does not use the group again
+    load(receiver, server, 2)
+    assert server.take() == [JOINS, *ALL]
+    load(receiver, server, 3)
+    assert [asked.group for asked in trainer.asked] == ["", "", ""]
+
+
 @pytest.mark.parametrize("at", [JOINS, ALL[1], ALL[-1]])
 def test_a_server_that_does_not_answer_is_lost(at: str) -> None:
     server = ScriptedServer()
-    receiver = TensorReceiver(ScriptedTrainer(sends()), "r/0")
+    trainer = ScriptedTrainer(sends())
+    receiver = TensorReceiver(trainer, "r/0")
     server.loses = {at}
     with pytest.raises(EngineLost):
         load(receiver, server, 1)
+    assert trainer.broken == ["g0"]
     assert LOADS not in server.journal
 
 

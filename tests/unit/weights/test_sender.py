@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
+from prometheus_client import REGISTRY
 
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.weights_messages import AskTensors, SendsNothing, SendsTensors
+from areal_async.rpc.schema import Ok, VersionTag
+from areal_async.rpc.weights_messages import (
+    BreakGroup,
+    SendsNothing,
+    SendsTensors,
+    TakeBucket,
+)
+from areal_async.weights.channels.tensor_group import JOIN
 from areal_async.weights.channels.tensor_sender import TensorSender, in_buckets
+from tests.unit.weights.member import LIMIT_S, Member
 
-LIMIT_S = 60.0
 DEADLINE_S = 30.0
 
 
@@ -32,16 +36,22 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sender() -> Iterator[TensorSender]:
-    with serving() as sender:
-        yield sender
-
-
-@contextmanager
-def serving(**options: Any) -> Iterator[TensorSender]:
-    sender = TensorSender(**{"device": "cpu", "limit_s": LIMIT_S, "bucket_bytes": 4000} | options)
-    asyncio.run(sender.start())
+    sender = made()
     yield sender
     asyncio.run(sender.close())
+
+
+def made(**options: Any) -> TensorSender:
+    defaults = {"device": "cpu", "limit_s": LIMIT_S, "bucket_bytes": 4000, "window_s": 0.2}
+    return TensorSender(**(defaults | options))
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[TensorSender]:
+    sender = made(**options)
+    await sender.start()
+    yield sender
+    await sender.close()
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -51,37 +61,17 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-class Member:
-    """An engine's side, as a server has it."""
-
-    def __init__(self) -> None:
-        self.group = ""
-        self.backend: Any = None
-
-    def join(self, plan: SendsTensors) -> None:
-        if plan.group == self.group:
-            return
-        limit = timedelta(seconds=LIMIT_S)
-        store: dist.Store = dist.TCPStore(plan.host, plan.port, 2, False, timeout=limit)
-        for prefix in (plan.group, f"{plan.group}/", "cpu/"):
-            store = dist.PrefixStore(prefix, store)
-        self.backend = dist.ProcessGroupGloo(store, 1, 2, limit)
-        self.group = plan.group
-
-    def take(self, plan: SendsTensors, buckets: int | None = None) -> dict[str, torch.Tensor]:
-        self.join(plan)
-        how = dist.BroadcastOptions()
-        how.rootRank = 0
-        taken = {}
-        for bucket in plan.buckets[:buckets]:
-            for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-                taken[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-                self.backend.broadcast([taken[name]], how).wait()
-        return taken
+async def asked(sender: TensorSender, version: int, *members: Member) -> list[Any]:
+    """The answers to members that ask at the same time."""
+    return await asyncio.gather(*(sender.answer(member.ask(version)) for member in members))
 
 
-def ask(sender: TensorSender, version: int, group: str = "", engine: str = "rollout-0/0") -> Any:
-    return asyncio.run(sender.answer(AskTensors(engine, group, VersionTag("policy", 0, version), 1)))
+async def updated(sender: TensorSender, version: int, *members: Member) -> list[dict[str, torch.Tensor]]:
+    """What members have after an update that they all take."""
+    sender.offer(VersionTag("policy", 0, version), weights(version))
+    plans = await asked(sender, version, *members)
+    both = zip(members, plans, strict=True)
+    return await asyncio.gather(*(member.take(sender, plan) for member, plan in both))
 
 
 def assert_equal(taken: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -90,107 +80,205 @@ def assert_equal(taken: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(taken[name], tensor), name
 
 
-def wait_for_threads() -> None:
+async def threads_end() -> None:
     for thread in threading.enumerate():
         if thread.name == "weights-send":
-            thread.join(DEADLINE_S)
+            await asyncio.to_thread(thread.join, DEADLINE_S)
             assert not thread.is_alive()
 
 
-def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_does(sender):
+def sent() -> float:
+    labels = {"channel": "nccl", "source": "publisher"}
+    return REGISTRY.get_sample_value("areal_weights_sent_bytes_total", labels) or 0.0
+
+
+async def test_versions_are_true_what_is_sent_is_what_was_offered_whatever_training_does(sender):
     member = Member()
     for version in range(3):
         tensors = weights(version)
         sender.offer(VersionTag("policy", 0, version), tensors)
         for tensor in tensors.values():
             tensor.fill_(9)
-        plan = ask(sender, version, member.group)
+        (plan,) = await asked(sender, version, member)
         assert len(plan.buckets) > 2
         assert (plan.group == member.group) == (version > 0)
-        assert_equal(member.take(plan), weights(version))
-        wait_for_threads()
+        assert_equal(await member.take(sender, plan), weights(version))
+        await threads_end()
 
 
-def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender):
-    sender.offer(VersionTag("policy", 0, 0), weights(0))
-    plan, member = ask(sender, 0), Member()
-    sender.offer(VersionTag("policy", 0, 1), weights(1))  # before the member has taken anything
-    assert_equal(member.take(plan), weights(0))
-    wait_for_threads()
-    assert_equal(member.take(ask(sender, 1, member.group)), weights(1))
+async def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(sender):
+    first, second = VersionTag("policy", 0, 0), VersionTag("policy", 0, 1)
+    sender.offer(first, weights(0))
+    member = Member()
+    (plan,) = await asked(sender, 0, member)
+    copy = sender._copy
+    sender.offer(second, weights(1))  # before the member has taken anything
+    joined = asyncio.create_task(sender.answer(TakeBucket(member.name, plan.group, first, JOIN, 9000)))
+    assert isinstance(await joined, Ok)
+    await asyncio.to_thread(member.join, plan)
+    taken = {}
+    for number in range(len(plan.buckets)):
+        assert isinstance(await sender.answer(TakeBucket(member.name, plan.group, first, number, 9000)), Ok)
+        taken |= await asyncio.to_thread(member.receive, plan, number)
+    assert_equal(taken, weights(0))
+    assert sender._copy is not copy
+    await sender.answer(TakeBucket(member.name, plan.group, first, len(plan.buckets), 0))
+    await threads_end()
+    assert_equal(await member.take(sender, *await asked(sender, 1, member)), weights(1))
 
 
-def test_only_the_newest_version_is_sent(sender):
-    assert isinstance(ask(sender, 0), SendsNothing)
+async def test_only_the_newest_version_is_sent(sender):
+    (answer,) = await asked(sender, 0, Member())
+    assert isinstance(answer, SendsNothing)
     sender.offer(VersionTag("policy", 0, 1), weights(1))
-    assert isinstance(ask(sender, 0), SendsNothing)
-    assert isinstance(ask(sender, 2), SendsNothing)
-    asyncio.run(sender.close())
-    assert isinstance(ask(sender, 1), SendsNothing)
+    for version in (0, 2):
+        (answer,) = await asked(sender, version, Member())
+        assert isinstance(answer, SendsNothing)
+    # Those that are still gathered when a newer one comes are not sent the older one.
+    waits = asyncio.create_task(sender.answer(Member().ask(1)))
+    await asyncio.sleep(0)
+    sender.offer(VersionTag("policy", 0, 2), weights(2))
+    assert isinstance(await waits, SendsNothing)
+    await sender.close()
+    (answer,) = await asked(sender, 2, Member())
+    assert isinstance(answer, SendsNothing)
 
 
-def test_each_engine_has_a_group_of_its_own(sender):
+async def test_engines_share_one_group_and_one_broadcast_whatever_their_widths(sender):
+    members = [Member(f"rollout-{i}/0", ranks) for i, ranks in enumerate((1, 2, 3))]
+    groups, before = set(), sent()
+    for version in range(3):
+        for taken in await updated(sender, version, *members):
+            assert_equal(taken, weights(version))
+        groups |= {member.group for member in members}
+        await threads_end()
+    assert len(groups) == 1  # formed once
+    # Each byte left once, not once for each engine.
+    assert sent() - before == 3 * sum(tensor.nbytes for tensor in weights(0).values())
+
+
+async def test_an_engine_that_asks_late_takes_the_snapshot_and_is_waited_for_the_next_time():
+    async with serving(window_s=0.1) as sender:
+        members = [Member(f"rollout-{i}/0") for i in range(2)]
+        first, late = members
+        assert_equal((await updated(sender, 0, first))[0], weights(0))
+        (answer,) = await asked(sender, 0, late)
+        assert isinstance(answer, SendsNothing)
+        await threads_end()
+        old = first.group
+        for taken in await updated(sender, 1, *members):
+            assert_equal(taken, weights(1))
+        assert first.group == late.group != old
+
+
+async def test_nobody_is_waited_for_where_all_of_the_last_time_have_asked():
+    async with serving(window_s=0.1) as sender:
+        members = [Member(f"rollout-{i}/0") for i in range(2)]
+        await updated(sender, 0, *members)
+        await threads_end()
+        sender._window_s = 1000.0
+        for taken in await asyncio.wait_for(updated(sender, 1, *members), DEADLINE_S):
+            assert_equal(taken, weights(1))
+
+
+async def broken(sender: TensorSender, member: Member, plan: SendsTensors) -> None:
+    """The member is told in good time that the group is of no use, and reports its own failure, if it has
+    one."""
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(member.take(sender, plan), DEADLINE_S)
+    await member.fail(sender, plan)
+
+
+async def assert_the_others_go_on(sender: TensorSender, members: Sequence[Member]) -> None:
+    """They form another group, without the one that is gone."""
+    await threads_end()
+    for taken in await updated(sender, 9, *members):
+        assert_equal(taken, weights(9))
+
+
+@pytest.mark.parametrize("at", ["join", 0, 2])
+async def test_one_death_is_local_a_member_that_refuses_costs_the_update_of_its_group(sender, at):
+    members = [Member(f"rollout-{i}/0") for i in range(4)]
     sender.offer(VersionTag("policy", 0, 0), weights(0))
-    plans = [ask(sender, 0, engine=f"rollout-0/{i}") for i in range(3)]
-    assert len({plan.group for plan in plans}) == 3
-    # In another order than they asked in: nobody waits for anybody.
-    for plan in reversed(plans):
-        assert_equal(Member().take(plan), weights(0))
+    plans = await asked(sender, 0, *members)
+
+    async def refuses() -> None:
+        await members[1].in_step(sender, plans[1], JOIN)
+        if at != "join":
+            await asyncio.to_thread(members[1].join, plans[1])
+            for number in range(at):
+                await members[1].in_step(sender, plans[1], number)
+                await asyncio.to_thread(members[1].receive, plans[1], number)
+        await members[1].fail(sender, plans[1])
+
+    others = [(members[i], plans[i]) for i in (0, 2, 3)]
+    await asyncio.gather(refuses(), *(broken(sender, *other) for other in others))
+    await assert_the_others_go_on(sender, [member for member, _ in others])
 
 
-def test_one_death_is_local_a_member_that_never_comes_costs_only_its_group():
-    with serving(limit_s=2.0) as sender:
+@pytest.mark.parametrize("joins", [False, True])
+async def test_one_death_is_local_a_member_that_hangs_costs_no_more_than_the_limit(joins):
+    async with serving(limit_s=1.0) as sender:
+        members = [Member(f"rollout-{i}/0") for i in range(3)]
         sender.offer(VersionTag("policy", 0, 0), weights(0))
-        absent = ask(sender, 0)
-        assert_equal(Member().take(ask(sender, 0, engine="rollout-1/0")), weights(0))
-        wait_for_threads()
-        # The next group has another name, also for a member that takes the old one for whole.
-        anew = ask(sender, 0, absent.group)
-        assert anew.group != absent.group
-        assert_equal(Member().take(anew), weights(0))
+        plans = await asked(sender, 0, *members)
+
+        async def hangs() -> None:
+            if joins:
+                await members[1].in_step(sender, plans[1], JOIN)
+                await asyncio.to_thread(members[1].join, plans[1])
+
+        others = [(members[i], plans[i]) for i in (0, 2)]
+        await asyncio.gather(hangs(), *(broken(sender, *other) for other in others))
+        await assert_the_others_go_on(sender, [member for member, _ in others])
 
 
 DIES = """
-import os, sys
+import asyncio, os, sys
 sys.path.insert(0, sys.argv[2])
-from test_sender import Member
+from member import Member
 from areal_async.rpc.weights_messages import SendsTensors
 import msgspec
 plan = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=SendsTensors)
-Member().take(plan, buckets=1)
+member = Member("rollout-1/0")
+member.join(plan)
+member.receive(plan, 0)
 os._exit(1)
 """
 
 
-def test_one_death_is_local_a_member_that_dies_while_it_takes(sender):
+async def test_one_death_is_local_a_member_that_dies_while_it_takes(sender):
+    """In a process of its own; the others are inside the next broadcast by then."""
+    members = [Member(f"rollout-{i}/0") for i in range(4)]
     large = {f"layer.{i}": torch.ones(1_500_000) for i in range(4)}  # more than sockets hold
     sender.offer(VersionTag("policy", 0, 0), large)
-    plan = ask(sender, 0)
-    given = [msgspec.msgpack.encode(plan).hex(), str(Path(__file__).parent)]
-    done = subprocess.run([sys.executable, "-c", DIES, *given], timeout=DEADLINE_S, check=False)
-    assert done.returncode == 1
-    wait_for_threads()
-    anew = ask(sender, 0, plan.group)
-    assert anew.group != plan.group
-    assert_equal(Member().take(anew), large)
+    plans = await asked(sender, 0, *members)
+    given = [msgspec.msgpack.encode(plans[1]).hex(), str(Path(__file__).parent)]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, *given)
+
+    async def steps() -> None:
+        for number in (JOIN, 0, 1):  # of the second it only says so
+            await members[1].in_step(sender, plans[1], number)
+
+    others = [(members[i], plans[i]) for i in (0, 2, 3)]
+    await asyncio.gather(steps(), *(broken(sender, *other) for other in others))
+    assert await process.wait() == 1
+    await assert_the_others_go_on(sender, [member for member, _ in others])
 
 
-def test_a_request_that_is_repeated_gets_a_group_that_works(sender):
-    sender.offer(VersionTag("policy", 0, 0), weights(0))
-    first = ask(sender, 0)
-    for group in (first.group, ""):  # the first is still sent to
-        again = ask(sender, 0, group)
-        assert again.group != first.group
-        assert_equal(Member().take(again), weights(0))
-
-
-def test_too_many_sends_are_refused():
-    with serving(max_sends=2) as sender:
-        sender.offer(VersionTag("policy", 0, 0), weights(0))
-        plans = [ask(sender, 0, engine=str(i)) for i in range(3)]
-        assert isinstance(plans[2], SendsNothing)
-        for plan in plans[:2]:
-            Member().take(plan)
+async def test_too_many_sends_are_refused():
+    async with serving(max_sends=1, window_s=0.0) as sender:
+        tags = [VersionTag("policy", 0, version) for version in range(2)]
+        sender.offer(tags[0], weights(0))
+        (plan,) = await asked(sender, 0, Member("a"))
+        sender.offer(tags[1], weights(1))
+        (refused,) = await asked(sender, 1, Member("b"))
+        assert isinstance(refused, SendsNothing)
+        await sender.answer(BreakGroup("a", plan.group, "enough"))
+        await threads_end()
+        (plan,) = await asked(sender, 1, Member("b"))
+        assert isinstance(plan, SendsTensors)
+        await sender.answer(BreakGroup("b", plan.group, "enough"))
 
 
 def test_buckets_hold_every_tensor_once_in_order():
@@ -199,6 +287,8 @@ def test_buckets_hold_every_tensor_once_in_order():
     assert [name for bucket in buckets for name in bucket.names] == list(tensors)
     sizes = [sum(tensors[name].nbytes for name in bucket.names) for bucket in buckets]
     assert all(size <= 4000 or len(bucket.names) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+    (last,) = (bucket for bucket in buckets if "head" in bucket.names)
+    assert last.dtypes == sorted(last.dtypes, reverse=True)  # f32 before bf16
     assert buckets[0].dtypes[0] == "float32"
     assert buckets[0].shapes[0] == [20, 30]
     assert list(in_buckets({}, 10)) == []
