@@ -1,45 +1,43 @@
 """Checkpoints: everything that a trainer needs to go on as if it had never stopped.
 
 `<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the back
-end, one file per rank), the buffer's ledger as of the same commit, and `manifest.json` with the hash of every
-other file. A folder gets its name only when it is complete, so what has a name can be loaded or is refused
-as damaged. Nothing is pickled. The newest `keep` checkpoints are kept.
+end, files of each rank's own), the buffer's ledger as of the same commit, and `manifest.json` with the hash
+of every other file. A folder gets its name only when it is complete, so what has a name can be loaded or is
+refused as damaged. Nothing is pickled.
 
-Beside them, `published.jsonl` has what every trainer of the run has published since the newest checkpoint,
-with the hash of each version's weights. A trainer that redoes steps compares what it publishes with what its
-predecessors had: units sampled from equal weights are still true. A line that a crash cut short is a version
-that counts as different, which costs generation and nothing else.
+The step waits for the copy of its state into the host's memory and for nothing else: a thread of each rank
+writes and hashes that rank's files while training goes on. Rank 0 gathers the hashes, writes the manifest and
+gives the folder its name. One checkpoint is written at a time; a second waits for it.
+
+The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import blake3
 import msgspec
 
-from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
-from trainer_service.disk import WithSchema, replace_folder, room_for
-from trainer_service.errors import CheckpointError, DiskFull
-from trainer_service.ranks import Ranks
+from trainer_service.background import Background
+from trainer_service.disk import FileEntry, WithSchema, hashed, replace_folder, room_for, write_hashed
+from trainer_service.errors import CheckpointError, DiskFull, TrainerError
+from trainer_service.ranks import Ranks, in_thread
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
 LEDGER = "ledger.bin"
-PUBLISHED = "published.jsonl"
+ROUND_S = 2.0  # How often ranks that have written their files ask whether the others have
 
 log = get_logger("trainer")
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    size_bytes: int
-    blake3: str
 
 
 class CheckpointManifest(WithSchema, frozen=True):
@@ -66,89 +64,266 @@ class Checkpoint:
         return (self.folder / LEDGER).read_bytes() if LEDGER in self.manifest.files else b""
 
 
-class Checkpoints:
-    """The checkpoints of one run. All ranks call `save`, in the same order."""
+class WrittenFiles(msgspec.Struct, frozen=True):
+    """What one rank has written of a checkpoint, or why it could not."""
 
-    def __init__(self, root: Path, *, job: str, policy: str, keep: int, ranks: Ranks) -> None:
+    files: dict[str, FileEntry] = {}
+    error: str = ""
+    disk_full: bool = False
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A held-out accuracy of the weights `(epoch, version)`."""
+
+    epoch: int
+    version: int
+    accuracy: float
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks make one, and call `begin` and `wait`, in the same order.
+
+    `measured` gives the accuracies that are known by now, `is_due` says of which versions there will be one;
+    both are for rank 0 and only asked where the best are kept."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        job: str,
+        policy: str,
+        keep: int,
+        ranks: Ranks,
+        keep_best: int = 0,
+        measured: Callable[[], Iterable[Measured]] = tuple,
+        is_due: Callable[[int], bool] = lambda version: False,
+    ) -> None:
         self.root = root
         self._job, self._policy = job, policy
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
+        self._measured, self._is_due = measured, is_due
         self._ranks = ranks
-        self._written: list[Path] = []
+        self._side = ranks.side()
+        self._work = Background("checkpoint")
+        self._written: dict[int, int] = {}
+        """Step → trainer epoch of the checkpoints of this run."""
+        if ranks.first:
+            for unfinished in root.glob(".step-*.tmp"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        ranks.barrier()
 
-    def went_on_from(self, restored: Path) -> None:
+    def went_on_from(self, restored: Checkpoint) -> None:
         """Count the checkpoints up to `restored` among those written, so that they are pruned in turn."""
-        self._written = [path for path in named_checkpoints(self.root) if path.name <= restored.name]
+        for folder in named_checkpoints(self.root):
+            if folder.name <= restored.folder.name:
+                self._written[step_of(folder)] = _epoch_of(folder)
 
-    def save(
-        self, step: int, *, epoch: int, updates: int, ledger: bytes, write: Callable[[Path], None]
-    ) -> Path:
-        """Write the checkpoint after `step` steps; `write(folder)` adds the back end's files of this rank.
+    def begin(
+        self,
+        step: int,
+        *,
+        epoch: int,
+        updates: int,
+        save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
+        ledger: Callable[[], bytes] = bytes,
+        durable: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to write the checkpoint after `step` steps, once the one before is written. Returns when the
+        state may change again: `save(folder)` copies it, and what that returns writes this rank's files.
 
-        Raises `DiskFull`; earlier checkpoints are as they were then."""
-        folder = self.root / f"step-{step:06d}"
+        On rank 0 a thread calls `ledger`, which may wait, when the files of all ranks are written, and
+        `durable` once the folder has its name. Raises what the checkpoint before has failed with."""
+        begun_s = time.monotonic()
+        if self._work.is_running:
+            log.warning("the checkpoint before is still being written", step=step)
+        self.wait()
         fresh = self.root / f".step-{step:06d}.tmp"
-        ranks = self._ranks
-        try:
-            with room_for("a checkpoint", self.root):
-                if ranks.first:
-                    shutil.rmtree(fresh, ignore_errors=True)
-                    fresh.mkdir(parents=True)
-                ranks.barrier()
-                write(fresh)
-                ranks.barrier()
-                if ranks.first:
-                    if ledger:
-                        (fresh / LEDGER).write_bytes(ledger)
-                    entries = {path.name: _entry(path) for path in sorted(fresh.iterdir())}
-                    manifest = CheckpointManifest(
-                        SCHEMA, self._job, self._policy, step, epoch, updates, ranks.world, entries
-                    )
-                    text = msgspec.json.format(msgspec.json.encode(manifest))
-                    (fresh / MANIFEST).write_bytes(text + b"\n")
-                    failpoint("trainer.mid_checkpoint")
-                    replace_folder(fresh, folder)
-                    self._prune(folder)
-                ranks.barrier()
-        except DiskFull:
-            shutil.rmtree(fresh, ignore_errors=True)  # its room is what the log needs to say so
-            raise
+        write = save(fresh)
+        blocked_s = time.monotonic() - begun_s
+
+        def work() -> None:
+            if (files := self._gathered(fresh, write)) is None:
+                return
+            folder = self._name(fresh, step, epoch, updates, files, ledger)
+            durable()
+            log.info(
+                "checkpoint written",
+                step=step,
+                folder=str(folder),
+                size_bytes=sum(entry.size_bytes for entry in files.values()),
+                blocked_s=round(blocked_s, 3),
+                written_s=round(time.monotonic() - begun_s, 3),
+            )
+            self.prune()
+
+        self._work.begin(work)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written, on any rank. Raises `DiskFull` and other errors of writing;
+        earlier checkpoints are as they were then."""
+        self._ranks.together(self._work.wait)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that this rank could not write."""
+        self._work.check()
+
+    def prune(self) -> None:
+        """Remove what is not kept any more; for rank 0, while nothing is written."""
+        measured = list(self._measured()) if self._keep_best else []
+        accuracy = {
+            each.version: each.accuracy
+            for each in measured
+            if each.version in self._written and each.epoch >= self._written[each.version]
+        }
+        due = {step for step in self._written if self._is_due(step)}
+        kept = to_keep(
+            self._written,
+            accuracy,
+            due,
+            newest_measured=max((each.version for each in measured), default=-1),
+            keep=self._keep,
+            keep_best=self._keep_best,
+        )
+        for step in sorted(self._written.keys() - kept):
+            shutil.rmtree(self.root / f"step-{step:06d}", ignore_errors=True)
+            del self._written[step]
+
+    def _gathered(
+        self, fresh: Path, write: Callable[[], Mapping[str, FileEntry]]
+    ) -> dict[str, FileEntry] | None:
+        """The files of all ranks once they are written, on rank 0; None elsewhere. However long a rank takes,
+        the others do not wait for it in one collective. Raises the error of this rank, and on rank 0 that of
+        another."""
+
+        def mine() -> dict[str, FileEntry]:
+            with self._room(fresh):
+                fresh.mkdir(parents=True, exist_ok=True)
+                return dict(write())
+
+        result, over = in_thread(mine), b""
+        while not over:
+            wait([result], None if self._ranks.world == 1 else ROUND_S)
+            told = self._side.gather(msgspec.msgpack.encode(_told(result)) if result.done() else b"")
+            over = self._side.broadcast(b"over" if told and all(told) else b"")
+        files = result.result()
+        if not self._ranks.first:
+            return None
+        for rank, data in enumerate(told):
+            each = msgspec.msgpack.decode(data, type=WrittenFiles)
+            if each.error:
+                raise (DiskFull if each.disk_full else TrainerError)(f"rank {rank}: {each.error}")
+            files |= each.files
+        return dict(sorted(files.items()))
+
+    def _name(
+        self,
+        fresh: Path,
+        step: int,
+        epoch: int,
+        updates: int,
+        files: dict[str, FileEntry],
+        ledger: Callable[[], bytes],
+    ) -> Path:
+        """Add what rank 0 adds to the files of all ranks, and give the folder its name."""
+        with self._room(fresh):
+            if copy := ledger():
+                files[LEDGER] = write_hashed(fresh / LEDGER, [copy])
+            manifest = CheckpointManifest(
+                SCHEMA, self._job, self._policy, step, epoch, updates, self._ranks.world, files
+            )
+            text = msgspec.json.format(msgspec.json.encode(manifest))
+            (fresh / MANIFEST).write_bytes(text + b"\n")
+            failpoint("trainer.mid_checkpoint")
+            replace_folder(fresh, folder := self.root / f"step-{step:06d}")
+        self._written[step] = epoch
         return folder
 
-    def _prune(self, newest: Path) -> None:
-        self._written = [path for path in self._written if path != newest] + [newest]
-        for path in self._written[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)
-        self._written = self._written[-self._keep :]
+    @contextmanager
+    def _room(self, fresh: Path) -> Iterator[None]:
+        """Raise `DiskFull` where there is no room, and remove what was begun: its room is what the log needs
+        to say so."""
+        try:
+            with room_for("a checkpoint", self.root):
+                yield
+        except DiskFull:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+
+
+def _told(result: Future[dict[str, FileEntry]]) -> WrittenFiles:
+    error = result.exception()
+    if error is None:
+        return WrittenFiles(result.result())
+    return WrittenFiles(error=str(error) or type(error).__name__, disk_full=isinstance(error, DiskFull))
+
+
+def to_keep(
+    steps: Collection[int],
+    accuracy: Mapping[int, float],
+    due: Collection[int],
+    *,
+    newest_measured: int,
+    keep: int,
+    keep_best: int,
+) -> set[int]:
+    """Which checkpoints are kept: the newest `keep`; the `keep_best` most accurate, of equal ones the newer;
+    and of those `due` to be measured that no later measurement has overtaken the newest `keep_best`. At most
+    `keep` + 2 · `keep_best`."""
+    ordered = sorted(steps)
+    kept = set(ordered[-keep:])
+    if keep_best:
+        known = [step for step in ordered if step in accuracy]
+        kept |= set(sorted(known, key=lambda step: (accuracy[step], step))[-keep_best:])
+        pending = [step for step in ordered if step in due and step not in accuracy]
+        kept |= set([step for step in pending if step > newest_measured][-keep_best:])
+    return kept
+
+
+def _epoch_of(folder: Path) -> int:
+    """The epoch in a checkpoint's manifest; 0 where that cannot be read."""
+    try:
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest).epoch
+    except (OSError, msgspec.DecodeError):
+        return 0
 
 
 def named_checkpoints(root: Path) -> list[Path]:
     """The checkpoint folders under `root`, fewest steps first."""
     found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
-def newest_usable(root: Path, *, job: str, policy: str) -> Checkpoint | None:
-    """The newest checkpoint under `root` that is whole; None when there is none at all.
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def newest_usable(root: Path, *, job: str, policy: str, ranks: Ranks | None = None) -> Checkpoint | None:
+    """The newest checkpoint under `root` that is whole; None when there is none at all. All ranks call it,
+    see what rank 0 sees, and verify a share of the files each.
 
     Raises `CheckpointError`, that of the newest, when there are some and all are damaged."""
+    names = [folder.name for folder in named_checkpoints(root)]
+    if ranks is not None:
+        names = msgspec.json.decode(ranks.broadcast_bytes(msgspec.json.encode(names)), type=list[str])
     first: CheckpointError | None = None
-    for folder in reversed(named_checkpoints(root)):
+    for name in reversed(names):
         try:
-            return open_checkpoint(folder, job=job, policy=policy)
+            return open_checkpoint(root / name, job=job, policy=policy, ranks=ranks)
         except CheckpointError as error:
-            log.warning("checkpoint passed over", folder=str(folder), error=str(error))
+            log.warning("checkpoint passed over", folder=str(root / name), error=str(error))
             first = first or error
     if first is not None:
         raise first
     return None
 
 
-def open_checkpoint(folder: Path, *, job: str, policy: str) -> Checkpoint:
-    """Read and verify a checkpoint. Raises `CheckpointError` for a damaged one, or one of another job, policy
-    or schema."""
+def open_checkpoint(folder: Path, *, job: str, policy: str, ranks: Ranks | None = None) -> Checkpoint:
+    """Read and verify a checkpoint; `ranks` share the work. Raises `CheckpointError` for a damaged one, or
+    one of another job, policy or schema."""
+    text = _read(folder / MANIFEST) if ranks is None or ranks.first else b""
+    if ranks is not None:
+        text = ranks.broadcast_bytes(text)
     try:
-        text = (folder / MANIFEST).read_bytes()
         schema = msgspec.json.decode(text, type=WithSchema).schema
         if schema != SCHEMA:
             raise CheckpointError(
@@ -156,7 +331,7 @@ def open_checkpoint(folder: Path, *, job: str, policy: str) -> Checkpoint:
                 "the version that began it"
             )
         manifest = msgspec.json.decode(text, type=CheckpointManifest)
-    except (OSError, msgspec.DecodeError) as error:
+    except msgspec.DecodeError as error:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
     if manifest.job != job:
         raise CheckpointError(f"checkpoint {folder} is of job {manifest.job!r}, not of {job!r}")
@@ -165,61 +340,30 @@ def open_checkpoint(folder: Path, *, job: str, policy: str) -> Checkpoint:
             f"checkpoint {folder} is of policy {manifest.policy!r}, not of {policy!r}: name it in the job "
             f"(policy: {manifest.policy})"
         )
-    for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.is_file() or _entry(path) != entry:
-            raise CheckpointError(
-                f"checkpoint {folder}: {name} is missing or damaged; use an older checkpoint of the run"
-            )
+    rank, world = (ranks.rank, ranks.world) if ranks is not None else (0, 1)
+    names = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+    share = range(rank, len(names), world)
+
+    def verify() -> int:
+        """The number, from 1, of a file of this rank's share that is not whole; 0 for none."""
+        return max((n + 1 for n in share if not _is_whole(folder, names[n], manifest)), default=0)
+
+    damaged = verify() if ranks is None else ranks.largest(ranks.together(verify))
+    if damaged:
+        name = names[damaged - 1]
+        raise CheckpointError(
+            f"checkpoint {folder}: {name} is missing or damaged; use an older checkpoint of the run"
+        )
     return Checkpoint(folder, manifest)
 
 
-def _entry(path: Path) -> FileEntry:
-    hasher = blake3.blake3()
-    hasher.update_mmap(path)
-    return FileEntry(path.stat().st_size, hasher.hexdigest())
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
-class PublishedVersion(msgspec.Struct, frozen=True):
-    tag: VersionTag
-    weights_hash: str
-
-
-class PublishedVersions:
-    """Belongs to rank 0."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / PUBLISHED
-        self.entries: list[PublishedVersion] = []
-        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
-            try:
-                self.entries.append(msgspec.json.decode(line, type=PublishedVersion))
-            except msgspec.DecodeError:
-                continue
-
-    @property
-    def last_epoch(self) -> int:
-        """The newest epoch that published anything; 0 before the first."""
-        return max((entry.tag.epoch for entry in self.entries), default=0)
-
-    def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
-        """Write down a version that was published; returns the earlier epochs that had published it alike."""
-        same = [
-            entry.tag.epoch
-            for entry in self.entries
-            if entry.weights_hash == weights_hash
-            and (entry.tag.policy, entry.tag.version) == (tag.policy, tag.version)
-            and entry.tag.epoch != tag.epoch
-        ]
-        entry = PublishedVersion(tag, weights_hash)
-        self.entries.append(entry)
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
-        return same
-
-    def forget_before(self, version: int) -> None:
-        """A checkpoint of `version` is on disk: no earlier one is published again."""
-        self.entries = [entry for entry in self.entries if entry.tag.version >= version]
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))
-        unfinished.replace(self.path)
+def _is_whole(folder: Path, name: str, manifest: CheckpointManifest) -> bool:
+    path = folder / name
+    return path.is_file() and hashed(path) == manifest.files[name]

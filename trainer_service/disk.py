@@ -8,11 +8,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +24,7 @@ SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Endings of configuration and tokenizer files; weights and code are not among them."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of room: of the disk, a quota or a limit on file sizes."""
+PIECE_BYTES = 4 << 20  # Bytes hashed, then written
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -30,6 +32,36 @@ class WithSchema(msgspec.Struct, frozen=True):
     """What can be read of a file whatever its schema."""
 
     schema: int
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """What a file holds."""
+
+    size_bytes: int
+    blake3: str
+
+
+def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write a file of these parts, hash them on the way, and make it durable."""
+    hasher, size = blake3(), 0
+    with path.open("wb") as file:
+        for part in parts:
+            whole = memoryview(part).cast("B")
+            for begin in range(0, len(whole), PIECE_BYTES):
+                piece = whole[begin : begin + PIECE_BYTES]
+                hasher.update(piece)
+                file.write(piece)
+            size += len(whole)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(size, hasher.hexdigest())
+
+
+def hashed(path: Path) -> FileEntry:
+    """What a file on disk holds. Raises `OSError`."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update_mmap(path)
+    return FileEntry(path.stat().st_size, hasher.hexdigest())
 
 
 def companion_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
@@ -69,7 +101,7 @@ def write_model(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str,
 def replace_folder(fresh: Path, folder: Path) -> None:
     """Put `fresh` in the place of `folder` and make that durable."""
     for path in fresh.iterdir():
-        sync(path)
+        sync(path)  # costs nothing where it is durable already
     sync(fresh)
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)

@@ -24,7 +24,7 @@ from areal_async.status.record import RunLog
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
 from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
-from trainer_service.checkpoint import newest_usable
+from trainer_service.checkpoint import Checkpoint, newest_usable
 from trainer_service.disk import companion_files
 from trainer_service.errors import RankError
 from trainer_service.loop.learner import load_backend
@@ -107,15 +107,20 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         raise RankError(f"rank {names} of the trainer {late} (trainer.collective_s)") from error
 
 
+def _newest(ctx: ServiceContext, ranks: Ranks) -> Checkpoint | None:
+    """The checkpoint to go on from."""
+    folder = ctx.run_dir / "checkpoints"
+    restored = newest_usable(folder, job=ctx.job.job, policy=ctx.job.policy, ranks=ranks)
+    if restored is not None:
+        log.info("going on from a checkpoint", step=restored.manifest.step, folder=str(restored.folder))
+    return restored
+
+
 def _rl(
     ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None, stack: ExitStack
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
-    restored = ranks.together(
-        lambda: newest_usable(ctx.run_dir / "checkpoints", job=ctx.job.job, policy=ctx.job.policy)
-    )
-    if restored is not None:
-        log.info("going on from a checkpoint", step=restored.manifest.step, folder=str(restored.folder))
+    restored = _newest(ctx, ranks)
     buffer = stack.enter_context(
         SyncClient(
             ctx.buffer_endpoint,
@@ -151,4 +156,4 @@ def _rl(
 
 def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None) -> bool:
     trainer = SftTrainer(ctx.job, ranks, backend, run_dir=ctx.run_dir, run_log=run_log, stopping=ctx.stopping)
-    return trainer.run()
+    return trainer.run(_newest(ctx, ranks))

@@ -147,7 +147,7 @@ class Ranks:
         rank."""
         if self.world == 1:
             return work()
-        result = _in_thread(work)
+        result = in_thread(work)
         while True:
             wait([result], ROUND_S)
             states = torch.zeros(self.world, dtype=torch.int64)
@@ -318,7 +318,7 @@ def _nothing() -> None:
     """The part of a rank that only waits for another's."""
 
 
-def _in_thread(work: Callable[[], T]) -> Future[T]:
+def in_thread(work: Callable[[], T]) -> Future[T]:
     """`work` in a daemon thread: the end of the process does not wait for it."""
     result: Future[T] = Future()
 

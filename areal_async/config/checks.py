@@ -7,6 +7,7 @@ names are asked in `config/parts.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from areal_async.config.errors import Mistake
@@ -173,6 +174,30 @@ def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
+def _best_can_be_told(job: JobConfig) -> Iterator[Mistake]:
+    if not job.checkpoint.keep_best:
+        return
+    if job.tasks.evaluation is None:
+        yield Mistake(
+            "checkpoint.keep_best",
+            "the best checkpoints are told by held-out accuracy, and the job has no evaluation",
+            "Name held-out tasks (tasks.evaluation), or set it to 0",
+        )
+        return
+    field, every = "evaluation.every_steps", job.evaluation.every_steps
+    if job.kind == "sft":
+        field, every = "sft.evaluate_every", job.sft.evaluate_every
+    if (both := math.lcm(job.checkpoint.every_steps, every)) >= job.trainer.steps:
+        yield Mistake(
+            "checkpoint.keep_best",
+            f"no step before the last is both evaluated and in a checkpoint: {field} {every} and "
+            f"checkpoint.every_steps {job.checkpoint.every_steps} meet every {both} steps, and there are "
+            f"{job.trainer.steps}",
+            f"Make checkpoint.every_steps a multiple of {field}, or set it to 0",
+            (field, "checkpoint.every_steps", "trainer.steps"),
+        )
+
+
 def _reuse_is_possible(job: JobConfig) -> Iterator[Mistake]:
     most = job.buffer.max_staleness + 1
     if job.buffer.max_reuse > most:
@@ -267,7 +292,13 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("evaluation.server.urls", problem, "Give one")
 
 
-ANY_KIND: tuple[Rule, ...] = (part_mistakes, _redis_url, _held_out_is_held_out, _ports_are_usable)
+ANY_KIND: tuple[Rule, ...] = (
+    part_mistakes,
+    _redis_url,
+    _held_out_is_held_out,
+    _ports_are_usable,
+    _best_can_be_told,
+)
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
     reward_mistakes,

@@ -61,6 +61,9 @@ class CheckpointSection(Section):
     """Steps between two checkpoints; the last step always makes one. Episodes are kept until then."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Newest checkpoints kept."""
+    keep_best: int = Field(default=0, ge=0, le=10_000)
+    """Checkpoints kept beside those, the best by held-out accuracy of the evaluation of the same version; of
+    equal ones the newer."""
 
 
 class EvaluationSamplingSection(Section):

@@ -26,7 +26,6 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job
-from areal_async.config.yamlfile import read_mapping
 from areal_async.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.commands import control_endpoint
 from areal_async.launch.folders import LOCK, check_run_folder, describe_work, refuse_running, supervisor_of
@@ -330,11 +329,6 @@ def _refuse_to_resume(run_dir: Path, target: Path) -> None:
         raise RunFolderError(
             f"there is nothing to resume: the run in {run_dir} is finished. Its model is "
             f"{run_dir / 'model'}; a job of another name can go on from there (`model:`)."
-        )
-    if read_mapping(run_dir / "job.yaml").get("kind") == "sft":
-        raise RunFolderError(
-            f"there is nothing to resume: jobs of kind sft keep no checkpoints. Run it again with {start} "
-            "and --overwrite."
         )
     if not describe_work(run_dir) and not any((run_dir / "buffer").glob("appendonly*")):
         raise RunFolderError(

@@ -14,7 +14,7 @@ from tests.chaos.cut import cut_log
 from tests.chaos.history import Verdict, Violation, check
 from tests.chaos.job import Job, JobFailed, pause, promise_of
 from tests.chaos.plan import Disturbance
-from trainer_service.checkpoint import PUBLISHED
+from trainer_service.published import PUBLISHED
 
 LOOK_S = 0.05
 KEEPS_STEPS = ("trainer", "supervisor")

@@ -24,6 +24,7 @@ from torch import Tensor
 from areal_async.config.job import OptimizerSection
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.data.microbatch import MicroBatch
+from trainer_service.disk import FileEntry
 
 TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is trained
 T = TypeVar("T")
@@ -95,9 +96,10 @@ class TrainingBackend(Protocol):
         end together. A piece is good until the next is asked for, or the next update."""
         ...
 
-    def save(self, folder: Path) -> Callable[[], None]:
+    def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         """Copy this rank's part of weights, optimizer and random state into the host's memory; what is
-        returned writes it into the existing `folder`, on any thread and while training goes on."""
+        returned writes it into the existing `folder`, on any thread and while training goes on, and tells
+        the files by their names. The memory is used again by the next call: the writing must be over."""
         ...
 
     def load(self, folder: Path, updates: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -33,11 +33,21 @@ _decoder = msgspec.msgpack.Decoder(Batch | Waiting)
 class BatchLoader:
     """The batches of a policy's trainer, on one rank."""
 
-    def __init__(self, buffer: SyncClient, policy: str, ranks: Ranks, stopping: threading.Event) -> None:
+    def __init__(
+        self,
+        buffer: SyncClient,
+        policy: str,
+        ranks: Ranks,
+        stopping: threading.Event,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` is called in every round of a wait, and ends it by what it raises."""
         self._buffer = buffer
         self._policy = policy
         self._ranks = ranks
         self._stopping = stopping
+        self._check = check
 
     def next_batch(self, epoch: int, step: int) -> Batch | None:
         """The manifest of `step`, the same on every rank; None when the trainer is told to stop first."""
@@ -65,6 +75,7 @@ class BatchLoader:
         """One long poll by rank 0, told to all ranks."""
 
         def poll() -> Batch | Waiting | None:
+            self._check()
             if self._stopping.is_set():
                 return None
             return self._buffer.call(NextBatch(self._policy, epoch, step, POLL_MS))

@@ -25,7 +25,7 @@ def report_step(
     written: SnapshotInfo | None = None,
 ) -> None:
     """`seconds` has at least `step_s` (the whole step) and `wait_s` (of it, waiting for the batch); `written`
-    are the weights that were published, if any were."""
+    are the weights that were published, if any were. The step is committed by now."""
     figures = figures_of(batch)
     with room_for("the record of a step", run_log.path.parent):
         run_log.write(

@@ -2,9 +2,15 @@
 
 For step s, which starts from version s: take the batch of s, check every unit's staleness again, train,
 publish snapshot s + 1, commit s. The order matters: what is committed is already published, so a worker can
-never be admitted to a version that does not exist. Every `checkpoint.every_steps` and after the last step
-the state goes to disk together with the buffer's ledger of the same commit; only then may the buffer free
-the bytes.
+never be admitted to a version that does not exist.
+
+The step waits for the copies of its weights and its state into the host's memory; the rest is done by threads
+while the next step trains. One finishes the publication (`_finish`): it waits until the snapshot is announced
+and commits the step. A publication begins only when the one before is finished, so the buffer gives out no
+more than one batch ahead of the commits. Every `checkpoint.every_steps` and after the last step the state
+goes to disk together with the buffer's ledger as of the commit of that very step, which is exported right
+after it; only when that is on disk may the buffer free the bytes (`checkpoint.py`). An error of any of this
+ends the trainer.
 
 Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); no gradient before the
 check of the engine's log-probs (`checks/logprobs.py`); each step is one publication; waiting and computing
@@ -17,7 +23,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +35,7 @@ from msgspec.structs import asdict
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, OpenTrainer
+from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import failpoint, recording
 from areal_async.runtime.events import record as record_event
@@ -38,17 +46,19 @@ from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
-from areal_async.weights.writing import PieceWriter
+from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
-from trainer_service.checkpoint import Checkpoint, Checkpoints, PublishedVersions
+from trainer_service.background import Background
+from trainer_service.checkpoint import Checkpoint, Checkpoints, Measured
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
 from trainer_service.data.recording import write_step
 from trainer_service.disk import room_for, write_model
 from trainer_service.errors import TrainerError
-from trainer_service.loop.learner import Learner
+from trainer_service.loop.learner import Learner, StepResult
 from trainer_service.loop.report import report_step
+from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
 
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
@@ -80,7 +90,7 @@ class RlTrainer:
         self._ranks = ranks
         self._backend = backend
         self._buffer = buffer
-        self._loader = BatchLoader(buffer, job.policy, ranks, stopping)
+        self._loader = BatchLoader(buffer, job.policy, ranks, stopping, check=self._check)
         check = LogprobCheck(job, ranks, backend, run_log=run_log)
         self._learner = Learner(job, ranks, backend, check=check)
         self._run_dir = run_dir
@@ -89,11 +99,18 @@ class RlTrainer:
         self._run_log = run_log
         self._stopping = stopping
         self._checkpoints = Checkpoints(
-            run_dir / "checkpoints", job=job.job, policy=job.policy, keep=job.checkpoint.keep, ranks=ranks
+            run_dir / "checkpoints",
+            job=job.job,
+            policy=job.policy,
+            keep=job.checkpoint.keep,
+            ranks=ranks,
+            keep_best=job.checkpoint.keep_best,
+            measured=self._measured,
+            is_due=self._is_evaluated,
         )
+        self._finishing = Background("publish")
         self._epoch = 0
         self._published = PublishedVersions(run_dir)
-        self._written: SnapshotInfo | None = None  # The newest version published
         self._same_as: list[int] = []  # Earlier epochs that had published the newest version alike
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
@@ -106,13 +123,18 @@ class RlTrainer:
         step = self._open(name, restored)
         if self._publisher is not None:
             self._publisher.prepare(self._backend.export(TRAINED_MODEL))
-        self._publish(step)
+        self._finish(step, self._begin(step))
         ready()
         for current in range(step, self._job.trainer.steps):
             if not self._one_step(current):
+                self._wait()
                 return False
+        self._wait()
         self._export()
-        return self._wait_for_evaluation()
+        finished = self._wait_for_evaluation()
+        if self._ranks.first:
+            self._checkpoints.prune()
+        return finished
 
     def _open(self, name: str, restored: Checkpoint | None) -> int:
         """Become the job's trainer; returns the step to begin with."""
@@ -120,7 +142,7 @@ class RlTrainer:
         if restored is not None:
             step = restored.manifest.step
             self._backend.load(restored.folder, restored.manifest.updates)
-            self._checkpoints.went_on_from(restored.folder)
+            self._checkpoints.went_on_from(restored)
             if self._ranks.first:
                 record_event("restored", policy=self._policy, step=step, folder=restored.folder.name)
         ledger = restored.ledger() if restored is not None and self._ranks.first else b""
@@ -183,81 +205,131 @@ class RlTrainer:
         trained_s = time.monotonic()
         self._note("trained", step=step)
         failpoint("trainer.after_train")
-        self._publish(step + 1)
-        failpoint("trainer.after_publish")
-        failpoint("trainer.before_commit")
-        commit = Commit(self._policy, self._epoch, step, list(self._same_as))
-        self._ranks.on_first(lambda: self._buffer.call(commit))
-        self._note("committed", step=step)
-        failpoint("trainer.after_commit")
+        with busy("publish"):
+            self._ranks.together(self._finishing.wait)
+            publishing_s = time.monotonic()
+            publication = self._begin(step + 1)
         ended_s = time.monotonic()
-        if self._run_log is not None:
-            seconds = {
-                "step_s": ended_s - begun_s,
-                "wait_s": wait_s,
-                "busy_s": trained_s - begun_s - wait_s,
-                "publish_s": ended_s - trained_s,
-            }
-            report_step(self._run_log, batch, result, seconds, self._written)
+        seconds = {
+            "step_s": ended_s - begun_s,
+            "wait_s": wait_s,
+            "busy_s": trained_s - begun_s - wait_s,
+            "publish_s": ended_s - trained_s,
+        }
         done = step + 1
+        ledger: Future[bytes] | None = None
         if done % self._job.checkpoint.every_steps == 0 or done == self._job.trainer.steps:
-            self._checkpoint(done)
+            ledger = Future()
+        trained = _Trained(batch, result, seconds, publishing_s)
+        self._finishing.begin(lambda: self._finish(done, publication, trained, ledger))
+        if ledger is not None:
+            self._checkpoint(done, ledger)
         return True
 
-    def _publish(self, version: int) -> None:
-        """Give out the weights as `version`; pinned for evaluation where the job asks for it."""
+    def _check(self) -> None:
+        """Raise what a thread has failed with."""
+        self._finishing.check()
+        self._checkpoints.check()
+
+    def _wait(self) -> None:
+        """Wait until all that was begun is published, committed and on disk, on every rank."""
+        self._ranks.together(self._finishing.wait)
+        self._checkpoints.wait()
+
+    def _is_evaluated(self, version: int) -> bool:
+        """Whether the job asks for an evaluation of `version`."""
+        every, last = self._job.evaluation.every_steps, self._job.trainer.steps
+        return self._job.tasks.evaluation is not None and (version % every == 0 or version == last)
+
+    def _measured(self) -> Iterator[Measured]:
+        """The evaluations so far."""
+        for record in read_run_log(self._run_log.path) if self._run_log is not None else ():
+            mine = record["kind"] == "evaluation" and record["policy"] == self._policy
+            if mine and record.get("accuracy") is not None:
+                yield Measured(record["epoch"], record["version"], record["accuracy"])
+
+    def _begin(self, version: int) -> Publication | None:
+        """Copy the weights, to be given out as `version`, pinned for evaluation where the job asks for it."""
         if self._publisher is None:
-            return
-        with busy("publish"):
-            every, last = self._job.evaluation.every_steps, self._job.trainer.steps
-            final = version == last
-            due = self._job.tasks.evaluation is not None and (version % every == 0 or final)
-            publication = self._publisher.begin(
-                VersionTag(self._policy, self._epoch, version),
-                self._backend.export(TRAINED_MODEL),
-                evaluate=due and version != self._evaluated,
-                final=final,
-            )
-            self._written = written = publication.result()
-            if not isinstance(self._publisher, Publisher):
+            return None
+        return self._publisher.begin(
+            VersionTag(self._policy, self._epoch, version),
+            self._backend.export(TRAINED_MODEL),
+            evaluate=self._is_evaluated(version) and version != self._evaluated,
+            final=version == self._job.trainer.steps,
+        )
+
+    def _finish(
+        self,
+        version: int,
+        publication: Publication | None,
+        trained: _Trained | None = None,
+        ledger: Future[bytes] | None = None,
+    ) -> None:
+        """See the publication of `version` through, and on rank 0 commit the step that made it, if one did;
+        then export the ledger as of that commit, if it is asked for."""
+        try:
+            with busy("publish"):
+                written = publication.result() if publication is not None else None
+            announced_s = time.monotonic()
+            if written is not None and self._ranks.first:
+                self._announced(written, version)
+            failpoint("trainer.after_publish")
+            if not self._ranks.first or trained is None:
                 return
-            self._same_as = self._published.add(written.tag, written.weights_hash)
-            self._note(
-                "published",
-                version=version,
-                manifest_hash=written.manifest_hash,
-                same_as=self._same_as,
-                final=final,
-            )
-            for ack in self._publisher.acks():
-                if ack.error:
-                    log.warning(
-                        "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
-                    )
+            failpoint("trainer.before_commit")
+            self._buffer.call(Commit(self._policy, self._epoch, version - 1, list(self._same_as)))
+            self._note("committed", step=version - 1)
+            failpoint("trainer.after_commit")
+            if ledger is not None:
+                _, copies = self._buffer.exchange(ExportLedger(self._policy, self._epoch, version))
+                ledger.set_result(bytes(copies[0]))
+            if self._run_log is not None:
+                seconds = {**trained.seconds, "publication_s": announced_s - trained.published_from_s}
+                report_step(self._run_log, trained.batch, trained.result, seconds, written)
+        except BaseException as error:
+            if ledger is not None and not ledger.done():
+                ledger.set_exception(error)
+            raise
+
+    def _announced(self, written: SnapshotInfo, version: int) -> None:
+        same_as = self._published.add(written.tag, written.weights_hash)
+        self._same_as = same_as
+        self._note(
+            "published",
+            version=version,
+            manifest_hash=written.manifest_hash,
+            same_as=same_as,
+            final=version == self._job.trainer.steps,
+        )
+        for ack in self._publisher.acks() if isinstance(self._publisher, Publisher) else ():
+            if ack.error:
+                log.warning(
+                    "a receiver refused a snapshot", receiver=ack.receiver, tag=ack.tag, error=ack.error
+                )
         metrics.VERSION.labels(self._policy).set(version)
         board.figures = lambda: ServiceFigures(version)
 
-    def _checkpoint(self, step: int) -> None:
-        export = ExportLedger(self._policy, self._epoch, step)
-        exported = self._ranks.on_first(lambda: self._buffer.exchange(export))
-        ledger = bytes(exported[1][0]) if exported is not None else b""
+    def _checkpoint(self, step: int, ledger: Future[bytes]) -> None:
+        """Copy the state after `step` steps, and have it written."""
         with busy("checkpoint"):
-            folder = self._checkpoints.save(
+            self._checkpoints.begin(
                 step,
                 epoch=self._epoch,
                 updates=self._backend.updates,
-                ledger=ledger,
-                write=lambda folder: self._backend.save(folder)(),
+                save=self._backend.save,
+                ledger=ledger.result,
+                durable=lambda: self._durable(step),
             )
+
+    def _durable(self, step: int) -> None:
+        """The checkpoint has its name: the buffer may free what it covers."""
         self._note("saved", step=step)
         failpoint("trainer.after_checkpoint")
-        durable = Checkpointed(self._policy, self._epoch, step)
-        self._ranks.on_first(lambda: self._buffer.call(durable))
+        self._buffer.call(Checkpointed(self._policy, self._epoch, step))
         self._note("checkpointed", step=step)
+        self._published.forget_before(step)
         failpoint("trainer.after_checkpointed")
-        if self._ranks.first:
-            self._published.forget_before(step)
-            log.info("checkpoint written", step=step, folder=str(folder))
 
     def _export(self) -> None:
         tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
@@ -281,6 +353,17 @@ class RlTrainer:
                 )
                 break
         return True
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What there is to report of a step once it is committed."""
+
+    batch: Batch
+    result: StepResult
+    seconds: Mapping[str, float]
+    published_from_s: float
+    """When the publication of its weights began, on the monotonic clock."""
 
 
 def was_evaluated(run_log: Path, tag: VersionTag) -> bool:

@@ -4,10 +4,14 @@ An example is a task's prompt, rendered as a rollout renders it, followed by its
 tokenizer's end-of-sequence token; the loss is on what follows the prompt. Held-out accuracy is greedy exact
 match, measured by teacher forcing: when every token of the answer is the arg max given those before it,
 greedy decoding produces exactly that answer.
+
+The order of the examples follows from the seed and the step alone, so a trainer that goes on from a
+checkpoint does what one that never stopped would have done, bit for bit on the same number of ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,12 +27,13 @@ from areal_async.prompts import prompt_ids
 from areal_async.rpc.schema import Task
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from areal_async.status.record import RunLog
+from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import TaskTable, pass_order, read_tasks
 from areal_async.weights.pieces import whole_tensors
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
+from trainer_service.checkpoint import Checkpoint, Checkpoints, Measured
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_rows, plan_passes, row_of
 from trainer_service.disk import companion_files, write_model
@@ -58,6 +63,15 @@ class SftTrainer:
         self._run_dir = run_dir
         self._run_log = run_log
         self._stopping = stopping
+        self._checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            job=job.job,
+            policy=job.policy,
+            keep=job.checkpoint.keep,
+            ranks=ranks,
+            keep_best=job.checkpoint.keep_best,
+            measured=self._measured,
+        )
         normaliser = job.trainer.objective.normaliser
         self._objective = Objective(ObjectiveSection(loss="sft", correction="none", normaliser=normaliser))
         self._cost = load_row_cost(job.model)
@@ -66,15 +80,19 @@ class SftTrainer:
         held_out = job.tasks.evaluation
         self._held_out = examples(tokenizer, read_tasks(held_out)) if held_out is not None else []
 
-    def run(self) -> bool:
+    def run(self, restored: Checkpoint | None = None) -> bool:
         """Train until `trainer.steps`, the passes or the accuracy asked for; False when told to stop before.
 
-        The model is in `<run_dir>/model` afterwards."""
-        step = 0
-        accuracy = self.accuracy()
-        self._write(step, accuracy=accuracy)
-        for indices in self._batches():
+        `restored` is the checkpoint to go on from: what follows is what would have followed then. The model
+        is in `<run_dir>/model` afterwards."""
+        begun = step = self._restore(restored)
+        every = self._job.sft.evaluate_every
+        accuracy = self.accuracy() if step % every == 0 else None
+        if restored is None:
+            self._write(step, accuracy=accuracy)
+        for indices in itertools.islice(self._batches(), step, None):
             if self._stop_asked():
+                self._checkpoints.wait()
                 return False
             if self._good_enough(accuracy) or step == self._job.trainer.steps:
                 break
@@ -82,7 +100,7 @@ class SftTrainer:
             with busy("train"):
                 loss, grad_norm, tokens = self._one_step(indices, step)
             step += 1
-            accuracy = self.accuracy() if step % self._job.sft.evaluate_every == 0 else None
+            accuracy = self.accuracy() if step % every == 0 else None
             self._write(
                 step,
                 loss=loss,
@@ -91,6 +109,9 @@ class SftTrainer:
                 accuracy=accuracy,
                 step_s=round(time.monotonic() - begun_s, 6),
             )
+            self._checkpoints.check()
+            if step % self._job.checkpoint.every_steps == 0:
+                self._checkpoint(step)
             policy = self._job.policy
             if not self._ranks.first:
                 continue
@@ -98,13 +119,34 @@ class SftTrainer:
             metrics.LOSS.labels(policy).set(loss)
             metrics.GRAD_NORM.labels(policy).set(grad_norm)
             metrics.TOKENS.labels(policy).inc(tokens)
-        if step % self._job.sft.evaluate_every:
+        if step % every:
             self._write(step, accuracy=self.accuracy())
+        if step > begun and step % self._job.checkpoint.every_steps:
+            self._checkpoint(step)
+        self._checkpoints.wait()
         tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
         if self._ranks.first:
             files = companion_files(self._job.model, self._job.trainer.dtype)
             write_model(self._run_dir / "model", tensors, files)
         return True
+
+    def _restore(self, restored: Checkpoint | None) -> int:
+        """Load the state of a checkpoint; returns the step to begin with."""
+        if restored is None:
+            return 0
+        self._backend.load(restored.folder, restored.manifest.updates)
+        self._checkpoints.went_on_from(restored)
+        return restored.manifest.step
+
+    def _checkpoint(self, step: int) -> None:
+        with busy("checkpoint"):
+            self._checkpoints.begin(step, epoch=0, updates=self._backend.updates, save=self._backend.save)
+
+    def _measured(self) -> Iterator[Measured]:
+        """The accuracies so far."""
+        for record in read_run_log(self._run_log.path) if self._run_log is not None else ():
+            if record["kind"] == "sft" and record.get("accuracy") is not None:
+                yield Measured(0, record["step"], record["accuracy"])
 
     def accuracy(self) -> float | None:
         """Share of held-out tasks answered exactly by greedy decoding; None without a held-out file."""

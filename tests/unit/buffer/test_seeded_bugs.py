@@ -258,7 +258,7 @@ BUGS_OF_TWO: dict[str, tuple[PutIn, int, str]] = {
         "bytes are held",
     ),
     "a checkpoint of one ends the group": (a_checkpoint_of_one_ends_the_group, 1, "bytes are held"),
-    "every trainer goes back": (every_trainer_goes_back, 1, "counts the steps"),
+    "every trainer goes back": (every_trainer_goes_back, 1, "a trainer of another moment joined"),
     "a task is tried again by all": (a_task_is_tried_again_by_all, 1, "one group at a time"),
 }
 

@@ -1,16 +1,25 @@
 """A checkpoint is complete or not there; a damaged one is refused."""
 
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
 import pytest
 
 from areal_async.rpc.schema import VersionTag
 from trainer_service.checkpoint import (
     Checkpoints,
-    PublishedVersions,
+    Measured,
     named_checkpoints,
     newest_usable,
     open_checkpoint,
+    step_of,
+    to_keep,
 )
+from trainer_service.disk import write_hashed
 from trainer_service.errors import CheckpointError
+from trainer_service.published import PublishedVersions
 from trainer_service.ranks import join_ranks
 
 OF = {"job": "job", "policy": "alice"}
@@ -19,11 +28,12 @@ OF = {"job": "job", "policy": "alice"}
 def _save(root, step, *, keep=2, checkpoints=None, content=b"weights"):
     checkpoints = checkpoints or Checkpoints(root, **OF, keep=keep, ranks=join_ranks(0, 1))
 
-    def write(folder):
+    def save(folder):
         assert folder.name.startswith(".")
-        (folder / "policy.bin").write_bytes(content)
+        return lambda: {"policy.bin": write_hashed(folder / "policy.bin", [content])}
 
-    checkpoints.save(step, epoch=3, updates=2 * step, ledger=b"ledger", write=write)
+    checkpoints.begin(step, epoch=3, updates=2 * step, save=save, ledger=lambda: b"ledger")
+    checkpoints.wait()
     return checkpoints
 
 
@@ -47,17 +57,128 @@ def test_the_newest_are_kept_and_those_of_others_are_left_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003", "step-000999"]
 
 
+def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_path):
+    measured = [Measured(3, 1, 0.9)]
+    checkpoints = Checkpoints(
+        tmp_path,
+        **OF,
+        keep=1,
+        keep_best=1,
+        ranks=join_ranks(0, 1),
+        measured=lambda: measured,
+        is_due=lambda version: version % 2 == 1,
+    )
+
+    def there(*steps):
+        return [step_of(folder) for folder in named_checkpoints(tmp_path)] == list(steps)
+
+    for step in (1, 2, 3):
+        _save(tmp_path, step, checkpoints=checkpoints)
+    assert there(1, 3)
+    _save(tmp_path, 4, checkpoints=checkpoints)
+    assert there(1, 3, 4), "the evaluation of 3 is still to come"
+    measured.append(Measured(2, 3, 1.0))
+    checkpoints.prune()
+    assert there(1, 4), "an earlier trainer's version 3 had other weights"
+    _save(tmp_path, 5, checkpoints=checkpoints)
+    measured.append(Measured(4, 5, 0.9))
+    _save(tmp_path, 6, checkpoints=checkpoints)
+    assert there(5, 6), "of equal ones the newer; measured by a trainer that came back at it"
+    again = Checkpoints(
+        tmp_path, **OF, keep=1, keep_best=1, ranks=join_ranks(0, 1), measured=lambda: measured
+    )
+    again.went_on_from(newest_usable(tmp_path, **OF))
+    _save(tmp_path, 7, checkpoints=again)
+    assert there(5, 7)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "newest_measured", "kept"),
+    [
+        ({}, -1, {5, 6, 8}),
+        ({1: 0.5, 3: 0.5}, 3, {1, 3, 5, 6, 8}),
+        ({1: 0.5, 3: 0.4, 5: 0.6, 6: 0.1}, 6, {1, 5, 8}),
+        ({6: 0.1}, 6, {6, 8}),
+    ],
+)
+def test_what_is_kept_is_bounded(accuracy, newest_measured, kept):
+    due = {1, 3, 5, 6}
+    found = to_keep([1, 3, 5, 6, 8], accuracy, due, newest_measured=newest_measured, keep=1, keep_best=2)
+    assert found == kept
+
+
+def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_path):
+    checkpoints = Checkpoints(tmp_path, **OF, keep=2, ranks=join_ranks(0, 1))
+    release, order = threading.Event(), []
+
+    def save(step):
+        def copies(folder):
+            order.append(f"copy {step}")
+
+            def write():
+                assert release.wait(60)
+                order.append(f"write {step}")
+                return {}
+
+            return write
+
+        return copies
+
+    checkpoints.begin(1, epoch=1, updates=1, save=save(1), durable=lambda: order.append("durable 1"))
+    assert named_checkpoints(tmp_path) == [], "what is being written has no name"
+    threading.Timer(0.05, release.set).start()
+    checkpoints.begin(2, epoch=1, updates=2, save=save(2))
+    checkpoints.wait()
+    assert order == ["copy 1", "write 1", "durable 1", "copy 2", "write 2"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.unit.trainer.test_checkpoint import OF, _save
+from trainer_service.checkpoint import Checkpoints
+from trainer_service.ranks import join_ranks
+root = Path(sys.argv[1])
+checkpoints = _save(root, 1)
+def save(folder):
+    def write():
+        (folder / "policy.bin").write_bytes(b"half")
+        print("writing", flush=True)
+        time.sleep(600)
+    return write
+checkpoints.begin(2, epoch=1, updates=2, save=save)
+checkpoints.wait()
+"""
+
+
+def test_a_trainer_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    ) as process:
+        assert process.stdout.readline() == "writing\n"
+        process.kill()
+    assert newest_usable(tmp_path, **OF).manifest.step == 1
+    assert (tmp_path / ".step-000002.tmp").exists()
+    _save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
 def test_a_checkpoint_cut_short_has_no_name(tmp_path):
     checkpoints = Checkpoints(tmp_path, **OF, keep=2, ranks=join_ranks(0, 1))
 
-    def write(folder):
-        (folder / "policy.bin").write_bytes(b"half")
-        raise OSError("disk full")
+    def save(folder):
+        def write():
+            (folder / "policy.bin").write_bytes(b"half")
+            raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(7, epoch=1, updates=7, ledger=b"", write=write)
+        return write
+
+    checkpoints.begin(7, epoch=1, updates=7, save=save)
+    for _ in range(2):  # whoever looks after it ends by it
+        with pytest.raises(OSError, match="disk full"):
+            checkpoints.wait()
     assert newest_usable(tmp_path, **OF) is None
-    _save(tmp_path, 7, checkpoints=checkpoints)
+    checkpoints = _save(tmp_path, 7)
     assert open_checkpoint(tmp_path / "step-000007", **OF).manifest.step == 7
     _save(tmp_path, 7, checkpoints=checkpoints, content=b"again")
     assert (tmp_path / "step-000007" / "policy.bin").read_bytes() == b"again"

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from areal_async.status.record import RunLog, read_run_log
+from trainer_service.backends.fsdp.shards import write_tensors
 from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import room_for, write_model
@@ -31,22 +31,28 @@ def no_room():
 
 
 def weights(folder):
-    save_file({"weight": torch.zeros(LIMIT_BYTES)}, folder / "policy.safetensors")
+    return lambda: write_tensors(folder / "policy.safetensors", {"weight": torch.zeros(LIMIT_BYTES)}, {})
+
+
+def written(checkpoints, step, *, ledger, save=weights):
+    checkpoints.begin(step, epoch=1, updates=1, ledger=lambda: ledger, save=save)
+    checkpoints.wait()
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_a_later_one_can_be_written(tmp_path):
     checkpoints = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
-    checkpoints.save(1, epoch=1, updates=1, ledger=b"one", write=weights)
-    for ledger, write in ((b"two", weights), (bytes(2 * LIMIT_BYTES), lambda folder: None)):
+    written(checkpoints, 1, ledger=b"one")
+    for ledger, save in ((b"two", weights), (bytes(2 * LIMIT_BYTES), lambda folder: dict)):
+        checkpoints = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
         with no_room(), pytest.raises(DiskFull, match=r"no room for a checkpoint .* `areal-async resume`"):
-            checkpoints.save(2, epoch=1, updates=2, ledger=ledger, write=write)
+            written(checkpoints, 2, ledger=ledger, save=save)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "what was begun is gone"
         found = newest_usable(tmp_path, job="job", policy="policy")
         assert (found.manifest.step, found.ledger()) == (1, b"one")
     # As a trainer that comes back does it.
     again = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
-    again.went_on_from(found.folder)
-    again.save(2, epoch=2, updates=2, ledger=b"two", write=weights)
+    again.went_on_from(found)
+    written(again, 2, ledger=b"two")
     assert [path.name for path in named_checkpoints(tmp_path)] == ["step-000002"]
 
 

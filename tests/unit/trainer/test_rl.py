@@ -4,6 +4,7 @@ import io
 import json
 import threading
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
+from areal_async.errors import SnapshotError
 from areal_async.rpc.messages import Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
@@ -49,8 +51,8 @@ class Recording(Publisher):
 
 
 @contextmanager
-def publishing(folder, buffer, **options):
-    made = Recording(folder / "shm", f"ipc://{folder}/w", job="job", access=RunSecret(bytes(32)), **options)
+def publishing(folder, buffer, *, kind=Recording, **options):
+    made = kind(folder / "shm", f"ipc://{folder}/w", job="job", access=RunSecret(bytes(32)), **options)
     made.calls = buffer.calls
     made.start()
     with closing(made):
@@ -74,21 +76,82 @@ def test_each_version_is_published_before_its_step_is_committed(tmp_path, model_
         trainer = _trainer(model_dir, tmp_path, buffer, publisher=publisher, changes=changes)
         assert trainer.run(name="trainer", ready=lambda: ready.append(list(buffer.calls)))
         last = open_snapshot(tmp_path / "shm" / "policy-e1-v4")
-    assert buffer.calls == [
+    batches_asked = [call for call in buffer.calls if call[0] in ("next", "fetch")]
+    assert batches_asked == [call for step in range(4) for call in (("next", step), ("fetch", 16))]
+    assert [call for call in buffer.calls if call not in batches_asked and call[0] != "checkpointed"] == [
         ("open", 0, b""),
         ("publish", 0, True, False),
-        *[("next", 0), ("fetch", 16), ("publish", 1, False, False), ("commit", 0)],
-        *[("next", 1), ("fetch", 16), ("publish", 2, True, False), ("commit", 1)],
-        *[("next", 2), ("fetch", 16), ("publish", 3, False, False), ("commit", 2)],
-        *[("export", 3), ("checkpointed", 3)],
-        *[("next", 3), ("fetch", 16), ("publish", 4, True, True), ("commit", 3)],
-        *[("export", 4), ("checkpointed", 4), ("wait_evaluated", True)],
+        *[("publish", 1, False, False), ("commit", 0)],
+        *[("publish", 2, True, False), ("commit", 1)],
+        *[("publish", 3, False, False), ("commit", 2), ("export", 3)],
+        *[("publish", 4, True, True), ("commit", 3), ("export", 4)],
+        ("wait_evaluated", True),
     ]
+    at = buffer.calls.index
+    assert at(("export", 3)) < at(("checkpointed", 3)) < at(("checkpointed", 4))
+    assert at(("commit", 2)) < at(("export", 3)) < at(("commit", 3)), "the ledger is of that very commit"
     assert ready == [buffer.calls[:2]]
     assert last.tag == VersionTag("policy", 1, 4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, last.tensors[name])
+
+
+class Held(rank_process.RecordedBuffer):
+    """The batch of step 1 has been asked for once `asked` is set."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.asked = threading.Event()
+
+    def next_batch(self, epoch, step):
+        if step == 1:
+            self.asked.set()
+        return super().next_batch(epoch, step)
+
+
+class Slow(Recording):
+    """Announces version 1 when the batch of step 1 is asked for, or not at all."""
+
+    def begin(self, tag, pieces, *, evaluate=False, final=False):
+        publication = super().begin(tag, pieces, evaluate=evaluate, final=final)
+        if tag.version != 1:
+            return publication
+        return SimpleNamespace(result=lambda: self.after(publication))
+
+    def after(self, publication):
+        assert self.buffer.asked.wait(60), "the next batch waits for the publication"
+        return publication.result()
+
+
+class Failing(Slow):
+    def after(self, publication):
+        raise SnapshotError("no room in shared memory")
+
+
+def test_the_next_step_begins_while_the_version_is_published(tmp_path, model_dir, batches):
+    buffer = Held(batches)
+    with publishing(tmp_path, buffer, kind=Slow) as publisher:
+        publisher.buffer = buffer
+        assert _trainer(model_dir, tmp_path, buffer, publisher=publisher).run(name="t", ready=lambda: None)
+    at = buffer.calls.index
+    assert at(("next", 1)) < at(("commit", 0)) < at(("publish", 2, False, False))
+    first = read_run_log(tmp_path / "metrics.jsonl")[0]
+    assert first["publication_s"] >= 0
+    assert {"publish_s", "weights_hash"} <= first.keys()
+
+
+def test_a_publication_that_fails_ends_a_trainer_that_waits_for_its_batch(tmp_path, model_dir, batches):
+    class Starving(Held):
+        def next_batch(self, epoch, step):
+            return super().next_batch(epoch, step) if step == 0 else Waiting("scored groups", "none")
+
+    buffer = Starving(batches)
+    with publishing(tmp_path, buffer, kind=Failing) as publisher:
+        trainer = _trainer(model_dir, tmp_path, buffer, publisher=publisher)
+        with pytest.raises(SnapshotError, match="no room in shared memory"):
+            trainer.run(name="trainer", ready=lambda: None)
+    assert ("commit", 0) not in buffer.calls, "what is committed is published"
 
 
 class Recorder(PublishingEnd):

@@ -11,6 +11,7 @@ from areal_async.config.job import JobConfig
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
 from tests.unit.trainer.conftest import write_model as write_tiny_model
+from trainer_service.checkpoint import named_checkpoints, newest_usable, open_checkpoint
 from trainer_service.errors import BatchError
 from trainer_service.loop.learner import load_backend
 from trainer_service.loop.sft import SftTrainer, examples, load_tokenizer
@@ -29,13 +30,16 @@ def _tasks(path, pairs):
 SUMS = [(f"{a}+{b}=", a + b) for a in range(5) for b in range(5)]
 
 
-def _trainer(tmp_path, model, *, stopping=None, held_out=SUMS, seed=0, passes=None, steps=60, **sft):
+def _trainer(
+    tmp_path, model, *, stopping=None, held_out=SUMS, seed=0, passes=None, steps=60, checkpoint=None, **sft
+):
     tasks = {"train": str(_tasks(tmp_path / "train.jsonl", SUMS))}
     tasks |= {"evaluation": str(_tasks(tmp_path / "held.jsonl", held_out))} if held_out else {}
     tasks |= {"passes": passes} if passes else {}
     content = {"job": "warm", "kind": "sft", "model": str(model), "seed": seed, "tasks": tasks}
     content["trainer"] = {"steps": steps, "optimizer": {"lr": 3e-3}}
     content["sft"] = {"batch_size": 25, "evaluate_every": 5} | sft
+    content["checkpoint"] = {"every_steps": 4, "keep": 9} | (checkpoint or {})
     job, ranks = JobConfig.model_validate(content), join_ranks(0, 1)
     parts = {"run_dir": tmp_path, "run_log": RunLog(tmp_path / "metrics.jsonl")}
     parts["stopping"] = stopping or threading.Event()
@@ -116,3 +120,37 @@ def test_a_stop_ends_it_without_a_model(tmp_path, model_dir):
     stopping.set()
     assert _trainer(tmp_path, model_dir, stopping=stopping).run() is False
     assert not (tmp_path / "model").exists()
+
+
+def _told(out):
+    """What the run log says of each step but its time."""
+    records = [record for record in read_run_log(out / "metrics.jsonl") if record["kind"] == "sft"]
+    return [{name: r[name] for name in r if name not in ("time_s", "step_s")} for r in records]
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path, model_dir):
+    """Order of the examples over passes, losses, accuracies and weights, bit for bit."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for out in (whole, resumed):
+        out.mkdir()
+    assert _trainer(whole, model_dir, steps=11, batch_size=10).run()
+    names = [folder.name for folder in named_checkpoints(whole / "checkpoints")]
+    assert names == ["step-000004", "step-000008", "step-000011"]
+    restored = open_checkpoint(whole / "checkpoints" / names[0], job="warm", policy="policy")
+    assert (restored.manifest.updates, restored.ledger()) == (4, b"")
+    assert _trainer(resumed, model_dir, steps=11, batch_size=10).run(restored)
+    assert _told(resumed) == [record for record in _told(whole) if record["step"] > 4]
+    models = [(out / "model" / "model.safetensors").read_bytes() for out in (whole, resumed)]
+    assert models[0] == models[1]
+
+
+def test_a_trainer_whose_accuracy_was_reached_before_it_died_trains_no_further(tmp_path):
+    model = write_tiny_model(tmp_path / "start", hidden=64)
+    wanted = {"stop_between": [0.5, 1.0], "checkpoint": {"every_steps": 5}}
+    assert _trainer(tmp_path, model, **wanted).run()
+    steps = max(record["step"] for record in _told(tmp_path))
+    restored = newest_usable(tmp_path / "checkpoints", job="warm", policy="policy")
+    assert restored.manifest.step == steps
+    (tmp_path / "metrics.jsonl").unlink()
+    assert _trainer(tmp_path, model, **wanted).run(restored)
+    assert _told(tmp_path) == []

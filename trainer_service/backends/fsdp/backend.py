@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -29,8 +29,9 @@ from trainer_service.backends.fsdp.head import open_window, packed_columns
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
-from trainer_service.backends.fsdp.shards import read_shard, write_shard
+from trainer_service.backends.fsdp.shards import HostCopies, read_shard, write_shard, write_tensors
 from trainer_service.data.microbatch import MicroBatch
+from trainer_service.disk import FileEntry
 from trainer_service.errors import CheckpointError, DivergenceError
 from trainer_service.ranks import Ranks
 
@@ -65,6 +66,7 @@ class FsdpBackend:
                 ranks, mesh=DeviceMesh(ranks.device.type, grid, mesh_dim_names=("replicate", "shard"))
             )
         self._ranks = ranks
+        self._copies = HostCopies()
         self._settings = optimizer
         self._total_updates = total_updates
         self._dtype = dtype
@@ -147,19 +149,17 @@ class FsdpBackend:
         # What takes the pieces wants whole tensors, and takes those of rank 0.
         return self._loaded[model].pieces(self._ranks, self._dtype, sharded=False)
 
-    def save(self, folder: Path) -> Callable[[], None]:
+    def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         rank, shards_count = self._shard_rank, self._shards_count
         kinds: dict[str, Mapping[str, Tensor]] = {TRAINED_MODEL: self._shards, **self._adamw.moments()}
-        copies = {
-            kind: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
-            for kind, values in (kinds.items() if self._first_copy else ())
-        }
+        copies = self._copies.fill(kinds if self._first_copy else {})
         random_state = torch.get_rng_state()
 
-        def write() -> None:
+        def write() -> Mapping[str, FileEntry]:
+            written = write_tensors(_rng_file(folder, self._ranks.rank), {"cpu": random_state}, {})
             for kind, values in copies.items():
-                write_shard(folder, kind, values, self._rows, rank, shards_count)
-            save_file({"cpu": random_state}, _rng_file(folder, self._ranks.rank))
+                written |= write_shard(folder, kind, values, self._rows, rank, shards_count)
+            return written
 
         return write
 

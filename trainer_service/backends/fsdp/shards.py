@@ -7,14 +7,16 @@ so a reader takes the rows it needs from whichever files have them. Nothing is p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from areal_async.weights.tensor_file import DTYPES
+from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
 
 ROWS = "rows"
@@ -26,15 +28,67 @@ def row_range(n_rows: int, world: int, rank: int) -> tuple[int, int]:
     return min(rank * chunk, n_rows), min((rank + 1) * chunk, n_rows)
 
 
+class HostCopies:
+    """Host memory for a copy of a rank's state: got and touched with the first copy, filled again by each
+    later one, at the speed of memcpy. With a GPU it is pinned."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], Tensor] = {}
+
+    def fill(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Copies of the tensors by kind and name, good until the next call."""
+        found: dict[str, dict[str, Tensor]] = {}
+        on_device = False
+        for kind, values in kinds.items():
+            found[kind] = {}
+            for name, value in values.items():
+                held = self._held.get((kind, name))
+                if held is None or held.shape != value.shape or held.dtype != value.dtype:
+                    held = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                    self._held[kind, name] = held
+                held.copy_(value.detach(), non_blocking=True)
+                on_device = on_device or value.is_cuda
+                found[kind][name] = held
+        if on_device:
+            torch.cuda.synchronize()
+        return found
+
+
 def write_shard(
     folder: Path, kind: str, shards: Mapping[str, Tensor], rows: Mapping[str, int], rank: int, world: int
-) -> None:
-    """Write this rank's rows of each tensor; `rows` are those of the whole tensors."""
+) -> dict[str, FileEntry]:
+    """Write this rank's rows of each tensor, which lie in the host's memory; `rows` are those of the whole
+    tensors. Returns the file by its name."""
     placed = {name: [row_range(rows[name], world, rank)[0], rows[name]] for name in shards}
-    tensors = {name: shard.detach().cpu().contiguous() for name, shard in shards.items()}
-    save_file(
-        tensors, folder / f"{kind}-{rank:05d}-of-{world:05d}.safetensors", metadata={ROWS: json.dumps(placed)}
+    return write_tensors(
+        folder / f"{kind}-{rank:05d}-of-{world:05d}.safetensors", shards, {ROWS: json.dumps(placed)}
     )
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> dict[str, FileEntry]:
+    """Write a safetensors file of contiguous tensors of one element size, hashed on the way; returns it by
+    its name.
+
+    The package of that name can only write a file whole, which would have to be read again for its hash.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield struct.pack("<Q", len(text)) + text
+        for tensor in tensors.values():
+            if tensor.numel():
+                yield tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+    return {path.name: write_hashed(path, parts())}
 
 
 def read_shard(

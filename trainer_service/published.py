@@ -1,0 +1,66 @@
+"""What was published: `published.jsonl` of a run has every version that its trainers have published since the
+newest checkpoint, with the hash of its weights.
+
+A trainer that redoes steps compares what it publishes with what its predecessors had: units sampled from
+equal weights are still true. A line that a crash cut short is a version that counts as different, which costs
+generation and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+
+from areal_async.rpc.schema import VersionTag
+
+PUBLISHED = "published.jsonl"
+
+
+class PublishedVersion(msgspec.Struct, frozen=True):
+    tag: VersionTag
+    weights_hash: str
+
+
+class PublishedVersions:
+    """Belongs to rank 0; any of its threads may call."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / PUBLISHED
+        self._lock = threading.Lock()
+        self.entries: list[PublishedVersion] = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
+            try:
+                self.entries.append(msgspec.json.decode(line, type=PublishedVersion))
+            except msgspec.DecodeError:
+                continue
+
+    @property
+    def last_epoch(self) -> int:
+        """The newest epoch that published anything; 0 before the first."""
+        return max((entry.tag.epoch for entry in self.entries), default=0)
+
+    def add(self, tag: VersionTag, weights_hash: str) -> list[int]:
+        """Write down a version that was published; returns the earlier epochs that had published it alike."""
+        with self._lock:
+            same = [
+                entry.tag.epoch
+                for entry in self.entries
+                if entry.weights_hash == weights_hash
+                and (entry.tag.policy, entry.tag.version) == (tag.policy, tag.version)
+                and entry.tag.epoch != tag.epoch
+            ]
+            entry = PublishedVersion(tag, weights_hash)
+            self.entries.append(entry)
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(entry) + b"\n")
+            return same
+
+    def forget_before(self, version: int) -> None:
+        """A checkpoint of `version` is on disk: no earlier one is published again."""
+        with self._lock:
+            self.entries = [entry for entry in self.entries if entry.tag.version >= version]
+            unfinished = self.path.with_suffix(".tmp")
+            unfinished.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in self.entries))
+            unfinished.replace(self.path)
