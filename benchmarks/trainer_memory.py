@@ -63,8 +63,8 @@ def head_case(tokens: int, hidden_size: int, dtype: torch.dtype, names: tuple[st
 
     def run(way: str, columns_by: Callable[..., Any], exact: bool) -> None:
         precise = torch.float32 if exact else dtype
-        w = weight.to(precise).requires_grad_()
-        h = hidden.to(precise).requires_grad_()
+        w = weight.to(precise, copy=True).requires_grad_()
+        h = hidden.to(precise, copy=True).requires_grad_()
         seconds = 0.0
 
         def passes() -> None:

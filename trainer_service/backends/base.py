@@ -2,9 +2,10 @@
 
 A back end holds named models (`policy` is the one that is trained) and hides how they are spread over ranks:
 every method is called by all ranks in the same order, with the micro-batches of each rank's own share, and
-all ranks have equally many. It owns the passes over them, so that it may pipeline them; autograd stays
-inside, and no tensor as wide as the vocabulary leaves it. What leaves it are *columns*, one value for each
-unit of a micro-batch, under their names:
+all ranks have equally many, some of them without a row. It owns the passes over them, so that it may pipeline
+them, in an order of its own and with empty ones in between; autograd stays inside, and no tensor as wide as
+the vocabulary leaves it. What leaves it are *columns*, one value for each unit of a micro-batch, under their
+names:
 
     logp     f32 [S]: log-softmax(logits / temperature) at the unit's token
     entropy  f32 [S]: of the same distribution, in nats
@@ -43,7 +44,12 @@ class RankPlace:
     reads: bool = True
     """Whether the rank is given the rows of its share; another one has micro-batches without rows."""
     owns: bool = True
-    """Whether the columns of its share come out here: on exactly one rank of each `data_rank`."""
+    """Whether the columns of its share come out here: on exactly one rank of each `data_rank`, which reads
+    too, since what is called with the columns looks at the rows."""
+
+    def __post_init__(self) -> None:
+        if self.owns and not self.reads:
+            raise ValueError("a rank that owns the columns of its share is given the rows of it")
 
 
 class TrainingBackend(Protocol):

@@ -154,7 +154,7 @@ class SftTrainer:
             return None
         with busy("evaluate"):
             place = self._backend.place
-            mine = self._held_out[place.data_rank :: place.data_ranks]
+            mine = self._held_out[place.data_rank :: place.data_ranks] if place.reads else []
             rows = [replace(row, episode=index) for index, row in enumerate(mine)]
             wrong = np.zeros(len(mine), np.bool_)
             passes = plan_passes(rows, self._ranks, self._job.trainer.micro_batch_tokens)
@@ -170,13 +170,14 @@ class SftTrainer:
         """(loss, gradient norm, tokens trained on) of one optimizer step on these examples."""
         chosen = [replace(self._train[index], episode=place) for place, index in enumerate(indices)]
         costs = [[self._cost.of(row.packed_length, len(row.position))] for row in chosen]
-        shares = deal_rows(costs, self._backend.place.data_ranks)
+        place = self._backend.place
+        mine = deal_rows(costs, place.data_ranks)[place.data_rank] if place.reads else []
         n = len(chosen)
         result = train_step(
             self._backend,
             self._objective,
             self._ranks,
-            [[chosen[place] for place in shares[self._backend.place.data_rank]]],
+            [[chosen[index] for index in mine]],
             step=0,
             max_staleness=0,
             names=[f"example {index}" for index in indices],
