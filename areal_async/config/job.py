@@ -45,8 +45,10 @@ class WeightsSection(Section):
     the trainer wrote."""
     delta_below: float = Field(default=0.5, gt=0, le=1)
     """A delta is offered where it is smaller than this share of the full snapshot."""
-    keep: int = Field(default=2, ge=2, le=10_000)
-    """Newest snapshots kept beside those that an evaluation still needs."""
+    keep: int = Field(default=1, ge=1, le=10_000)
+    """Newest snapshots kept. Shared memory holds one more, which is being written; and as long as they need
+    them those that a worker has not acknowledged, that an evaluation waits for (at most two, beside version 0
+    and the last), and that a delta is made of."""
     node_id: str = Field(default="local", pattern=NODE_ID)
     """Name of the trainer's host, and of every process that neither `nodes` nor its environment variable
     `AREAL_ASYNC_NODE_ID` puts elsewhere. Processes of one name share memory; nothing else decides that."""

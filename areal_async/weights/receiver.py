@@ -5,7 +5,8 @@
     await receiver.ack(news.tag, stall_ms=12.0)    # after the swap
 
 Promise (`versions_are_true`): `open` returns tensors only after every hash of exactly the announced snapshot
-matched. After `ack` the publisher may overwrite the files; what was opened stays as it is.
+matched, here or in another process of this host (`verified.py`). After `ack` the publisher may overwrite the
+files; what was opened stays as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import ReceivingEnd, channel_of
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot
+from areal_async.weights.verified import HostRecords
 
+VERIFIED = "verified"  # Folder in the shared memory of the run
 ANSWER_S = 10.0  # What an answer may take beyond the wait that was asked for
 
 
@@ -38,9 +41,11 @@ class Receiver:
         purpose: Purpose = "serve",
         channel: ReceivingEnd | None = None,
         tensors: bool = True,
+        records: HostRecords | None = None,
     ) -> None:
         """`channel` brings the files here. `tensors` False: snapshots are verified where they lie, for an
-        engine that reads the directory."""
+        engine that reads the directory. `records` spare this process what another of this host has hashed."""
+        self._records = records
         self._name = name
         self._channel = channel if channel is not None else ReceivingEnd()
         self._tensors = tensors
@@ -62,7 +67,11 @@ class Receiver:
         path = await self._channel.bring(notice, self._client)
         try:
             snapshot = await asyncio.to_thread(
-                open_snapshot, path, manifest_hash=notice.manifest_hash, tensors=self._tensors
+                open_snapshot,
+                path,
+                manifest_hash=notice.manifest_hash,
+                tensors=self._tensors,
+                records=self._records,
             )
         except SnapshotError:
             self._channel.distrust(notice)
@@ -94,4 +103,5 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
         purpose=purpose,
         channel=channel_of(ctx.job).receiving_end(ctx, name),
         tensors=tensors,
+        records=HostRecords(ctx.shm_dir / VERIFIED),
     )

@@ -47,6 +47,7 @@ from areal_async.weights.manifest import (
 )
 from areal_async.weights.pieces import whole_piece
 from areal_async.weights.tensor_file import MappedFile, TensorFile, fill, hash_ranges, parts_of_file
+from areal_async.weights.verified import HostRecords
 
 MODEL_FILE = "model.safetensors"
 
@@ -81,7 +82,7 @@ class Snapshot:
         then."""
         if self._tensors is None:
             with naming(self.path):
-                self._tensors = _read(self.path, self.manifest)
+                self._tensors = _read(_files(self.path, self.manifest), self.manifest)
         return self._tensors
 
 
@@ -170,12 +171,19 @@ def publish_directory(staging: Path, final: Path, manifest: Manifest) -> Snapsho
     return SnapshotInfo(manifest.tag, final, hash_of(sealed), size, hash_of(msgspec.json.encode(parts)))
 
 
-def open_snapshot(path: Path, *, manifest_hash: str | None = None, tensors: bool = True) -> Snapshot:
+def open_snapshot(
+    path: Path,
+    *,
+    manifest_hash: str | None = None,
+    tensors: bool = True,
+    records: HostRecords | None = None,
+) -> Snapshot:
     """Verify everything in the directory `path`.
 
     `manifest_hash`, from the notice, ties the directory to what was announced; without it the directory is
     only proven to be consistent and to have the name of its own tag. `tensors` False leaves them to the
-    first who asks for them. Raises `SnapshotError`.
+    first who asks for them. Where `records` says that a process of this host has hashed the tensors of the
+    announced snapshot, they are not hashed again. Raises `SnapshotError`.
     """
     with naming(path):
         manifest = read_manifest(path, manifest_hash)
@@ -183,11 +191,25 @@ def open_snapshot(path: Path, *, manifest_hash: str | None = None, tensors: bool
             raise SnapshotError("it is a delta, which only its base makes a snapshot")
         check_files(path, manifest)
         check_parts(manifest)
-        if tensors:
-            return Snapshot(manifest.tag, path, manifest, _read(path, manifest))
-        for shard in manifest.shards:
-            TensorFile(path, shard, manifest).verify()
-        return Snapshot(manifest.tag, path, manifest)
+        files = _files(path, manifest)
+
+        def verify() -> dict[str, torch.Tensor]:
+            if tensors:
+                return _read(files, manifest)
+            for file in files:
+                file.verify()
+            return {}
+
+        if records is None or manifest_hash is None:
+            found: dict[str, torch.Tensor] | None = verify()
+        else:
+            known = [file.identity for file in files]
+            found = records.once(
+                manifest_hash, known, verify, lambda: [file.identity_now() for file in files]
+            )
+            if found is None and tensors:
+                found = _read(files, manifest, verify=False)
+        return Snapshot(manifest.tag, path, manifest, found if tensors else None)
 
 
 def read_manifest(path: Path, manifest_hash: str | None = None) -> Manifest:
@@ -220,10 +242,14 @@ def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
             raise SnapshotError(f"{sidecar.file} does not match its hash")
 
 
-def _read(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+def _files(path: Path, manifest: Manifest) -> list[TensorFile]:
+    return [TensorFile(path, shard, manifest) for shard in manifest.shards]
+
+
+def _read(files: list[TensorFile], manifest: Manifest, *, verify: bool = True) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for shard in manifest.shards:
-        tensors |= TensorFile(path, shard, manifest).read()
+    for file in files:
+        tensors |= file.read(verify=verify)
     for alias, name in manifest.tied.items():
         tensors[alias] = tensors[name]
     return tensors

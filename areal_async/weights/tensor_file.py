@@ -28,6 +28,7 @@ from areal_async.errors import SnapshotError
 from areal_async.weights.layout import DTYPE_OF, DTYPES, HashedRange, Layout, TensorEntry
 from areal_async.weights.manifest import Manifest, Part, Shard, hash_of
 from areal_async.weights.pieces import TensorPiece
+from areal_async.weights.verified import FileIdentity
 
 PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 256 << 20
@@ -130,7 +131,8 @@ class TensorFile:
             raise SnapshotError(f"{shard.file} has an impossible size in the manifest")
         fd = os.open(self._path, os.O_RDONLY)
         try:
-            size = os.fstat(fd).st_size
+            self.identity = FileIdentity.of(os.fstat(fd))
+            size = self.identity.size_bytes
             if size != shard.size_bytes:
                 raise SnapshotError(f"{shard.file} has {size} bytes instead of {shard.size_bytes}")
             self.data = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
@@ -158,6 +160,10 @@ class TensorFile:
                 end = begin + math.prod(part.extent) * DTYPE_OF[part.dtype].itemsize
                 self.places.append((part, begin, end))
                 begin = end
+
+    def identity_now(self) -> FileIdentity:
+        """What lies at the file's path now, which may be another. Raises `OSError`."""
+        return FileIdentity.of(os.stat(self._path))
 
     def verify(self) -> None:
         """Hash every part. Raises `SnapshotError` where one does not match."""

@@ -79,7 +79,7 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
     """Bytes of a host's memory: those of shared memory once, the others once for each rank on it."""
     published = model.size * (2 if job.trainer.dtype == "bfloat16" else 4)
     return {
-        "published snapshots (shared memory)": job.weights.keep * published if job.kind == "rl" else 0,
+        "published snapshots (shared memory)": (job.weights.keep + 1) * published if job.kind == "rl" else 0,
         "a rank's copy of a checkpoint that is written": 3 * rank.parameters,
         "a rank's offloaded AdamW moments": rank.host_optimizer,
     }

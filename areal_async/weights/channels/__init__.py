@@ -188,6 +188,13 @@ class Nccl(Shm):
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         yield from Shm.check_job(job, arguments, field)
         rollout, trainer = job.rollout, job.trainer
+        if trainer.ranks > 1:
+            yield Mistake(
+                "weights.channel",
+                f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them",
+                "Set it to shm, or trainer.ranks to 1",
+                ("trainer.ranks",),
+            )
         engine = declared_engine(rollout.engine)
         if engine is not None and (reason := engine.no_group):
             able = (name for name in ENGINES.built_in if not engine_part(name).no_group)

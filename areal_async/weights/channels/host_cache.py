@@ -89,7 +89,7 @@ class HostCache:
         """Keep it, once it is there, until `free`, or until this process ends."""
         if name not in self._holds:
             self.root.mkdir(parents=True, exist_ok=True)
-            fd = _lock(self.root / f"{HOLD_PREFIX}{name}", fcntl.LOCK_SH)
+            fd = lock_file(self.root / f"{HOLD_PREFIX}{name}", fcntl.LOCK_SH)
             assert fd is not None
             self._holds[name] = fd
 
@@ -111,7 +111,7 @@ class HostCache:
     def claim(self, name: str) -> int | None:
         """The right to make `name`, until `os.close`; None while another process has it."""
         self.root.mkdir(parents=True, exist_ok=True)
-        return _lock(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(self.root / f"{CLAIM_PREFIX}{name}", fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def discard(self, name: str) -> None:
         """Remove a directory that is not what it should be: the next try must not find it."""
@@ -144,7 +144,7 @@ class HostCache:
 
     def _remove(self, name: str) -> None:
         hold = self.root / f"{HOLD_PREFIX}{name}"
-        held = _lock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = lock_file(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if held is None:
             return
         claim = self.claim(name)
@@ -160,8 +160,8 @@ def _tag_of(name: str) -> VersionTag:
     return VersionTag.parse(match[1])
 
 
-def _lock(path: Path, how: int) -> int | None:
-    """A descriptor with the lock on the file that is at `path` now; None when another has it."""
+def lock_file(path: Path, how: int) -> int | None:
+    """A descriptor with the `flock` on the file that is at `path` now; None when another has it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
