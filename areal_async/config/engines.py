@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -36,6 +37,40 @@ PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 """Root of a checkout; `make engines` makes its environments there."""
 
 
+@dataclass(frozen=True)
+class LogprobGap:
+    """How far two log-probs of each of many units are apart, in nats: as measured, or at most allowed."""
+
+    mean: float
+    """Mean of the absolute difference; the next four are its quantiles."""
+    p50: float
+    p90: float
+    p99: float
+    p999: float
+    systematic: float
+    """Largest mean of the signed difference over the units of one token id, or over the first units of
+    answers, where it is no accident: a mistake with few units shows in nothing else."""
+
+    def within(self, allowed: LogprobGap) -> bool:
+        """Whether no figure is above the one allowed."""
+        return all(own <= most for own, most in zip(astuple(self), astuple(allowed), strict=True))
+
+    @classmethod
+    def of(cls, bound: float) -> LogprobGap:
+        """What is allowed where `bound` is for the 99.9 % quantile: a mistake is everywhere, rounding has a
+        long tail, so the mean and the median may be a twentieth of it."""
+        return cls(bound / 20, bound / 20, bound / 5, bound / 2, bound, bound / 5)
+
+
+LOGPROB_BOUNDS: Mapping[tuple[str, str], LogprobGap] = {
+    ("float32", "dense"): LogprobGap(5e-5, 5e-5, 2e-4, 5e-4, 1e-3, 5e-4),
+    ("float32", "moe"): LogprobGap(1e-4, 5e-5, 2e-4, 1e-3, 1e-2, 1e-3),
+    ("bfloat16", "dense"): LogprobGap(0.06, 0.05, 0.15, 0.4, 1.0, 0.2),
+    ("bfloat16", "moe"): LogprobGap(0.2, 0.12, 0.5, 1.5, 3.0, 0.5),
+}
+"""What is usual of an engine without quantisation (docs/trainer.md says where each figure is from)."""
+
+
 class EnginePart:
     """What a kind of engine says of itself; the defaults suit an engine that knows nothing special."""
 
@@ -51,14 +86,9 @@ class EnginePart:
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
     no_group: ClassVar[str] = "it joins no process group"
     """Why `weights.channel: nccl` is not for it; empty for one that takes tensors from a process group."""
-    logprob_bounds: ClassVar[Mapping[str, float]] = {
-        # Other kernels and a fused log-softmax: 1e-5 to 1e-4 are usual.
-        "float32": 1e-3,
-        # 8 bits of mantissa: a logit of 20 is rounded to 1/16 in every layer before the last, so an unlikely
-        # token may differ by some tenths of a nat. What is systematic shows in the mean.
-        "bfloat16": 1.0,
-    }
-    """Coarser dtype of engine and trainer → most nats between their two log-probs of a unit."""
+    logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
+    """(coarser dtype of engine and trainer, `dense` or `moe`) → what is allowed between their log-probs.
+    Where there is no such row, the self-check warns with what it finds, and the job goes on."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags of its server that multiply its GPUs, each with its other names."""
 

@@ -275,10 +275,11 @@ class SelfCheckSection(Section):
     """Recomputing the engine's log-probs before the first gradient (see docs/trainer.md)."""
 
     bound: float | None = Field(default=None, gt=0)
-    """Largest difference of a log-prob, in nats; none means the table's value for engine and dtype. The mean
-    difference must stay below a twentieth of it."""
+    """Most nats of the 99.9 % quantile of the difference of a log-prob; the other bounds follow from it, the
+    mean with a twentieth. None means the table's row for engine, dtype and kind of model."""
     action: Literal["stop", "warn"] = "stop"
-    """What happens above the bound: the job stops, or goes on with a warning."""
+    """What happens above a bound: the job stops, or goes on with a warning. Where the table has no row, it
+    goes on with a warning."""
 
 
 class TrainerSection(Section):

@@ -102,7 +102,7 @@ def _hint(status: int) -> str:
 Record = Mapping[str, Any]
 
 EDGE_STEPS = 10  # Steps that the first and the last reward are the mean of
-SELF_CHECK_FIELDS = ("passed", "engine", "n", "max", "mean", "bound")
+SELF_CHECK_FIELDS = ("passed", "engine", "n", "max", "p999", "mean", "bound")
 
 
 def summarise(

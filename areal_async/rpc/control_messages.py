@@ -28,6 +28,7 @@ class RunRecord(Record, frozen=True):
     bound: float = 0.0
     passed: bool = False
     max: float | None = None
+    p999: float = 0.0
     mean: float | list[float | None] | None = None
 
     @property

@@ -421,8 +421,9 @@ def self_check_text(record: RunRecord) -> str:
     """The outcome of a self-check in one line."""
     if record.max is None or not isinstance(record.mean, float):
         return "failed: a log-prob is not finite"
-    outcome = "passed" if record.passed else "FAILED"
+    outcome = "passed" if record.passed else "FAILED" if record.bound else "not judged"
+    allowed = f"{record.bound:g} allowed" if record.bound else "no known bound"
     return (
-        f"{outcome}: {record.n:,} log-probs of {record.engine}, largest difference {record.max:.2g} of "
-        f"{record.bound:g} allowed, mean {record.mean:.1g}"
+        f"{outcome}: {record.n:,} log-probs of {record.engine}, 99.9 % of differences within "
+        f"{record.p999:.2g} of {allowed}, mean {record.mean:.1g}"
     )

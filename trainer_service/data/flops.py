@@ -54,6 +54,15 @@ def load_row_cost(model: Path) -> RowCost:
         return TOKENS_ALONE
 
 
+def is_mixture(model: Path) -> bool:
+    """Whether the model in a Hugging Face directory is a mixture of experts, by its config.json; one that
+    cannot be read is taken for dense."""
+    try:
+        return n_experts(AutoConfig.from_pretrained(model, local_files_only=True)) > 0
+    except (OSError, ValueError):
+        return False
+
+
 def row_cost(config: Any) -> RowCost:
     """The cost of rows of a model with the configuration `config` (transformers' names of dimensions; the
     text part of one with several). Raises `AttributeError` for one without hidden size, layers, heads or

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_async.config.engines import EnginePart
+from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
 
 
 class Local(EnginePart):
+    logprob_bounds = LOGPROB_BOUNDS
     no_group = "the engine is torch in the worker's own process, and reads the trainer's shared memory anyway"
 
     def make(

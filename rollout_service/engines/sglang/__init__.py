@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_async.config.engines import EnginePart, flag_name, parallel_width
+from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
 from areal_async.runtime.context import ServiceContext
@@ -14,6 +14,7 @@ class SGLang(EnginePart):
     is_server = True
     needs = "directory"
     update_modes = frozenset({"recompute", "keep", "session"})
+    logprob_bounds = LOGPROB_BOUNDS
     no_group = ""
     parallel_flags = (
         ("tp-size", "tensor-parallel-size", "tp"),

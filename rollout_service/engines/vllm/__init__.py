@@ -7,7 +7,7 @@ from tempfile import gettempdir
 from typing import Any
 from uuid import uuid4
 
-from areal_async.config.engines import EnginePart
+from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
 
@@ -16,6 +16,7 @@ class Vllm(EnginePart):
     is_server = True
     needs = "directory"
     update_modes = frozenset({"recompute", "keep", "session"})
+    logprob_bounds = LOGPROB_BOUNDS
     no_group = "only SGLang's servers can be joined here (vLLM's way of it exists only in its GPU builds)"
     parallel_flags = (
         ("tensor-parallel-size", "tp"),

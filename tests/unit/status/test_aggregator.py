@@ -63,9 +63,13 @@ SELF_CHECK = {"kind": "self_check", "step": 0, "n": 4096, "engine": "local", "me
 
 def test_the_self_check_is_told(aggregator):
     assert aggregator.status(101.0).self_check == ""
-    aggregator.read([SELF_CHECK | {"passed": True, "max": 3.14e-6}])
+    aggregator.read([SELF_CHECK | {"passed": True, "max": 1.0, "p999": 3.14e-6}])
     assert aggregator.status(101.0).self_check == (
-        "passed: 4,096 log-probs of local, largest difference 3.1e-06 of 0.001 allowed, mean 4e-07"
+        "passed: 4,096 log-probs of local, 99.9 % of differences within 3.1e-06 of 0.001 allowed, mean 4e-07"
+    )
+    aggregator.read([SELF_CHECK | {"passed": False, "max": 0.2, "p999": 0.1, "bound": 0.0}])
+    assert aggregator.status(101.0).self_check.startswith(
+        "not judged: 4,096 log-probs of local, 99.9 % of diff"
     )
     aggregator.read([SELF_CHECK | {"passed": False, "max": None}])
     assert "not finite" in aggregator.status(101.0).self_check

@@ -1,5 +1,6 @@
 """The first-batch self-check: what an honest engine says passes, what a wrong one says is named."""
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -7,12 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_async.config.engines import LOGPROB_BOUNDS
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Batch, BatchGroup
 from areal_async.status.record import read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from rollout_service.engines.local import Local
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.conftest import entry_of
+from trainer_service.checks.logprobs import ComparedUnits
+from trainer_service.data.flops import is_mixture
 from trainer_service.data.recording import write_step
 from trainer_service.errors import SelfCheckError
 from trainer_service.loop.learner import load_backend
@@ -154,11 +159,95 @@ def test_an_engine_that_is_wrong_stops_the_job_before_a_gradient_by_name(
         train(model_dir, tmp_path, batches)
     words = str(caught.value)
     assert cause in words
-    for part in ("local engine (float32)", "position", "token id", "mean", "99%", "trainer.self_check.bound"):
+    for part in (
+        "local engine (float32)",
+        "position",
+        "token id",
+        "mean",
+        "99.9%",
+        "trainer.self_check.bound",
+    ):
         assert part in words
     (record,) = [r for r in read_run_log(tmp_path / "metrics.jsonl") if r["kind"] == "self_check"]
     assert not record["passed"]
     assert record["max"] > record["bound"]
+
+
+def units(n, gaps, *, token=None, first_every=200):
+    """`n` units of which the engine's log-probs are `gaps` above the trainer's."""
+    place = np.arange(n)
+    token = np.random.default_rng(1).integers(100, 20_000, n) if token is None else token
+    trainer = np.full(n, -0.5)
+    return ComparedUnits(place // first_every, place % first_every, token, trainer + gaps, trainer)
+
+
+def of_rounding(n, kind):
+    """Differences of which most are small and a few are not: as bf16 has them, and as router flips add."""
+    rng = np.random.default_rng(0)
+    gaps = rng.normal(0, 0.014, n)
+    gaps[rng.choice(n, 30, replace=False)] += rng.choice([-3.0, 3.0], 30)
+    if kind == "moe":
+        gaps += rng.standard_t(3, n) * 0.06
+    return gaps
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_million_units_in_bfloat16_pass_with_a_few_outliers(kind):
+    n = 1_000_000
+    gap = units(n, of_rounding(n, kind)).gap
+    assert gap.within(LOGPROB_BOUNDS["bfloat16", kind])
+    assert not gap.within(LOGPROB_BOUNDS["float32", kind])
+    assert gap.within(LOGPROB_BOUNDS["bfloat16", "dense"]) == (kind == "dense")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda token, place: np.where(token == 7, -2.0, 0.0),
+        lambda token, place: np.where(place % 200 == 0, -0.7, 0.0),
+        lambda token, place: np.full(len(token), 0.25),
+        lambda token, place: np.where(place % 3, 0.0, 0.9),
+        lambda token, place: np.where(place % 400 == 5, np.where(place % 800 == 5, 9.0, -9.0), 0.0),
+    ],
+    ids=["one token of 20,000", "first of each answer", "constant", "a third", "one place of 400"],
+)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_mistake_is_found_among_a_million_units_in_bfloat16(wrong, kind):
+    n = 1_000_000
+    token = np.random.default_rng(2).integers(0, 20_000, n)
+    compared = units(n, of_rounding(n, kind) + wrong(token, np.arange(n)), token=token)
+    assert not compared.gap.within(LOGPROB_BOUNDS["bfloat16", kind])
+
+
+def test_a_log_prob_that_is_no_number_is_never_a_rare_outlier():
+    gaps = np.zeros(1_000_000)
+    for wrong in (np.nan, np.inf, -np.inf):
+        gaps[5] = wrong
+        assert not units(len(gaps), gaps).gap.within(LOGPROB_BOUNDS["bfloat16", "moe"])
+
+
+def test_what_has_no_bounds_is_not_judged_but_told(tmp_path, model_dir, monkeypatch, caplog):
+    """As an engine in a package of its own, or one whose precision nobody has measured."""
+    monkeypatch.setattr(Local, "logprob_bounds", {})
+    batches = episodes(model_dir, tmp_path, lie=lambda logits, ids, logprobs: logprobs - 1.0)
+    (record,) = train(model_dir, tmp_path, batches)
+    assert (record["passed"], record["bound"], record["allowed"]) == (False, 0.0, None)
+    (told,) = [record for record in caplog.records if "no bounds are known" in record.message]
+    assert "99.9% 1," in told.areal_fields["differences"]
+    with pytest.raises(SelfCheckError):
+        train(model_dir, tmp_path / "named", batches, trainer={"self_check": {"bound": 0.5}})
+
+
+def test_the_kind_of_a_model_is_read_from_its_config(tmp_path, model_dir):
+    assert not is_mixture(model_dir)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        config = {
+            "model_type": {"num_experts": "qwen3_moe", "num_local_experts": "mixtral"}.get(
+                name, "deepseek_v3"
+            )
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: 8}))
+        assert is_mixture(tmp_path)
 
 
 def test_the_worst_unit_is_named(tmp_path, model_dir):
