@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 from transformers.utils import logging as transformers_logging
 
 from areal_async.config.job import JobConfig
@@ -30,12 +30,23 @@ SHARPNESS = 4.0
 has clear choices and log-probs far from uniform show an error."""
 
 
-def write_sharp_model(folder: Path, *, positions: int = 512, endless: bool = False, seed: int = 0) -> Path:
-    """A Qwen2 model of 0.6 M parameters with the quickstart's tokenizer; `endless` has no end of sequence, so
-    that every answer is as long as was asked for."""
+def write_sharp_model(
+    folder: Path, *, positions: int = 512, endless: bool = False, experts: int = 0, seed: int = 0
+) -> Path:
+    """A Qwen2 model of 0.6 M parameters with the quickstart's tokenizer, or a Qwen3 mixture of so many
+    experts; `endless` has no end of sequence, so that every answer is as long as was asked for."""
     transformers_logging.disable_progress_bar()
     tokenizer = make_tokenizer()
-    config = Qwen2Config(
+    sizes: dict[str, Any] = {}
+    if experts:
+        sizes = {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "head_dim": 32,
+        }
+    made: type[PretrainedConfig] = Qwen3MoeConfig if experts else Qwen2Config
+    config = made(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
@@ -43,11 +54,12 @@ def write_sharp_model(folder: Path, *, positions: int = 512, endless: bool = Fal
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not experts,
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=None if endless else tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **sizes,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

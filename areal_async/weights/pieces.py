@@ -27,6 +27,11 @@ class TensorPiece:
         """Whether the box is all of the tensor."""
         return tuple(self.tensor.shape) == self.shape
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The index of the box in the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
+
 
 def whole_piece(name: str, tensor: Tensor) -> TensorPiece:
     """All of a tensor as one piece."""
@@ -34,10 +39,17 @@ def whole_piece(name: str, tensor: Tensor) -> TensorPiece:
 
 
 def whole_tensors(pieces: Iterable[TensorPiece]) -> dict[str, Tensor]:
-    """The tensors by name, where each piece is all of one. Raises `ValueError` for a part of a tensor."""
-    tensors = {}
+    """The tensors by name; one that comes in several pieces is put together. Raises `ValueError` where some
+    of them are not there."""
+    tensors: dict[str, Tensor] = {}
+    lacking: dict[str, int] = {}
     for piece in pieces:
-        if not piece.is_whole:
-            raise ValueError(f"{piece.name} is held in parts, of which this is one")
-        tensors[piece.name] = piece.tensor
+        if piece.is_whole:
+            tensors[piece.name] = piece.tensor
+            continue
+        whole = tensors.setdefault(piece.name, piece.tensor.new_empty(piece.shape))
+        whole[piece.box] = piece.tensor
+        lacking[piece.name] = lacking.get(piece.name, whole.numel()) - piece.tensor.numel()
+    if parts := sorted(name for name, elements in lacking.items() if elements):
+        raise ValueError(f"{parts[0]} is held in parts, of which some are not here")
     return tensors

@@ -96,10 +96,11 @@ class TrainingBackend(Protocol):
         `DivergenceError` when that, or what the weights become, is not finite."""
         ...
 
-    def export(self, model: str) -> Iterator[TensorPiece]:
+    def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         """The weights under the names of the model's files, in the job's dtype, aliases left out: the boxes
-        that this rank holds, which with those of the others cover each tensor once. All ranks iterate to the
-        end together. A piece is good until the next is asked for, or the next update."""
+        that this rank holds, which with those of the others cover each tensor once; or to `gather` all of
+        them on rank 0. All ranks iterate to the end together. A piece is good until the next is asked for, or
+        the next update."""
         ...
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:

@@ -43,7 +43,8 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
 from areal_async.status.record import RunLog, read_run_log
-from areal_async.weights.pieces import whole_tensors
+from areal_async.weights.channels import channel_of
+from areal_async.weights.pieces import TensorPiece, whole_tensors
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from areal_async.weights.writing import PieceWriter, Publication
@@ -111,6 +112,8 @@ class RlTrainer:
         self._finishing = Background("publish")
         self._epoch = 0
         self._published = PublishedVersions(run_dir)
+        # What a channel sends from a device is all on that of rank 0.
+        self._from_one = publisher is not None and channel_of(job).from_device
         self._same_as: list[int] = []  # Earlier epochs that had published the newest version alike
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
@@ -122,7 +125,7 @@ class RlTrainer:
         `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back."""
         step = self._open(name, restored)
         if self._publisher is not None:
-            self._publisher.prepare(self._backend.export(TRAINED_MODEL))
+            self._publisher.prepare(self._weights())
         self._finish(step, self._begin(step))
         ready()
         for current in range(step, self._job.trainer.steps):
@@ -248,13 +251,17 @@ class RlTrainer:
             if mine and record.get("accuracy") is not None:
                 yield Measured(record["epoch"], record["version"], record["accuracy"])
 
+    def _weights(self) -> Iterator[TensorPiece]:
+        """What this rank gives to its publisher."""
+        return self._backend.export(TRAINED_MODEL, gather=self._from_one)
+
     def _begin(self, version: int) -> Publication | None:
         """Copy the weights, to be given out as `version`, pinned for evaluation where the job asks for it."""
         if self._publisher is None:
             return None
         return self._publisher.begin(
             VersionTag(self._policy, self._epoch, version),
-            self._backend.export(TRAINED_MODEL),
+            self._weights(),
             evaluate=self._is_evaluated(version) and version != self._evaluated,
             final=version == self._job.trainer.steps,
         )
@@ -332,7 +339,7 @@ class RlTrainer:
         failpoint("trainer.after_checkpointed")
 
     def _export(self) -> None:
-        tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
+        tensors = whole_tensors(self._backend.export(TRAINED_MODEL, gather=True))
         if self._ranks.first:
             with room_for("the trained model", self._run_dir):
                 write_model(self._run_dir / "model", tensors, self._files)

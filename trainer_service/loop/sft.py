@@ -124,7 +124,7 @@ class SftTrainer:
         if step > begun and step % self._job.checkpoint.every_steps:
             self._checkpoint(step)
         self._checkpoints.wait()
-        tensors = whole_tensors(self._backend.export(TRAINED_MODEL))
+        tensors = whole_tensors(self._backend.export(TRAINED_MODEL, gather=True))
         if self._ranks.first:
             files = companion_files(self._job.model, self._job.trainer.dtype)
             write_model(self._run_dir / "model", tensors, files)

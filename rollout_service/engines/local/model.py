@@ -79,8 +79,7 @@ class LocalModel:
                 parameter.data = tensors[held.name].to(parameter.device, parameter.dtype)
                 continue
             for piece in held.pieces(parameter.data, 0):
-                box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
-                piece.tensor.copy_(tensors[piece.name][box])
+                piece.tensor.copy_(tensors[piece.name][piece.box])
 
     def check(self) -> None:
         """Compare the engine's passes with the model's own forward pass on a few ids, so that a model with

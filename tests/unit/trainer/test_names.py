@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, HrmTextConfig, OlmoHybridConfig
 
 from areal_async.weights.pieces import whole_tensors
+from areal_async.weights.writing import write_tensors
 from tests.unit.families import FAMILIES, config_of
 from trainer_service.backends.fsdp.loading import LoadedModel, load_sharded
 from trainer_service.disk import companion_files, write_model
@@ -57,7 +58,7 @@ def loaded_from(folder: Path) -> LoadedModel:
 
 
 def published(loaded: LoadedModel) -> dict[str, torch.Tensor]:
-    return whole_tensors(loaded.pieces(join_ranks(0, 1), torch.float32, sharded=False))
+    return whole_tensors(loaded.pieces(join_ranks(0, 1), torch.float32, gather=True))
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -109,12 +110,15 @@ def test_one_tensor_of_several_parameters_is_published_in_boxes(tmp_path: Path) 
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     want = tensors_of(tmp_path)
     found = {name: torch.full_like(t, float("nan")) for name, t in want.items()}
-    pieces = list(loaded_from(tmp_path).pieces(join_ranks(0, 1), torch.float32, sharded=True))
+    pieces = list(loaded_from(tmp_path).pieces(join_ranks(0, 1), torch.float32, gather=False))
     assert len(pieces) > len(want)
     for piece in pieces:
         assert piece.shape == want[piece.name].shape
         fill(found, piece.name, piece.offset, piece.tensor)
     assert_equal(found, want)
+    assert_equal(whole_tensors(pieces), want)
+    with pytest.raises(ValueError, match="held in parts"):
+        whole_tensors(piece for piece in pieces if piece.is_whole or any(piece.offset))
 
 
 def fill(into: dict[str, torch.Tensor], name: str, offset: tuple[int, ...], part: torch.Tensor) -> None:
@@ -196,6 +200,7 @@ def test_each_of_two_ranks_holds_and_gives_out_its_own_part_and_both_refuse_what
             process.kill()
     want = tensors_of(folder)
     assert_equal(load_file(tmp_path / "0" / "gathered.safetensors"), want)
+    assert_equal(load_file(tmp_path / "together.safetensors"), want)
     assert load_file(tmp_path / "1" / "gathered.safetensors") == {}
     found = {name: torch.full_like(t, float("nan")) for name, t in want.items()}
     for out in (tmp_path / "0", tmp_path / "1"):
@@ -214,9 +219,14 @@ def run_rank(rank: int, meeting: Path, model: Path, own: Path, out: Path) -> Non
     out.mkdir()
     ranks = join_ranks(rank, 2, meeting_place=meeting)
     loaded = load_sharded(model, ranks, torch.float32)
-    pieces = loaded.pieces(ranks, torch.float32, sharded=True)
+    pieces = loaded.pieces(ranks, torch.float32, gather=False)
     save_file({f"{p.name}|{list(p.offset)}": p.tensor.clone() for p in pieces}, out / "pieces.safetensors")
-    gathered = whole_tensors(loaded.pieces(ranks, torch.float32, sharded=False))
+    write_tensors(
+        out.parent / "together.safetensors",
+        lambda: loaded.pieces(ranks, torch.float32, gather=False),
+        ranks.side(),
+    )
+    gathered = whole_tensors(loaded.pieces(ranks, torch.float32, gather=True))
     save_file({name: t.clone() for name, t in gathered.items()}, out / "gathered.safetensors")
     save_file({name: b.clone() for name, b in loaded.module.named_buffers()}, out / "buffers.safetensors")
     try:

@@ -145,9 +145,8 @@ class FsdpBackend:
         self._ranks.sum(squared)
         return float(squared.sqrt())
 
-    def export(self, model: str) -> Iterator[TensorPiece]:
-        # What takes the pieces wants whole tensors, and takes those of rank 0.
-        return self._loaded[model].pieces(self._ranks, self._dtype, sharded=False)
+    def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
+        return self._loaded[model].pieces(self._ranks, self._dtype, gather=gather)
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         rank, shards_count = self._shard_rank, self._shards_count

@@ -44,15 +44,14 @@ class LoadedModel:
     tied: Mapping[str, str]
     """Alias -> name in the files."""
 
-    def pieces(self, ranks: Ranks, dtype: torch.dtype, *, sharded: bool) -> Iterator[TensorPiece]:
-        """What this rank gives out of the files' tensors, parameters in `dtype`: where `sharded` what it
-        holds, otherwise all on rank 0, gathered one parameter at a time. All ranks iterate to the end
-        together."""
+    def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
+        """What this rank gives out of the files' tensors, parameters in `dtype`: what it holds, or to
+        `gather` all on rank 0, one parameter at a time. All ranks iterate to the end together."""
         tensors = _tensors(self.module)
         for name, storage in self.storage.items():
             rows, first, gives = tensors[name].detach(), 0, ranks.first
             if isinstance(rows, DTensor):
-                if ranks.world == 1 or (sharded and storage.by_row):
+                if ranks.world == 1 or (storage.by_row and not gather):
                     first, _, gives = local_rows(rows)
                     rows = rows.to_local()
                 else:
@@ -158,8 +157,7 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
             raise NamesMismatch(
                 f"has {piece.name} in {view.get_dtype()}: what is quantised cannot be trained"
             )
-        box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
-        piece.tensor.copy_(view[box] if box else view[...])
+        piece.tensor.copy_(view[piece.box or ...])
     if whole is not None:
         rows.copy_(whole[first:end])
 

@@ -1,0 +1,118 @@
+"""A mixture of experts, which the trainer holds otherwise than its files do, is trained and served truly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parity
+import pytest
+import torch
+from agreement import job_for, write_sharp_model
+from safetensors.torch import load_file
+
+from areal_async.config.job import OptimizerSection
+from areal_async.rpc.schema import VersionTag
+from areal_async.trajectory import Sampling
+from areal_async.weights.pieces import whole_tensors
+from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
+from rollout_service.engines import make_engine
+from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
+from trainer_service.backends.base import TRAINED_MODEL
+from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch, row_of
+from trainer_service.disk import companion_files
+from trainer_service.ranks import join_ranks
+
+pytestmark = pytest.mark.timeout(400)  # of a server's start
+BOUND = 1e-4
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=16, seed=5)
+
+
+def batch_of(prompts: list[list[int]], answers: list[GenerateResult]) -> MicroBatch:
+    rows = []
+    for episode, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids = np.concatenate([np.asarray(prompt, np.int32), answer.token_ids])
+        mask = np.zeros(len(ids), np.uint8)
+        mask[len(prompt) :] = 1
+        zeros = np.zeros(len(ids), np.float32)
+        rows.append(row_of(episode, ids, mask, zeros, zeros.astype(np.int32), SAMPLING.temperature))
+    count = len(rows)
+    return build_micro_batch(rows, groups=np.arange(count), advantages=np.zeros(count, np.float32))
+
+
+def logprobs_of(backend: FsdpBackend, batch: MicroBatch) -> np.ndarray:
+    (found,) = backend.evaluate(TRAINED_MODEL, [batch], lambda index, columns: columns["logp"])
+    return np.asarray(found)
+
+
+def write(backend: FsdpBackend, model: Path, root: Path, version: int) -> Snapshot:
+    tensors = whole_tensors(backend.export(TRAINED_MODEL))
+    files = companion_files(model, "float32")
+    tag = VersionTag("policy", 1, version)
+    return open_snapshot(write_snapshot(root, tag, tensors, files=files, tied=backend.tied).path)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("local", id="local"),
+        pytest.param("sglang", marks=pytest.mark.engine, id="sglang"),
+        pytest.param("vllm", marks=pytest.mark.engine, id="vllm"),
+    ],
+)
+def test_a_trained_mixture_is_served_as_it_was_trained_before_and_after_an_update(
+    engine: str, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    model = write_sharp_model(tmp_path / "model", endless=True, experts=8)
+    section = OptimizerSection(lr=3e-3)
+    models, ranks = {TRAINED_MODEL: model}, join_ranks(0, 1)
+    backend = FsdpBackend(models, section, ranks, dtype=torch.float32, total_updates=2)
+    first = write(backend, model, tmp_path, 0)
+    files = load_file(model / "model.safetensors")
+    assert {name: t.shape for name, t in first.tensors.items()} == {
+        name: t.shape for name, t in files.items()
+    }
+    assert all(torch.equal(first.tensors[name], tensor) for name, tensor in files.items())
+
+    job = job_for(engine, model, max_model_len=64)
+    try:
+        server: Any = make_engine(job, slots=8, activity="mixtures")
+    except EngineError as error:  # no environment
+        pytest.skip(str(error))
+    prompts = parity.make_prompts(8, 16)
+
+    async def ask(name: str) -> list[GenerateResult]:
+        requests = [GenerateRequest(f"{name}{n}", ids, SAMPLING) for n, ids in enumerate(prompts)]
+        return [await server.generate(request) for request in requests]
+
+    async def update(snapshot: Snapshot) -> None:
+        await server.pause()
+        await server.load(snapshot)
+        await server.resume()
+
+    try:
+        run(server.start(first), 330)
+        answers = run(ask("before"))
+        batch = batch_of(prompts, answers)
+        said = np.concatenate([answer.logprobs for answer in answers])
+        np.testing.assert_allclose(said, logprobs_of(backend, batch), atol=BOUND, rtol=0)
+
+        backend.train([batch], lambda index, columns: -columns["logp"].mean())
+        backend.optimizer_step()
+        second = write(backend, model, tmp_path, 1)
+        changed = [name for name, tensor in second.tensors.items() if not torch.equal(tensor, files[name])]
+        assert len(changed) > 0.8 * len(files)  # no token may have gone to some expert
+        run(update(second))
+        answers = run(ask("after"))
+        batch = batch_of(prompts, answers)
+        said = np.concatenate([answer.logprobs for answer in answers])
+        np.testing.assert_allclose(said, logprobs_of(backend, batch), atol=BOUND, rtol=0)
+        assert {int(v) for answer in answers for v in answer.versions} == {1}
+        backend.train([batch], lambda index, columns: -columns["logp"].mean())
+        backend.optimizer_step()
+        assert np.abs(said - logprobs_of(backend, batch)).max() > 100 * BOUND  # an old expert would show
+    finally:
+        run(server.stop())
