@@ -44,7 +44,11 @@ class _Line:
         if heard:
             self.silent_s = 0.0
         *lines, self.rest = (self.rest + heard).split(b"\n")
-        return [msgspec.json.decode(line, type=Note) for line in lines if line]
+        notes = []
+        for line in filter(None, lines):
+            with suppress(msgspec.DecodeError):  # code of the user's may write where it should not
+                notes.append(msgspec.json.decode(line, type=Note))
+        return notes
 
 
 class RankGroup:

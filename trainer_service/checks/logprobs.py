@@ -409,6 +409,7 @@ class LogprobCheck:
         if self._run_log is not None:
             with room_for("the record of the self-check", self._run_log.path.parent):
                 self._run_log.write("self_check", policy=self._job.policy, step=step, epoch=epoch, **record)
-        metrics.SELF_CHECK.labels(self._job.policy).set(outcome.max)
+        if self._ranks.first:
+            metrics.SELF_CHECK.labels(self._job.policy).set(outcome.max)
         names = ("n", "max", "p999", "mean", "bound", "passed", "skipped")
         log.info("self-check", **{name: record[name] for name in names})

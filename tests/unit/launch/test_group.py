@@ -198,6 +198,7 @@ def test_a_rank_says_how_it_dies_and_for_whom_it_waits(group, lines, monkeypatch
     assert group.look(2.0) == ["trainer-1"]
     assert group.cause_of("trainer-1", -9, 2.1) == "did not come"
     assert group.cause_of("trainer", 75, 2.1) == ""
+    os.write(lines["trainer"], b"what is no note\n")
     group.forget("trainer-1")
     assert group.look(3.0) == []
 
