@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart packages reverb-env engines test test-quick test-engines lint format clean
+.PHONY: help quickstart packages wheelhouse wheelhouse-check reverb-env engines test test-quick test-engines lint format clean
 
 help:
 	@echo "make quickstart   set up, then train a tiny model through all services (a few minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make engines      make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
 	@echo "make test-engines make them, then run the tests against the real servers"
 	@echo "make lint         ruff and mypy"
+	@echo "make wheelhouse   collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
 	@echo "make clean        remove the environment and caches; runs/ and $(ENGINES)/ stay"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -32,6 +33,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: $(STAMP)
 	$(BIN)/areal-async quickstart $(ARGS)
+
+# For a machine that has torch, transformers and no network (docs/offline.md). The second target tries them.
+wheelhouse: $(STAMP)
+	$(BIN)/python deploy/wheelhouse.py collect wheelhouse $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION))
+
+wheelhouse-check: $(STAMP)
+	$(BIN)/python deploy/wheelhouse.py check wheelhouse
 
 # Programs that some tests run, by their Debian packages. Redis 7 is taken from redis-tools, which starts no daemon
 # and leaves the server that jobs start as it is. A test without its program is skipped, and the summary says so.

@@ -16,16 +16,17 @@ import os
 import random
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import blake3
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from areal_async.config.yamlfile import MOST_LEVELS, MOST_NODES, too_nested
 from areal_async.errors import ArealError
 from areal_async.ownfiles import open_regular
 from areal_async.rpc.schema import Task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 VISION_COLUMNS = ("images", "videos", "audios")
@@ -120,6 +121,14 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
 
 
 def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow as pa  # large, and needed for such files alone
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise TaskFileError(
+            f"task file {path} needs the package pyarrow, which is not installed: install it, or write the "
+            "tasks as .jsonl."
+        ) from None
     size = path.stat().st_size
     most = FREE_BYTES + MOST_UNFOLDED * size
     try:
@@ -155,9 +164,11 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Itera
 
 def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with each value in its place, so that its size is what its rows take."""
+    from pyarrow.types import is_dictionary
+
     for index, field in enumerate(batch.schema):
         column = batch.column(index)
-        if pa.types.is_dictionary(field.type):
+        if is_dictionary(field.type):
             batch = batch.set_column(index, field.name, column.dictionary_decode())
         elif "dictionary<" in str(field.type):
             raise TaskFileError(

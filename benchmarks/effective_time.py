@@ -38,7 +38,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from areal_async.quickstart.model import split_problems, write_model, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.runtime.process import kill_processes_of
 from areal_async.status.record import as_it_became, read_run_log
 
@@ -90,7 +90,7 @@ class Run:
 def prepare(folder: Path, groups: int) -> Path:
     """Tasks, a random model, a reward and the job file, in `folder`."""
     train, _ = split_problems(0, 64)
-    write_parquet(train, folder / "train.parquet", "train")
+    write_tasks(train, folder / "train.jsonl", "train")
     write_model(folder / "model", seed=0)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     job = {
@@ -98,7 +98,7 @@ def prepare(folder: Path, groups: int) -> Path:
         "seed": 1,
         "run_dir": "runs",
         "model": "model",
-        "tasks": {"train": "train.parquet"},
+        "tasks": {"train": "train.jsonl"},
         "rollout": {
             "group_size": 8,
             "max_concurrent": 256,

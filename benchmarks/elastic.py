@@ -30,7 +30,7 @@ from pathlib import Path
 import yaml
 
 from areal_async.launch.runs import change_workers
-from areal_async.quickstart.model import split_problems, write_model, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from tests.chaos.history import check
 from tests.chaos.job import Job, promise_of
@@ -93,7 +93,7 @@ def write_job(folder: Path, steps: int) -> Path:
     """The job file, with a model, tasks, reward and workflow beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     train, _ = split_problems(0, 64)
-    write_parquet(train, folder / "train.parquet", "train")
+    write_tasks(train, folder / "train.jsonl", "train")
     write_model(folder / "model", seed=0)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     (folder / "workflow.py").write_text(WORKFLOW, encoding="utf-8")
@@ -102,7 +102,7 @@ def write_job(folder: Path, steps: int) -> Path:
         "seed": 1,
         "run_dir": "runs",
         "model": "model",
-        "tasks": {"train": "train.parquet"},
+        "tasks": {"train": "train.jsonl"},
         "rollout": {
             "group_size": GROUP,
             "max_concurrent": AT_ONCE,

@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", DENSE),
     "qwen3-moe": ("Qwen3Moe", {**DENSE, **EXPERTS}),
 }
+SAVING = (("qwen2", "float32"), ("qwen3", "bfloat16"), ("qwen3-moe", "float32"))
 SAMPLED_SHARE = 0.1
 UPDATES = 2
 MICRO_BATCHES = 2
@@ -68,18 +69,21 @@ def write_random_model(name: str, folder: Path, **changes: Any) -> None:
 
 
 def packed_rows(
-    tokens: int, vocabulary: int, device: str = "cpu", share: float = SAMPLED_SHARE
+    tokens: int, vocabulary: int, device: str = "cpu", share: float = SAMPLED_SHARE, rows: int = 3
 ) -> MicroBatch:
-    """A micro-batch of three rows, about half, 3/8 and 1/8 of `tokens`, whose last tokens are sampled."""
+    """A micro-batch of `tokens` in rows of falling length, of which the last tokens are sampled."""
     rng = np.random.default_rng(0)
-    rows = []
-    for index, length in enumerate((tokens - tokens // 8 - 3 * tokens // 8, 3 * tokens // 8, tokens // 8)):
+    parts = range(rows, 0, -1)
+    lengths = [part * tokens // sum(parts) for part in parts]
+    lengths[0] += tokens - sum(lengths)
+    packed = []
+    for index, length in enumerate(lengths):
         mask = np.zeros(length + 1, np.uint8)
         mask[-max(1, int(share * length)) :] = 1
         ids = rng.integers(0, vocabulary, length + 1).astype(np.int32)
         row = row_of(index, ids, mask, np.zeros(length + 1, np.float32), np.zeros(length + 1, np.int32))
-        rows += [row] if row is not None else []
-    return build_micro_batch(rows, device=device)
+        packed += [row] if row is not None else []
+    return build_micro_batch(packed, device=device)
 
 
 def train_once(backend: TrainingBackend, batches: list[MicroBatch]) -> None:
@@ -117,7 +121,7 @@ def measure(
         folder = Path(scratch)
         write_random_model(name, folder, **changes)
         config = json.loads((folder / "config.json").read_text())
-        options = MemoryOptions(compute_bytes=getattr(torch, dtype).itemsize, **arguments)
+        options = MemoryOptions(compute_bytes=getattr(torch, dtype).itemsize, on_host=True, **arguments)
         planned: RankMemory = rank_memory(shape_of(config, tensor_shapes(folder)), options)
         ranks = join_ranks(0, 1)
         before = held_bytes()
@@ -150,7 +154,18 @@ def measure(
 
 
 def cases() -> list[tuple[str, str, dict[str, Any]]]:
-    return [(name, dtype, {}) for name in MODELS for dtype in ("float32", "bfloat16")]
+    """Every model in fp32 and bf16, and two of them with what saves memory."""
+    options: list[dict[str, Any]] = [
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"offload_optimizer": True},
+        {"recompute": "full", "offload_optimizer": True},
+    ]
+    plain: list[tuple[str, str, dict[str, Any]]] = [
+        (name, dtype, {}) for name in MODELS for dtype in ("float32", "bfloat16")
+    ]
+    saving = [(name, dtype, chosen) for name, dtype in SAVING for chosen in options]
+    return plain + saving
 
 
 def main() -> None:

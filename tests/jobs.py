@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from areal_async.quickstart.model import split_problems, write_model, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_tasks
 
 REWARD = """
 from reward_service.sdk import RewardInput, reward
@@ -35,7 +35,7 @@ class Workspace:
             "seed": 3,
             "run_dir": "runs",
             "model": "model",
-            "tasks": {"train": "train.parquet"},
+            "tasks": {"train": "train.jsonl"},
             "rollout": {
                 "group_size": 4,
                 "max_concurrent": 32,
@@ -54,7 +54,7 @@ class Workspace:
             "observe": {"metrics_port": 0},
         }
         if evaluated:
-            content["tasks"] = {"train": "train.parquet", "evaluation": "held_out.parquet"}
+            content["tasks"] = {"train": "train.jsonl", "evaluation": "held_out.jsonl"}
             content["evaluation"] = {"every_steps": 5, "sampling": {"temperature": 0.0, "max_new_tokens": 8}}
         for key, value in changes.items():
             section, _, field = key.partition("__")
@@ -71,8 +71,8 @@ def make_workspace(folder: Path) -> Workspace:
     """Whatever a job needs, in `folder`; a model that is there stays."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split_problems(seed=0, n_held_out=64)
-    write_parquet(train[:500], folder / "train.parquet", "train")
-    write_parquet(held_out, folder / "held_out.parquet", "held_out")
+    write_tasks(train[:500], folder / "train.jsonl", "train")
+    write_tasks(held_out, folder / "held_out.jsonl", "held_out")
     if not (folder / "model").exists():
         write_model(folder / "model", seed=0)
         config = json.loads((folder / "model" / "config.json").read_text())

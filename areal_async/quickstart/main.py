@@ -14,7 +14,7 @@ from rich.console import Console
 
 from areal_async.config.load import load_job
 from areal_async.launch.run import RunResult, run_job
-from areal_async.quickstart.model import split_problems, write_model, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_tasks
 
 N_HELD_OUT = 512
 JOB_FILES = ("warm_start.yaml", "train.yaml")
@@ -24,8 +24,8 @@ def prepare(directory: Path, seed: int) -> None:
     """Write data, random model and the two job files into `directory`; a function of `seed` alone."""
     directory.mkdir(parents=True, exist_ok=True)
     train, held_out = split_problems(seed, N_HELD_OUT)
-    write_parquet(train, directory / "train.parquet", "train")
-    write_parquet(held_out, directory / "held_out.parquet", "held_out")
+    write_tasks(train, directory / "train.jsonl", "train")
+    write_tasks(held_out, directory / "held_out.jsonl", "held_out")
     write_model(directory / "base", seed)
     for name in JOB_FILES:
         text = resources.files("areal_async.quickstart").joinpath(name).read_text(encoding="utf-8")

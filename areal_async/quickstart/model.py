@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -84,8 +83,9 @@ def split_problems(seed: int, n_held_out: int) -> tuple[list[Sum], list[Sum]]:
     return problems[n_held_out:], problems[:n_held_out]
 
 
-def write_parquet(problems: Sequence[Sum], path: Path, split: str) -> None:
-    """One row a problem: `data_source, prompt, ability, reward_model{style, ground_truth}, extra_info`."""
+def write_tasks(problems: Sequence[Sum], path: Path, split: str) -> None:
+    """One line of JSON a problem: `data_source, prompt, ability, reward_model{style, ground_truth},
+    extra_info`."""
     rows = [
         {
             "data_source": "two_digit_arithmetic",
@@ -96,4 +96,4 @@ def write_parquet(problems: Sequence[Sum], path: Path, split: str) -> None:
         }
         for index, problem in enumerate(problems)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -116,7 +116,10 @@ def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
             foreign.append(name)
     if foreign:
         raise NamesMismatch(f"has tensors that the model has not: {_listed(foreign)}")
-    model._weight_conversions = [entry for entry in transforms if entry.was_used()]
+    # Early versions of transformers 5 do not say which they used, and turn all of them round.
+    model._weight_conversions = [
+        entry for entry in transforms if not hasattr(entry, "was_used") or entry.was_used()
+    ]
     tracer = _Tracer(model, shapes, {p: entry for entry in converters for p in entry.source_patterns})
     found: dict[str, Storage] = {}
     for target, by_pattern in sources.items():

@@ -3,7 +3,7 @@ that is put right it goes on with every task."""
 
 import pytest
 
-from areal_async.quickstart.model import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_tasks
 
 STEPS, TASKS = 12, 100
 pytestmark = pytest.mark.slow
@@ -47,10 +47,10 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
     for fault in FAULTS:
         (workspace.folder / fault).touch()
     train, _ = split_problems(seed=0, n_held_out=64)
-    write_parquet(train[:TASKS], workspace.folder / "hundred.parquet", "hundred")
+    write_tasks(train[:TASKS], workspace.folder / "hundred.jsonl", "hundred")
     job_file = workspace.job(
         "at-fault",
-        tasks={"train": "hundred.parquet", "passes": 1, "shuffle": False},
+        tasks={"train": "hundred.jsonl", "passes": 1, "shuffle": False},
         rollout__workflow="talks.py:talks",
         reward={"name": "strict.py:strict"},
         trainer__steps=STEPS,

@@ -37,7 +37,7 @@ def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(wo
     broken = workspace.folder / "broken"
     job_file = workspace.job(
         "faulty",
-        tasks={"train": "train.parquet"},
+        tasks={"train": "train.jsonl"},
         reward={
             "name": "faulty.py:faulty",
             "timeout_s": 0.5,

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from areal_async.quickstart.model import split_problems, write_parquet
+from areal_async.quickstart.model import split_problems, write_tasks
 from areal_async.trajectory import training_rows, unpack
 from trainer_service.data.recording import read_step
 
@@ -42,13 +42,13 @@ def test_a_job_is_trained_on_what_an_agent_function_sampled(workspace, running):
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     rollout = {"workflow": "agent", "workflow_args": {"agent": "chatter.py:agent"}, "max_model_len": 320}
     _, held_out = split_problems(seed=0, n_held_out=64)
-    write_parquet(held_out[:4], workspace.folder / "few.parquet", "few")
+    write_tasks(held_out[:4], workspace.folder / "few.jsonl", "few")
     job_file = workspace.job(
         "chatting",
         rollout={"group_size": 2, "max_concurrent": 8, "sampling": {"max_new_tokens": 32}} | rollout,
         trainer__steps=STEPS,
         model=model.name,
-        tasks={"train": "train.parquet", "evaluation": "few.parquet"},
+        tasks={"train": "train.jsonl", "evaluation": "few.jsonl"},
         buffer__batch_groups=3,
         evaluation={"every_steps": 10, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
     )

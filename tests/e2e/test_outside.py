@@ -86,7 +86,7 @@ def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_enviro
         rollout__workflow="asks",
         rollout__workflow_args={"wants": "1"},
         reward={"name": "asked_and_answered"},
-        tasks={"train": "train.parquet"},
+        tasks={"train": "train.jsonl"},
         trainer__steps=2,
         trainer__objective={"advantage": "above_ten", "advantage_args": {"scale": 0.5}, "prox": "reuse"},
     )

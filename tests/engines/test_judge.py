@@ -18,7 +18,7 @@ import torch
 
 from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.config.reward import RewardSection
-from areal_async.quickstart.model import split_problems, write_model, write_parquet
+from areal_async.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure, Score
 from areal_async.trajectory import unpack
@@ -141,8 +141,8 @@ async def test_a_text_that_the_server_cannot_take_is_an_error_in_its_words(serve
 
 def test_a_job_learns_what_its_judge_likes(served: Served, tmp_path: Path) -> None:
     train, held_out = split_problems(seed=0, n_held_out=32)
-    write_parquet(train[:500], tmp_path / "train.parquet", "train")
-    write_parquet(held_out, tmp_path / "held_out.parquet", "held_out")
+    write_tasks(train[:500], tmp_path / "train.jsonl", "train")
+    write_tasks(held_out, tmp_path / "held_out.jsonl", "held_out")
     write_model(tmp_path / "model", seed=0)
     workspace = Workspace(tmp_path)
     job_file = workspace.job(

@@ -18,14 +18,14 @@ def files(tmp_path_factory):
 
 
 def test_the_held_out_problems_are_at_least_500_and_in_no_training_row(files):
-    held_out = {task.prompt for task in read_tasks(files / "held_out.parquet")}
-    train = {task.prompt for task in read_tasks(files / "train.parquet")}
+    held_out = {task.prompt for task in read_tasks(files / "held_out.jsonl")}
+    train = {task.prompt for task in read_tasks(files / "train.jsonl")}
     assert len(held_out) == N_HELD_OUT >= 500
     assert not held_out & train
 
 
 def test_every_ground_truth_is_the_answer(files):
-    for task in read_tasks(files / "train.parquet"):
+    for task in read_tasks(files / "train.jsonl"):
         assert eval(task.prompt.removesuffix("=")) == int(task.ground_truth)  # our own two-digit sums
 
 

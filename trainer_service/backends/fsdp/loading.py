@@ -109,6 +109,7 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
         )
+    model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
     with ExitStack() as stack:
         files = _open_files(folder, stack)
         storage = storage_of(model, {name: tuple(view.get_shape()) for name, view in files.items()})

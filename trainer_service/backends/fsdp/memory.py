@@ -26,6 +26,7 @@ What a pass adds, at the worst of its moments (`_moments`):
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -38,14 +39,14 @@ Shape = tuple[int, ...]
 Recompute = Literal["none", "selective", "full"]
 FLOAT32_BYTES = 4
 STREAMED_BYTES = 1 << 28
-"""Offloaded moments that an update has on the device at once."""
+"""Most bytes of offloaded moments that an update has on the device at once, as in `optimizer.py`."""
 
 BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
 EXPERT = re.compile(r"experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Block:
+class DecoderBlock:
     """One decoder block: its parameters as FSDP holds them, and the bytes of activations it keeps."""
 
     parameters: Mapping[str, Shape]
@@ -66,7 +67,7 @@ class Block:
 class ModelShape:
     """A causal language model, by the shapes of its tensors."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[DecoderBlock, ...]
     root: Mapping[str, Shape]
     """Parameters outside of blocks; a tied output layer is not in it."""
     hidden: int
@@ -85,7 +86,7 @@ class ModelShape:
         return sum(map(prod, self.root.values()))
 
     @property
-    def largest(self) -> Block:
+    def largest(self) -> DecoderBlock:
         return max(self.blocks, key=lambda block: block.size)
 
 
@@ -113,7 +114,7 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Shape]) -> ModelSh
         raise ValueError("its tensors are not those of a decoder: none is called …layers.N.…")
     return ModelShape(
         blocks=tuple(
-            Block({name: _stacked(shapes) for name, shapes in blocks[index].items()}, top_k, heads)
+            DecoderBlock({name: _stacked(shapes) for name, shapes in blocks[index].items()}, top_k, heads)
             for index in sorted(blocks)
         ),
         root=root,
@@ -140,6 +141,8 @@ class MemoryOptions:
     head_chunks: int = 20
     """Chunks of a micro-batch's units, unless they would have fewer logits than `head_elements`."""
     head_elements: int = 1 << 24
+    on_host: bool = False
+    """Whether the rank's device is the CPU, where offloaded moments need not travel."""
 
     @property
     def shards(self) -> int:
@@ -155,7 +158,27 @@ def options_of(trainer: TrainerSection) -> MemoryOptions:
         compute_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=arguments.get("recompute", "none"),
         offload_optimizer=arguments.get("offload_optimizer", False),
+        on_host=trainer.device == "cpu",
     )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What there is at one moment of a step, beyond the state."""
+
+    fixed: float
+    per_token: float = 0.0
+    per_unit: float = 0.0
+    logit_bytes: int = 0
+    """Bytes of one unit's logits, where they are there."""
+    head_chunks: int = 1
+    least_logits: int = 0
+    """Bytes of a chunk's logits, if all units have more."""
+
+    def bytes(self, tokens: int, units: int) -> float:
+        logits = self.logit_bytes * units
+        chunk = min(logits, max(logits / self.head_chunks, self.least_logits))
+        return self.fixed + self.per_token * tokens + self.per_unit * units + chunk
 
 
 @dataclass(frozen=True)
@@ -177,8 +200,8 @@ class RankMemory:
     """Kept by all blocks until the backward pass."""
     passing_per_token: int
     """Those of the block that is gone through backwards: gradients, and what it recomputes."""
-    moments: tuple[tuple[float, float, float], ...]
-    """(bytes, bytes per token, bytes per sampled unit) beyond the state, of what may be the worst moment."""
+    moments: tuple[Moment, ...]
+    """What may be the worst moments of a step."""
 
     @property
     def state(self) -> int:
@@ -188,12 +211,12 @@ class RankMemory:
     def peak(self, tokens: int, units: int | None = None) -> int:
         """Largest number of bytes on the device in a pass of `tokens` with `units` sampled ones (all)."""
         units = tokens if units is None else units
-        return self.state + round(max(b + t * tokens + u * units for b, t, u in self.moments))
+        return self.state + round(max(moment.bytes(tokens, units) for moment in self.moments))
 
     def tokens_that_fit(self, memory_bytes: int) -> int:
         """Most tokens of one micro-batch, all of them sampled; 0 where the model itself does not fit."""
-        free = memory_bytes - self.state
-        return max(0, min(int((free - b) / (t + u)) for b, t, u in self.moments if t + u > 0))
+        most = max(0, int((memory_bytes - self.state) / self.activations_per_token))
+        return bisect_right(range(1, most + 1), memory_bytes, key=self.peak)
 
 
 def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
@@ -209,7 +232,7 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
         host_optimizer=moments if options.offload_optimizer else 0,
         working=_gathered(model, options),
         unreduced=round((c + _reduction(options)) * block) + c * model.root_size,
-        head=round(_logits(model, options)[0]) + (_gradient_of_head(model, c)),
+        head=_logit_bytes(c) * options.head_elements + _gradient_of_head(model, c),
         activations_per_token=sum(_kept(each, model.hidden, options) for each in model.blocks)
         + _outside(model, c),
         passing_per_token=max(_passing(each, model.hidden, options) for each in model.blocks),
@@ -227,39 +250,43 @@ def _reduction(options: MemoryOptions) -> float:
     return FLOAT32_BYTES * (1 + 1 / options.shards)
 
 
-def _logits(model: ModelShape, options: MemoryOptions) -> tuple[float, float]:
-    """(bytes, bytes per unit) of a chunk's logits: whichever is more counts."""
-    wide = FLOAT32_BYTES if options.compute_bytes == FLOAT32_BYTES else FLOAT32_BYTES + options.compute_bytes
-    return wide * options.head_elements, wide * model.vocabulary / options.head_chunks
+def _logit_bytes(c: int) -> int:
+    """Of one logit, or of one number of the output layer's gradient: in fp32, and in `trainer.dtype` where
+    that is another."""
+    return FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c
 
 
 def _gradient_of_head(model: ModelShape, c: int) -> int:
-    """The output layer's gradient in fp32, and in `trainer.dtype` where that is another."""
-    return (FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c) * model.vocabulary * model.hidden
+    return _logit_bytes(c) * model.vocabulary * model.hidden
 
 
-def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[tuple[float, float, float]]:
+def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
     c, root, block = options.compute_bytes, model.root_size, model.largest.size
     gathered, reduction, outside = _gathered(model, options), _reduction(options), _outside(model, c)
     kept = [_kept(each, model.hidden, options) for each in model.blocks]
     passing = [_passing(each, model.hidden, options) for each in model.blocks]
     table = c * model.vocabulary * model.hidden  # the output layer's gradient
     # The output layer's backward: everything is kept, beside the units' hidden states and their gradients.
-    begin, states = gathered + _gradient_of_head(model, c), 2 * c * model.hidden
-    least, per_unit = _logits(model, options)
-    yield begin + least, sum(kept) + outside, states
-    yield begin, sum(kept) + outside, states + per_unit
+    yield Moment(
+        fixed=gathered + _gradient_of_head(model, c),
+        per_token=sum(kept) + outside,
+        per_unit=2 * c * model.hidden,
+        logit_bytes=_logit_bytes(c) * model.vocabulary,
+        head_chunks=options.head_chunks,
+        least_logits=_logit_bytes(c) * options.head_elements,
+    )
     # Each block's backward, from the last on, beside the input of the reduction before it.
     for done in range(len(kept)):
-        begin = gathered + table + c * block + (FLOAT32_BYTES * block if done else 0)
+        fixed = gathered + table + c * block + (FLOAT32_BYTES * block if done else 0)
         remaining = kept[: len(kept) - done]
-        yield begin, sum(remaining) + passing[len(remaining) - 1] + (0 if done else outside), 0.0
+        per_token = sum(remaining) + passing[len(remaining) - 1] + (0 if done else outside)
+        yield Moment(fixed, per_token)
     # The embedding's gradient, which a tied output layer's is added to, then the reduction of the root.
     second = table if model.tied else 0
-    yield 2 * c * root + second + FLOAT32_BYTES * block, c * model.hidden, 0.0
-    yield (c + reduction) * root + FLOAT32_BYTES * block, 0.0, 0.0
-    if options.offload_optimizer:
-        yield STREAMED_BYTES, 0.0, 0.0
+    yield Moment(2 * c * root + second + FLOAT32_BYTES * block, c * model.hidden)
+    yield Moment((c + reduction) * root + FLOAT32_BYTES * block)
+    if options.offload_optimizer and not options.on_host:
+        yield Moment(STREAMED_BYTES)
 
 
 def _outside(model: ModelShape, c: int) -> int:
@@ -267,14 +294,14 @@ def _outside(model: ModelShape, c: int) -> int:
     return (FLOAT32_BYTES + 2 * c) * model.hidden + 2 * FLOAT32_BYTES * 8
 
 
-def _kept(block: Block, hidden: int, options: MemoryOptions) -> int:
+def _kept(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     c = options.compute_bytes
     if options.recompute == "none":
         return _block_activations(block, hidden, c)
     return c * hidden + (_block_products(block, hidden, c) if options.recompute == "selective" else 0)
 
 
-def _passing(block: Block, hidden: int, options: MemoryOptions) -> int:
+def _passing(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     """Per token of a block's backward: the gradients of the two products in its widest part and of its
     input; with recomputation also what it keeps."""
     c = options.compute_bytes
@@ -287,7 +314,7 @@ def _passing(block: Block, hidden: int, options: MemoryOptions) -> int:
     return transient + max(0, again - (_kept(block, hidden, options) - c * hidden))
 
 
-def _block_products(block: Block, hidden: int, c: int) -> int:
+def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
     """Bytes per token of what a block's matrix products and its attention give."""
     size = c * block.width("q_proj.weight") + FLOAT32_BYTES * block.heads  # of the attention
     for name, shape in block.parameters.items():
@@ -296,7 +323,7 @@ def _block_products(block: Block, hidden: int, c: int) -> int:
     return size
 
 
-def _block_activations(block: Block, hidden: int, c: int) -> int:
+def _block_activations(block: DecoderBlock, hidden: int, c: int) -> int:
     """Bytes per token that autograd keeps of one block.
 
     A norm of n numbers keeps its input in fp32 and the normalised numbers; the linear layers behind it share
