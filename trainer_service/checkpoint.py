@@ -27,6 +27,7 @@ import msgspec
 
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
+from areal_async.status.record import read_run_log
 from trainer_service.background import Background
 from trainer_service.disk import FileEntry, WithSchema, hashed, replace_folder, room_for, write_hashed
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
@@ -80,6 +81,25 @@ class Measured(msgspec.Struct, frozen=True):
     accuracy: float
 
 
+def measured_in(run_log: Path, policy: str) -> Iterator[Measured]:
+    """The held-out accuracies in a run log so far: by the evaluator, or by supervised training itself."""
+    for record in read_run_log(run_log):
+        if record["kind"] in ("evaluation", "sft") and record.get("accuracy") is not None:
+            version = record["version"] if record["kind"] == "evaluation" else record["step"]
+            if record["policy"] == policy:
+                yield Measured(record.get("epoch", 0), version, record["accuracy"])
+
+
+def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict[int, float]:
+    """The accuracy of each checkpoint of `written` (step → trainer epoch) that is known. A trainer that came
+    back at it may have measured it; an earlier one had other weights."""
+    return {
+        each.version: each.accuracy
+        for each in measured
+        if each.version in written and each.epoch >= written[each.version]
+    }
+
+
 class Checkpoints:
     """The checkpoints of one run. All ranks make one, and call `begin` and `wait`, in the same order.
 
@@ -116,7 +136,7 @@ class Checkpoints:
         """Count the checkpoints up to `restored` among those written, so that they are pruned in turn."""
         for folder in named_checkpoints(self.root):
             if folder.name <= restored.folder.name:
-                self._written[step_of(folder)] = _epoch_of(folder)
+                self._written[step_of(folder)] = epoch_of(folder)
 
     def begin(
         self,
@@ -170,11 +190,7 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove what is not kept any more; for rank 0, while nothing is written."""
         measured = list(self._measured()) if self._keep_best else []
-        accuracy = {
-            each.version: each.accuracy
-            for each in measured
-            if each.version in self._written and each.epoch >= self._written[each.version]
-        }
+        accuracy = accuracies(self._written, measured)
         due = {step for step in self._written if self._is_due(step)}
         kept = to_keep(
             self._written,
@@ -279,7 +295,7 @@ def to_keep(
     return kept
 
 
-def _epoch_of(folder: Path) -> int:
+def epoch_of(folder: Path) -> int:
     """The epoch in a checkpoint's manifest; 0 where that cannot be read."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest).epoch

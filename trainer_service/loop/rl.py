@@ -51,7 +51,7 @@ from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.background import Background
-from trainer_service.checkpoint import Checkpoint, Checkpoints, Measured
+from trainer_service.checkpoint import Checkpoint, Checkpoints, measured_in
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
 from trainer_service.data.recording import write_step
@@ -106,7 +106,7 @@ class RlTrainer:
             keep=job.checkpoint.keep,
             ranks=ranks,
             keep_best=job.checkpoint.keep_best,
-            measured=self._measured,
+            measured=lambda: measured_in(run_log.path, job.policy) if run_log is not None else (),
             is_due=self._is_evaluated,
         )
         self._finishing = Background("publish")
@@ -243,13 +243,6 @@ class RlTrainer:
         """Whether the job asks for an evaluation of `version`."""
         every, last = self._job.evaluation.every_steps, self._job.trainer.steps
         return self._job.tasks.evaluation is not None and (version % every == 0 or version == last)
-
-    def _measured(self) -> Iterator[Measured]:
-        """The evaluations so far."""
-        for record in read_run_log(self._run_log.path) if self._run_log is not None else ():
-            mine = record["kind"] == "evaluation" and record["policy"] == self._policy
-            if mine and record.get("accuracy") is not None:
-                yield Measured(record["epoch"], record["version"], record["accuracy"])
 
     def _weights(self) -> Iterator[TensorPiece]:
         """What this rank gives to its publisher."""

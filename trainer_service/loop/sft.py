@@ -27,13 +27,13 @@ from areal_async.prompts import prompt_ids
 from areal_async.rpc.schema import Task
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.status.record import RunLog
 from areal_async.tasks import TaskTable, pass_order, read_tasks
 from areal_async.weights.pieces import whole_tensors
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
-from trainer_service.checkpoint import Checkpoint, Checkpoints, Measured
+from trainer_service.checkpoint import Checkpoint, Checkpoints, measured_in
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_rows, plan_passes, row_of
 from trainer_service.disk import companion_files, write_model
@@ -70,7 +70,7 @@ class SftTrainer:
             keep=job.checkpoint.keep,
             ranks=ranks,
             keep_best=job.checkpoint.keep_best,
-            measured=self._measured,
+            measured=lambda: measured_in(run_log.path, job.policy) if run_log is not None else (),
         )
         normaliser = job.trainer.objective.normaliser
         self._objective = Objective(ObjectiveSection(loss="sft", correction="none", normaliser=normaliser))
@@ -141,12 +141,6 @@ class SftTrainer:
     def _checkpoint(self, step: int) -> None:
         with busy("checkpoint"):
             self._checkpoints.begin(step, epoch=0, updates=self._backend.updates, save=self._backend.save)
-
-    def _measured(self) -> Iterator[Measured]:
-        """The accuracies so far."""
-        for record in read_run_log(self._run_log.path) if self._run_log is not None else ():
-            if record["kind"] == "sft" and record.get("accuracy") is not None:
-                yield Measured(0, record["step"], record["accuracy"])
 
     def accuracy(self) -> float | None:
         """Share of held-out tasks answered exactly by greedy decoding; None without a held-out file."""

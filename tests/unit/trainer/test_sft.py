@@ -7,7 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
+from areal_async.config.load import dump_job
+from areal_async.launch.folders import LOCK
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import read_tasks
 from tests.unit.trainer.conftest import write_model as write_tiny_model
@@ -16,6 +19,7 @@ from trainer_service.errors import BatchError
 from trainer_service.loop.learner import load_backend
 from trainer_service.loop.sft import SftTrainer, examples, load_tokenizer
 from trainer_service.ranks import join_ranks
+from trainer_service.tools.checkpoint_model import write_checkpoint_model
 
 
 def _tasks(path, pairs):
@@ -30,9 +34,7 @@ def _tasks(path, pairs):
 SUMS = [(f"{a}+{b}=", a + b) for a in range(5) for b in range(5)]
 
 
-def _trainer(
-    tmp_path, model, *, stopping=None, held_out=SUMS, seed=0, passes=None, steps=60, checkpoint=None, **sft
-):
+def _job(tmp_path, model, *, held_out=SUMS, seed=0, passes=None, steps=60, checkpoint=None, **sft):
     tasks = {"train": str(_tasks(tmp_path / "train.jsonl", SUMS))}
     tasks |= {"evaluation": str(_tasks(tmp_path / "held.jsonl", held_out))} if held_out else {}
     tasks |= {"passes": passes} if passes else {}
@@ -40,7 +42,11 @@ def _trainer(
     content["trainer"] = {"steps": steps, "optimizer": {"lr": 3e-3}}
     content["sft"] = {"batch_size": 25, "evaluate_every": 5} | sft
     content["checkpoint"] = {"every_steps": 4, "keep": 9} | (checkpoint or {})
-    job, ranks = JobConfig.model_validate(content), join_ranks(0, 1)
+    return JobConfig.model_validate(content)
+
+
+def _trainer(tmp_path, model, *, stopping=None, **options):
+    job, ranks = _job(tmp_path, model, **options), join_ranks(0, 1)
     parts = {"run_dir": tmp_path, "run_log": RunLog(tmp_path / "metrics.jsonl")}
     parts["stopping"] = stopping or threading.Event()
     return SftTrainer(job, ranks, load_backend(job, ranks), **parts)
@@ -142,6 +148,28 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path,
     assert _told(resumed) == [record for record in _told(whole) if record["step"] > 4]
     models = [(out / "model" / "model.safetensors").read_bytes() for out in (whole, resumed)]
     assert models[0] == models[1]
+
+
+def test_the_best_checkpoint_becomes_a_model(tmp_path, model_dir):
+    """By the accuracies in the run log; it is the model that was measured."""
+    run = tmp_path / "warm"
+    run.mkdir()
+    settings = {"steps": 8, "evaluate_every": 4, "checkpoint": {"every_steps": 2}}
+    assert _trainer(run, model_dir, **settings).run()
+    (run / "job.yaml").write_text(dump_job(_job(run, model_dir, **settings)))
+    (run / LOCK).touch()
+    (run / "metrics.jsonl").unlink()
+    with RunLog(run / "metrics.jsonl") as log:
+        for step, accuracy in ((0, 0.9), (4, 0.5), (6, 0.2), (8, 0.4)):
+            log.write("sft", policy="policy", step=step, accuracy=accuracy)
+    assert write_checkpoint_model(run, "best", tmp_path / "best") == 4
+    assert write_checkpoint_model(run, "newest", tmp_path / "newest") == 8
+    folders = (tmp_path / "newest", run / "model")
+    newest, whole = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert newest == whole
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    with pytest.raises(ConfigError, match=r"there is no checkpoint 3.*2, 4 \(0\.500\), 6 \(0\.200\), 8"):
+        write_checkpoint_model(run, "3", tmp_path / "third")
 
 
 def test_a_trainer_whose_accuracy_was_reached_before_it_died_trains_no_further(tmp_path):
