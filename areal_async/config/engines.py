@@ -89,6 +89,9 @@ class EnginePart:
     logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
     """(coarser dtype of engine and trainer, `dense` or `moe`) → what is allowed between their log-probs.
     Where there is no such row, the self-check warns with what it finds, and the job goes on."""
+    stale_flags: ClassVar[Mapping[str, str]] = {}
+    """Flags of its server with which a weight update is known to leave old weights or old KV in use, each
+    with how. `check_job` refuses them."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags of its server that multiply its GPUs, each with its other names."""
 
@@ -111,6 +114,15 @@ class EnginePart:
                 yield Mistake(f"rollout.{asked}", problem, fix, (named,))
         server = job.evaluation.server
         evaluates = (section == "evaluation") == (job.evaluation.engine != "same")
+        for asks, owner, name in (
+            (section == "rollout", job.rollout, "rollout"),
+            (evaluates, job.evaluation, "evaluation"),
+        ):
+            on = flags_that_are_on(owner.server.arguments, self.stale_flags) if asks else ()
+            for flag, how in on:
+                problem = f"after a weight update the server would not be what its version says: {how}"
+                fix = f"Remove it, or use another {named} (docs/engines.md, What an update does not reach)"
+                yield Mistake(f"{name}.server.arguments.{flag}", problem, fix, (named,))
         if evaluates and not self.is_server and server != type(server)():
             problem = f"the evaluation's engine is `{evaluation_engine(job)}`, which has no server"
             yield Mistake(
@@ -128,6 +140,19 @@ class EnginePart:
 def flag_name(given: str) -> str:
     """The name of a flag in `rollout.server.arguments` as the servers spell it."""
     return given.lstrip("-").replace("_", "-")
+
+
+OFF = frozenset({"", "none", "null", "auto", "off", "false", "0", "0.0"})
+"""Values of a flag, in lower case, that leave out what it switches on."""
+
+
+def flags_that_are_on(given: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Those of `given` that `known` names and that are switched on, as they were given, each with what
+    `known` says of it."""
+    for name, value in given.items():
+        said = known.get(flag_name(name))
+        if said is not None and str(value).lower() not in OFF:
+            yield name, said
 
 
 def parallel_width(arguments: Mapping[str, Any], flags: Iterable[tuple[str, ...]]) -> int:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
 from areal_async.runtime.context import ServiceContext
+
+OUTSIDE_KV = "KV that was stored outside the server outlives an update, and is found again by the ids alone"
+QUANTISED = (
+    "tensors are quantised when they are first loaded, and a reload copies new ones over those, transposed "
+    "or with old scales, or fails"
+)
 
 
 class SGLang(EnginePart):
@@ -16,6 +23,15 @@ class SGLang(EnginePart):
     update_modes = frozenset({"recompute", "keep", "session"})
     logprob_bounds = LOGPROB_BOUNDS
     no_group = ""
+    stale_flags: ClassVar[Mapping[str, str]] = {
+        "quantization": QUANTISED,
+        "modelopt-quant": QUANTISED,
+        "quantize-and-serve": QUANTISED,
+        "quantization-param-path": "the scales of the KV cache were measured under other weights",
+        "hicache-storage-backend": OUTSIDE_KV,
+        "enable-lmcache": OUTSIDE_KV,
+        "weight-cache-mode": "weights that several servers share are not updated at all",
+    }
     parallel_flags = (
         ("tp-size", "tensor-parallel-size", "tp"),
         ("pp-size", "pipeline-parallel-size", "pp"),

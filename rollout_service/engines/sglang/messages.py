@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_async.config.engines import flag_name, flags_that_are_on
 from areal_async.trajectory.layout import LogprobsOf, Sampling
 from rollout_service.engines.base import EngineError, GenerateResult, RequestError, Tell, UpdateMode
 from rollout_service.engines.http.client import ServerClient, VersionSpan, result_of
+from rollout_service.engines.sglang import PART
 
 UnitLogprob = tuple[float | None, int, Any]
 """Log-prob, id, text."""
@@ -198,13 +200,16 @@ async def probe(
     client: ServerClient, *, update_mode: UpdateMode, max_model_len: int, vocab_size: int, dtype: str
 ) -> SglangInfo:
     """Raises `EngineError` for a server that cannot do what the engine promises."""
-    info = await client.get("/server_info", SglangInfo)
+    told = await client.get("/server_info", dict[str, Any])
+    info = msgspec.convert(told, SglangInfo)
     if info.version not in RELEASES:
         raise EngineError(
             f"{client.name} is SGLang {info.version}; supported is {', '.join(sorted(RELEASES))}. {FIX}"
         )
     for problem in _settings(info, update_mode, max_model_len, dtype):
         raise EngineError(f"{client.name} {problem}")
+    for name, how in flags_that_are_on(told, PART.stale_flags):
+        raise EngineError(f"{client.name} was started with --{flag_name(name)}: start it without, {how}")
     await _check_answers(client, vocab_size)
     return info
 

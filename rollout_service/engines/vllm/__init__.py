@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
+
+OFFLOADED = "a reload does not reach weights that are kept outside the GPU"
 
 
 class Vllm(EnginePart):
@@ -18,6 +21,12 @@ class Vllm(EnginePart):
     update_modes = frozenset({"recompute", "keep", "session"})
     logprob_bounds = LOGPROB_BOUNDS
     no_group = "only SGLang's servers can be joined here (vLLM's way of it exists only in its GPU builds)"
+    stale_flags: ClassVar[Mapping[str, str]] = {
+        "calculate-kv-scales": "the scales of the KV cache are calculated once, under the first weights",
+        "enable-eplb": "experts that were moved to balance the load are reloaded into the places of others",
+        "cpu-offload-gb": OFFLOADED,
+        "offload-group-size": OFFLOADED,
+    }
     parallel_flags = (
         ("tensor-parallel-size", "tp"),
         ("pipeline-parallel-size", "pp"),

@@ -14,11 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_async.config.engines import flag_name, flags_that_are_on
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.layout import LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, Tell
 from rollout_service.engines.http.client import ServerClient, VersionSpan, parse_tag, result_of
+from rollout_service.engines.vllm import PART
 from rollout_service.engines.vllm.weights import HEAD
 
 NOT_FINITE = -9998.0  # The server sends -9999 for a log-prob that is not finite
@@ -207,6 +209,14 @@ class Config(msgspec.Struct):
     model_config: dict[str, Any]
     scheduler_config: dict[str, Any]
     device_config: dict[str, Any]
+    parallel_config: dict[str, Any] = {}
+    offload_config: dict[str, Any] = {}
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The values of those of the flags `Vllm.stale_flags` that the server tells."""
+        uva, prefetch = (self.offload_config.get(name) or {} for name in ("uva", "prefetch"))
+        return {**self.parallel_config, **self.offload_config, **uva, **prefetch}
 
 
 class VllmInfo(msgspec.Struct):
@@ -241,6 +251,8 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
         "--logprobs-mode processed_logprobs",
     )
     _require(client, config.scheduler_config, "policy", "priority", "--scheduling-policy priority")
+    for name, how in flags_that_are_on(config.flags, PART.stale_flags):
+        raise EngineError(f"{client.name} was started with --{flag_name(name)}: start it without, {how}")
     models = await client.get("/v1/models", Models)
     served = next((model for model in models.data if model.id == MODEL_NAME), None)
     if served is None:

@@ -108,6 +108,34 @@ def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("engine", "flag", "value", "refused"),
+    [
+        ("sglang", "quantization", "fp8", True),
+        ("sglang", "--quantization_param_path", "scales.json", True),
+        ("sglang", "hicache-storage-backend", "file", True),
+        ("sglang", "weight-cache-mode", "off", False),
+        ("sglang", "kv-cache-dtype", "fp8_e4m3", False),
+        ("sglang", "enable-lmcache", False, False),
+        ("vllm", "calculate-kv-scales", True, True),
+        ("vllm", "enable_eplb", True, True),
+        ("vllm", "cpu-offload-gb", 0, False),
+        ("vllm", "cpu-offload-gb", 4, True),
+        ("vllm", "kv-cache-dtype", "fp8", False),
+    ],
+)
+def test_flags_of_servers_that_updates_do_not_reach_are_refused(
+    engine: str, flag: str, value: Any, refused: bool
+) -> None:
+    server = {"arguments": {flag: value}}
+    found = mistakes(engine=engine, server=server)
+    assert [f"rollout.server.arguments.{flag}" in one for one in found] == [True] * refused
+    named = job(engine=engine).model_copy(deep=True)
+    evaluated = type(named).model_validate(named.model_dump() | {"evaluation": {"server": server}})
+    fields = [mistake.field for mistake in check_fields(evaluated)]
+    assert (f"evaluation.server.arguments.{flag}" in fields) == refused
+
+
 def test_an_engine_in_a_file_is_asked_before_anything_starts_and_by_who_uses_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("print('hello')\n" + STUB)
     own = job(engine=f"{tmp_path}/mine.py:PART", device="cuda", engine_args={"gpus": 2}, update_mode="keep")

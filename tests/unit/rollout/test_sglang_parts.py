@@ -155,7 +155,8 @@ async def probed(**info: Any) -> Any:
 
 
 async def test_the_probe_finds_what_a_server_offers() -> None:
-    assert (await probed(max_running_requests=5)).max_running_requests == 5
+    off = {"quantization": None, "enable_lmcache": False, "weight_cache_mode": "off"}
+    assert (await probed(max_running_requests=5, **off)).max_running_requests == 5
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,9 @@ async def test_the_probe_finds_what_a_server_offers() -> None:
         ({"speculative_algorithm": "EAGLE"}, r"--speculative-algorithm"),
         ({"tokenizer_worker_num": 2}, r"--tokenizer-worker-num"),
         ({"dtype": "bfloat16"}, r"--dtype float32"),
+        ({"quantization": "fp8"}, r"--quantization: start it without, tensors are quantised"),
+        ({"quantization_param_path": "scales.json"}, r"--quantization-param-path.*other weights"),
+        ({"hicache_storage_backend": "file"}, r"--hicache-storage-backend.*outlives"),
     ],
 )
 async def test_a_server_that_cannot_do_what_is_needed_is_refused_by_name(info: Any, words: str) -> None:

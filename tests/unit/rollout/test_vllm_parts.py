@@ -341,6 +341,29 @@ async def test_a_setting_that_would_change_the_answers_is_refused(
         await asked(content)
 
 
+@pytest.mark.parametrize(
+    ("section", "told", "flag"),
+    [
+        ("parallel_config", {"enable_eplb": True}, "--enable-eplb.*experts"),
+        ("offload_config", {"uva": {"cpu_offload_gb": 4.0}}, "--cpu-offload-gb"),
+        ("offload_config", {"prefetch": {"offload_group_size": 8}}, "--offload-group-size"),
+    ],
+)
+async def test_an_attached_server_whose_updates_would_be_wrong_is_refused(
+    section: str, told: dict[str, Any], flag: str
+) -> None:
+    content = answers()
+    off = {"uva": {"cpu_offload_gb": 0}, "prefetch": {"offload_group_size": 0}}
+    content["/server_info"]["vllm_config"] |= {
+        "offload_config": off,
+        "parallel_config": {"enable_eplb": False},
+    }
+    assert await asked(content) == "0.32.0"
+    content["/server_info"]["vllm_config"] |= {section: told}
+    with pytest.raises(EngineError, match=flag):
+        await asked(content)
+
+
 async def test_a_server_of_another_kind_is_refused_by_name_and_ours_taken() -> None:
     assert await asked(answers()) == "0.32.0"
     with pytest.raises(EngineError, match=r"0\.31\.2.*make engines"):
