@@ -8,17 +8,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
+from areal_async.weights.pieces import TensorPiece
+from areal_async.weights.snapshot import MODEL_FILE
+from areal_async.weights.writing import write_tensors
 from trainer_service.errors import DiskFull
+from trainer_service.ranks import Ranks
 
 SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Endings of configuration and tokenizer files; weights and code are not among them."""
@@ -80,22 +82,31 @@ def companion_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
     return files
 
 
-def write_model(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes | Path]) -> None:
-    """Write a directory that transformers loads, replacing one that is there only once it is complete.
-
-    `tensors` by their name in the model, aliases of tied ones left out."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def write_model(
+    folder: Path,
+    pieces: Callable[[], Iterable[TensorPiece]],
+    files: Mapping[str, bytes | Path],
+    ranks: Ranks | None = None,
+) -> None:
+    """Write a directory that transformers loads, replacing one that is there only once it is complete. All
+    `ranks` call this alike; each writes the `pieces` that it holds, aliases of tied tensors left out."""
     fresh = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
-    for name, content in files.items():
-        if isinstance(content, bytes):
-            (fresh / name).write_bytes(content)
-        else:
-            shutil.copyfile(content, fresh / name)
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, fresh / "model.safetensors", metadata={"format": "pt"})
-    replace_folder(fresh, folder)
+    if ranks is None or ranks.first:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (fresh / name).write_bytes(content)
+            else:
+                shutil.copyfile(content, fresh / name)
+    group = None
+    if ranks is not None:
+        ranks.barrier()
+        group = ranks.side()
+    write_tensors(fresh / MODEL_FILE, pieces, group)
+    if ranks is None or ranks.first:
+        replace_folder(fresh, folder)
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.channels import channel_of
-from areal_async.weights.pieces import TensorPiece, whole_tensors
+from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from areal_async.weights.writing import PieceWriter, Publication
@@ -332,10 +333,10 @@ class RlTrainer:
         failpoint("trainer.after_checkpointed")
 
     def _export(self) -> None:
-        tensors = whole_tensors(self._backend.export(TRAINED_MODEL, gather=True))
+        with room_for("the trained model", self._run_dir):
+            pieces = partial(self._backend.export, TRAINED_MODEL)
+            write_model(self._run_dir / "model", pieces, self._files, self._ranks)
         if self._ranks.first:
-            with room_for("the trained model", self._run_dir):
-                write_model(self._run_dir / "model", tensors, self._files)
             log.info("model written", folder=str(self._run_dir / "model"))
             self._note("finished", step=self._job.trainer.steps)
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunLog
 from areal_async.tasks import TaskTable, pass_order, read_tasks
-from areal_async.weights.pieces import whole_tensors
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
@@ -124,10 +124,9 @@ class SftTrainer:
         if step > begun and step % self._job.checkpoint.every_steps:
             self._checkpoint(step)
         self._checkpoints.wait()
-        tensors = whole_tensors(self._backend.export(TRAINED_MODEL, gather=True))
-        if self._ranks.first:
-            files = companion_files(self._job.model, self._job.trainer.dtype)
-            write_model(self._run_dir / "model", tensors, files)
+        files = companion_files(self._job.model, self._job.trainer.dtype)
+        pieces = partial(self._backend.export, TRAINED_MODEL)
+        write_model(self._run_dir / "model", pieces, files, self._ranks)
         return True
 
     def _restore(self, restored: Checkpoint | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,7 +118,7 @@ def replay(
     if out is not None:
         write_model(
             out / "model",
-            whole_tensors(backend.export(TRAINED_MODEL)),
+            partial(backend.export, TRAINED_MODEL),
             companion_files(run.job.model, section.dtype),
         )
 

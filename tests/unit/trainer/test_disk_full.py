@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from areal_async.status.record import RunLog, read_run_log
+from areal_async.weights.pieces import whole_piece
 from trainer_service.backends.fsdp.shards import write_tensors
 from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
 from trainer_service.data.recording import read_step, write_step
@@ -66,10 +67,11 @@ def test_a_recorded_batch_that_does_not_fit_is_written_again_on_resume(tmp_path,
 
 
 def test_a_model_that_does_not_fit_leaves_the_one_before(tmp_path):
-    write_model(tmp_path / "model", {"a": torch.ones(2)}, {"config.json": b"{}"})
+    write_model(tmp_path / "model", lambda: [whole_piece("a", torch.ones(2))], {"config.json": b"{}"})
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    large = whole_piece("a", torch.ones(LIMIT_BYTES))
     with no_room(), pytest.raises(DiskFull, match="no room for the model"), room_for("the model", tmp_path):
-        write_model(tmp_path / "model", {"a": torch.ones(LIMIT_BYTES)}, {"config.json": b"{}"})
+        write_model(tmp_path / "model", lambda: [large], {"config.json": b"{}"})
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 
