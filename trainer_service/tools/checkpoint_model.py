@@ -7,12 +7,12 @@ checkpoint of the highest held-out accuracy that is known, of equal ones the new
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError
 from areal_async.launch.runs import Run, find_run
-from areal_async.weights.pieces import whole_tensors
 from trainer_service.backends.base import TRAINED_MODEL
 from trainer_service.checkpoint import (
     accuracies,
@@ -38,8 +38,9 @@ def write_checkpoint_model(target: Path, step: str, out: Path) -> int:
     checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
     backend = load_backend(run.job, join_ranks(0, 1))
     backend.load(folder, checkpoint.manifest.updates)
-    tensors = whole_tensors(backend.export(TRAINED_MODEL))
-    write_model(out, tensors, companion_files(run.job.model, run.job.trainer.dtype))
+    write_model(
+        out, partial(backend.export, TRAINED_MODEL), companion_files(run.job.model, run.job.trainer.dtype)
+    )
     return checkpoint.manifest.step
 
 
