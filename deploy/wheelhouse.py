@@ -126,7 +126,14 @@ def check(folder: Path) -> int:
         if done.returncode:
             return done.returncode
         command = [python, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--tiny", "--minutes", "8"]
-        command += ["--parts", "train-none,decode,update", "--out", root / "out", "--wheelhouse", folder]
+        command += [
+            "--parts",
+            "train-none,decode,update,quickstart",
+            "--out",
+            root / "out",
+            "--wheelhouse",
+            folder,
+        ]
         return subprocess.run(command, env=environment, check=False).returncode
 
 
