@@ -130,8 +130,8 @@ def test_recomputed_activations_give_the_same_gradients(kind, model_dir, moe_dir
 
 
 def test_moments_in_host_memory_change_nothing_that_is_computed(model_dir, tmp_path, monkeypatch, alone):
-    """Parameters go through the device a few at a time; a checkpoint is read with moments on either side."""
-    monkeypatch.setattr(optimizer, "STREAMED_BYTES", 20_000)
+    """Pieces of parameters go through the device in turn; either side reads a checkpoint."""
+    monkeypatch.setattr(optimizer, "STREAMED_BYTES", 12_000)
     backend = backend_of(model_dir, join_ranks(0, 1), offload_optimizer=True)
     parts = backend._adamw._parts
     assert len(parts) > 2

@@ -4,15 +4,14 @@ AdamW is elementwise, so it runs on plain local tensors instead of on DTensors: 
 dispatch through DTensor for every one of its operations.
 
 In the host's memory are the two moments alone, 8 of the 12 bytes that a parameter has beside its gradient:
-the fp32 weights stay on the device, where every pass gathers from them. An update takes the moments of a few
-parameters at a time to the device and back, so the arithmetic is the same on either side, bit by bit, and
-no more than `STREAMED_BYTES` of them (or one parameter's) are on the device at once.
+the fp32 weights stay on the device, where every pass gathers from them. An update takes the moments of a
+stretch of parameters at a time to the device and back, `STREAMED_BYTES` of them at most, so the arithmetic is
+the same on either side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,69 +20,89 @@ from areal_async.config.job import OptimizerSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STREAMED_BYTES = 1 << 28
+Stream = list[tuple[str, slice]]
+"""Pieces of flattened shards, by name, whose moments are on the device together."""
+
+
+PIECE_ELEMENTS = 1024
+"""Pieces of a tensor have a multiple of this many elements, so that kernels treat all of them alike."""
 
 
 class ShardedAdamW:
-    """`shards` are f32, by name; their `.grad` is what `step` takes."""
+    """`shards` are f32 and contiguous, by name; their `.grad` is what `step` takes."""
 
     def __init__(
         self, shards: Mapping[str, nn.Parameter], section: OptimizerSection, *, offload: bool
     ) -> None:
         self._shards = shards
         self._offload = offload
+        self._updates = 0
+        self._streams = list(_streams(shards)) if offload else []
+        whole = [list(shards.values())]
         self._parts = [
             torch.optim.AdamW(
-                [shards[name] for name in names],
+                parameters,
                 lr=section.lr,
                 betas=section.betas,
                 eps=section.eps,
                 weight_decay=section.weight_decay,
                 fused=True,
             )
-            for names in (_streams(shards) if offload else [list(shards)])
+            for parameters in ([self._views(stream) for stream in self._streams] if offload else whole)
         ]
-        self._updates = 0
-        self._host: dict[nn.Parameter, dict[str, Tensor]] = {}
-        if offload:
-            self._host = {shard: self._zeros(shard) for shard in shards.values()}
+        self._host = {name: self._zeros(shard) for name, shard in shards.items()} if offload else {}
 
     def step(self, lr: float) -> None:
         """Update the shards at rate `lr` and drop their gradients."""
         for part in self._parts:
             part.param_groups[0]["lr"] = lr
-            if self._offload:
-                for shard in part.param_groups[0]["params"]:
-                    part.state[shard] = self._state_of(shard, self._host[shard], self._updates)
-            part.step()
-            if self._offload:
-                for shard in part.param_groups[0]["params"]:
-                    for moment in MOMENTS:
-                        self._host[shard][moment].copy_(part.state[shard][moment])
-                part.state.clear()
-            part.zero_grad(set_to_none=True)
+        if not self._offload:
+            self._parts[0].step()
+        for part, stream in zip(self._parts, self._streams, strict=False):
+            self._stream(part, stream)
+        for shard in self._shards.values():
+            shard.grad = None
         self._updates += 1
+
+    def _stream(self, part: torch.optim.AdamW, stream: Stream) -> None:
+        """Update pieces of parameters, whose moments are on the device meanwhile."""
+        views = part.param_groups[0]["params"]
+        for view, (name, where) in zip(views, stream, strict=True):
+            gradient = self._shards[name].grad
+            view.grad = None if gradient is None else gradient.view(-1)[where]
+            held = {moment: values.view(-1)[where] for moment, values in self._host[name].items()}
+            part.state[view] = self._state_of(view, held, self._updates)
+        part.step()
+        for view, (name, where) in zip(views, stream, strict=True):
+            for moment, values in self._host[name].items():
+                values.view(-1)[where].copy_(part.state[view][moment])
+            view.grad = None
+        part.state.clear()
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Moment -> name -> f32, of each shard; nothing before the first update. They are the optimizer's own
         tensors."""
         if not self._updates:
             return {}
-        kept: Mapping[Any, Mapping[str, Tensor]] = self._host or self._parts[0].state
-        return {
-            moment: {name: kept[shard][moment] for name, shard in self._shards.items()} for moment in MOMENTS
-        }
+        if self._offload:
+            return {m: {name: held[m] for name, held in self._host.items()} for m in MOMENTS}
+        state = self._parts[0].state
+        return {m: {name: state[shard][m] for name, shard in self._shards.items()} for m in MOMENTS}
 
     def restart(self, updates: int) -> dict[str, dict[str, Tensor]]:
         """Be as after `updates` updates, with moments of 0: returns those, to be filled."""
         self._updates = updates
-        for part in self._parts:
-            part.state.clear()
-        for shard in self._host:
-            self._host[shard] = self._zeros(shard)
-        for part in self._parts if updates and not self._offload else ():
-            for shard in part.param_groups[0]["params"]:
-                part.state[shard] = self._state_of(shard, self._zeros(shard), updates)
+        for held in self._host.values():
+            for values in held.values():
+                values.zero_()
+        if not self._offload:
+            self._parts[0].state.clear()
+            for shard in self._shards.values() if updates else ():
+                self._parts[0].state[shard] = self._state_of(shard, self._zeros(shard), updates)
         return self.moments()
+
+    def _views(self, stream: Stream) -> list[nn.Parameter]:
+        return [nn.Parameter(self._shards[name].detach().view(-1)[where]) for name, where in stream]
 
     def _zeros(self, shard: nn.Parameter) -> dict[str, Tensor]:
         if not self._offload:
@@ -92,21 +111,27 @@ class ShardedAdamW:
         return {moment: torch.zeros(shard.shape, pin_memory=pinned) for moment in MOMENTS}
 
     @staticmethod
-    def _state_of(shard: nn.Parameter, moments: Mapping[str, Tensor], updates: int) -> dict[str, Tensor]:
-        state = {moment: moments[moment].to(shard.device) for moment in MOMENTS}
-        return {"step": torch.tensor(float(updates), device=shard.device), **state}
+    def _state_of(parameter: nn.Parameter, moments: Mapping[str, Tensor], updates: int) -> dict[str, Tensor]:
+        state = {moment: moments[moment].to(parameter.device) for moment in MOMENTS}
+        return {"step": torch.tensor(float(updates), device=parameter.device), **state}
 
 
-def _streams(shards: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
-    """Names in order, in lists whose moments take `STREAMED_BYTES` at most, or of one name."""
-    names: list[str] = []
-    held = 0
+def _streams(shards: Mapping[str, nn.Parameter]) -> Iterator[Stream]:
+    """All elements of all shards in order, in streams whose moments take `STREAMED_BYTES` at most."""
+    most = STREAMED_BYTES // (len(MOMENTS) * 4)
+    stream: Stream = []
+    left = most
     for name, shard in shards.items():
-        size = len(MOMENTS) * shard.numel() * shard.element_size()
-        if names and held + size > STREAMED_BYTES:
-            yield names
-            names, held = [], 0
-        names.append(name)
-        held += size
-    if names:
-        yield names
+        start, end = 0, shard.numel()
+        while start < end:
+            take = min(end - start, left)
+            if take < end - start:
+                take -= take % PIECE_ELEMENTS
+            if not take:
+                yield stream
+                stream, left = [], most
+                continue
+            stream.append((name, slice(start, start + take)))
+            start, left = start + take, left - take
+    if stream:
+        yield stream
