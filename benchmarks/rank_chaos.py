@@ -3,10 +3,9 @@
     python -m benchmarks.rank_chaos --out benchmarks/results/rank_chaos.json
 
 A small real job with `--ranks` ranks. Each disturbance comes after at least one more step and at a moment
-that is drawn; a quarter of the kills is followed by the next while the group is on its way back. A rank that
-is stopped (SIGSTOP) is found by its missing pulse (`trainer.hang_s`). The outage is longer than
-`trainer.collective_s`, so a rank that sat in a collective meanwhile would give up. The verdict is that of the
-history checker of the chaos tests: nothing lost, nothing trained twice.
+that is drawn. A rank that is stopped (SIGSTOP) is found by its missing pulse (`trainer.hang_s`). The outage
+is longer than `trainer.collective_s`, so a rank that sat in a collective meanwhile would give up. The verdict
+is that of the history checker of the chaos tests: nothing lost, nothing trained twice.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ class RankStorm(Storm):
     """`back_s` are the seconds from each death of a rank until all ranks served again."""
 
     back_s: list[float] = field(default_factory=list)
-    while_starting: int = 0  # How many were killed or stopped before they had served
     outlived: int = 0  # Outages of the buffer after which every rank was the same process as before
 
     @property
@@ -54,10 +53,6 @@ class RankStorm(Storm):
                     self._outage(outage_s)
                     continue
                 self._hit(rng.choice(self.names), what)
-                if rng.random() < 0.25 and what == "kill":
-                    # The next comes while the group is on its way back.
-                    self._wait(rng.uniform(0.5, 6.0))
-                    continue
                 self._back()
             self._until(lambda: False, "the end")
         finally:
@@ -68,7 +63,6 @@ class RankStorm(Storm):
         pid = self._started().get(name)
         if pid is None:
             return
-        self.while_starting += name not in self.job.serving()
         self._hit_s = time.monotonic()
         os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
         (self.kills if what == "kill" else self.stops)[name] += 1
@@ -113,7 +107,6 @@ class RankStorm(Storm):
             "ranks": len(self.names),
             "rank_kills": sum(count for name, count in self.kills.items() if name.startswith("trainer")),
             "rank_stops": sum(count for name, count in self.stops.items() if name.startswith("trainer")),
-            "while_starting": self.while_starting,
             "group_back_s": {"mean": _mean(self.back_s), "longest": max(self.back_s, default=0.0)},
             "outages_outlived": self.outlived,
             "group_restarts": sum(self.job.summary()["restarts"].get(name, 0) for name in self.names),

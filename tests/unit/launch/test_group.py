@@ -73,6 +73,18 @@ def test_the_others_are_killed_with_one_rank_and_all_start_again_once_they_are_g
     assert len(life.states["trainer"].restarts.deaths_s) == 1
 
 
+def test_a_rank_that_dies_before_the_group_serves_takes_it_along_too(life):
+    life.exited("trainer-1", -9, 5.0)
+    for name in ("trainer", "trainer-2"):
+        life.exited(name, -9, 5.0)
+    assert life.tick(7.0) == [Action("start", name) for name in RANKS]
+    life.ready("trainer", 7.5)
+    assert life.exited("trainer-2", -9, 8.0) == [Action("kill", "trainer"), Action("kill", "trainer-1")]
+    for name in ("trainer", "trainer-1"):
+        life.exited(name, -9, 8.1)
+    assert life.tick(10.1) == [Action("start", name) for name in RANKS]
+
+
 def test_the_deaths_of_all_ranks_are_counted_together_and_the_last_is_named(life):
     for number, name in enumerate(("trainer-2", "trainer", "trainer-1")):
         now_s = 10.0 * (number + 1)
