@@ -87,6 +87,8 @@ def write_model(
     pieces: Callable[[], Iterable[TensorPiece]],
     files: Mapping[str, bytes | Path],
     ranks: Ranks | None = None,
+    *,
+    weights_file: str = MODEL_FILE,
 ) -> None:
     """Write a directory that transformers loads, replacing one that is there only once it is complete. All
     `ranks` call this alike; each writes the `pieces` that it holds, aliases of tied tensors left out."""
@@ -104,7 +106,7 @@ def write_model(
     if ranks is not None:
         ranks.barrier()
         group = ranks.side()
-    write_tensors(fresh / MODEL_FILE, pieces, group)
+    write_tensors(fresh / weights_file, pieces, group)
     if ranks is None or ranks.first:
         replace_folder(fresh, folder)
 

@@ -31,6 +31,7 @@ from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.sft import SftTrainer
 from trainer_service.ranks import Ranks, join_ranks, lost_peer
+from trainer_service.trained import companions_of
 
 BUFFER_PATIENCE_S = 600.0
 """How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""
@@ -133,7 +134,9 @@ def _rl(
     )
     publisher: Publisher | PieceWriter
     if ranks.first:
-        publisher = made = make_publisher(ctx, files=files, tied=backend.tied, group=ranks.side())
+        publisher = made = make_publisher(
+            ctx, files=companions_of(ctx.job, backend, files), tied=backend.tied, group=ranks.side()
+        )
         made.start()
         # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
         stack.callback(made.close, remove=False)

@@ -67,11 +67,13 @@ def suggest(section: str, key: str) -> str | None:
     """The dotted path that an unknown `key` inside `section` was most likely meant to be."""
     model = section_of(section)
     prefix = f"{section}." if section else ""
+    elsewhere = [path for path in job_fields() if path.rpartition(".")[2] == key]
+    if below := [path for path in elsewhere if path.startswith(prefix)]:
+        return below[0]
     if model is not None:
         close = difflib.get_close_matches(key, list(model.model_fields), n=1, cutoff=0.65)
         if close:
             return prefix + close[0]
-    elsewhere = [path for path in job_fields() if path.rpartition(".")[2] == key]
     if elsewhere:
         return elsewhere[0]
     by_last_name = {path.rpartition(".")[2]: path for path in reversed(job_fields())}

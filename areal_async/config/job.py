@@ -271,6 +271,18 @@ class ObjectiveSection(Section):
     """Arguments of the normaliser."""
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA), trained and published in place of the weights (see docs/trainer.md)."""
+
+    rank: int = Field(default=0, ge=0, le=4096)
+    """Rows of the adapters' inner matrices; 0 trains the weights themselves, without adapters."""
+    alpha: float = Field(default=32.0, gt=0)
+    """An adapter's product is scaled by alpha / rank."""
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Layers that get an adapter, by the last part of their name, such as `q_proj`; none means every linear
+    layer but the output layer."""
+
+
 class SelfCheckSection(Section):
     """Recomputing the engine's log-probs before the first gradient (see docs/trainer.md)."""
 
@@ -304,6 +316,7 @@ class TrainerSection(Section):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens in one packed forward pass; a longer episode gets a pass of its own."""
     optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
     self_check: SelfCheckSection = SelfCheckSection()
     record_batches: bool = False

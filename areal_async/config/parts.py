@@ -63,9 +63,22 @@ class NamedPart:
         )
         yield from broken
         if not broken and (run_own or not self.is_own):
-            check_job = getattr(self.registry.find(self.name), "check_job", None)
+            part = self.registry.find(self.name)
+            if self.registry is registry.BACKENDS and job.trainer.lora.rank:
+                yield from _adapters_are_trained(part, self.name)
+            check_job = getattr(part, "check_job", None)
             if check_job is not None:
                 yield from check_job(job, self.arguments, self.args_field)
+
+
+def _adapters_are_trained(backend: Any, name: str) -> Iterator[Mistake]:
+    """Whether a back end trains adapters: it says so in `trains_adapters`, and is then called with `lora` and
+    `seed`."""
+    if not getattr(backend, "trains_adapters", False):
+        problem = f"trainer.backend {name} trains no adapters"
+        yield Mistake(
+            "trainer.lora.rank", problem, "Set it to 0, or use another back end", ("trainer.backend",)
+        )
 
 
 def named_part(job: JobConfig, field: str) -> NamedPart:

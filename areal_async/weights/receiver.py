@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import asyncio
 
+import torch
+
 from areal_async.errors import SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import VersionTag, Welcome
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
+from areal_async.weights.adapter import MergedWeights, Merger, is_adapter
 from areal_async.weights.channels import ReceivingEnd, channel_of
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import Snapshot, open_snapshot
@@ -42,13 +45,16 @@ class Receiver:
         channel: ReceivingEnd | None = None,
         tensors: bool = True,
         records: HostRecords | None = None,
+        merger: Merger | None = None,
     ) -> None:
         """`channel` brings the files here. `tensors` False: snapshots are verified where they lie, for an
-        engine that reads the directory. `records` spare this process what another of this host has hashed."""
+        engine that reads the directory. `records` spare this process what another of this host has hashed;
+        `merger` makes whole weights of a job's adapters."""
         self._records = records
         self._name = name
         self._channel = channel if channel is not None else ReceivingEnd()
-        self._tensors = tensors
+        self._tensors = tensors or merger is not None
+        self._merger = merger
         self._purpose: Purpose = purpose
         self._client = Client(endpoint, job=job, role=f"receiver-{purpose}", name=name, access=access)
 
@@ -60,8 +66,9 @@ class Receiver:
         ask = WaitSnapshot(self._name, self._purpose, after, wait_ms, self._channel.makes_deltas)
         return await self._client.call(ask, timeout_s=ANSWER_S)
 
-    async def open(self, notice: SnapshotNotice) -> Snapshot:
-        """Read and verify the announced snapshot, in a thread, after bringing it to this host if need be.
+    async def open(self, notice: SnapshotNotice) -> Snapshot | MergedWeights:
+        """Read and verify the announced snapshot, in a thread, after bringing it to this host if need be; an
+        adapter is merged with the base.
 
         Raises `SnapshotError`; then `ack` with the error and ask again."""
         path = await self._channel.bring(notice, self._client)
@@ -78,23 +85,33 @@ class Receiver:
             raise
         if snapshot.tag != notice.tag:
             raise SnapshotError(f"{path} holds {snapshot.tag}, announced as {notice.tag}")
+        if self._merger is not None and is_adapter(snapshot.manifest):
+            return await self._merger.merged(snapshot, notice.manifest_hash)
         return snapshot
 
     async def ack(self, tag: VersionTag, stall_ms: float = 0.0, error: str = "") -> None:
         """Say that `tag` is served (or evaluated), or could not be, and that its files are no longer read."""
         message = AckSnapshot(self._name, self._purpose, tag, stall_ms, error)
         self._channel.served(tag, failed=bool(error))
+        if self._merger is not None:
+            self._merger.served(tag, failed=bool(error))
         await self._client.call(message, timeout_s=ANSWER_S)
 
     async def close(self) -> None:
         await self._client.close()
         await self._channel.close()
+        if self._merger is not None:
+            self._merger.close()
 
 
 def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tensors: bool = True) -> Receiver:
     """The receiver of this process, under the process's name or another. `tensors` False: its engine reads
     the directory itself. Raises `EndpointError`."""
     name = name or ctx.name
+    merger = None
+    if ctx.job.trainer.lora.rank:
+        root = ctx.shm_dir / "merged" / ctx.node_id
+        merger = Merger(ctx.job.model, getattr(torch, ctx.job.trainer.dtype), root, tensors=tensors)
     return Receiver(
         ctx.weights_endpoint,
         job=ctx.job.job,
@@ -104,4 +121,5 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
         channel=channel_of(ctx.job).receiving_end(ctx, name),
         tensors=tensors,
         records=HostRecords(ctx.shm_dir / VERIFIED),
+        merger=merger,
     )

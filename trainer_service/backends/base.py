@@ -66,6 +66,12 @@ class TrainingBackend(Protocol):
         """Alias -> name, of the policy's tensors that are one."""
         ...
 
+    @property
+    def adapted(self) -> Sequence[str]:
+        """The layers of the policy that have an adapter: with some, adapters are what is trained, exported
+        (under peft's names) and saved. Asked for only with `trainer.lora`."""
+        ...
+
     def evaluate(
         self,
         model: str,

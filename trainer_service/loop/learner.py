@@ -38,12 +38,16 @@ def load_backend(job: JobConfig, ranks: Ranks) -> TrainingBackend:
     """The back end of `job` with its model. Raises `ModelError`, `PartError`."""
     section = job.trainer
     minibatches = section.minibatches if job.kind == "rl" else 1
-    backend: TrainingBackend = load_part(job, "trainer.backend")(
+    part = load_part(job, "trainer.backend")
+    # Only a part that says so takes adapters: see `areal_async/config/parts.py`.
+    adapters = {"lora": section.lora, "seed": job.seed} if section.lora.rank else {}
+    backend: TrainingBackend = part(
         {TRAINED_MODEL: job.model},
         section.optimizer,
         ranks,
         dtype=torch.bfloat16 if section.dtype == "bfloat16" else torch.float32,
         total_updates=section.steps * minibatches,
+        **adapters,
         **section.backend_args,
     )
     return backend

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,12 @@ from trainer_service.checkpoint import Checkpoint, Checkpoints, measured_in
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
 from trainer_service.data.recording import write_step
-from trainer_service.disk import room_for, write_model
 from trainer_service.errors import TrainerError
 from trainer_service.loop.learner import Learner, StepResult
 from trainer_service.loop.report import report_step
 from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
+from trainer_service.trained import write_trained
 
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
 
@@ -333,9 +332,7 @@ class RlTrainer:
         failpoint("trainer.after_checkpointed")
 
     def _export(self) -> None:
-        with room_for("the trained model", self._run_dir):
-            pieces = partial(self._backend.export, TRAINED_MODEL)
-            write_model(self._run_dir / "model", pieces, self._files, self._ranks)
+        write_trained(self._run_dir, self._job, self._backend, self._ranks, self._files)
         if self._ranks.first:
             log.info("model written", folder=str(self._run_dir / "model"))
             self._note("finished", step=self._job.trainer.steps)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,11 @@ from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBacken
 from trainer_service.checkpoint import Checkpoint, Checkpoints, measured_in
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_rows, plan_passes, row_of
-from trainer_service.disk import companion_files, write_model
+from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, ModelError
 from trainer_service.loop.learner import train_step
 from trainer_service.ranks import Ranks
+from trainer_service.trained import write_trained
 
 log = get_logger("trainer")
 
@@ -125,8 +125,7 @@ class SftTrainer:
             self._checkpoint(step)
         self._checkpoints.wait()
         files = companion_files(self._job.model, self._job.trainer.dtype)
-        pieces = partial(self._backend.export, TRAINED_MODEL)
-        write_model(self._run_dir / "model", pieces, files, self._ranks)
+        write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
         return True
 
     def _restore(self, restored: Checkpoint | None) -> int:

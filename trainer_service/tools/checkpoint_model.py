@@ -7,13 +7,11 @@ checkpoint of the highest held-out accuracy that is known, of equal ones the new
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError
 from areal_async.launch.runs import Run, find_run
-from trainer_service.backends.base import TRAINED_MODEL
 from trainer_service.checkpoint import (
     accuracies,
     epoch_of,
@@ -22,9 +20,10 @@ from trainer_service.checkpoint import (
     open_checkpoint,
     step_of,
 )
-from trainer_service.disk import companion_files, write_model
+from trainer_service.disk import companion_files
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
+from trainer_service.trained import write_whole
 
 
 def write_checkpoint_model(target: Path, step: str, out: Path) -> int:
@@ -36,11 +35,10 @@ def write_checkpoint_model(target: Path, step: str, out: Path) -> int:
         raise ConfigError("the command line", [mistake])
     folder = run.folder / "checkpoints" / f"step-{_chosen(run, step):06d}"
     checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
-    backend = load_backend(run.job, join_ranks(0, 1))
+    ranks = join_ranks(0, 1)
+    backend = load_backend(run.job, ranks)
     backend.load(folder, checkpoint.manifest.updates)
-    write_model(
-        out, partial(backend.export, TRAINED_MODEL), companion_files(run.job.model, run.job.trainer.dtype)
-    )
+    write_whole(out, run.job, backend, companion_files(run.job.model, run.job.trainer.dtype), ranks)
     return checkpoint.manifest.step
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +22,11 @@ from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
 from trainer_service.data.recording import RecordedStep, Recording
-from trainer_service.disk import companion_files, write_model
+from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
+from trainer_service.trained import write_trained
 
 
 def main(request: ReplayRequest) -> None:
@@ -116,11 +116,7 @@ def replay(
         weights = "weights" if known == steps else f"the weights of {known} steps"
         console.print(f"All steps are bit by bit as recorded: losses, gradient norms and {weights}.")
     if out is not None:
-        write_model(
-            out / "model",
-            partial(backend.export, TRAINED_MODEL),
-            companion_files(run.job.model, section.dtype),
-        )
+        write_trained(out, run.job, backend, ranks, companion_files(run.job.model, section.dtype))
 
 
 def hash_of_weights(backend: TrainingBackend) -> str:

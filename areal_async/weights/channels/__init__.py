@@ -195,6 +195,9 @@ class Nccl(Shm):
                 "Set it to shm, or trainer.ranks to 1",
                 ("trainer.ranks",),
             )
+        if trainer.lora.rank:
+            problem = "`nccl` sends whole weights from device to device, and with trainer.lora there are none"
+            yield Mistake("weights.channel", problem, "Set it to shm, zmq or disk", ("trainer.lora.rank",))
         engine = declared_engine(rollout.engine)
         if engine is not None and (reason := engine.no_group):
             able = (name for name in ENGINES.built_in if not engine_part(name).no_group)

@@ -15,13 +15,15 @@ from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options
 if TYPE_CHECKING:
     import torch
 
-    from areal_async.config.job import JobConfig, OptimizerSection, TrainerSection
+    from areal_async.config.job import JobConfig, LoraSection, OptimizerSection, TrainerSection
     from trainer_service.backends.base import TrainingBackend
     from trainer_service.ranks import Ranks
 
 
 class Fsdp:
     """The part; `backend.py` is what it makes."""
+
+    trains_adapters = True
 
     class Arguments(Section):
         recompute: Literal["none", "selective", "full"] = "none"
@@ -64,6 +66,8 @@ class Fsdp:
         recompute: str = "none",
         offload_optimizer: bool = False,
         replicate: int = 1,
+        lora: LoraSection | None = None,
+        seed: int = 0,
     ) -> TrainingBackend:
         """See `FsdpBackend`."""
         from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -77,6 +81,8 @@ class Fsdp:
             recompute=recompute,
             offload_optimizer=offload_optimizer,
             replicate=replicate,
+            lora=lora,
+            seed=seed,
         )
 
 

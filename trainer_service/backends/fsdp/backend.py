@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from areal_async.config.job import OptimizerSection
+from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, Columns, RankPlace, learning_rate
 from trainer_service.backends.fsdp.head import open_window, packed_columns
@@ -52,10 +52,13 @@ class FsdpBackend:
         recompute: str = "none",
         offload_optimizer: bool = False,
         replicate: int = 1,
+        lora: LoraSection | None = None,
+        seed: int = 0,
     ) -> None:
         """`models` maps names to Hugging Face directories and holds `policy`; `total_updates` is how many
         optimizer updates the whole run makes, for the learning rate's schedule. The other options are those
-        of `Fsdp.Arguments`. Raises `ModelError`."""
+        of `Fsdp.Arguments`; with `lora` adapters are trained, whose first values come of `seed`. Raises
+        `ModelError`."""
         self.place = RankPlace(ranks.rank, ranks.world)
         self._shards_count = ranks.world // replicate
         self._shard_rank = ranks.rank % self._shards_count
@@ -70,19 +73,26 @@ class FsdpBackend:
         self._settings = optimizer
         self._total_updates = total_updates
         self._dtype = dtype
-        self._loaded = {name: load_sharded(folder, ranks, dtype) for name, folder in models.items()}
+        self._loaded = {
+            name: load_sharded(folder, ranks, dtype, lora=lora if name == TRAINED_MODEL else None, seed=seed)
+            for name, folder in models.items()
+        }
         self._models = {name: loaded.module for name, loaded in self._loaded.items()}
         self.tied = self._loaded[TRAINED_MODEL].tied
+        self.adapted = self._loaded[TRAINED_MODEL].adapted
         for name, model in self._models.items():
-            model.requires_grad_(name == TRAINED_MODEL)
+            if lora is None or name != TRAINED_MODEL:
+                model.requires_grad_(name == TRAINED_MODEL)
             # The first forward of FSDP may move the local shards; the optimizer must see them after it.
             open_window(model, ranks.device)
         recompute_blocks(self._models[TRAINED_MODEL], recompute)
-        self._shards = {
-            name: nn.Parameter(_local(parameter))
+        trained = {
+            name: parameter
             for name, parameter in self._models[TRAINED_MODEL].named_parameters()
+            if parameter.requires_grad
         }
-        self._rows = {name: p.shape[0] for name, p in self._models[TRAINED_MODEL].named_parameters()}
+        self._shards = {name: nn.Parameter(_local(parameter)) for name, parameter in trained.items()}
+        self._rows = {name: parameter.shape[0] for name, parameter in trained.items()}
         self._adamw = ShardedAdamW(self._shards, optimizer, offload=offload_optimizer)
         self.updates = 0
 

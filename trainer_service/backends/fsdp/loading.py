@@ -8,7 +8,7 @@ in no file, such as the `inv_freq` of a rotary embedding, each rank's module the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_async.weights.names import NamesMismatch, Storage, storage_of, tied_in_files
+from areal_async.config.job import LoraSection
+from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
+from trainer_service.backends.fsdp.lora import (
+    add_adapters,
+    base_name,
+    first_value,
+    is_adapter,
+    published_name,
+)
 from trainer_service.backends.fsdp.shards import row_range
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
@@ -43,12 +51,14 @@ class LoadedModel:
     """By name of a parameter or persistent buffer; of tied ones by that which the files have."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
+    adapted: Sequence[str] = ()
+    """Names of the layers that have an adapter; of a model with some, the adapters alone are trained."""
 
     def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
         """What this rank gives out of the files' tensors, parameters in `dtype`: what it holds, or to
         `gather` all on rank 0, one parameter at a time. All ranks iterate to the end together."""
         tensors = _tensors(self.module)
-        for name, storage in self.storage.items():
+        for name, storage in (_adapters(tensors) if self.adapted else self.storage).items():
             rows, first, gives = tensors[name].detach(), 0, ranks.first
             if isinstance(rows, DTensor):
                 if ranks.world == 1 or (storage.by_row and not gather):
@@ -61,13 +71,16 @@ class LoadedModel:
                 yield from storage.pieces(rows.contiguous(), first)
 
 
-def load_sharded(folder: Path, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
+def load_sharded(
+    folder: Path, ranks: Ranks, dtype: torch.dtype, *, lora: LoraSection | None = None, seed: int = 0
+) -> LoadedModel:
     """The causal language model in `folder`, sharded over `ranks`: fp32 parameters, computing in `dtype`.
 
+    With `lora` it has adapters, drawn from `seed`, in fp32, and its own parameters are frozen, in `dtype`.
     Raises `ModelError`, on all ranks when one cannot read it."""
     error: Exception | None = None
     try:
-        loaded = _load(folder, ranks, dtype)
+        loaded = _load(folder, ranks, dtype, lora, seed)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, NamesMismatch) as found:
         error = found
     if refused := ranks.largest(0 if error is None else ranks.rank + 1):
@@ -103,17 +116,21 @@ def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
     return start, end, first
 
 
-def _load(folder: Path, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
+def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, lora: LoraSection | None, seed: int) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+            config, dtype=torch.float32 if lora is None else dtype, attn_implementation=PACKED_ATTENTION
         )
     model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
+    adapted: Sequence[str] = ()
     with ExitStack() as stack:
         files = _open_files(folder, stack)
         storage = storage_of(model, {name: tuple(view.get_shape()) for name, view in files.items()})
         tied = tied_in_files(model, storage)
+        if lora is not None:
+            adapted, tied = add_adapters(model, lora), {}
+            storage = {base_name: storage[own] for base_name, own in _of_base(model, storage)}
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)
         model.tie_weights()
@@ -122,9 +139,12 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
             _fill(tensors[name], held, files)
             # What has this mark is left alone by the line that computes what is in no file.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
+    for name in _adapters(tensors):
+        _begin(name, tensors[name], seed)
+        tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
     model.train()
-    return LoadedModel(model, storage, tied)
+    return LoadedModel(model, storage, tied, adapted)
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -161,6 +181,30 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
         piece.tensor.copy_(view[piece.box or ...])
     if whole is not None:
         rows.copy_(whole[first:end])
+
+
+def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Storage]:
+    """The parameters of adapters, and how peft's files hold them."""
+    return {
+        name: BoxOfFile(published_name(name), tuple(tensor.shape), (0,) * tensor.dim())
+        for name, tensor in tensors.items()
+        if is_adapter(name)
+    }
+
+
+def _of_base(model: nn.Module, storage: Mapping[str, Storage]) -> Iterator[tuple[str, str]]:
+    """(name now, name before) of the tensors of a model that was given adapters."""
+    for name in _tensors(model):
+        if (before := base_name(name)) in storage:
+            yield name, before
+
+
+@torch.no_grad()
+def _begin(name: str, tensor: Tensor, seed: int) -> None:
+    """Give an adapter's parameter its first values."""
+    assert isinstance(tensor, DTensor)
+    first, end, _ = local_rows(tensor)
+    tensor.to_local().copy_(first_value(name, tensor.shape, seed)[first:end])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

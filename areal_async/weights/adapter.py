@@ -1,0 +1,254 @@
+"""Adapters (LoRA) on their way to the engines: what is published are the few bytes of the adapter, and each
+host makes the whole weights of them and of the base model that it has.
+
+A snapshot of an adapter has peft's `adapter_config.json` among its files, and its tensors have peft's names.
+With W [out, in] of the base, A [r, in] and B [out, r] of the adapter, the merged weight is
+W + (alpha / r) · B A (Hu et al. 2021, "LoRA", section 4.1), computed in float32 and then rounded.
+
+Promises: the merged directory is there whole or not at all; one process of a host makes it; it holds exactly
+the tensors of the base model's files, under their names, and each target of the adapter is merged or the
+whole is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from areal_async.errors import SnapshotError
+from areal_async.rpc.schema import VersionTag
+from areal_async.weights.channels.host_cache import HostCache
+from areal_async.weights.layout import DTYPE_OF, box_of, plan_layout
+from areal_async.weights.manifest import MANIFEST_FILE, Manifest
+from areal_async.weights.pieces import whole_piece
+from areal_async.weights.snapshot import MODEL_FILE, Snapshot
+from areal_async.weights.tensor_file import MappedFile, fill
+
+CONFIG_FILE = "adapter_config.json"
+PREFIX = "base_model.model."
+"""What peft puts before the name of the module that an adapter changes."""
+
+
+class LoraFile(msgspec.Struct):
+    """The part of `adapter_config.json` that merging needs."""
+
+    r: int
+    lora_alpha: float
+
+
+class _BaseTensor(NamedTuple):
+    file: Any
+    shape: list[int]
+    dtype: torch.dtype
+
+
+def is_adapter(manifest: Manifest) -> bool:
+    """Whether the snapshot is an adapter, which only a base model makes weights."""
+    return any(sidecar.file == CONFIG_FILE for sidecar in manifest.sidecars)
+
+
+def scale_of(folder: Path) -> float:
+    """alpha / r of the adapter in `folder`. Raises `SnapshotError`."""
+    try:
+        config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=LoraFile)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SnapshotError(f"{folder} has no readable {CONFIG_FILE}: {error}") from error
+    return config.lora_alpha / config.r
+
+
+class BaseWeights:
+    """The weights in a Hugging Face directory, read tensor by tensor from its safetensors files."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Tensors of floating point are given as `dtype`. Raises `SnapshotError` for files that cannot be
+        read."""
+        self.folder = folder
+        self._dtype = dtype
+        self._files = ExitStack()
+        self._tensors: dict[str, _BaseTensor] = {}
+        try:
+            for path in sorted(folder.glob("*.safetensors")):
+                file = self._files.enter_context(safe_open(path, framework="pt"))
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    part = file.get_slice(name)
+                    self._tensors[name] = _BaseTensor(file, part.get_shape(), DTYPE_OF[part.get_dtype()])
+        except (OSError, SafetensorError, KeyError) as error:
+            raise SnapshotError(f"the base model {folder} cannot be read: {error}") from error
+        if not self._tensors:
+            raise SnapshotError(f"the base model {folder} has no safetensors files")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def empty(self) -> dict[str, Tensor]:
+        """Each tensor of the merged model by name: its shape and dtype, on the meta device."""
+        return {
+            name: torch.empty(found.shape, dtype=self._published(found.dtype), device="meta")
+            for name, found in self._tensors.items()
+        }
+
+    def merged(self, adapter: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
+
+        `adapter` has peft's names. Raises `SnapshotError` where it changes what the base does not have."""
+        targets = self._targets(adapter)
+        for name, found in self._tensors.items():
+            tensor = found.file.get_tensor(name)
+            if name in targets:
+                a, b = (adapter[key].to("cpu", torch.float32) for key in targets[name])
+                tensor = tensor.float() + scale * (b @ a)
+            yield name, tensor.to(self._published(found.dtype))
+
+    def _published(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if dtype.is_floating_point else dtype
+
+    def _targets(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
+        """Base tensor -> the names of the adapter's A and B."""
+        targets = {}
+        for key, a in adapter.items():
+            module, found, _ = key.partition(".lora_A.")
+            if not found:
+                continue
+            name, other = f"{module.removeprefix(PREFIX)}.weight", f"{module}.lora_B.weight"
+            base, b = self._tensors.get(name), adapter.get(other)
+            if (
+                base is None
+                or b is None
+                or base.shape != [b.shape[0], a.shape[1]]
+                or a.shape[0] != b.shape[1]
+            ):
+                raise SnapshotError(
+                    f"the adapter's {key} does not fit the base model {self.folder}: {name} is "
+                    f"{base.shape if base is not None else 'not in its files'}"
+                )
+            targets[name] = (key, other)
+        if 2 * len(targets) != len(adapter):
+            raise SnapshotError(
+                f"the adapter has tensors that are no A or B of a layer: {sorted(adapter)[:3]}"
+            )
+        return targets
+
+
+def write_merged(
+    base: BaseWeights,
+    adapter: Mapping[str, Tensor],
+    scale: float,
+    files: Mapping[str, bytes | Path],
+    into: Path,
+) -> None:
+    """Make `into` a directory that transformers and every engine can load: the base merged with the adapter,
+    beside `files`, of which a manifest is written last. Raises `SnapshotError`, and `OSError`; nothing is
+    left behind then."""
+    staging = into.with_name(f".merging-{into.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        boxes = [box_of(whole_piece(name, tensor)) for name, tensor in base.empty().items()]
+        layout = plan_layout([boxes], MODEL_FILE)
+        mapped = MappedFile(staging / MODEL_FILE, layout.size_bytes)
+        try:
+            mapped.write(0, layout.header)
+            for name, tensor in base.merged(adapter, scale):
+                fill(mapped, layout, whole_piece(name, tensor))
+            mapped.flush()
+        finally:
+            mapped.close()
+        for name in sorted(files, key=lambda name: name == MANIFEST_FILE):
+            content = files[name]
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            (staging / name).write_bytes(data)
+        shutil.rmtree(into, ignore_errors=True)
+        os.rename(staging, into)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+class MergedWeights(NamedTuple):
+    """An adapter's snapshot merged with the base: what an engine is given. `path` is the merged directory, or
+    for an engine that takes `tensors` the adapter's own."""
+
+    tag: VersionTag
+    path: Path
+    tensors: Mapping[str, Tensor]
+
+
+class Merger:
+    """Makes whole weights of a job's adapter snapshots, in one process. Directories lie under `root`, which
+    all processes of the host share."""
+
+    def __init__(self, base: Path, dtype: torch.dtype, root: Path, *, tensors: bool) -> None:
+        """`tensors`: the engine takes tensors, and no directory is made."""
+        self._base, self._dtype = base, dtype
+        self._cache = HostCache(root)
+        self._tensors = tensors
+        self._weights: BaseWeights | None = None
+
+    async def merged(self, snapshot: Snapshot, manifest_hash: str) -> MergedWeights:
+        """The verified adapter `snapshot`, merged. Raises `SnapshotError`."""
+        if self._tensors:
+            return await asyncio.to_thread(self._in_memory, snapshot)
+
+        async def make() -> None:
+            await asyncio.to_thread(self._on_disk, snapshot)
+
+        path = await self._cache.obtain(snapshot.tag.label, manifest_hash, make)
+        return MergedWeights(snapshot.tag, path, {})
+
+    def served(self, tag: VersionTag, *, failed: bool = False) -> None:
+        """This process serves `tag` now, or `failed` to: directories that it no longer needs may go."""
+        self._cache.served(tag.label, failed=failed)
+
+    def close(self) -> None:
+        self._cache.close()
+        if self._weights is not None:
+            self._weights.close()
+
+    def _opened(self) -> BaseWeights:
+        if self._weights is None:
+            self._weights = BaseWeights(self._base, self._dtype)
+        return self._weights
+
+    def _in_memory(self, snapshot: Snapshot) -> MergedWeights:
+        tensors = dict(self._opened().merged(snapshot.tensors, scale_of(snapshot.path)))
+        return MergedWeights(snapshot.tag, snapshot.path, tensors)
+
+    def _on_disk(self, snapshot: Snapshot) -> None:
+        try:
+            files = {p.name: p for p in snapshot.path.iterdir() if p.name not in (MODEL_FILE, CONFIG_FILE)}
+            into = self._cache.path(snapshot.tag.label)
+            # Its manifest says what it was made of.
+            write_merged(self._opened(), snapshot.tensors, scale_of(snapshot.path), files, into)
+        except OSError as error:
+            raise SnapshotError(f"{snapshot.tag.label} cannot be merged: {error}") from error
+
+
+def adapter_config(*, rank: int, alpha: float, targets: list[str], base: Path) -> bytes:
+    """The content of `adapter_config.json`, as peft, vLLM and SGLang read it; `targets` are full names of the
+    modules."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(targets),
+    }
+    return json.dumps(config, indent=2).encode() + b"\n"
