@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +188,10 @@ def private_bytes(pid: int) -> int:
 
 def shared_bytes(root: Path) -> int:
     total = 0
-    for path in root.rglob("*"):
-        try:
-            total += path.stat().st_blocks * 512 if path.is_file() else 0
-        except OSError:  # it was renamed or removed
-            continue
+    for folder, _, names in os.walk(root):  # which passes over folders that are removed meanwhile
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
     return total
 
 
