@@ -13,9 +13,12 @@ import torch
 from agreement import job_for, write_sharp_model
 from safetensors.torch import load_file
 
-from areal_async.config.job import OptimizerSection
+from areal_async.config.engines import engine_part
+from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
+from areal_async.weights.adapter import CONFIG_FILE, Merger, adapter_config
+from areal_async.weights.manifest import MANIFEST_FILE, hash_of
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine
@@ -28,6 +31,7 @@ from trainer_service.ranks import join_ranks
 
 pytestmark = pytest.mark.timeout(400)  # of a server's start
 BOUND = 1e-4
+LORA = LoraSection(rank=4, alpha=8.0)
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=16, seed=5)
 
 
@@ -51,6 +55,10 @@ def logprobs_of(backend: FsdpBackend, batch: MicroBatch) -> np.ndarray:
 def write(backend: FsdpBackend, model: Path, root: Path, version: int) -> Snapshot:
     tensors = whole_tensors(backend.export(TRAINED_MODEL))
     files = companion_files(model, "float32")
+    if backend.adapted:
+        files[CONFIG_FILE] = adapter_config(
+            rank=LORA.rank, alpha=LORA.alpha, targets=list(backend.adapted), base=model
+        )
     tag = VersionTag("policy", 1, version)
     return open_snapshot(write_snapshot(root, tag, tensors, files=files, tied=backend.tied).path)
 
@@ -63,7 +71,7 @@ def write(backend: FsdpBackend, model: Path, root: Path, version: int) -> Snapsh
         pytest.param("vllm", marks=pytest.mark.engine, id="vllm"),
     ],
 )
-def test_a_trained_mixture_is_served_as_it_was_trained_before_and_after_an_update(
+def test_a_trained_mixture_and_its_adapter_are_served_as_they_were_trained(
     engine: str, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     model = write_sharp_model(tmp_path / "model", endless=True, experts=8)
@@ -88,7 +96,7 @@ def test_a_trained_mixture_is_served_as_it_was_trained_before_and_after_an_updat
         requests = [GenerateRequest(f"{name}{n}", ids, SAMPLING) for n, ids in enumerate(prompts)]
         return [await server.generate(request) for request in requests]
 
-    async def update(snapshot: Snapshot) -> None:
+    async def update(snapshot: Any) -> None:
         await server.pause()
         await server.load(snapshot)
         await server.resume()
@@ -114,5 +122,25 @@ def test_a_trained_mixture_is_served_as_it_was_trained_before_and_after_an_updat
         backend.train([batch], lambda index, columns: -columns["logp"].mean())
         backend.optimizer_step()
         assert np.abs(said - logprobs_of(backend, batch)).max() > 100 * BOUND  # an old expert would show
+
+        adapted = FsdpBackend(models, section, ranks, dtype=torch.float32, total_updates=2, lora=LORA)
+        for _ in range(2):  # B begins as zeros, so A moves from the second update on
+            adapted.train([batch], lambda index, columns: -columns["logp"].mean())
+            adapted.optimizer_step()
+        third = write(adapted, model, tmp_path, 2)
+        assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in third.tensors} == {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+        }
+        in_memory = engine_part(engine).needs == "tensors"
+        merger = Merger(model, torch.float32, tmp_path / "merged", tensors=in_memory)
+        run(update(run(merger.merged(third, hash_of((third.path / MANIFEST_FILE).read_bytes())))))
+        answers = run(ask("adapter"))
+        batch = batch_of(prompts, answers)
+        said = np.concatenate([answer.logprobs for answer in answers])
+        np.testing.assert_allclose(said, logprobs_of(adapted, batch), atol=BOUND, rtol=0)
+        assert {int(v) for answer in answers for v in answer.versions} == {2}
     finally:
         run(server.stop())

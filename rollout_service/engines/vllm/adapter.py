@@ -56,7 +56,7 @@ from rollout_service.engines.vllm.messages import (
     parse,
     probe,
 )
-from rollout_service.engines.vllm.weights import is_tied, untied
+from rollout_service.engines.vllm.weights import is_mixture, is_tied, untied
 
 KV_CACHE_GIB = 1  # The server would otherwise take a large share of a CPU machine's memory
 RESERVED = {
@@ -79,6 +79,9 @@ RESERVED = {
 """Flags that a job file may not give, and why or what to do instead."""
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Its import path: on a CPU vLLM takes its short name for another."""
+INSIDE = Path(__file__).with_name("inside")
+EXTENSION = "areal_vllm_cpu.CpuReload"
+"""What is added to the server's worker on a CPU; its module lies in `INSIDE`."""
 SEVERAL_RANKS = {"tensor-parallel-size", "pipeline-parallel-size"}  # Flags with which one process does not do
 
 
@@ -113,6 +116,7 @@ def command(launch: Launch) -> list[str]:
                 "many machines announce and do not have: set it to float32"
             )
         flags["enforce-eager"] = True
+        flags["worker-extension-cls"] = EXTENSION
         # Where one step takes only a part of a prompt, the server turns the generator of a seeded request
         # back. A CPU's cannot be: the server would die of it.
         flags["no-enable-chunked-prefill"] = True
@@ -136,6 +140,7 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
     }
     if launch.settings.device == "cpu":
+        found["PYTHONPATH"] = str(INSIDE)
         found["OMP_NUM_THREADS"] = str(launch.settings.torch_threads)
         found.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
         # By default each server binds its threads to the same first cores.
@@ -189,6 +194,11 @@ class VllmAdapter(ServerAdapter):
         self._owner = secrets.token_hex(4)
         release = await probe(client, max_model_len=self.max_model_len, tied=is_tied(weights.path))
         if self.settings.url is not None:
+            if self.settings.device == "cpu" and is_mixture(self.model):
+                raise EngineError(
+                    f"{client.name} runs on a CPU, where vLLM reloads a mixture of experts wrongly: remove "
+                    "rollout.server.urls, so that a server is started that reloads it right"
+                )
             # Whatever it did before, it is this engine's now.
             await _control(client, "/pause?mode=abort&clear_cache=true", VllmStatus)
             await self.load(client, await self.prepare(client, weights))
@@ -257,6 +267,9 @@ class VllmAdapter(ServerAdapter):
     async def load(self, client: ServerClient, weights: Directory) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.path)}}
         try:
+            if self.settings.device == "cpu" and self.settings.url is None:
+                forget = {"method": "forget_packed_experts"}
+                await _control(client, "/collective_rpc", Results, forget)
             await _control(client, "/collective_rpc", Results, call, timeout_s=RELOAD_TIMEOUT_S)
         finally:
             self._tidy()
