@@ -1,13 +1,15 @@
-"""Memory and time of the trainer's output layer in chunks, and of recomputed activations.
+"""Memory and time of the trainer's output layer in tiles, and of recomputed activations.
 
     python benchmarks/trainer_memory.py [--json FILE]
 
-- `head`: at the vocabulary of Qwen2.5 and Qwen3, bytes for each trained token of the most memory at one time
-  in a forward and a backward pass of the output layer, above its parameters, their gradient and that of the
-  hidden states; in chunks and with all logits at once, in the same run. In fp32 the log-probs and gradients
-  of the two are compared; in bfloat16 those of each with the exact ones.
-- `recompute`: peak of an update of a small model with long rows, by `recompute`, and its time.
-- `tiny`: time of the passes of a step of a model with the quickstart's vocabulary, in chunks over at once.
+- `head`: at the vocabulary of Qwen2.5 and Qwen3, the most bytes at one time in a forward and a backward pass
+  of the output layer, above its parameters, their gradient and that of the hidden states, at several numbers
+  of trained tokens: for each token of each number, and as a constant and a slope (least squares over those
+  numbers). At `COMPARED` tokens also with all logits at once, in the same run. In fp32 the log-probs and
+  gradients of the two are compared; in bfloat16 those of each with the exact ones.
+- `recompute`: peak of updates of a small model with long rows, by `recompute` and with offloaded moments,
+  beside the plan's figure, and the time of one over that of one that recomputes nothing.
+- `tiny`: time of the passes of a step of a model with the quickstart's vocabulary, in tiles over at once.
 
 Memory is counted by torch's profiler of its CPU allocator; times are medians of ratios of neighbouring runs.
 """
@@ -16,17 +18,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from memory import allocated_peak, packed_rows, train_once, write_random_model
+from memory import allocated_peak, measure, packed_rows, train_once, write_random_model
 from torch import Tensor
 
 from areal_async.config.job import OptimizerSection
@@ -40,10 +42,19 @@ from trainer_service.ranks import join_ranks
 VOCABULARY = 151_936
 MIB = 2**20
 BAR_MIB = 0.06
+TOKENS = (1024, 2048, 4096)
+COMPARED = 2048
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"offload_optimizer": True},
+    {"recompute": "full", "offload_optimizer": True},
+)
 
 
 def whole_columns(head: Head, hidden: Tensor, batch: MicroBatch, names: Any) -> dict[str, Tensor]:
-    """The columns from all logits at once, with autograd, as before chunks."""
+    """The columns from all logits at once, with autograd, as before tiles."""
     logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
     scaled = logits / batch.temperature[:, None]
     logp = -torch.nn.functional.cross_entropy(scaled, batch.target, reduction="none")
@@ -53,53 +64,85 @@ def whole_columns(head: Head, hidden: Tensor, batch: MicroBatch, names: Any) -> 
     return {"logp": logp, "entropy": -(wide.exp() * wide).sum(-1)}
 
 
-def head_case(tokens: int, hidden_size: int, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, Any]:
-    """Bytes a token in chunks and at once, and how far the two are apart."""
+def head_case(hidden_size: int, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, Any]:
+    """MiB of each token in tiles and at once, and how far the two are apart."""
+    row: dict[str, Any] = {"hidden": hidden_size, "dtype": str(dtype)[6:], "columns": names}
+    peaks = {}
+    for tokens in TOKENS:
+        found: dict[str, Pass] = {"tiles": head_pass(columns_of_units, tokens, hidden_size, dtype, names)}
+        peaks[tokens] = found["tiles"].extra_mib
+        if tokens == COMPARED:
+            found["whole"] = head_pass(whole_columns, tokens, hidden_size, dtype, names)
+            exact = "whole"
+            if dtype != torch.float32:
+                exact = "exact"
+                found[exact] = head_pass(whole_columns, tokens, hidden_size, dtype, names, exact=True)
+            row |= comparison(found, exact) | {
+                "whole_mib_per_token": round(found["whole"].extra_mib / tokens, 4),
+                "tiles_s": round(found["tiles"].seconds, 2),
+                "whole_s": round(found["whole"].seconds, 2),
+            }
+        found.clear()
+        gc.collect()
+    slope, constant = statistics.linear_regression(list(peaks), list(peaks.values()))
+    per_token = {tokens: round(peak / tokens, 4) for tokens, peak in peaks.items()}
+    return row | {
+        "tiles_mib_per_token": per_token,
+        "tiles_slope_mib_per_token": round(slope, 4),
+        "tiles_constant_mib": round(constant, 1),
+        "within_bar": max(per_token.values()) <= BAR_MIB,
+    }
+
+
+class Pass(NamedTuple):
+    """A forward and a backward pass of the output layer."""
+
+    logp: Tensor
+    gradients: dict[str, Tensor]
+    extra_mib: float
+    """The peak without the gradients that the pass leaves."""
+    seconds: float
+
+
+def head_pass(
+    columns_by: Callable[..., Any],
+    tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    *,
+    exact: bool = False,
+) -> Pass:
+    """One on random numbers of `dtype`, always the same, computed in fp32 with `exact`."""
     random = torch.Generator().manual_seed(0)
+    precise = torch.float32 if exact else dtype
     weight = (torch.randn(VOCABULARY, hidden_size, generator=random) * 2 / hidden_size**0.5).to(dtype)
     hidden = torch.randn(tokens, hidden_size, generator=random).to(dtype)
+    w = weight.to(precise).requires_grad_()
+    h = hidden.to(precise).requires_grad_()
     batch = packed_rows(tokens, VOCABULARY, share=1.0)
-    found: dict[str, Any] = {}
+    told: dict[str, Any] = {}
 
-    def run(way: str, columns_by: Callable[..., Any], exact: bool) -> None:
-        precise = torch.float32 if exact else dtype
-        w = weight.to(precise, copy=True).requires_grad_()
-        h = hidden.to(precise, copy=True).requires_grad_()
-        seconds = 0.0
+    def passes() -> None:
+        begun_s = time.perf_counter()
+        columns = columns_by(Head(w, None), h, batch, names)
+        sum(column.sum() for column in columns.values()).backward()
+        told.update(logp=columns["logp"].detach(), seconds=time.perf_counter() - begun_s)
 
-        def passes() -> None:
-            nonlocal seconds
-            begun_s = time.perf_counter()
-            columns = columns_by(Head(w, None), h, batch, names)
-            sum(column.sum() for column in columns.values()).backward()
-            found[way] = [columns["logp"].detach()]
-            seconds = time.perf_counter() - begun_s
+    peak = allocated_peak(passes)
+    gradients = {"hidden": h.grad, "weight": w.grad}
+    left = sum(g.nbytes for g in gradients.values() if g is not None)
+    return Pass(told["logp"], gradients, (peak - left) / MIB, told["seconds"])
 
-        peak = allocated_peak(passes)
-        gradients = [t.grad for t in (h, w) if t.grad is not None]
-        # In bfloat16 the weight's gradient is summed up in fp32: a constant, not a cost of each token.
-        size = sum(g.numel() * 4 for g in gradients)
-        found[way] = [*found[way], *gradients, (peak - size) / tokens / MIB, seconds]
 
-    run("chunks", columns_of_units, False)
-    run("whole", whole_columns, False)
-    exact_way = "whole"
-    if dtype != torch.float32:
-        run("exact", whole_columns, True)
-        exact_way = "exact"
-    row: dict[str, Any] = {"tokens": tokens, "hidden": hidden_size, "dtype": str(dtype)[6:], "columns": names}
-    for way in ("chunks", "whole"):
-        logp, *gradients, mib, seconds = found[way]
-        row[f"{way}_mib_per_token"] = round(mib, 4)
-        row[f"{way}_s"] = round(seconds, 2)
-        if way != exact_way:
-            want, *wanted, _, _ = found[exact_way]
-            row[f"{way}_logp_difference"] = float((logp - want).abs().max())
-            for name, mine, exact in zip(("hidden", "weight"), gradients, wanted, strict=True):
-                gap = (mine.float() - exact).abs().max() / exact.abs().max()
-                row[f"{way}_{name}_gradient_difference"] = float(gap)
-    found.clear()
-    gc.collect()
+def comparison(found: dict[str, Pass], exact: str) -> dict[str, float]:
+    """How far each pass is from the one called `exact`; gradients as shares of its largest."""
+    row = {}
+    for way in {"tiles", "whole"} - {exact}:
+        row[f"{way}_logp_difference"] = float((found[way].logp - found[exact].logp).abs().max())
+        for name, want in found[exact].gradients.items():
+            gap = (found[way].gradients[name].float() - want).abs().max() / want.abs().max()
+            row[f"{way}_{name}_gradient_difference"] = float(gap)
     return row
 
 
@@ -114,26 +157,26 @@ def backend_of(folder: Path, **arguments: Any) -> FsdpBackend:
     )
 
 
-def recompute_case(tokens: int) -> dict[str, Any]:
-    """Peak above what is held and seconds of an update of each way, in one run."""
-    row: dict[str, Any] = {"tokens": tokens}
-    with tempfile.TemporaryDirectory() as scratch:
-        write_random_model("qwen2", Path(scratch))
-        batch = packed_rows(tokens, 8192)
-        for how in ("none", "selective", "full"):
-            backend = backend_of(Path(scratch), recompute=how)
+def recompute_case(tokens: int) -> list[dict[str, Any]]:
+    """Peak with all that is held, beside the plan's, and seconds of an update of each way, in one run."""
+    rows = []
+    for arguments in WAYS:
+        row = measure("qwen2", "float32", tokens, arguments)
+        with tempfile.TemporaryDirectory() as scratch:
+            write_random_model("qwen2", Path(scratch))
+            backend, batch = backend_of(Path(scratch), **arguments), packed_rows(tokens, 8192)
             train_once(backend, [batch])
-            row[f"{how}_peak_mib"] = round(allocated_peak(partial(train_once, backend, [batch])) / MIB, 1)
             begun_s = time.perf_counter()
             train_once(backend, [batch])
-            row[f"{how}_s"] = round(time.perf_counter() - begun_s, 2)
-    return row
+            seconds = time.perf_counter() - begun_s
+        rows.append(row | {"seconds": round(seconds, 2)})
+    return [row | {"time_over_first": round(row["seconds"] / rows[0]["seconds"], 2)} for row in rows]
 
 
 def tiny_case(rounds: int) -> dict[str, Any]:
-    """Time of a step's passes in chunks over that with all logits at once."""
+    """Time of a step's passes in tiles over that with all logits at once."""
     ratios = []
-    chunked: Any = backend_module.packed_columns
+    tiled: Any = backend_module.packed_columns
 
     def at_once(model: Any, batch: MicroBatch, names: Any) -> Any:
         def run(inside: Any) -> Any:
@@ -159,14 +202,14 @@ def tiny_case(rounds: int) -> dict[str, Any]:
             return time.perf_counter() - begun_s
 
         for _ in range(3):
-            seconds(chunked)
+            seconds(tiled)
             seconds(at_once)
         for index in range(rounds):
-            first, second = (chunked, at_once) if index % 2 else (at_once, chunked)
+            first, second = (tiled, at_once) if index % 2 else (at_once, tiled)
             times = {first: seconds(first), second: seconds(second)}
-            ratios.append(times[chunked] / times[at_once])
-    backend_module.packed_columns = chunked
-    return {"rounds": rounds, "chunks_over_whole": round(statistics.median(ratios), 4)}
+            ratios.append(times[tiled] / times[at_once])
+    backend_module.packed_columns = tiled
+    return {"rounds": rounds, "tiles_over_whole": round(statistics.median(ratios), 4)}
 
 
 def main() -> None:
@@ -176,13 +219,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"vocabulary": VOCABULARY, "bar_mib_per_token": BAR_MIB, "head": []}
-    for tokens, dtype, names in (
-        (2048, torch.float32, ("logp",)),
-        (3072, torch.float32, ("logp",)),
-        (2048, torch.float32, ("logp", "entropy")),
-        (2048, torch.bfloat16, ("logp",)),
-    ):
-        row = head_case(tokens, options.hidden, dtype, names)
+    for dtype, names in itertools.product((torch.float32, torch.bfloat16), (("logp",), ("logp", "entropy"))):
+        row = head_case(options.hidden, dtype, names)
         result["head"].append(row)
         print(row, flush=True)
     result["recompute"] = recompute_case(4096)

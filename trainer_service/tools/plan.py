@@ -102,7 +102,7 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
             "AdamW moments (fp32)": rank.optimizer,
             "gathered parameters, root and a block": rank.working,
             "gradients before they are reduced": rank.unreduced,
-            "head, a chunk of positions": rank.head,
+            "head, a tile of the vocabulary": rank.head,
         },
         "bytes_per_token": {
             "activations": rank.activations_per_token,

@@ -14,6 +14,7 @@ from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer.conftest import write_model as write_tiny_model
 from trainer_service.backends.base import learning_rate
 from trainer_service.backends.fsdp.backend import FsdpBackend
+from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
 from trainer_service.data.microbatch import build_micro_batch, row_of
 from trainer_service.disk import companion_files, write_model
@@ -90,6 +91,20 @@ def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tie
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(tensors[name], parameter.detach(), atol=2e-5, rtol=1e-4)
     assert set(tensors) == {name for name, _ in model.named_parameters()}
+
+
+def test_the_norm_is_that_of_the_gradients_in_double_precision(model_dir, monkeypatch):
+    """Its error in single precision grows with the number of gradients, and differs with their cut."""
+    backend, squares = _backend(model_dir), []
+
+    def note(self, lr):
+        squares.extend(shard.grad.double().square().sum() for shard in self._shards.values())
+
+    monkeypatch.setattr(ShardedAdamW, "step", note)
+    # Small enough not to be clipped, so that the optimizer sees what the norm is of.
+    backend.train([_batch(_rows())], lambda index, columns: 1e-3 * columns["logp"].sum())
+    assert 0 < (norm := backend.optimizer_step()) < OPTIMIZER.clip_grad_norm
+    assert norm == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-12)
 
 
 def test_buffers_that_no_file_holds_are_filled(model_dir):
@@ -238,7 +253,7 @@ def test_an_export_loads_with_transformers(model_dir, untied_model_dir, tmp_path
     source = model_dir if tied else untied_model_dir
     backend = _backend(source, dtype=getattr(torch, dtype))
     for _ in range(2):  # the second replaces the first
-        write_model(tmp_path / "model", _weights(backend), companion_files(source, dtype))
+        write_model(tmp_path / "model", lambda: backend.export("policy"), companion_files(source, dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True)
     assert model.dtype == getattr(torch, dtype)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and their gradients in chunks are those of the whole logits."""
+"""Log-probs, entropies and their gradients in tiles are those of the whole logits."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from areal_async.config.job import OptimizerSection
 from tests.unit.families import VOCABULARY
 from tests.unit.trainer.conftest import write_model
-from trainer_service.backends.fsdp import head as head_module
+from trainer_service.backends.fsdp import memory
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.head import Head, columns_of_units
 from trainer_service.data.microbatch import build_micro_batch, row_of
@@ -65,19 +65,17 @@ def _gradients(columns_by, head, hidden, batch, names, coefficients):
     return {name: columns[name].detach() for name in names}, found
 
 
-def _both(head, batch, names, monkeypatch=None, *, elements=None):
-    """Columns and gradients in chunks, and of the plain computation in fp32."""
+def _both(head, batch, names):
+    """Columns and gradients in tiles, and of the plain computation in fp32."""
     width = head.weight.shape[1]
     random = torch.Generator().manual_seed(7)
     hidden = torch.randn(len(batch.target), width, generator=random).to(head.weight.dtype).requires_grad_()
     coefficients = {name: torch.randn(len(batch.target), generator=random) for name in names}
-    if elements is not None:
-        monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", elements)
 
-    def chunked(head, hidden, batch):
+    def tiled(head, hidden, batch):
         return columns_of_units(head, hidden, batch, names)
 
-    own = _gradients(chunked, head, hidden, batch, names, coefficients)
+    own = _gradients(tiled, head, hidden, batch, names, coefficients)
     wide = Head(
         head.weight.detach().float().requires_grad_(),
         None if head.bias is None else head.bias.detach().float().requires_grad_(),
@@ -88,23 +86,28 @@ def _both(head, batch, names, monkeypatch=None, *, elements=None):
     return own, _gradients(_plain, wide, exact, batch, names, coefficients)
 
 
+@pytest.fixture
+def narrow(monkeypatch):
+    """Tiles are as narrow as they are in a large micro-batch."""
+    monkeypatch.setattr(memory, "LEAST_LOGITS_BYTES", 0)
+
+
 @pytest.mark.parametrize("names", [("logp",), ("entropy",), ("logp", "entropy")], ids="+".join)
 @pytest.mark.parametrize(
     "options",
     [{}, {"bias": True}, {"scale": 0.25}, {"cap": 4.0}, {"bias": True, "scale": 3.0, "cap": 2.0}],
     ids=["plain", "bias", "scale", "cap", "all"],
 )
-def test_chunks_compute_what_the_whole_does(names, options, monkeypatch):
+def test_tiles_compute_what_the_whole_does(names, options, narrow):
     head, batch = _head(97, 24, **options), _batch(53, 97)
-    own, exact = _both(head, batch, names, monkeypatch, elements=97)
+    own, exact = _both(head, batch, names)
     for name in names:
         torch.testing.assert_close(own[0][name], exact[0][name], atol=1e-5, rtol=1e-5)
     for mine, want in zip(own[1], exact[1], strict=True):
         torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-4)
 
 
-def test_greedy_in_chunks_is_that_of_the_whole(monkeypatch):
-    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 17)
+def test_greedy_in_tiles_is_that_of_the_whole(narrow):
     head, batch = _head(17, 24), _batch(200, 17)
     hidden = torch.randn(200, 24, generator=torch.Generator().manual_seed(1))
     (found,) = columns_of_units(head, hidden, batch, ("greedy",)).values()
@@ -132,18 +135,19 @@ def test_a_frozen_output_layer_gets_no_gradient():
     assert hidden.grad.any()
 
 
-def test_bfloat16_adds_up_the_weights_gradient_in_fp32(monkeypatch):
-    """Twenty chunks added up in bfloat16 would be off by several times more than one product's rounding."""
-    names, batch = ("logp",), _batch(2000, 13)
-    own, exact = _both(_head(13, 24, dtype=torch.bfloat16), batch, names, monkeypatch, elements=13)
+def test_bfloat16_adds_up_the_gradient_of_hidden_states_in_fp32(narrow):
+    """Some fifty tiles added up in bfloat16 would be off by several times more than one product's rounding;
+    the weight's gradient is one product."""
+    names, batch = ("logp",), _batch(400, 501)
+    own, exact = _both(_head(501, 24, dtype=torch.bfloat16), batch, names)
     assert (own[0]["logp"] - exact[0]["logp"]).abs().max() < 0.1
     for mine, want in zip(own[1], exact[1], strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine.float() - want).norm() < 0.006 * want.norm()
 
 
-class _Peak(TorchDispatchMode):
-    """The largest tensor that any operator makes, in elements."""
+class _Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator gives."""
 
     largest = 0
 
@@ -155,17 +159,20 @@ class _Peak(TorchDispatchMode):
         return out
 
 
-def test_at_a_wide_vocabulary_no_tensor_is_as_large_as_all_logits():
-    """Neither direction makes one beyond a chunk of the least size, here less than a fifth of all logits."""
-    head, batch = _head(WIDE, 8), _batch(600, WIDE)
-    hidden = torch.randn(600, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
-    with _Peak() as peak:
+@pytest.mark.parametrize(("dtype", "bytes_"), [(torch.float32, 8), (torch.bfloat16, 10)], ids=["f32", "bf16"])
+def test_at_a_wide_vocabulary_no_tensor_is_as_large_as_all_logits(dtype, bytes_):
+    """A number of a tile takes `bytes_` in all its tensors; they have 32 MiB together here, and no tensor has
+    a tenth of all logits."""
+    head, batch = _head(WIDE, 8, dtype=dtype), _batch(600, WIDE)
+    hidden = torch.randn(600, 8, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+    with _Largest() as found:
         columns = columns_of_units(head, hidden, batch, ("logp", "entropy"))
         (columns["logp"].sum() + columns["entropy"].sum()).backward()
-    assert peak.largest <= head_module.CHUNK_ELEMENTS < 600 * WIDE / 5
-    with torch.no_grad():
-        want = _plain(head, hidden[:40], _batch_head(batch, 40))
-    torch.testing.assert_close(columns["logp"][:40].detach(), want["logp"], atol=1e-5, rtol=1e-5)
+    assert max(WIDE * 8, 2**25 * 0.9 / bytes_) <= found.largest <= 2**25 / bytes_ < 600 * WIDE / 10
+    if dtype == torch.float32:
+        with torch.no_grad():
+            want = _plain(head, hidden[:40], _batch_head(batch, 40))
+        torch.testing.assert_close(columns["logp"][:40].detach(), want["logp"], atol=1e-5, rtol=1e-5)
 
 
 def _batch_head(batch, n):

@@ -58,7 +58,9 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
 
 
 def _backend(folder, kind=FsdpBackend, lr=1e-6):
-    section = OptimizerSection().model_copy(update={"lr": lr})
+    """With an epsilon of 1e-3: at 1e-8 Adam moves a weight whose gradient is mere rounding by up to the whole
+    learning rate, and steps would be compared by that."""
+    section = OptimizerSection().model_copy(update={"lr": lr, "eps": 1e-3})
     return kind({"policy": folder}, section, join_ranks(0, 1), dtype=torch.float32, total_updates=100)
 
 
@@ -70,9 +72,9 @@ def _step(folder, batch, blobs, *, lr=1e-2, **options):
 def _same(a, b):
     (first, weights), (second, others) = a, b
     assert first.losses == pytest.approx(second.losses, abs=1e-6)
-    assert first.grad_norms == pytest.approx(second.grad_norms, rel=1e-4)
+    assert first.grad_norms == pytest.approx(second.grad_norms, rel=1e-5)
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, others[name], atol=2e-5, rtol=0)
+        torch.testing.assert_close(tensor, others[name], atol=4e-6, rtol=0)
     for name in ("units", "w_mean", "w_max", "w_min", "ess", "chi2", "kl_prox_beh", "clip_high_share"):
         assert first.statistics[name] == pytest.approx(second.statistics[name], rel=1e-3, abs=1e-6)
 

@@ -149,9 +149,10 @@ class FsdpBackend:
         return norm
 
     def _norm(self, parts: list[Tensor]) -> float:
-        """2-norm over the shards of one copy."""
-        norms = torch._foreach_norm(parts)
-        squared = torch.stack(norms).double().square().sum().cpu() * self._first_copy
+        """2-norm over the shards of one copy, summed up in f64: on a CPU a sum of a million squares in f32 is
+        off by 1e-5, and another number of ranks by another amount."""
+        norms = torch._foreach_norm(parts, 2, torch.float64)
+        squared = torch.stack(norms).square().sum().cpu() * self._first_copy
         self._ranks.sum(squared)
         return float(squared.sqrt())
 

@@ -1,9 +1,15 @@
 """Log-probs and entropies of units from their hidden states, without a tensor [units, vocabulary].
 
-The output layer is applied to chunks of tokens. The forward pass keeps two numbers of each unit (the log of
-the softmax's sum, the entropy); the backward pass computes each chunk's logits again and adds up the weight's
-gradient in fp32 (also where the layer computes in bf16, whose 8 bits would lose the later chunks). That costs
-one more product of hidden states and weight than keeping the logits, a quarter of the layer's work.
+The output layer is applied to all units at once, but to a tile of the vocabulary at a time: a [S, tile] part
+of the logits. With L_b the log of a tile's sum of exponentials and H_b the entropy within it, the log of the
+whole sum is L = logsumexp_b L_b, a tile's probability is exp(L_b - L), and the entropy is that of the choice
+of a tile plus the mean of those within (the chain rule of entropy). The forward pass keeps L and the entropy
+of each unit.
+
+The backward pass computes each tile's logits again. A tile has rows of the weight's gradient to itself, so
+those are written once, in the weight's dtype; the gradient of the hidden states is a sum over tiles, which is
+taken in fp32 (also where the layer computes in bf16, whose 8 bits would lose the later tiles). That costs one
+more product of hidden states and weight than keeping the logits, a quarter of the layer's work.
 
 The output layer's parameters belong to the root of the sharded model and are whole only inside its forward
 pass: so the root's forward is replaced by one that runs the function it is given.
@@ -11,7 +17,7 @@ pass: so the root's forward is replaced by one that runs the function it is give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer_service.backends.base import Columns
+from trainer_service.backends.fsdp.memory import logits_bytes
 from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, row_of
 from trainer_service.errors import ModelError
 
-CHUNKS = 20
-"""A micro-batch has at most about this many chunks: one buffer costs a twentieth of all logits."""
-CHUNK_ELEMENTS = 1 << 24
-"""Fewest logits of a chunk, 64 MiB in fp32: smaller ones would only cost time."""
+ALIGNED = 64
+"""Tiles wider than this are a multiple of it wide: products are slower on rows that begin anywhere."""
 AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest difference of a logit from the model's own, as a share of the largest of those."""
 
@@ -62,22 +67,33 @@ class Head:
         cap = next((found for name in caps if (found := getattr(config, name, None))), None)
         return cls(layer.weight, layer.bias, scale, cap)
 
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """[C, H] -> f32 [C, V], in `out` where that is f32; `out` [≥ C, V] has the weight's dtype."""
-        raw = torch.mm(hidden, self.weight.T, out=out[: len(hidden)])
+    def tiles(self, hidden: Tensor, *, spare: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        """Tiles [start, stop) of the vocabulary, each with a buffer [S, stop - start] of the weight's dtype
+        for its logits; the buffers share their memory. Tiles are as wide as `logits_bytes` allows, with
+        `spare` f32 tensors of the same size beside them."""
+        n, vocabulary = len(hidden), len(self.weight)
+        width = self._width(n, spare)
+        memory = self.weight.new_empty(n * width)
+        for start in range(0, vocabulary, width):
+            stop = min(start + width, vocabulary)
+            yield slice(start, stop), memory[: n * (stop - start)].view(n, stop - start)
+
+    def _width(self, n: int, spare: int) -> int:
+        vocabulary, itemsize = self.weight.shape[0], self.weight.dtype.itemsize
+        widened = 0 if self.weight.dtype == torch.float32 else 1
+        one = itemsize + (widened + spare) * torch.float32.itemsize
+        width = logits_bytes(n, vocabulary) // (max(1, n) * one)
+        return min(vocabulary, max(1, width - width % ALIGNED if width > ALIGNED else width))
+
+    def logits(self, hidden: Tensor, tile: slice, out: Tensor) -> Tensor:
+        """f32 [S, tile] of hidden states [S, H], in `out` where that is f32."""
+        raw = torch.mm(hidden, self.weight[tile].T, out=out)
         if self.bias is not None:
-            raw.add_(self.bias)
+            raw.add_(self.bias[tile])
         logits = raw.float()
         if self.scale != 1.0:
             logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
-
-    def chunks(self, n: int) -> tuple[list[slice], Tensor]:
-        """The chunks of `n` tokens, and a buffer for the products of one."""
-        vocabulary = len(self.weight)
-        size = max(1, min(n, max(-(-n // CHUNKS), CHUNK_ELEMENTS // vocabulary)))
-        buffer = self.weight.new_empty(size, vocabulary)
-        return [slice(start, start + size) for start in range(0, n, size)], buffer
 
 
 class _Columns(torch.autograd.Function):
@@ -94,26 +110,32 @@ class _Columns(torch.autograd.Function):
         temperature: Tensor,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        logp, entropy, log_sum = (torch.empty_like(temperature) for _ in range(3))
-        chunks, buffer = head.chunks(len(hidden))
-        spare = torch.empty_like(buffer, dtype=torch.float32) if with_entropy else buffer
-        for chunk in chunks:
-            z = head.logits(hidden[chunk], buffer).div_(temperature[chunk, None])
-            chosen = z.gather(1, target[chunk, None])[:, 0]
+        chosen = torch.zeros_like(temperature)
+        sums, entropies = [], []
+        for tile, out in head.tiles(hidden, spare=int(with_entropy)):
+            z = head.logits(hidden, tile, out).div_(temperature[:, None])
+            local, inside = _within(target, tile)
+            chosen = torch.where(inside, z.gather(1, local)[:, 0], chosen)
             highest = z.amax(1, keepdim=True)
             z.sub_(highest)
             if with_entropy:
-                p = torch.exp(z, out=spare[: len(z)])
+                p = z.exp()
                 total = p.sum(1)
-                entropy[chunk] = total.log() - p.mul_(z).sum(1) / total
+                entropies.append(total.log() - p.mul_(z).sum(1) / total)
+                del p
             else:
                 total = z.exp_().sum(1)
-            log_sum[chunk] = highest[:, 0] + total.log()
-            logp[chunk] = chosen - log_sum[chunk]
+            sums.append(highest[:, 0] + total.log())
+            del z  # In bf16 it is a tensor of its own, and the next tile's would be made beside it
+        log_sum = torch.stack(sums).logsumexp(0)
+        entropy = torch.empty_like(log_sum[:0])
+        if with_entropy:
+            log_share = torch.stack(sums) - log_sum
+            entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
         ctx.save_for_backward(hidden, weight, bias, target, temperature, log_sum, entropy)
         ctx.scale, ctx.cap = head.scale, head.cap
         ctx.set_materialize_grads(False)
-        return logp, entropy if with_entropy else entropy[:0]
+        return chosen - log_sum, entropy
 
     @staticmethod
     @once_differentiable
@@ -121,42 +143,48 @@ class _Columns(torch.autograd.Function):
         hidden, weight, bias, target, temperature, log_sum, entropy = ctx.saved_tensors
         head = Head(weight, bias, ctx.scale, ctx.cap)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        chunks, buffer = head.chunks(len(hidden))
-        for chunk in chunks:
-            z = head.logits(hidden[chunk], buffer)
-            slope = None if head.cap is None else 1 - (z / head.cap).square_()
-            z.div_(temperature[chunk, None]).sub_(log_sum[chunk, None])
-            g = torch.zeros_like(log_sum[chunk]) if of_logp is None else of_logp[chunk]
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_bias = torch.empty_like(bias) if wants_bias else None
+        exact = weight.dtype == torch.float32
+        product = None if exact or grad_hidden is None else torch.empty_like(hidden)
+        g = torch.zeros_like(log_sum) if of_logp is None else of_logp
+        for tile, out in head.tiles(hidden, spare=(of_entropy is not None) + (head.cap is not None)):
+            z = head.logits(hidden, tile, out)
+            slope = None if head.cap is None else (z / head.cap).square_().neg_().add_(1)
+            z.div_(temperature[:, None]).sub_(log_sum[:, None])
             # Of logp: 1[token] - p; of the entropy: -p (log p + entropy).
             if of_entropy is None:
                 z.exp_().mul_(-g[:, None])
             else:
                 p = z.exp()
-                z.add_(entropy[chunk, None]).mul_(of_entropy[chunk, None]).add_(g[:, None])
+                z.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(g[:, None])
                 z.mul_(p).neg_()
                 del p
-            z.scatter_add_(1, target[chunk, None], g[:, None])
-            z.mul_(head.scale / temperature[chunk, None])
+            local, inside = _within(target, tile)
+            z.scatter_add_(1, local, (g * inside)[:, None])
+            z.mul_(head.scale / temperature[:, None])
             if slope is not None:
                 z.mul_(slope)
             if grad_bias is not None:
-                grad_bias += z.sum(0)
-            narrow = z if z.dtype == weight.dtype else buffer[: len(z)].copy_(z)
-            if grad_hidden is not None:
-                torch.mm(narrow, weight, out=grad_hidden[chunk])
-            if grad_weight is not None and weight.dtype == torch.float32:
-                grad_weight.addmm_(narrow.T, hidden[chunk])
-            elif grad_weight is not None:
-                grad_weight += narrow.T @ hidden[chunk]
+                grad_bias[tile] = z.sum(0)
+            narrow = z if exact else out.copy_(z)
+            if product is not None and grad_hidden is not None:
+                grad_hidden += torch.mm(narrow, weight[tile], out=product)
+            elif grad_hidden is not None:
+                grad_hidden.addmm_(narrow, weight[tile])
+            if grad_weight is not None:
+                torch.mm(narrow.T, hidden, out=grad_weight[tile])
             del z, narrow, slope
-        narrowed = (
-            None if found is None else found.to(weight.dtype)
-            for found in (grad_hidden, grad_weight, grad_bias)
-        )
-        return (*narrowed, None, None, None, None)
+        if product is not None and grad_hidden is not None:
+            grad_hidden = product.copy_(grad_hidden)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _within(target: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
+    """The column of each target in a tile ([S, 1], any where it is elsewhere), and whether it is there."""
+    inside = (target >= tile.start) & (target < tile.stop)
+    return (target - tile.start).clamp_(0, tile.stop - tile.start - 1)[:, None], inside
 
 
 def columns_of_units(head: Head, hidden: Tensor, batch: MicroBatch, names: Sequence[str]) -> Columns:
@@ -177,9 +205,13 @@ def columns_of_units(head: Head, hidden: Tensor, batch: MicroBatch, names: Seque
 
 @torch.no_grad()
 def _greedy(head: Head, hidden: Tensor, target: Tensor) -> Tensor:
-    chunks, buffer = head.chunks(len(hidden))
-    hits = [head.logits(hidden[chunk], buffer).argmax(1) == target[chunk] for chunk in chunks]
-    return torch.cat([target[:0].bool(), *hits])
+    best = torch.full(target.shape, -torch.inf, device=target.device)
+    token = torch.zeros_like(target)
+    for tile, out in head.tiles(hidden):
+        highest, index = head.logits(hidden, tile, out).max(1)
+        token = torch.where(highest > best, index + tile.start, token)
+        best = torch.maximum(best, highest)
+    return token == target
 
 
 def packed_columns(model: nn.Module, batch: MicroBatch, names: Sequence[str]) -> Columns:
@@ -204,7 +236,7 @@ def open_window(model: nn.Module, device: torch.device) -> None:
     def difference(inside: Any) -> tuple[Tensor, Tensor, torch.dtype]:
         head = Head.of(inside)
         hidden = _hidden(inside, batch)
-        own = head.logits(hidden, head.chunks(len(hidden))[1])
+        own = torch.cat([head.logits(hidden, tile, out).clone() for tile, out in head.tiles(hidden)], 1)
         plain = type(inside).forward(inside, **_inputs(batch), logits_to_keep=batch.predict).logits[0].float()
         return (own - plain).abs().max(), plain.abs().max(), head.weight.dtype
 

@@ -19,8 +19,8 @@ What a pass adds, at the worst of its moments (`_moments`):
   section 4), whose count is of a block with dropout and GeLU. With recomputation a block keeps its input,
   c h per token (`selective`: and what its matrix products and attention give), and what it keeps otherwise is
   there for one block at a time (Chen et al., arXiv:1604.06174).
-- head: log-probs are taken of a chunk of the units at a time (`head.py`), whose logits are there in fp32 and
-  in `trainer.dtype`; the output layer's gradient is summed up in fp32.
+- head: log-probs are taken of a tile of the vocabulary at a time (`head.py`), whose buffers together have
+  `logits_bytes`; below fp32 the gradient of the hidden states is summed up in fp32 beside its last summand.
 """
 
 from __future__ import annotations
@@ -38,11 +38,20 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Recompute = Literal["none", "selective", "full"]
 FLOAT32_BYTES = 4
+LOGITS_PARTS = 32
+LEAST_LOGITS_BYTES = 1 << 25
+"""Smaller tiles of logits would only cost time."""
 STREAMED_BYTES = 1 << 28
 """Most bytes of offloaded moments that an update has on the device at once, as in `optimizer.py`."""
 
 BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
 EXPERT = re.compile(r"experts\.\d+\.")
+
+
+def logits_bytes(units: int, vocabulary: int) -> int:
+    """Bytes that a tile of the logits of `units` tokens may have, in all tensors of its size together: a 32nd
+    of all logits in fp32, but 32 MiB at least."""
+    return max(LEAST_LOGITS_BYTES, FLOAT32_BYTES * units * vocabulary // LOGITS_PARTS)
 
 
 @dataclass(frozen=True)
@@ -138,9 +147,6 @@ class MemoryOptions:
     """Bytes of a number in `trainer.dtype`."""
     recompute: Recompute = "none"
     offload_optimizer: bool = False
-    head_chunks: int = 20
-    """Chunks of a micro-batch's units, unless they would have fewer logits than `head_elements`."""
-    head_elements: int = 1 << 24
     on_host: bool = False
     """Whether the rank's device is the CPU, where offloaded moments need not travel."""
 
@@ -169,16 +175,15 @@ class Moment:
     fixed: float
     per_token: float = 0.0
     per_unit: float = 0.0
+    vocabulary: int = 0
+    """Logits of a unit, where they are there."""
     logit_bytes: int = 0
-    """Bytes of one unit's logits, where they are there."""
-    head_chunks: int = 1
-    least_logits: int = 0
-    """Bytes of a chunk's logits, if all units have more."""
+    """Bytes of one, in all its forms."""
 
     def bytes(self, tokens: int, units: int) -> float:
-        logits = self.logit_bytes * units
-        chunk = min(logits, max(logits / self.head_chunks, self.least_logits))
-        return self.fixed + self.per_token * tokens + self.per_unit * units + chunk
+        everything = self.logit_bytes * units * self.vocabulary
+        logits = min(everything, logits_bytes(units, self.vocabulary))
+        return self.fixed + self.per_token * tokens + self.per_unit * units + logits
 
 
 @dataclass(frozen=True)
@@ -232,7 +237,7 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
         host_optimizer=moments if options.offload_optimizer else 0,
         working=_gathered(model, options),
         unreduced=round((c + _reduction(options)) * block) + c * model.root_size,
-        head=_logit_bytes(c) * options.head_elements + _gradient_of_head(model, c),
+        head=LEAST_LOGITS_BYTES + c * model.vocabulary * model.hidden,
         activations_per_token=sum(_kept(each, model.hidden, options) for each in model.blocks)
         + _outside(model, c),
         passing_per_token=max(_passing(each, model.hidden, options) for each in model.blocks),
@@ -250,14 +255,9 @@ def _reduction(options: MemoryOptions) -> float:
     return FLOAT32_BYTES * (1 + 1 / options.shards)
 
 
-def _logit_bytes(c: int) -> int:
-    """Of one logit, or of one number of the output layer's gradient: in fp32, and in `trainer.dtype` where
-    that is another."""
+def _wide_bytes(c: int) -> int:
+    """Of one number in `trainer.dtype`, and in fp32 as well where that is another."""
     return FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c
-
-
-def _gradient_of_head(model: ModelShape, c: int) -> int:
-    return _logit_bytes(c) * model.vocabulary * model.hidden
 
 
 def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
@@ -268,12 +268,11 @@ def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
     table = c * model.vocabulary * model.hidden  # the output layer's gradient
     # The output layer's backward: everything is kept, beside the units' hidden states and their gradients.
     yield Moment(
-        fixed=gathered + _gradient_of_head(model, c),
+        fixed=gathered + table,
         per_token=sum(kept) + outside,
-        per_unit=2 * c * model.hidden,
-        logit_bytes=_logit_bytes(c) * model.vocabulary,
-        head_chunks=options.head_chunks,
-        least_logits=_logit_bytes(c) * options.head_elements,
+        per_unit=(c + _wide_bytes(c)) * model.hidden,
+        vocabulary=model.vocabulary,
+        logit_bytes=_wide_bytes(c),
     )
     # Each block's backward, from the last on, beside the input of the reduction before it.
     for done in range(len(kept)):
