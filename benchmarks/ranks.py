@@ -9,8 +9,13 @@ gloo), while a stand-in for the buffer serves the recorded batches over its sock
 (`benchmarks/recorded_services.py`).
 
 `loss` and `grad_norm` are the largest differences of a step from those of one rank; of the gradient norm the
-relative one. `weights` is the largest difference of any weight of the final model, `weights_relative` the
-norm of all differences over that of what training has changed.
+relative one, also that of the first step alone, whose weights are the same. `weights` is the largest
+difference of any weight of the final model, `weights_relative` the norm of all differences over that of what
+training has changed.
+
+`one_rank_packed_otherwise` is the same of one rank against itself with smaller micro-batches: what another
+order of fp32 sums does, without further ranks. `--warm DIR` begins with the model of an earlier first job
+(`quickstart-warm`) and runs the second alone.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +42,7 @@ from areal_async.quickstart.main import prepare, quickstart
 from areal_async.status.record import read_run_log
 
 HERE = Path(__file__).resolve().parent
+SMALL_MICRO_BATCH = 1024
 
 
 def main() -> int:
@@ -42,11 +50,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--warm", type=Path)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory(prefix="areal-equal-") as folder:
-        result = compare(Path(folder), given.ranks, given.steps, given.seed)
+        result = compare(Path(folder), given.ranks, given.steps, given.seed, given.warm)
     command = f"python benchmarks/ranks.py --ranks {' '.join(map(str, given.ranks))} --steps {given.steps}"
     result = {"what": __doc__.splitlines()[0], "command": command} | result
     print(json.dumps(result, indent=1))
@@ -55,9 +64,15 @@ def main() -> int:
     return 0
 
 
-def compare(folder: Path, worlds: list[int], steps: int, seed: int) -> dict[str, Any]:
+def compare(folder: Path, worlds: list[int], steps: int, seed: int, warm: Path | None) -> dict[str, Any]:
     overrides = [f"trainer.steps={steps}", "trainer.record_batches=true", "observe.metrics_port=0"]
-    recorded = quickstart(seed=seed, out=folder, plain=True, overrides=overrides).run_dir
+    if warm is None:
+        recorded = quickstart(seed=seed, out=folder, plain=True, overrides=overrides).run_dir
+    else:
+        shutil.copytree(warm / "model", folder / "quickstart-warm" / "model")
+        prepare(folder / "quickstart-files", seed)
+        job = load_job(folder / "quickstart-files" / "train.yaml", [f"seed={seed}", *overrides])
+        recorded = run_job(job, plain=True, console=Console()).run_dir
     os.environ[VARIABLE] = str(recorded)
     start = load_file(folder / "quickstart-warm" / "model" / "model.safetensors")
     runs = {world: _on(folder, world, steps, seed) for world in (1, *worlds)}
@@ -68,29 +83,36 @@ def compare(folder: Path, worlds: list[int], steps: int, seed: int) -> dict[str,
         "one_rank_equals_the_recorded_run": _largest(one["loss"], before["loss"]) == 0.0,
         "ranks": {},
     }
-    for world in worlds:
-        run = runs[world]
+    others = {world: runs[world] for world in worlds}
+    floor = _on(folder, 1, steps, seed, [f"trainer.micro_batch_tokens={SMALL_MICRO_BATCH}"])
+    for world, run in [*others.items(), (None, floor)]:
         differences = {name: run["model"][name] - one["model"][name] for name in one["model"]}
         norms = [abs(a - b) / b for a, b in zip(run["grad_norm"], one["grad_norm"], strict=True)]
-        result["ranks"][world] = {
+        figures = {
             "loss": _largest(run["loss"], one["loss"]),
             "grad_norm": max(norms),
+            "grad_norm_of_first_step": norms[0],
             "weights": max(float(each.abs().max()) for each in differences.values()),
             "weights_relative": _norm(differences) / moved,
             "step_s": round(statistics.median(run["step_s"]), 4),
             "step_s_of_one_rank": round(statistics.median(one["step_s"]), 4),
         }
+        if world is None:
+            result["one_rank_packed_otherwise"] = {"micro_batch_tokens": SMALL_MICRO_BATCH} | figures
+        else:
+            result["ranks"][world] = figures
     return result
 
 
-def _on(folder: Path, world: int, steps: int, seed: int) -> dict[str, Any]:
+def _on(folder: Path, world: int, steps: int, seed: int, more: Sequence[str] = ()) -> dict[str, Any]:
     """The figures of the quickstart's second job on `world` ranks, on the recorded batches."""
-    files = folder / f"files-{world}"
+    name = f"{world}{'-otherwise' if more else ''}"
+    files = folder / f"files-{name}"
     prepare(files, seed)
     changes = ["job=replayed", f"seed={seed}", f"trainer.ranks={world}", f"trainer.steps={steps}"]
-    changes += [f"run_dir={folder / str(world)}", f"model={folder / 'quickstart-warm' / 'model'}"]
+    changes += [f"run_dir={folder / name}", f"model={folder / 'quickstart-warm' / 'model'}"]
     changes += ["observe.metrics_port=0", "tasks.evaluation=null", "trainer.self_check.action=warn"]
-    job = load_job(files / "train.yaml", changes)
+    job = load_job(files / "train.yaml", [*changes, *more])
     modules: Any = MODULES | {"trainer": "trainer_service"}
     return _figures(run_job(job, plain=True, console=Console(), modules=modules).run_dir)
 
