@@ -57,6 +57,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="areal-equal-") as folder:
         result = compare(Path(folder), given.ranks, given.steps, given.seed, given.warm)
     command = f"python benchmarks/ranks.py --ranks {' '.join(map(str, given.ranks))} --steps {given.steps}"
+    command += f" --warm {given.warm.name}" if given.warm else ""
     result = {"what": __doc__.splitlines()[0], "command": command} | result
     print(json.dumps(result, indent=1))
     if given.out is not None:
