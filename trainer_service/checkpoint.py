@@ -208,28 +208,30 @@ class Checkpoints:
         self, fresh: Path, write: Callable[[], Mapping[str, FileEntry]]
     ) -> dict[str, FileEntry] | None:
         """The files of all ranks once they are written, on rank 0; None elsewhere. However long a rank takes,
-        the others do not wait for it in one collective. Raises the error of this rank, and on rank 0 that of
-        another."""
+        the others do not wait for it in one collective. Where one cannot write, all raise: `DiskFull` if any
+        of them had no room, and by then nothing is left of what was begun; otherwise the error of this rank,
+        or `TrainerError` with that of another."""
 
         def mine() -> dict[str, FileEntry]:
-            with self._room(fresh):
+            with room_for("a checkpoint", self.root):
                 fresh.mkdir(parents=True, exist_ok=True)
                 return dict(write())
 
         result, over = in_thread(mine), b""
+        told: list[bytes] = []
         while not over:
             wait([result], None if self._ranks.world == 1 else ROUND_S)
             told = self._side.gather(msgspec.msgpack.encode(_told(result)) if result.done() else b"")
-            over = self._side.broadcast(b"over" if told and all(told) else b"")
-        files = result.result()
-        if not self._ranks.first:
-            return None
-        for rank, data in enumerate(told):
-            each = msgspec.msgpack.decode(data, type=WrittenFiles)
-            if each.error:
-                raise (DiskFull if each.disk_full else TrainerError)(f"rank {rank}: {each.error}")
-            files |= each.files
-        return dict(sorted(files.items()))
+            # The folder is one for all ranks: it is taken away only when none writes into it any more.
+            ended = _together(told, fresh) if told and all(told) else None
+            over = self._side.broadcast(msgspec.msgpack.encode(ended) if ended is not None else b"")
+        all_of = msgspec.msgpack.decode(over, type=WrittenFiles)
+        if all_of.disk_full:
+            raise DiskFull(all_of.error) from result.exception()
+        if all_of.error:
+            result.result()
+            raise TrainerError(all_of.error)
+        return dict(sorted(all_of.files.items())) if self._ranks.first else None
 
     def _name(
         self,
@@ -241,7 +243,7 @@ class Checkpoints:
         ledger: Callable[[], bytes],
     ) -> Path:
         """Add what rank 0 adds to the files of all ranks, and give the folder its name."""
-        with self._room(fresh):
+        with _removed_if_full(fresh), room_for("a checkpoint", self.root):
             if copy := ledger():
                 files[LEDGER] = write_hashed(fresh / LEDGER, [copy])
             manifest = CheckpointManifest(
@@ -254,23 +256,37 @@ class Checkpoints:
         self._written[step] = epoch
         return folder
 
-    @contextmanager
-    def _room(self, fresh: Path) -> Iterator[None]:
-        """Raise `DiskFull` where there is no room, and remove what was begun: its room is what the log needs
-        to say so."""
-        try:
-            with room_for("a checkpoint", self.root):
-                yield
-        except DiskFull:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
-
 
 def _told(result: Future[dict[str, FileEntry]]) -> WrittenFiles:
     error = result.exception()
     if error is None:
         return WrittenFiles(result.result())
     return WrittenFiles(error=str(error) or type(error).__name__, disk_full=isinstance(error, DiskFull))
+
+
+def _together(told: list[bytes], fresh: Path) -> WrittenFiles:
+    """What all ranks have written, or the error of one; for rank 0, when all have ended."""
+    each_of = [msgspec.msgpack.decode(data, type=WrittenFiles) for data in told]
+    failed = [(not each.disk_full, rank) for rank, each in enumerate(each_of) if each.error]
+    if not failed:
+        return WrittenFiles({name: entry for each in each_of for name, entry in each.files.items()})
+    rank = min(failed)[1]
+    error = each_of[rank].error
+    if each_of[rank].disk_full:
+        shutil.rmtree(fresh, ignore_errors=True)  # its room is what the log needs to say so
+    return WrittenFiles(
+        error=f"rank {rank}: {error}" if len(told) > 1 else error, disk_full=each_of[rank].disk_full
+    )
+
+
+@contextmanager
+def _removed_if_full(fresh: Path) -> Iterator[None]:
+    """Remove what was begun where there is no room for the rest."""
+    try:
+        yield
+    except DiskFull:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
 
 
 def to_keep(

@@ -3,13 +3,17 @@
 import errno
 import json
 import resource
-from contextlib import contextmanager
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.pieces import whole_piece
+from trainer_service import checkpoint as checkpoint_module
 from trainer_service.backends.fsdp.shards import write_tensors
 from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
 from trainer_service.data.recording import read_step, write_step
@@ -55,6 +59,92 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_a_later_one_ca
     again.went_on_from(found)
     written(again, 2, ledger=b"two")
     assert [path.name for path in named_checkpoints(tmp_path)] == ["step-000002"]
+
+
+@dataclass
+class TwoThreads:
+    """The collectives of two ranks that are threads of this process."""
+
+    meet: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=30))
+    said: list[bytes] = field(default_factory=lambda: [b"", b""])
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Rank 1 has told how its writing ended."""
+
+
+@dataclass
+class ThreadRank:
+    rank: int
+    both: TwoThreads
+    world: int = 2
+
+    @property
+    def first(self):
+        return self.rank == 0
+
+    def side(self):
+        return self
+
+    def barrier(self):
+        self.both.meet.wait()
+
+    def together(self, work):
+        return work()
+
+    def gather(self, data):
+        self.both.said[self.rank] = data
+        self.both.meet.wait()
+        told = list(self.both.said) if self.first else []
+        if told and told[1]:
+            self.both.ended.set()
+        self.both.meet.wait()
+        return told
+
+    def broadcast(self, data):
+        if self.first:
+            self.both.said[0] = data
+        self.both.meet.wait()
+        data = self.both.said[0]
+        self.both.meet.wait()
+        return data
+
+
+@pytest.mark.parametrize("other", ["writes on", "fails too"])
+def test_a_disk_that_is_full_for_one_rank_ends_all_of_them_once_none_writes_any_more(
+    tmp_path, monkeypatch, other
+):
+    monkeypatch.setattr(checkpoint_module, "ROUND_S", 0.01)
+    both, outcome, begun = TwoThreads(), [], threading.Event()
+
+    def full(folder):
+        assert begun.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def slow(folder):
+        begun.set()
+        assert both.ended.wait(30)
+        (folder / "policy.bin").write_bytes(b"of rank 0")
+        outcome.append("written")
+        if other == "fails too":
+            raise ValueError("a bug")
+        return {}
+
+    def run(rank):
+        checkpoints = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=ThreadRank(rank, both))
+        work = full if rank else slow
+        with suppress(DiskFull):
+            written(checkpoints, 1, ledger=b"", save=lambda folder: lambda: work(folder))
+        try:
+            checkpoints.check()
+        except DiskFull as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(run, range(2)))
+    assert outcome == ["written"], "the folder was taken away under a rank that writes"
+    assert said[0] == said[1]
+    assert said[0].startswith("rank 1: the disk of")
+    assert "no room for a checkpoint" in said[0]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_recorded_batch_that_does_not_fit_is_written_again_on_resume(tmp_path, make_batch):
