@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.weights.adapter import CONFIG_FILE, BaseWeights, adapter_config, write_merged
+from areal_async.weights.adapter import BaseWeights, adapter_config, write_merged
+from areal_async.weights.manifest import ADAPTER_CONFIG
 from areal_async.weights.pieces import whole_tensors
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.disk import room_for, write_model
@@ -30,7 +31,7 @@ def companions_of(
     if not lora.rank:
         return dict(files)
     config = adapter_config(rank=lora.rank, alpha=lora.alpha, targets=list(backend.adapted), base=job.model)
-    return {**files, CONFIG_FILE: config}
+    return {**files, ADAPTER_CONFIG: config}
 
 
 def write_trained(

@@ -297,6 +297,7 @@ FIXED = (
     "rollout.group_size",
     "buffer.redis",
     "buffer.batch_groups",
+    "trainer.lora",
 )
 """What a resumed run cannot change, nor what is below it."""
 
@@ -313,7 +314,7 @@ def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
         if any(name == field or name.startswith(f"{field}.") for field in FIXED):
             raise RunFolderError(
                 f"{name} cannot be changed on resume: the run in {run_dir} was begun with another value, and "
-                "its batches depend on it. Start a job of another name instead."
+                "what it has made depends on it. Start a job of another name instead."
             )
     # The folder may have been moved since.
     job = load_job(run_dir / "job.yaml", [*overrides, f"run_dir={run_dir.parent}"])

@@ -30,12 +30,11 @@ from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import DTYPE_OF, box_of, plan_layout
-from areal_async.weights.manifest import MANIFEST_FILE, Manifest
+from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, Manifest
 from areal_async.weights.pieces import whole_piece
 from areal_async.weights.snapshot import MODEL_FILE, Snapshot
 from areal_async.weights.tensor_file import MappedFile, fill
 
-CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
 """What peft puts before the name of the module that an adapter changes."""
 
@@ -55,15 +54,15 @@ class _BaseTensor(NamedTuple):
 
 def is_adapter(manifest: Manifest) -> bool:
     """Whether the snapshot is an adapter, which only a base model makes weights."""
-    return any(sidecar.file == CONFIG_FILE for sidecar in manifest.sidecars)
+    return any(sidecar.file == ADAPTER_CONFIG for sidecar in manifest.sidecars)
 
 
 def scale_of(folder: Path) -> float:
     """alpha / r of the adapter in `folder`. Raises `SnapshotError`."""
     try:
-        config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=LoraFile)
+        config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=LoraFile)
     except (OSError, msgspec.DecodeError) as error:
-        raise SnapshotError(f"{folder} has no readable {CONFIG_FILE}: {error}") from error
+        raise SnapshotError(f"{folder} has no readable {ADAPTER_CONFIG}: {error}") from error
     return config.lora_alpha / config.r
 
 
@@ -228,7 +227,7 @@ class Merger:
 
     def _on_disk(self, snapshot: Snapshot) -> None:
         try:
-            files = {p.name: p for p in snapshot.path.iterdir() if p.name not in (MODEL_FILE, CONFIG_FILE)}
+            files = {p.name: p for p in snapshot.path.iterdir() if p.name not in (MODEL_FILE, ADAPTER_CONFIG)}
             into = self._cache.path(snapshot.tag.label)
             # Its manifest says what it was made of.
             write_merged(self._opened(), snapshot.tensors, scale_of(snapshot.path), files, into)

@@ -21,6 +21,8 @@ from areal_async.rpc.schema import POLICY_NAME, VersionTag
 MANIFEST_SCHEMA = 3
 MANIFEST_FILE = "manifest.json"
 DELTA_SUFFIX = ".delta"
+ADAPTER_CONFIG = "adapter_config.json"
+"""A snapshot that has this file is an adapter (LoRA), and its weights are known only with it."""
 MAX_MANIFEST_BYTES = 256 << 20
 HASH_PREFIX = "blake3:"
 WRITING_PREFIX = ".writing-"  # Begins the name of a directory that is not finished

@@ -28,6 +28,7 @@ from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.layout import Layout, box_of, plan_layout
 from areal_async.weights.manifest import (
+    ADAPTER_CONFIG,
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
     MAX_MANIFEST_BYTES,
@@ -61,7 +62,8 @@ class SnapshotInfo:
     manifest_hash: str
     size_bytes: int
     weights_hash: str = ""
-    """The hash of names, shapes and bytes of all tensors alone: one for equal weights, whatever their tag."""
+    """The hash of names, shapes and bytes of all tensors, and of an adapter's configuration, which scales it:
+    one for equal weights, whatever their tag."""
 
 
 class Snapshot:
@@ -168,7 +170,11 @@ def publish_directory(staging: Path, final: Path, manifest: Manifest) -> Snapsho
     os.rename(staging, final)
     size = len(sealed) + sum(entry.size_bytes for entry in files_of(manifest))
     parts = sorted(manifest.parts, key=lambda part: (part.tensor, part.offset))
-    return SnapshotInfo(manifest.tag, final, hash_of(sealed), size, hash_of(msgspec.json.encode(parts)))
+    weights = msgspec.json.encode(parts)
+    for sidecar in manifest.sidecars:
+        if sidecar.file == ADAPTER_CONFIG:
+            weights += sidecar.hash.encode()
+    return SnapshotInfo(manifest.tag, final, hash_of(sealed), size, hash_of(weights))
 
 
 def open_snapshot(

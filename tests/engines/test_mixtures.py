@@ -17,8 +17,8 @@ from areal_async.config.engines import engine_part
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
-from areal_async.weights.adapter import CONFIG_FILE, Merger, adapter_config
-from areal_async.weights.manifest import MANIFEST_FILE, hash_of
+from areal_async.weights.adapter import Merger, adapter_config
+from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, hash_of
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine
@@ -56,7 +56,7 @@ def write(backend: FsdpBackend, model: Path, root: Path, version: int) -> Snapsh
     tensors = whole_tensors(backend.export(TRAINED_MODEL))
     files = companion_files(model, "float32")
     if backend.adapted:
-        files[CONFIG_FILE] = adapter_config(
+        files[ADAPTER_CONFIG] = adapter_config(
             rank=LORA.rank, alpha=LORA.alpha, targets=list(backend.adapted), base=model
         )
     tag = VersionTag("policy", 1, version)

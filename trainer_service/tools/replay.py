@@ -15,6 +15,7 @@ from rich.console import Console
 
 from areal_async.cli.tools import ReplayRequest, run_tool, step_range
 from areal_async.config.devices import rank_device
+from areal_async.config.job import JobConfig
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.schema import POLICY, VersionTag
 from areal_async.weights.pieces import whole_tensors
@@ -26,7 +27,7 @@ from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, TrainerError
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
-from trainer_service.trained import write_trained
+from trainer_service.trained import companions_of, write_trained
 
 
 def main(request: ReplayRequest) -> None:
@@ -97,7 +98,7 @@ def replay(
         result = learner.train(
             found.batch, plan, {name: memoryview(blob) for name, blob in found.blobs.items()}
         )
-        text = difference(found, result.losses, result.grad_norms, hash_of_weights(backend))
+        text = difference(found, result.losses, result.grad_norms, hash_of_weights(run.job, backend))
         console.print(
             f"{step:>6}  loss {result.loss:.8f}  gradient norm {result.grad_norm:.6f}  {text or '='}"
         )
@@ -119,11 +120,12 @@ def replay(
         write_trained(out, run.job, backend, ranks, companion_files(run.job.model, section.dtype))
 
 
-def hash_of_weights(backend: TrainingBackend) -> str:
+def hash_of_weights(job: JobConfig, backend: TrainingBackend) -> str:
     """The hash that a job publishes these weights with."""
     with tempfile.TemporaryDirectory(prefix="areal-replay-") as folder:
         tensors = whole_tensors(backend.export(TRAINED_MODEL))
-        return write_snapshot(Path(folder), VersionTag(POLICY, 1, 0), tensors, tied=backend.tied).weights_hash
+        tag, files = VersionTag(POLICY, 1, 0), companions_of(job, backend, {})
+        return write_snapshot(Path(folder), tag, tensors, files=files, tied=backend.tied).weights_hash
 
 
 def difference(

@@ -120,9 +120,19 @@ def test_a_folder_that_was_moved_is_where_it_is(run_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override", ["seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z", "policy=bob"]
+    "override",
+    [
+        "seed=4",
+        "rollout.group_size=2",
+        "tasks.train=x",
+        "model=y",
+        "job=z",
+        "policy=bob",
+        "trainer.lora.alpha=64",
+        "trainer.lora.rank=8",
+    ],
 )
-def test_what_batches_depend_on_cannot_be_changed(run_dir, override):
+def test_what_batches_and_weights_depend_on_cannot_be_changed(run_dir, override):
     with pytest.raises(RunFolderError, match="cannot be changed on resume"):
         job_to_resume(run_dir, [override])
 

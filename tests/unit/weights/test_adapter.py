@@ -8,14 +8,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.schema import VersionTag
 from areal_async.weights.adapter import (
-    CONFIG_FILE,
     BaseWeights,
     adapter_config,
     scale_of,
     write_merged,
 )
-from areal_async.weights.manifest import MANIFEST_FILE
+from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE
+from areal_async.weights.snapshot import write_snapshot
 from tests.unit.trainer.conftest import write_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -39,7 +40,7 @@ def adapter(tmp_path, base):
         tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(4, columns)
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, 4)
     save_file(tensors, folder / ADAPTER_FILE)
-    (folder / CONFIG_FILE).write_bytes(adapter_config(rank=4, alpha=6.0, targets=TARGETS, base=base))
+    (folder / ADAPTER_CONFIG).write_bytes(adapter_config(rank=4, alpha=6.0, targets=TARGETS, base=base))
     (folder / "config.json").write_bytes((base / "config.json").read_bytes())
     (folder / MANIFEST_FILE).write_bytes(b"what it was made of")
     return folder
@@ -95,12 +96,23 @@ def test_an_adapter_that_does_not_fit_the_base_is_refused_whole(tmp_path, base, 
     assert not (tmp_path / ".merging-merged").exists()
 
 
+def test_versions_are_true_equal_tensors_of_another_scale_are_other_weights(tmp_path, base, adapter):
+    tensors = load_file(adapter / ADAPTER_FILE)
+
+    def weights_hash(epoch, alpha):
+        config = adapter_config(rank=4, alpha=alpha, targets=TARGETS, base=base)
+        tag = VersionTag("policy", epoch, 3)
+        return write_snapshot(tmp_path / "out", tag, tensors, files={ADAPTER_CONFIG: config}).weights_hash
+
+    assert weights_hash(1, 6.0) == weights_hash(2, 6.0) != weights_hash(3, 12.0)
+
+
 def test_a_base_without_weights_is_refused(tmp_path):
     with pytest.raises(SnapshotError, match="no safetensors files"):
         BaseWeights(tmp_path, torch.float32)
 
 
 def test_a_config_that_is_none_is_refused(adapter):
-    (adapter / CONFIG_FILE).write_bytes(msgspec.json.encode({"r": 4}))
+    (adapter / ADAPTER_CONFIG).write_bytes(msgspec.json.encode({"r": 4}))
     with pytest.raises(SnapshotError, match="adapter_config"):
         scale_of(adapter)
