@@ -23,6 +23,6 @@ EFFECTIVE_SAMPLES = Gauge(
 )
 SELF_CHECK = Gauge(
     "areal_trainer_self_check_max_nats",
-    "Largest difference between the engine's and the trainer's log-prob of a unit in the self-check.",
-    OF_POLICY,
+    "Largest difference between the engine's and the trainer's log-prob of a unit in the check of a version.",
+    [*OF_POLICY, "version"],
 )

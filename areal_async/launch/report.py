@@ -102,7 +102,7 @@ def _hint(status: int) -> str:
 Record = Mapping[str, Any]
 
 EDGE_STEPS = 10  # Steps that the first and the last reward are the mean of
-SELF_CHECK_FIELDS = ("passed", "engine", "n", "max", "p999", "mean", "bound")
+SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", "bound")
 
 
 def summarise(
@@ -125,7 +125,10 @@ def summarise(
     )
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
-    checks = [record for record in records if record.get("kind") == "self_check"]
+    lives = ([r for r in life if r.get("kind") == "self_check"] for life in lives_of(records)[::-1])
+    checks = next(filter(None, lives), [])
+    # All of a life must pass: one that did not is told rather than the newest.
+    check = next((r for r in checks[::-1] if not r.get("passed")), checks[-1] if checks else None)
     own = buffer.policies[job.policy] if buffer is not None else None
     trained = own.episodes_trained if own is not None else _sum(steps, "episodes")
     dropped = buffer.episodes_dropped if buffer is not None else None
@@ -170,7 +173,7 @@ def summarise(
         "evaluation_samples": last.get("samples"),
         "accuracy_by_source": last.get("by_source"),
         "unscored_end": last.get("unscored"),
-        "self_check": {name: checks[-1].get(name) for name in SELF_CHECK_FIELDS} if checks else None,
+        "self_check": {name: check.get(name) for name in SELF_CHECK_FIELDS} if check else None,
         "job": job.job,
         "kind": job.kind,
         "seed": job.seed,

@@ -89,7 +89,8 @@ class Progress:
         if record.kind == "resume":
             self.trained, self.self_check = False, ""  # it speaks of the life before
             self._times.clear()
-        if record.kind == "self_check":
+        failed = self.self_check.lower().startswith("failed")
+        if record.kind == "self_check" and not (failed and record.passed):  # another version mends nothing
             self.self_check = self_check_text(record)
         if record.kind in ("step", "sft"):
             if record.done <= self.done:
@@ -419,11 +420,12 @@ class StatusAggregator:
 
 def self_check_text(record: RunRecord) -> str:
     """The outcome of a self-check in one line."""
+    version = f" of version {record.version}" if record.version is not None else ""
     if record.max is None or not isinstance(record.mean, float):
-        return "failed: a log-prob is not finite"
+        return f"failed: a log-prob{version} is not finite"
     outcome = "passed" if record.passed else "FAILED" if record.bound else "not judged"
     allowed = f"{record.bound:g} allowed" if record.bound else "no known bound"
     return (
-        f"{outcome}: {record.n:,} log-probs of {record.engine}, 99.9 % of differences within "
+        f"{outcome}: {record.n:,} log-probs{version} of {record.engine}, 99.9 % of differences within "
         f"{record.p999:.2g} of {allowed}, mean {record.mean:.1g}"
     )

@@ -107,10 +107,13 @@ def test_nothing_is_lost_and_nothing_is_too_old(job: Run) -> None:
     assert max(step["staleness_max"] for step in job.records("step")) <= STALENESS
 
 
-def test_the_first_batch_was_checked_against_the_trainer(job: Run) -> None:
-    (check,) = job.records("self_check")
-    assert job.summary["self_check"] is not None
-    assert check["max"] < 1e-3
+def test_the_start_and_an_update_were_checked_against_the_trainer(job: Run) -> None:
+    start, *updated = job.records("self_check")
+    assert start["version"] == 0
+    assert len(updated) <= 1  # none where no batch held units of the version that its step starts from
+    assert all(check["version"] > 0 for check in updated)
+    assert all(check["passed"] and check["max"] < 1e-3 for check in (start, *updated))
+    assert job.summary["self_check"]["passed"]
 
 
 def test_stored_versions_are_true(job: Run) -> None:

@@ -1,12 +1,14 @@
-"""The log-prob check of the first batch: are the engine's log-probs those of the weights that it names?
+"""The log-prob check: are the engine's log-probs those of the weights that it names?
 
 For the first batch that holds units of the version the trainer starts the step from, it recomputes their
-behaviour log-probs at the temperature of each call. Every gradient rests on the two being equal.
+behaviour log-probs at the temperature of each call. Every gradient rests on the two being equal. If that
+batch is the first of this process, its version may be what the engines were started with; so the check runs
+once more, on the first batch with units of a version that this process made, which came to them by an update.
 
 It judges the whole distribution of the differences, not the largest: of a million units in bfloat16 some are
 far off by rounding alone. A mistake with few units, such as one token id, shows in a mean of their own.
 
-Promises: it runs once in the life of a trainer process, before any gradient of the batch; it costs one
+Promises: it runs at most twice in the life of a trainer process, before any gradient of the batch; it costs a
 forward pass over the units compared, and a look at the manifest where there are none; all ranks come to the
 same verdict; what cannot be compared is counted, by reason, and never passed off as compared.
 """
@@ -171,6 +173,8 @@ def compare(
 class CheckOutcome:
     """What the comparison found; the same on every rank. Its fields are those of its record in the log."""
 
+    version: int
+    """The version that sampled the units and that the step starts from."""
     n: int
     max: float
     mean: float
@@ -207,13 +211,14 @@ class CheckOutcome:
         at = int(compared.difference.argmax())
         return (
             f"the self-check of step {step} failed: the log-probs that the {self.engine} engine "
-            f"({self.dtype}) gave with {self.n} units are not those of the trainer's same version "
-            f"({self.trainer_dtype}, {self.model}). Differences in nats: {self.figures()}; largest "
+            f"({self.dtype}) gave with {self.n} units of version {self.version} are not those of the "
+            f"trainer's same version ({self.trainer_dtype}, {self.model}). Differences in nats: "
+            f"{self.figures()}; largest "
             f"{self.max:.4g}{skipped if self.skipped else ''}. Worst unit: episode "
             f"{episode_ids[compared.episode[at]]}, position {compared.position[at]}, token id "
             f"{compared.token[at]}: engine {compared.behaviour[at]:.5g}, trainer "
-            f"{compared.trainer[at]:.5g}. Nothing was trained. Likely causes: {causes} Set "
-            "trainer.self_check.bound if such a difference is expected here, or "
+            f"{compared.trainer[at]:.5g}. This batch was not trained. Likely causes: {causes} "
+            "Set trainer.self_check.bound if such a difference is expected here, or "
             "trainer.self_check.action to warn to train all the same."
         )
 
@@ -229,12 +234,22 @@ LABELS = {
 
 
 def likely_causes(
-    compared: ComparedUnits, measured: LogprobGap, allowed: LogprobGap, dtypes: tuple[str, str]
+    compared: ComparedUnits,
+    measured: LogprobGap,
+    allowed: LogprobGap,
+    dtypes: tuple[str, str],
+    *,
+    passed_before: bool = False,
 ) -> tuple[str, ...]:
     """The usual mistakes in words, those first that the units speak for. `dtypes` are the engine's and the
-    trainer's."""
+    trainer's; `passed_before` says whether the version of the trainer's start had passed."""
     scattered_alone = replace(measured, systematic=0.0).within(allowed)
     table = (
+        (
+            passed_before,
+            "the update: the version before any update passed, so the engine did not load what was "
+            "published, or an adapter was merged wrongly",
+        ),
         (
             _shift(compared),
             "positions: they fit the log-probs of the unit before or after (the engine's answer "
@@ -257,7 +272,7 @@ def likely_causes(
         (False, "another attention or rope (a window, scaling, or KV kept from older weights)"),
     )
     likely = [text for speaks, text in table if speaks]
-    return (*likely, *(text for _, text in table[4:]))
+    return (*likely, *(text for _, text in table[5:]))
 
 
 def _shift(compared: ComparedUnits) -> bool:
@@ -303,6 +318,9 @@ class LogprobCheck:
         self._backend = backend
         self._run_log = run_log
         self._waited = False
+        self._opened: int | None = None
+        """The step that this process began with: versions above it are its own."""
+        self._passed = False  # Whether that version was compared, and passed
         self.done = False
 
     def check(
@@ -314,12 +332,14 @@ class LogprobCheck:
         epoch: int,
         same_as: Sequence[int],
     ) -> None:
-        """Compare what version `step` sampled of this batch, if anything; afterwards do nothing.
+        """Compare what version `step` sampled of this batch, if anything; do nothing any more once that was
+        a version which this process made.
 
         `epoch` is the trainer's, `same_as` earlier ones that published this version with the very same
         weights (rank 0's are taken). Raises `SelfCheckError` above the bound where the job says stop."""
         if self.done:
             return
+        self._opened = step if self._opened is None else self._opened
         epochs = msgspec.msgpack.decode(
             self._ranks.broadcast_bytes(msgspec.msgpack.encode([epoch, *same_as])), type=list[int]
         )
@@ -346,11 +366,13 @@ class LogprobCheck:
             self._waited = True
             return
         compared = compare(self._backend, self._ranks, rows, trainer.micro_batch_tokens)
-        self.done = True
-        outcome = self._outcome(compared, skipped)
+        self.done = step > self._opened
+        self._waited = False
+        outcome = self._outcome(step, compared, skipped)
         if self._ranks.first:
             self._report(step, epoch, outcome)
         if outcome.passed:
+            self._passed = True
             return
         if outcome.allowed is None:
             self._warn_unknown(outcome)
@@ -363,7 +385,7 @@ class LogprobCheck:
         if self._ranks.first:
             log.warning("self-check failed, training goes on as trainer.self_check.action says", why=words)
 
-    def _outcome(self, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
+    def _outcome(self, version: int, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
         dtypes = (rollout.dtype, trainer.dtype)
         coarser = "bfloat16" if "bfloat16" in dtypes else "float32"
@@ -375,7 +397,11 @@ class LogprobCheck:
         totals = {why: self._ranks.total(skipped[why] * owns) for why in (OTHER_VERSION, KEPT_KV)}
         measured = compared.gap
         passed = allowed is not None and measured.within(allowed)
+        causes: tuple[str, ...] = ()
+        if not passed and allowed is not None:
+            causes = likely_causes(compared, measured, allowed, dtypes, passed_before=self._passed)
         return CheckOutcome(
+            version=version,
             n=len(compared.token),
             max=float(compared.difference.max()),
             mean=measured.mean,
@@ -389,7 +415,7 @@ class LogprobCheck:
             dtype=rollout.dtype,
             trainer_dtype=trainer.dtype,
             model=kind,
-            causes=() if passed or allowed is None else likely_causes(compared, measured, allowed, dtypes),
+            causes=causes,
         )
 
     def _warn_unknown(self, outcome: CheckOutcome) -> None:
@@ -397,6 +423,7 @@ class LogprobCheck:
             log.warning(
                 "self-check: no bounds are known for this engine, dtype and kind of model, so its log-probs "
                 "were not judged; set trainer.self_check.bound to have them judged",
+                version=outcome.version,
                 engine=outcome.engine,
                 dtypes=f"{outcome.dtype}, trainer {outcome.trainer_dtype}",
                 model=outcome.model,
@@ -410,6 +437,6 @@ class LogprobCheck:
             with room_for("the record of the self-check", self._run_log.path.parent):
                 self._run_log.write("self_check", policy=self._job.policy, step=step, epoch=epoch, **record)
         if self._ranks.first:
-            metrics.SELF_CHECK.labels(self._job.policy).set(outcome.max)
-        names = ("n", "max", "p999", "mean", "bound", "passed", "skipped")
+            metrics.SELF_CHECK.labels(self._job.policy, str(outcome.version)).set(outcome.max)
+        names = ("version", "n", "max", "p999", "mean", "bound", "passed", "skipped")
         log.info("self-check", **{name: record[name] for name in names})

@@ -84,6 +84,11 @@ def test_the_last_evaluation_and_self_check_are_kept(job):
     assert (summary["best_end"], summary["maj_end"], summary["evaluation_samples"]) == (0.9, 0.7, 4)
     assert (summary["accuracy_by_source"], summary["unscored_end"]) == ({"a": 0.5, "b": 0.7}, 3)
     assert summary["self_check"]["n"] == 5
+    first = check(7) | {"passed": False, "version": 0}
+    failed = summarise(job, [first, check(5) | {"version": 1}])["self_check"]
+    assert (failed["version"], failed["passed"]) == (0, False), "the other check of its life does not hide it"
+    mended = summarise(job, [first, {"kind": "resume"}, check(3) | {"version": 4}, {"kind": "resume"}])
+    assert (mended["self_check"]["version"], mended["self_check"]["passed"]) == (4, True)
     nothing = summarise(job, [])
     assert nothing["accuracy_interval"] is nothing["self_check"] is nothing["best_end"] is None
 

@@ -71,8 +71,11 @@ def test_the_self_check_is_told(aggregator):
     assert aggregator.status(101.0).self_check.startswith(
         "not judged: 4,096 log-probs of local, 99.9 % of diff"
     )
-    aggregator.read([SELF_CHECK | {"passed": False, "max": None}])
-    assert "not finite" in aggregator.status(101.0).self_check
+    aggregator.read([SELF_CHECK | {"passed": True, "max": 1.0, "p999": 3e-6, "version": 1}])
+    assert aggregator.status(101.0).self_check.startswith("passed: 4,096 log-probs of version 1 of local")
+    broken = SELF_CHECK | {"passed": False, "max": None}
+    aggregator.read([broken, SELF_CHECK | {"passed": True, "max": 1.0, "p999": 3e-6, "version": 2}])
+    assert "not finite" in aggregator.status(101.0).self_check, "another version does not mend a failure"
 
 
 def test_supervised_records_count_from_one(job):

@@ -1,4 +1,4 @@
-"""The first-batch self-check: what an honest engine says passes, what a wrong one says is named."""
+"""The self-check, at the start and after an update: an honest engine passes, what is wrong is named."""
 
 import json
 from collections.abc import Callable
@@ -16,6 +16,8 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from rollout_service.engines.local import Local
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.conftest import entry_of
+from trainer_service import metrics
+from trainer_service.checkpoint import open_checkpoint
 from trainer_service.checks.logprobs import ComparedUnits
 from trainer_service.data.flops import is_mixture
 from trainer_service.data.recording import write_step
@@ -96,18 +98,23 @@ def episodes(
     return out / "batches"
 
 
-def train(model, out, batches, *, steps=1, **changes):
-    """Train the recorded steps; the self-check's records."""
+def train(model, out, batches, *, steps=1, trained=0, restored=None, **changes):
+    """Train the recorded steps; the self-check's records. Where it stops the job, `trained` updates were made
+    before."""
     out.mkdir(exist_ok=True)
     job = rank_process.job_of(model, out, minibatches=1, micro_batch_tokens=48, steps=steps)
     job = JobConfig.model_validate(merged(job.model_dump(mode="json"), changes))
     backend = load_backend(job, join_ranks(0, 1))
     trainer = rank_process.trainer_of(job, out, rank_process.RecordedBuffer(batches), backend=backend)
     try:
-        assert trainer.run(name="trainer", ready=lambda: None)
+        assert trainer.run(name="trainer", ready=lambda: None, restored=restored)
     except SelfCheckError:
-        assert backend.updates == 0
+        assert backend.updates == trained
         raise
+    return records_of(out)
+
+
+def records_of(out):
     return [r for r in read_run_log(out / "metrics.jsonl") if r["kind"] == "self_check"]
 
 
@@ -287,6 +294,51 @@ def test_it_waits_for_the_first_batch_with_units_of_the_starting_version(tmp_pat
     """Of the mixed one only what version 1 sampled is compared, with the weights of version 1."""
     mixed = first_of_version_before(model_dir, tmp_path, lambda step, n: np.where(np.arange(n) < 2, 0, 1))
     assert mixed["skipped"] == {"another version": 32}
+
+
+FROZEN = {"trainer": {"optimizer": {"lr": 1e-12}}}  # so that every version has the weights of the first
+
+
+def test_a_version_that_came_by_an_update_is_compared_too_and_then_no_more(tmp_path, model_dir):
+    for step in range(4):
+        stale = step == 1  # the next is waited for
+        episodes(model_dir, tmp_path, step=step, versions=lambda s, n, stale=stale: np.full(n, s - stale))
+    records = train(model_dir, tmp_path, tmp_path / "batches", steps=4, **FROZEN)
+    assert [(r["version"], r["step"], r["passed"]) for r in records] == [(0, 0, True), (2, 2, True)]
+    series = {
+        sample.labels["version"]: sample.value
+        for family in metrics.SELF_CHECK.collect()
+        for sample in family.samples
+    }
+    assert (series["0"], series["2"]) == (records[0]["max"], records[1]["max"])
+
+
+@pytest.mark.parametrize("action", ["stop", "warn"])
+def test_an_engine_that_keeps_other_weights_at_its_first_update_is_found(tmp_path, model_dir, action):
+    """What it was started with is right, and names no fault; of the second step nothing is trained."""
+    episodes(model_dir, tmp_path, step=0)
+    batches = episodes(model_dir, tmp_path, step=1, weights=0.03, turns=4)
+    changes = {"trainer": FROZEN["trainer"] | {"self_check": {"action": action}}}
+    if action == "stop":
+        with pytest.raises(SelfCheckError, match=r"of version 1 .* Likely causes: \(1\) the update"):
+            train(model_dir, tmp_path, batches, steps=2, trained=1, **changes)
+    else:
+        train(model_dir, tmp_path, batches, steps=2, **changes)
+    assert [(r["version"], r["passed"]) for r in records_of(tmp_path)] == [(0, True), (1, False)]
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+def test_after_a_restart_the_version_that_it_went_on_from_does_not_stand_for_an_update(
+    tmp_path, model_dir, stale
+):
+    """Engines are started with that version. Where only one that the process made comes, it is enough."""
+    for step in range(5):
+        late = stale * (step == 2)
+        episodes(model_dir, tmp_path, step=step, versions=lambda s, n, late=late: np.full(n, s - late))
+    train(model_dir, tmp_path, tmp_path / "batches", steps=2, **FROZEN)
+    kept = open_checkpoint(tmp_path / "checkpoints" / "step-000002", job="job", policy="policy")
+    again = train(model_dir, tmp_path / "again", tmp_path / "batches", steps=5, restored=kept, **FROZEN)
+    assert [r["version"] for r in again] == ([3] if stale else [2, 3])
 
 
 def test_kept_kv_is_not_compared(tmp_path, model_dir):
