@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from safetensors import SafetensorError, safe_open
 
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
@@ -122,9 +125,21 @@ def port_holder(port: int) -> str | None:
     return None
 
 
-def model_bytes(model: Path) -> int:
-    """Bytes of weights in a model directory."""
-    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
+def published_bytes(model: Path, dtype: str) -> int:
+    """Bytes of the weights in a model directory once they are published as `dtype` (`float32`, `bfloat16`),
+    which need not be that of the files. A file that cannot be read counts with its size."""
+    return sum(_published_bytes(path, 4 if dtype == "float32" else 2) for path in model.glob("*.safetensors"))
+
+
+def _published_bytes(path: Path, width: int) -> int:
+    try:
+        with safe_open(path, "numpy") as file:
+            kinds = [
+                (part.get_dtype(), math.prod(part.get_shape())) for part in map(file.get_slice, file.keys())
+            ]
+    except (OSError, SafetensorError):
+        return path.stat().st_size
+    return sum(n * (width if "F" in kind else int(re.sub(r"\D", "", kind) or 8) // 8) for kind, n in kinds)
 
 
 def _check_ports(services: Sequence[ServicePlace]) -> list[Mistake]:
@@ -202,17 +217,30 @@ def _check_memory(job: JobConfig) -> list[Mistake]:
 
 
 def _check_shared_memory(job: JobConfig) -> list[Mistake]:
-    weights = job.weights
-    # Beside the newest, an evaluation pins two, and one is being written; deltas keep a base and themselves.
-    snapshots = weights.keep + 3 + (2 if makes_deltas(job) else 0)
-    needed = snapshots * model_bytes(job.model)
+    if job.trainer.lora.rank:
+        copies, what = _merged_models(job), "models merged with their adapters"
+    elif channel_of(job).directory(job) is not None:  # then they lie there
+        return []
+    else:
+        # Beside the newest, an evaluation pins two, one is being written; deltas keep a base and themselves.
+        copies = job.weights.keep + 3 + (2 if makes_deltas(job) else 0)
+        what = "snapshots of this model"
+    needed = copies * published_bytes(job.model, job.trainer.dtype)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
     free = shutil.disk_usage(root).free
-    if needed <= free or channel_of(job).directory(job) is not None:  # then they lie there
+    if needed <= free:
         return []
-    problem = f"{snapshots} snapshots of this model take {needed} bytes, but {root} has {free} free"
+    problem = f"{copies} {what} take {needed} bytes as {job.trainer.dtype}, but {root} has {free} free"
     fix = f"Make {root} larger (`mount -o remount,size=… {root}`), or free it"
     return [Mistake("model", problem, fix)]
+
+
+def _merged_models(job: JobConfig) -> int:
+    """Whole models in shared memory at a time, wherever the channel has the adapters, which are small: 3
+    where an engine reads a directory (`HostCache` keeps two, and one is being made), none where each takes
+    tensors."""
+    engines = {job.rollout.engine, evaluation_engine(job)} if job.tasks.evaluation else {job.rollout.engine}
+    return 3 * any(engine_part(engine).needs == "directory" for engine in engines)
 
 
 def _listener(port: int) -> str:

@@ -3,12 +3,15 @@
 import json
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from areal_async.config.errors import ConfigError
+from areal_async.config.job import LoraSection
 from areal_async.config.load import load_job
 from areal_async.errors import RunFolderError
 from areal_async.launch import preflight
@@ -107,12 +110,53 @@ def test_what_the_machine_lacks_is_found_before_anything_starts(job, monkeypatch
     (job.model).mkdir()
     (job.model / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(preflight, "find_redis_server", lambda: None)
-    monkeypatch.setattr(preflight, "model_bytes", lambda model: 1 << 60)
+    monkeypatch.setattr(preflight, "published_bytes", lambda model, dtype: 1 << 60)
     hungry = changed(job, "buffer", max_bytes=1 << 60)
     with pytest.raises(ConfigError) as caught:
         preflight.check_machine(hungry, [])
     fields = [mistake.field for mistake in caught.value.mistakes]
     assert fields == ["buffer.redis", "buffer.max_bytes", "model"]
+
+
+LORA = {"lora": LoraSection(rank=4), "dtype": "bfloat16"}
+DISK = {"channel": "disk", "channel_args": {"directory": "/shared/snapshots"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "copies"),
+    [
+        ({"trainer": {"dtype": "bfloat16"}}, 4),
+        ({"trainer": {"dtype": "float32"}}, 8),
+        ({"trainer": {"dtype": "float32"}, "rollout": {"engine": "vllm"}}, 8),
+        ({"trainer": {"dtype": "bfloat16"}, "weights": DISK}, 0),
+        ({"trainer": LORA}, 0),
+        ({"trainer": LORA, "rollout": {"engine": "vllm"}}, 3),
+        ({"trainer": LORA, "rollout": {"engine": "vllm"}, "weights": DISK}, 3),
+    ],
+)
+def test_shared_memory_is_counted_in_what_is_published(job, monkeypatch, fields, copies):
+    """The files are in bfloat16; `copies` of them must fit, and one byte less does not."""
+    job.model.mkdir()
+    tensors = {"a": torch.zeros(64, 8, dtype=torch.bfloat16), "b": torch.zeros(100, dtype=torch.bfloat16)}
+    save_file(tensors, job.model / "model.safetensors")
+    for section, values in fields.items():
+        job = changed(job, section, **values)
+    monkeypatch.setattr(preflight, "installed_mistakes", lambda job: [])
+
+    def said(free):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda root: SimpleNamespace(free=free))
+        try:
+            preflight.check_machine(job, [])
+        except ConfigError as error:
+            return [(mistake.field, mistake.problem) for mistake in error.mistakes]
+        return []
+
+    needed = copies * (64 * 8 + 100) * 2
+    assert said(needed) == []
+    if copies:
+        ((field, problem),) = said(needed - 1)
+        assert field == "model"
+        assert f"take {needed} bytes as {job.trainer.dtype}, " in problem
 
 
 def test_more_engines_than_visible_gpus_are_refused_before_the_start(job, monkeypatch):
