@@ -91,9 +91,11 @@ def write_model(
     weights_file: str = MODEL_FILE,
 ) -> None:
     """Write a directory that transformers loads, replacing one that is there only once it is complete. All
-    `ranks` call this alike; each writes the `pieces` that it holds, aliases of tied tensors left out."""
+    `ranks` call this alike; each writes the `pieces` that it holds, aliases of tied tensors left out. However
+    long a disk takes, no rank waits for another in one collective."""
     fresh = folder.with_name(f".{folder.name}.tmp")
-    if ranks is None or ranks.first:
+
+    def begin() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
@@ -102,13 +104,16 @@ def write_model(
                 (fresh / name).write_bytes(content)
             else:
                 shutil.copyfile(content, fresh / name)
-    group = None
-    if ranks is not None:
-        ranks.barrier()
-        group = ranks.side()
-    write_tensors(fresh / weights_file, pieces, group)
-    if ranks is None or ranks.first:
+
+    if ranks is None:
+        begin()
+        write_tensors(fresh / weights_file, pieces)
         replace_folder(fresh, folder)
+        return
+    ranks.on_first(begin)
+    write_tensors(fresh / weights_file, pieces, ranks.side())
+    ranks.together(lambda: sync(fresh / weights_file))
+    ranks.on_first(lambda: replace_folder(fresh, folder))
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:

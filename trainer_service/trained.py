@@ -58,7 +58,10 @@ def write_whole(
         write_model(folder, partial(backend.export, TRAINED_MODEL), files, ranks)
         return
     adapter = whole_tensors(backend.export(TRAINED_MODEL, gather=True))
-    if ranks.first:
+
+    def merge() -> None:
         base = BaseWeights(job.model, getattr(torch, job.trainer.dtype))
         write_merged(base, adapter, lora.alpha / lora.rank, files, folder)
         base.close()
+
+    ranks.on_first(merge)

@@ -288,8 +288,8 @@ def write_tensors(
     *,
     tied: Iterable[str] = (),
 ) -> None:
-    """Write the safetensors file `path`, each rank its own pieces, and flush it; nothing is hashed. All ranks
-    call this alike, in a folder that is there; `pieces` is called twice.
+    """Write the safetensors file `path`, each rank its own pieces. Nothing is hashed, and it is durable once
+    the caller has synced it. All ranks call this alike, in a folder that is there; `pieces` is called twice.
 
     Raises `SnapshotError` for what cannot be stored, and `OSError`, on all ranks, where it cannot be written.
     """
@@ -301,7 +301,6 @@ def write_tensors(
     if mapped is not None and problem is None:
         if group.rank == 0:
             mapped.write(0, layout.header)
-        _, problem = _try(mapped.flush)
         mapped.close()
     _agree(group, problem)
 

@@ -1,6 +1,6 @@
 """One rank of a group that meets at a TCP store: a script for each rank of a test.
 
-python group_process.py RANK PORT LISTENING_FD
+python group_process.py RANK PORT LISTENING_FD FOLDER
 """
 
 from __future__ import annotations
@@ -9,18 +9,48 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from areal_async.config.job import LoraSection
 from areal_async.runtime.group import Meeting
+from areal_async.weights.pieces import TensorPiece
+from trainer_service import disk, trained
 from trainer_service import ranks as ranks_module
 from trainer_service.errors import BatchError
-from trainer_service.ranks import join_ranks, lost_peer
+from trainer_service.ranks import Ranks, join_ranks, lost_peer
 
 LIMIT_S = 2.0  # The collectives' own
 
 
-def main(rank: int, meeting: Meeting) -> dict[str, object]:
+def write_slowly(ranks: Ranks, folder: Path) -> None:
+    """Write a model whose sync takes rank 1 longer than a collective waits, then one that rank 0 merges as
+    slowly."""
+    sync, slow_s = disk.sync, 1.25 * LIMIT_S
+
+    def slow_sync(path: Path) -> None:
+        if ranks.rank == 1:
+            time.sleep(slow_s)
+        sync(path)
+
+    def slow_merge(base: object, adapter: object, scale: float, files: object, into: Path) -> None:
+        time.sleep(slow_s)
+        into.mkdir()
+
+    disk.sync, trained.write_merged = slow_sync, slow_merge
+    trained.BaseWeights = lambda folder, dtype: SimpleNamespace(close=lambda: None)
+    row = TensorPiece("w", (2, 3), (ranks.rank, 0), torch.full((1, 3), float(ranks.rank)))
+    disk.write_model(folder / "model", lambda: [row], {}, ranks)
+    section: Any = SimpleNamespace(lora=LoraSection(rank=2), dtype="float32")
+    backend: Any = SimpleNamespace(export=lambda name, gather: [])
+    job: Any = SimpleNamespace(model=folder, trainer=section)
+    trained.write_whole(folder / "merged", job, backend, {}, ranks)
+
+
+def main(rank: int, meeting: Meeting, folder: Path) -> dict[str, object]:
     """What this rank saw."""
     torch.set_num_threads(1)
     seen: dict[str, object] = {"interface": ranks_module.interface_of(meeting.host)}
@@ -38,6 +68,7 @@ def main(rank: int, meeting: Meeting) -> dict[str, object]:
 
     seen["slow"] = ranks.together(slow if rank == 0 else lambda: "early")
     seen["first"] = ranks.on_first(lambda: "of rank 0")
+    write_slowly(ranks, folder)
     begun_s = time.monotonic()
     try:
         ranks.together(failing)
@@ -59,6 +90,7 @@ def main(rank: int, meeting: Meeting) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    number, port, fd = map(int, sys.argv[1:])
-    print(json.dumps(main(number, Meeting("127.0.0.1", port, fd if number == 0 else None))), flush=True)
+    number, port, fd = map(int, sys.argv[1:4])
+    met = Meeting("127.0.0.1", port, fd if number == 0 else None)
+    print(json.dumps(main(number, met, Path(sys.argv[4]))), flush=True)
     os._exit(0)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.unit.trainer import group_process
 from trainer_service.errors import BatchError, RankError
@@ -15,13 +16,18 @@ from trainer_service.ranks import join_ranks, lost_peer
 
 
 @pytest.fixture(scope="module")
-def seen():
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("written")
+
+
+@pytest.fixture(scope="module")
+def seen(folder):
     """What each of two ranks saw."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, fd = listening.getsockname()[1], listening.fileno()
         processes = [
             subprocess.Popen(
-                [sys.executable, group_process.__file__, str(rank), str(port), str(fd)],
+                [sys.executable, group_process.__file__, str(rank), str(port), str(fd), str(folder)],
                 stdout=subprocess.PIPE,
                 text=True,
                 pass_fds=[fd] if rank == 0 else [],
@@ -38,6 +44,12 @@ def seen():
 def test_a_rank_may_wait_for_something_outside_longer_than_a_collective_waits(seen):
     assert [rank["slow"] for rank in seen] == ["late", "early"]
     assert [rank["first"] for rank in seen] == ["of rank 0", None]
+
+
+def test_the_trained_model_may_take_longer_to_write_than_a_collective_waits(seen, folder):
+    assert sorted(path.name for path in folder.iterdir()) == ["merged", "model"]
+    written = load_file(folder / "model" / "model.safetensors")
+    assert written["w"].tolist() == [[0.0] * 3, [1.0] * 3]
 
 
 def test_an_error_of_one_rank_is_raised_on_all_and_names_it(seen):
