@@ -134,11 +134,13 @@ class Evaluator:
 
         workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
         watching = asyncio.ensure_future(self._engine.watch())
+        ends: list[asyncio.Future[Any]] = [asyncio.gather(*workers), watching]
         try:
-            ends: list[asyncio.Future[Any]] = [asyncio.gather(*workers), watching]
             for end in (await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))[0]:
                 end.result()
         finally:
+            for end in ends:  # one is not looked at any more: asyncio would complain of its error
+                end.add_done_callback(lambda end: end.cancelled() or end.exception())
             for task in (*workers, watching):
                 task.cancel()
         # The answers to one task are a group: a reward may judge them together.

@@ -43,6 +43,7 @@ def test_the_commands_and_their_options_are_these():
         "drain": ["--outside", "--timeout", "run", "worker"],
         "validate": ["job_file", "overrides"],
         "doctor": ["--clean"],
+        "plan": ["--gpu", "--json", "job_file", "overrides"],
         "quickstart": ["--out", "--plain", "--seed", "overrides"],
         "reward": {"new": ["--in", "name"], "test": ["--column", "--data", "--limit", "fields", "reward"]},
         "buffer": {

@@ -31,6 +31,8 @@ def values(info: inspect.Type) -> st.SearchStrategy[Any]:
         return st.builds(info.cls, **{field.name: values(field.type) for field in info.fields})
     if isinstance(info, inspect.ListType):
         return st.lists(values(info.item_type), max_size=3)
+    if isinstance(info, inspect.TupleType):
+        return st.tuples(*map(values, info.item_types))
     if isinstance(info, inspect.DictType):
         return st.dictionaries(values(info.key_type), values(info.value_type), max_size=3)
     if isinstance(info, inspect.UnionType):

@@ -97,7 +97,7 @@ def run(rank: int, world: int, replicate: int, model: Path, out: Path) -> None:
         norms = train(
             backend, rank, world, range(2), before=lambda by=root: held.append(unsharded_gradient_bytes(by))
         )
-    pieces = {piece.name: piece.tensor.clone() for piece in backend.export("policy")}
+    pieces = {piece.name: piece.tensor.clone() for piece in backend.export("policy", gather=True)}
     (out / "checkpoint").mkdir(exist_ok=True)
     backend.save(out / "checkpoint")()
     ranks.barrier()
