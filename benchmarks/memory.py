@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from areal_async.config.job import OptimizerSection
+from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.registry import BACKENDS
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, RankMemory, rank_memory, shape_of
@@ -114,14 +114,16 @@ def allocated_peak(action: Callable[[], None]) -> int:
 
 
 def measure(
-    name: str, dtype: str, tokens: int, arguments: Mapping[str, Any], **changes: Any
+    name: str, dtype: str, tokens: int, arguments: Mapping[str, Any], *, lora_rank: int = 0, **changes: Any
 ) -> dict[str, Any]:
     """The measured peak of one case, and the plan's figure."""
+    adapters = {"lora": LoraSection(rank=lora_rank)} if lora_rank else {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_random_model(name, folder, **changes)
         config = json.loads((folder / "config.json").read_text())
-        options = MemoryOptions(compute_bytes=getattr(torch, dtype).itemsize, on_host=True, **arguments)
+        compute_bytes = getattr(torch, dtype).itemsize
+        options = MemoryOptions(compute_bytes=compute_bytes, on_host=True, lora_rank=lora_rank, **arguments)
         planned: RankMemory = rank_memory(shape_of(config, tensor_shapes(folder)), options)
         ranks = join_ranks(0, 1)
         before = held_bytes()
@@ -131,6 +133,7 @@ def measure(
             ranks,
             dtype=getattr(torch, dtype),
             total_updates=UPDATES,
+            **adapters,
             **arguments,
         )
         batches = [packed_rows(tokens, config["vocab_size"]) for _ in range(MICRO_BATCHES)]
@@ -146,6 +149,7 @@ def measure(
         "model": name,
         "dtype": dtype,
         "tokens": tokens,
+        **({"lora_rank": lora_rank} if lora_rank else {}),
         **arguments,
         "measured_bytes": measured,
         "planned_bytes": expected,
@@ -165,7 +169,8 @@ def cases() -> list[tuple[str, str, dict[str, Any]]]:
         (name, dtype, {}) for name in MODELS for dtype in ("float32", "bfloat16")
     ]
     saving = [(name, dtype, chosen) for name, dtype in SAVING for chosen in options]
-    return plain + saving
+    adapters = [("qwen2", dtype, {"lora_rank": 16}) for dtype in ("float32", "bfloat16")]
+    return plain + saving + adapters
 
 
 def main() -> None:
@@ -175,7 +180,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for name, dtype, arguments in cases():
-        row = measure(name, dtype, options.tokens, arguments)
+        chosen = dict(arguments)
+        row = measure(name, dtype, options.tokens, chosen, lora_rank=chosen.pop("lora_rank", 0))
         rows.append(row)
         told = " ".join(f"{key}={value}" for key, value in arguments.items())
         print(

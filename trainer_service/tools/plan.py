@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from areal_async.cli.tools import PlanRequest, run_tool
+from areal_async.config.engines import engine_part
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.parts import load_part
+from areal_async.weights.channels.host_cache import KEPT
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory
 from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 
@@ -77,12 +80,19 @@ def usable_bytes(gpu: Gpu) -> int:
 
 def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str, int]:
     """Bytes of a host's memory: those of shared memory once, the others once for each rank on it."""
-    published = model.size * (2 if job.trainer.dtype == "bfloat16" else 4)
-    return {
+    lora = job.trainer.lora
+    adapters = sum(prod(s) for block in model.blocks for s in block.adapters(lora.rank, lora.targets))
+    of_one = 2 if job.trainer.dtype == "bfloat16" else 4
+    published = of_one * (adapters if lora.rank else model.size)
+    found = {
         "published snapshots (shared memory)": (job.weights.keep + 1) * published if job.kind == "rl" else 0,
-        "a rank's copy of a checkpoint that is written": 3 * rank.parameters,
+        "a rank's copy of a checkpoint that is written": 3 * rank.gradients,
         "a rank's offloaded AdamW moments": rank.host_optimizer,
     }
+    if lora.rank and job.kind == "rl" and engine_part(job.rollout.engine).needs == "directory":
+        # The next is made before the oldest goes.
+        found["merged models (shared memory)"] = (KEPT + 1) * of_one * model.size
+    return found
 
 
 def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
@@ -97,7 +107,9 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         "dtype": trainer.dtype,
         "backend_args": dict(trainer.backend_args),
         "bytes_per_rank": {
-            "parameters (fp32)": rank.parameters,
+            (
+                "frozen model, and adapters (fp32)" if trainer.lora.rank else "parameters (fp32)"
+            ): rank.parameters,
             "gradients (fp32)": rank.gradients,
             "AdamW moments (fp32)": rank.optimizer,
             "gathered parameters, root and a block": rank.working,

@@ -4,13 +4,16 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 
 import memory
 import pytest
 
+from areal_async.config.job import JobConfig
 from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
 from trainer_service.tools.gpus import gpu_named, gpu_of_device
+from trainer_service.tools.plan import host_bytes, job_memory
 
 HIDDEN, WIDTH, VOCABULARY, EXPERT, N_EXPERTS = 64, 160, 1000, 48, 4
 CONFIG = {"hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCABULARY, "num_experts_per_tok": 2}
@@ -63,6 +66,45 @@ def test_a_rank_holds_sixteen_bytes_of_each_parameter_and_n_ranks_share_them():
 def test_a_tensor_of_fewer_rows_than_ranks_is_padded():
     model = shape_of(CONFIG, tensors())
     assert rank_memory(model, MemoryOptions(ranks=128)).parameters > 4 * model.size // 128
+
+
+def test_with_adapters_the_frozen_model_takes_its_dtype_alone():
+    model = shape_of(CONFIG, tensors(layers=3))
+    options = MemoryOptions(compute_bytes=2, lora_rank=8, lora_targets=("q_proj", "down_proj"))
+    rank = rank_memory(model, options)
+    adapters = 3 * 8 * ((64 + HIDDEN) + (WIDTH + HIDDEN))
+    assert (rank.parameters, rank.gradients) == (2 * model.size + 4 * adapters, 4 * adapters)
+    assert rank.state == 2 * model.size + 16 * adapters
+    assert rank_memory(model, replace(options, ranks=4)).state == rank.state // 4
+    every = rank_memory(model, replace(options, lora_targets=()))
+    assert every.gradients > rank.gradients
+    assert every.peak(100) < rank_memory(model, MemoryOptions(compute_bytes=2)).peak(100)
+
+
+def test_experts_and_their_router_have_no_adapters():
+    shapes = tensors(experts=True) | {"model.layers.0.mlp.gate.weight": (N_EXPERTS, HIDDEN)}
+    block = shape_of(CONFIG, shapes).blocks[0]
+    assert len(block.adapters(4, ())) == 2 * 4
+
+
+@pytest.mark.parametrize("engine", ["vllm", "local"])
+def test_a_host_holds_adapters_and_for_an_engine_that_reads_files_merged_models(tmp_path, engine):
+    write_headers(tmp_path, CONFIG, tensors())
+    job = JobConfig.model_validate(
+        {
+            "job": "j",
+            "model": str(tmp_path),
+            "tasks": {"train": "t.jsonl"},
+            "rollout": {"engine": engine},
+            "trainer": {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj"]}},
+        }
+    )
+    model, rank = job_memory(job)
+    found = host_bytes(job, model, rank)
+    assert found["published snapshots (shared memory)"] == (job.weights.keep + 1) * 2 * 2 * 8 * (64 + HIDDEN)
+    assert found["a rank's copy of a checkpoint that is written"] == 12 * 2 * 8 * (64 + HIDDEN)
+    merged = found.get("merged models (shared memory)", 0)
+    assert merged == (3 * 2 * model.size if engine == "vllm" else 0)
 
 
 def test_offloaded_moments_are_in_the_memory_of_the_host():
@@ -159,8 +201,12 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do(job):
     assert "config.json has no 'num_attention_heads'" in plan(job).stderr
 
 
-@pytest.mark.parametrize("arguments", [{}, {"recompute": "full", "offload_optimizer": True}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"recompute": "full", "offload_optimizer": True}, {"lora_rank": 16}]
+)
 def test_the_plan_is_within_a_tenth_of_the_measured_peak(arguments):
     sizes = {"num_hidden_layers": 3, "vocab_size": 2048}
-    row = memory.measure("qwen3", "float32", 512, arguments, **sizes)
+    arguments = dict(arguments)
+    rank = arguments.pop("lora_rank", 0)
+    row = memory.measure("qwen3", "float32", 512, arguments, lora_rank=rank, **sizes)
     assert 0.9 < row["ratio"] < 1.1, row

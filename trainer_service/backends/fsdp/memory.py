@@ -5,6 +5,8 @@ dimension and padded; c: bytes of a number in `trainer.dtype`):
 
 - parameters 4 P / S, gradients 4 P / S, AdamW's moments 8 P / S: fp32, sharded alike (ZeRO stage 3,
   arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in the host's memory.
+- with adapters (LoRA): c P / S for the frozen model, and what is said above for the adapters alone, which are
+  A [r, in] and B [out, r] of each adapted layer [out, in]. What is frozen has no gradients in a pass either.
 
 What a pass adds, at the worst of its moments (`_moments`):
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,6 +68,16 @@ class DecoderBlock:
     @property
     def size(self) -> int:
         return sum(map(prod, self.parameters.values()))
+
+    def adapters(self, rank: int, targets: Collection[str]) -> list[Shape]:
+        """A and B of each linear layer that has an adapter: those called so, or all. Fused experts and their
+        router are no linear layers."""
+        found: list[Shape] = []
+        for name, shape in self.parameters.items():
+            layer = name.split(".")[-2:-1]
+            if len(shape) == 2 and layer != ["gate"] and (not targets or layer[0] in targets):
+                found += [(rank, shape[1]), (shape[0], rank)]
+        return found
 
     def width(self, name: str) -> int:
         """Rows of a linear layer of this name, 0 where the block has none."""
@@ -149,10 +161,20 @@ class MemoryOptions:
     offload_optimizer: bool = False
     on_host: bool = False
     """Whether the rank's device is the CPU, where offloaded moments need not travel."""
+    lora_rank: int = 0
+    """Of adapters, which are then what is trained; 0: the model itself is."""
+    lora_targets: tuple[str, ...] = ()
+    """Layers that have adapters, by the last part of their name; none means all."""
 
     @property
     def shards(self) -> int:
         return self.ranks // self.replicate
+
+    def trained(self, block: DecoderBlock) -> int:
+        """Parameters of a block that have gradients."""
+        if self.lora_rank:
+            return sum(map(prod, block.adapters(self.lora_rank, self.lora_targets)))
+        return block.size
 
 
 def options_of(trainer: TrainerSection) -> MemoryOptions:
@@ -165,6 +187,8 @@ def options_of(trainer: TrainerSection) -> MemoryOptions:
         recompute=arguments.get("recompute", "none"),
         offload_optimizer=arguments.get("offload_optimizer", False),
         on_host=trainer.device == "cpu",
+        lora_rank=trainer.lora.rank,
+        lora_targets=trainer.lora.targets,
     )
 
 
@@ -227,17 +251,22 @@ class RankMemory:
 def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     """What each rank needs; see the module's text for the formulas."""
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
-    shard = FLOAT32_BYTES * sum(-(-shape[0] // options.shards) * prod(shape[1:]) for shape in tensors)
-    c, block = options.compute_bytes, model.largest.size
+    c, block, root = options.compute_bytes, options.trained(model.largest), _trained_root(model, options)
+    frozen = 0
+    if options.lora_rank:
+        frozen = c * _sharded(tensors, options)
+        blocks = model.blocks
+        tensors = [s for each in blocks for s in each.adapters(options.lora_rank, options.lora_targets)]
+    shard = FLOAT32_BYTES * _sharded(tensors, options)
     moments = 2 * shard
     return RankMemory(
-        parameters=shard,
+        parameters=frozen + shard,
         gradients=shard,
         optimizer=0 if options.offload_optimizer else moments,
         host_optimizer=moments if options.offload_optimizer else 0,
         working=_gathered(model, options),
-        unreduced=round((c + _reduction(options)) * block) + c * model.root_size,
-        head=LEAST_LOGITS_BYTES + c * model.vocabulary * model.hidden,
+        unreduced=round((c + _reduction(options)) * block) + c * root,
+        head=LEAST_LOGITS_BYTES + (c * model.vocabulary * model.hidden if root else 0),
         activations_per_token=sum(_kept(each, model.hidden, options) for each in model.blocks)
         + _outside(model, c),
         passing_per_token=max(_passing(each, model.hidden, options) for each in model.blocks),
@@ -245,9 +274,19 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     )
 
 
+def _sharded(tensors: Collection[Shape], options: MemoryOptions) -> int:
+    """Numbers of these tensors that a rank holds."""
+    return sum(-(-shape[0] // options.shards) * prod(shape[1:]) for shape in tensors)
+
+
+def _trained_root(model: ModelShape, options: MemoryOptions) -> int:
+    return 0 if options.lora_rank else model.root_size
+
+
 def _gathered(model: ModelShape, options: MemoryOptions) -> int:
     beside = 2 if options.shards > 1 else 1
-    return options.compute_bytes * (model.root_size + beside * model.largest.size)
+    block = model.largest.size + (options.trained(model.largest) if options.lora_rank else 0)
+    return options.compute_bytes * (model.root_size + beside * block)
 
 
 def _reduction(options: MemoryOptions) -> float:
@@ -261,11 +300,11 @@ def _wide_bytes(c: int) -> int:
 
 
 def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
-    c, root, block = options.compute_bytes, model.root_size, model.largest.size
+    c, root, block = options.compute_bytes, _trained_root(model, options), options.trained(model.largest)
     gathered, reduction, outside = _gathered(model, options), _reduction(options), _outside(model, c)
     kept = [_kept(each, model.hidden, options) for each in model.blocks]
     passing = [_passing(each, model.hidden, options) for each in model.blocks]
-    table = c * model.vocabulary * model.hidden  # the output layer's gradient
+    table = c * model.vocabulary * model.hidden if root else 0  # the output layer's gradient
     # The output layer's backward: everything is kept, beside the units' hidden states and their gradients.
     yield Moment(
         fixed=gathered + table,
@@ -282,7 +321,7 @@ def _moments(model: ModelShape, options: MemoryOptions) -> Iterator[Moment]:
         yield Moment(fixed, per_token)
     # The embedding's gradient, which a tied output layer's is added to, then the reduction of the root.
     second = table if model.tied else 0
-    yield Moment(2 * c * root + second + FLOAT32_BYTES * block, c * model.hidden)
+    yield Moment(c * (model.root_size + root) + second + FLOAT32_BYTES * block, c * model.hidden)
     yield Moment((c + reduction) * root + FLOAT32_BYTES * block)
     if options.offload_optimizer and not options.on_host:
         yield Moment(STREAMED_BYTES)
@@ -296,7 +335,7 @@ def _outside(model: ModelShape, c: int) -> int:
 def _kept(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     c = options.compute_bytes
     if options.recompute == "none":
-        return _block_activations(block, hidden, c)
+        return _block_activations(block, hidden, options)
     return c * hidden + (_block_products(block, hidden, c) if options.recompute == "selective" else 0)
 
 
@@ -309,7 +348,7 @@ def _passing(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     if routed:
         wide += block.experts_per_token * (2 * routed + 2 * hidden)
     transient = c * (wide + 2 * hidden)
-    again = 0 if options.recompute == "none" else _block_activations(block, hidden, c)
+    again = 0 if options.recompute == "none" else _block_activations(block, hidden, options)
     return transient + max(0, again - (_kept(block, hidden, options) - c * hidden))
 
 
@@ -322,14 +361,15 @@ def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
     return size
 
 
-def _block_activations(block: DecoderBlock, hidden: int, c: int) -> int:
+def _block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     """Bytes per token that autograd keeps of one block.
 
     A norm of n numbers keeps its input in fp32 and the normalised numbers; the linear layers behind it share
     one input. Attention keeps queries, keys, values (after the rotation, whose factors need no gradient), its
     output twice (once packed again for the next layer) and a log-sum per head. A gated layer of width w keeps
     gate, up, the activated gate and their product. An expert adds its input and its output, which is
-    multiplied by the router's weight."""
+    multiplied by the router's weight. A frozen norm keeps its input alone; an adapter keeps what A gives."""
+    c = options.compute_bytes
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     size = 2 * _norm(hidden, c) + 2 * c * hidden
     size += c * (queries + 2 * keys) + 2 * c * queries + FLOAT32_BYTES * block.heads
@@ -343,6 +383,9 @@ def _block_activations(block: DecoderBlock, hidden: int, c: int) -> int:
             size += block.experts_per_token * (wide + 2 * c * hidden) + 2 * FLOAT32_BYTES * shape[0]
         else:
             size += wide
+    if options.lora_rank:
+        size -= 2 * c * hidden
+        size += c * options.lora_rank * len(block.adapters(options.lora_rank, options.lora_targets)) // 2
     return size
 
 
