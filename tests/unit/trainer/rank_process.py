@@ -5,6 +5,7 @@ python rank_process.py RANK WORLD MEETING_FILE MODEL BATCHES OUT
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -151,6 +152,7 @@ def run(
 if __name__ == "__main__":
     number, size, *paths = sys.argv[1:]
     steps = int(os.environ.get("STEPS", "4"))
-    run(int(number), int(size), *map(Path, paths), steps=steps, record_batches=True)
+    settings = json.loads(os.environ.get("TRAINER", "{}"))  # more of the section `trainer`
+    run(int(number), int(size), *map(Path, paths), steps=steps, record_batches=True, **settings)
     sys.stdout.flush()
     os._exit(0)

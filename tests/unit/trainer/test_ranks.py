@@ -1,10 +1,12 @@
 """Two ranks compute what one does, and each reads the other's checkpoint."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from areal_async.status.record import read_run_log
@@ -95,6 +97,24 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     rank_process.run(0, 1, None, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
     assert [step["step"] for step in _steps(tmp_path / "resumed")] == [2, 3]
     _same_weights(one_rank, tmp_path / "resumed")
+
+
+def test_two_ranks_train_the_adapters_that_one_does(tmp_path, model_dir, batches):
+    section = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
+    one, two = tmp_path / "one", tmp_path / "two"
+    rank_process.run(0, 1, None, model_dir, batches, one, **section, steps=2)
+    ended = rank_process.two_ranks(
+        tmp_path / "meet", model_dir, batches, two, TRAINER=json.dumps(section), STEPS="2"
+    )
+    for status, errors in ended:
+        assert status == 0, errors
+    _same_training(one, two)
+    first, second = (load_file(out / "adapter" / "adapter_model.safetensors") for out in (one, two))
+    assert first.keys() == second.keys()
+    assert all(".lora_" in name for name in first)
+    for name, tensor in first.items():
+        assert tensor.abs().max() > 0, "B begins as zeros"
+        torch.testing.assert_close(tensor, second[name], atol=1e-5, rtol=0)
 
 
 def test_training_goes_on_identically_after_a_restart(tmp_path, model_dir, batches, one_rank):
