@@ -15,6 +15,8 @@ from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process, sharded_process
 from tests.unit.trainer.sharded_process import backend_of, train
 from trainer_service.backends.fsdp import fsdp, optimizer
+from trainer_service.errors import ModelError
+from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
 
 
@@ -70,6 +72,23 @@ def test_copies_that_do_not_divide_the_ranks_are_a_mistake(tmp_path, ranks, repl
     job = rank_process.job_of(tmp_path, tmp_path, ranks=ranks, backend_args={"replicate": replicate})
     found: list[Mistake] = list(fsdp.check_job(job, job.trainer.backend_args, "trainer.backend_args"))
     assert [mistake.field for mistake in found if "replicate" in mistake.field] == said
+
+
+def test_one_rank_reads_what_copies_have_trained(tmp_path, model_dir, copies):
+    """As tools do, with the section of the job that had the copies."""
+    out, found = copies
+    job = rank_process.job_of(model_dir, tmp_path, ranks=4, backend_args={"replicate": 2})
+    backend = load_backend(job, join_ranks(0, 1))
+    backend.load(out / "checkpoint", 2)
+    weights = whole_tensors(backend.export("policy"))
+    assert weights.keys() <= found[0].keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, found[0][name])
+
+
+def test_the_back_end_itself_refuses_copies_that_do_not_divide_the_ranks(model_dir):
+    with pytest.raises(ModelError, match=r"replicate: 2 copies .* do not share 1 ranks evenly"):
+        backend_of(model_dir, join_ranks(0, 1), replicate=2)
 
 
 class _Operators(TorchDispatchMode):

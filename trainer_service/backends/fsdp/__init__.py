@@ -69,7 +69,7 @@ class Fsdp:
         lora: LoraSection | None = None,
         seed: int = 0,
     ) -> TrainingBackend:
-        """See `FsdpBackend`."""
+        """See `FsdpBackend`. One rank alone has no copies: a tool reads with it what copies have trained."""
         from trainer_service.backends.fsdp.backend import FsdpBackend
 
         return FsdpBackend(
@@ -80,7 +80,7 @@ class Fsdp:
             total_updates=total_updates,
             recompute=recompute,
             offload_optimizer=offload_optimizer,
-            replicate=replicate,
+            replicate=replicate if ranks.world > 1 else 1,
             lora=lora,
             seed=seed,
         )

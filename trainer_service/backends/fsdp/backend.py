@@ -32,7 +32,7 @@ from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.shards import HostCopies, read_shard, write_shard, write_tensors
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.disk import FileEntry
-from trainer_service.errors import CheckpointError, DivergenceError
+from trainer_service.errors import CheckpointError, DivergenceError, ModelError
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")
@@ -59,6 +59,11 @@ class FsdpBackend:
         optimizer updates the whole run makes, for the learning rate's schedule. The other options are those
         of `Fsdp.Arguments`; with `lora` adapters are trained, whose first values come of `seed`. Raises
         `ModelError`."""
+        if ranks.world % replicate:
+            raise ModelError(
+                f"trainer.backend_args.replicate: {replicate} copies of the model do not share {ranks.world} "
+                "ranks evenly. Set it to a divisor of trainer.ranks."
+            )
         self.place = RankPlace(ranks.rank, ranks.world)
         self._shards_count = ranks.world // replicate
         self._shard_rank = ranks.rank % self._shards_count
