@@ -42,6 +42,8 @@ class RecordedStep:
     """Episode id -> codec blob."""
     weights_hash: str = ""
     """Hash of the weights that the step made; empty where that is not known."""
+    ranks: int = 1
+    """How many ranks trained it."""
 
 
 def write_step(
@@ -144,4 +146,4 @@ def read_step(root: Path, step: int) -> RecordedStep:
     ]
     if missing:
         raise BatchError(f"recorded step {folder} lacks {len(missing)} of its episodes, such as {missing[0]}")
-    return RecordedStep(first.batch, first.losses, first.grad_norms, blobs)
+    return RecordedStep(first.batch, first.losses, first.grad_norms, blobs, ranks=len(records))

@@ -119,6 +119,21 @@ def test_the_first_figure_that_differs_is_named_with_all_its_digits(recorded, re
     assert bool(found) == bool(told)
 
 
+@pytest.mark.parametrize(
+    ("losses", "grad_norms", "told"),
+    [
+        ([0.1, 0.2 + 5e-7], [1000.0005, 2.0], ""),
+        ([0.1, 0.2 + 2e-6], [1000.0, 2.0], "losses[1]: 0.2 is recorded, 0.2"),
+        ([0.1, 0.2], [1000.002, 2.0], "grad_norms[0]: 1000.0 is recorded, 1000.002 came out"),
+    ],
+)
+def test_one_rank_is_compared_with_several_within_a_millionth(losses, grad_norms, told):
+    step = RecordedStep(None, [0.1, 0.2], [1000.0, 2.0], {}, "blake3:aa", ranks=2)
+    found = difference(step, losses, grad_norms, "blake3:bb")
+    assert found.startswith(told)
+    assert bool(found) == bool(told)
+
+
 def test_a_recorded_step_is_read_back_from_all_ranks(tmp_path, make_batch):
     batch, blobs = make_batch(2, max_staleness=2)
     ids = list(blobs)
@@ -128,6 +143,7 @@ def test_a_recorded_step_is_read_back_from_all_ranks(tmp_path, make_batch):
     step = read_step(tmp_path, 2)
     assert step.batch == batch
     assert step.blobs == blobs
+    assert step.ranks == 2
     assert (step.losses, step.grad_norms) == ([0.5, -0.25], [1.0, 2.0])
 
 
