@@ -42,10 +42,17 @@ def write_trained(
     with room_for("the trained model", out):
         write_whole(out / MODEL_DIR, job, backend, files, ranks)
         if job.trainer.lora.rank:
-            beside = companions_of(job, backend, files)
-            adapter = {name: content for name, content in beside.items() if name not in MODEL_CONFIGS}
-            pieces = partial(backend.export, TRAINED_MODEL)
-            write_model(out / ADAPTER_DIR, pieces, adapter, ranks, weights_file=ADAPTER_FILE)
+            write_adapter(out / ADAPTER_DIR, job, backend, files, ranks)
+
+
+def write_adapter(
+    folder: Path, job: JobConfig, backend: TrainingBackend, files: Mapping[str, bytes | Path], ranks: Ranks
+) -> None:
+    """Write the trained adapter in peft's form, with those of `files` beside it that are not of a whole
+    model. All ranks call it."""
+    beside = companions_of(job, backend, files)
+    adapter = {name: content for name, content in beside.items() if name not in MODEL_CONFIGS}
+    write_model(folder, partial(backend.export, TRAINED_MODEL), adapter, ranks, weights_file=ADAPTER_FILE)
 
 
 def write_whole(

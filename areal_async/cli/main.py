@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
-from areal_async.cli.tools import PlanRequest, add_command, buffer, readable_errors, reward
+from areal_async.cli.tools import CheckpointRequest, PlanRequest, add_command, buffer, readable_errors, reward
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
@@ -115,6 +115,7 @@ def validate(job_file: JobFile, overrides: Overrides = None) -> None:
 
 
 add_command(app, "plan", PlanRequest)
+add_command(app, "export", CheckpointRequest)
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)

@@ -143,6 +143,19 @@ class PlanRequest(ToolRequest, frozen=True):
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False
 
 
+class CheckpointRequest(ToolRequest, frozen=True):
+    """The model of a checkpoint as a Hugging Face directory."""
+
+    run: RunArgument
+    out: Annotated[str, typer.Option(metavar="DIR", help="A new folder.")]
+    step: Annotated[
+        str, typer.Option(metavar="STEP", help="Number of the checkpoint, `newest` or `best`, by evaluation.")
+    ] = "best"
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a job with trainer.lora: the adapter alone, in peft's form.")
+    ] = False
+
+
 def step_range(text: str | None) -> range:
     """The steps that `a:b` names, from a to before b; either may be left out, None names all."""
     start, colon, end = (text or ":").partition(":")
@@ -168,6 +181,7 @@ def module_of(request: ToolRequest) -> str:
         ReplayRequest: "trainer_service.tools.replay",
         TrialRequest: "reward_service.tools.trial",
         PlanRequest: "trainer_service.tools.plan",
+        CheckpointRequest: "trainer_service.tools.checkpoint_model",
     }
     return modules[type(request)]
 

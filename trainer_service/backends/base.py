@@ -116,7 +116,8 @@ class TrainingBackend(Protocol):
         ...
 
     def load(self, folder: Path, updates: int) -> None:
-        """Restore what `save` wrote, on any number of ranks. Raises `CheckpointError`."""
+        """Restore what `save` wrote after `updates` updates, on any number of ranks; with 0 the weights
+        alone, to be given out. Raises `CheckpointError`."""
         ...
 
 

@@ -1,16 +1,16 @@
-"""`python -m trainer_service.tools.checkpoint_model`: the weights of a checkpoint as a Hugging Face folder.
+"""`areal-async export`: the weights of a checkpoint as a Hugging Face directory.
 
-They are in the job's dtype, under the names of the model's files, as `<run>/model` is. `best` is the
-checkpoint of the highest held-out accuracy that is known, of equal ones the newer.
+They are in the job's dtype, under the names of the model's files, as `<run>/model` is; where adapters are
+trained they are merged, or the adapter alone is written. `best` is the checkpoint of the highest held-out
+accuracy that is known, of equal ones the newer. Of the optimizer's state nothing is read.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from areal_async.cli.tools import CheckpointRequest, run_tool
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.errors import ArealError
 from areal_async.launch.runs import Run, find_run
 from trainer_service.checkpoint import (
     accuracies,
@@ -23,13 +23,17 @@ from trainer_service.checkpoint import (
 from trainer_service.disk import companion_files
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
-from trainer_service.trained import write_whole
+from trainer_service.trained import write_adapter, write_whole
 
 
-def write_checkpoint_model(target: Path, step: str, out: Path) -> int:
-    """Write the model of the checkpoint `step` (a number, `newest` or `best`) of the run at `target`; returns
-    its step. Raises `ConfigError` for one that is not there, `CheckpointError` for a damaged one."""
+def write_checkpoint_model(target: Path, step: str, out: Path, *, adapter: bool = False) -> int:
+    """Write the model, or its `adapter` alone, of the checkpoint `step` (a number, `newest` or `best`) of the
+    run at `target`; returns its step. Raises `ConfigError` for what is not there, `CheckpointError` for a
+    damaged one."""
     run = find_run(target, kinds=("rl", "sft"))
+    if adapter and not run.job.trainer.lora.rank:
+        mistake = Mistake("--adapter", "this job trains no adapters (trainer.lora)", "Leave it out")
+        raise ConfigError("the command line", [mistake])
     if out.exists():
         mistake = Mistake("--out", f"{out} is there already", "Name a new folder")
         raise ConfigError("the command line", [mistake])
@@ -37,8 +41,9 @@ def write_checkpoint_model(target: Path, step: str, out: Path) -> int:
     checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
     ranks = join_ranks(0, 1)
     backend = load_backend(run.job, ranks)
-    backend.load(folder, checkpoint.manifest.updates)
-    write_whole(out, run.job, backend, companion_files(run.job.model, run.job.trainer.dtype), ranks)
+    backend.load(folder, updates=0)
+    write = write_adapter if adapter else write_whole
+    write(out, run.job, backend, companion_files(run.job.model, run.job.trainer.dtype), ranks)
     return checkpoint.manifest.step
 
 
@@ -56,18 +61,10 @@ def _chosen(run: Run, step: str) -> int:
     raise ConfigError("the command line", [Mistake("--step", what, f"Name one of: {told or 'none'}")])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The weights of a checkpoint as a Hugging Face directory.")
-    parser.add_argument("run", type=Path, help="the run folder, or its job file")
-    parser.add_argument("--step", default="best", help="number of the checkpoint, `newest` or `best`")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    asked = parser.parse_args()
-    try:
-        step = write_checkpoint_model(asked.run, asked.step, asked.out)
-    except ArealError as error:
-        raise SystemExit(str(error)) from error
-    print(f"The model after {step} steps is in {asked.out}.")
+def main(request: CheckpointRequest) -> None:
+    step = write_checkpoint_model(Path(request.run), request.step, Path(request.out), adapter=request.adapter)
+    print(f"The {'adapter' if request.adapter else 'model'} after {step} steps is in {request.out}.")
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(CheckpointRequest, main)

@@ -42,6 +42,7 @@ def test_the_commands_and_their_options_are_these():
         "scale": ["--timeout", "--workers", "run"],
         "drain": ["--outside", "--timeout", "run", "worker"],
         "validate": ["job_file", "overrides"],
+        "export": ["--adapter", "--out", "--step", "run"],
         "doctor": ["--clean"],
         "plan": ["--gpu", "--json", "job_file", "overrides"],
         "quickstart": ["--out", "--plain", "--seed", "overrides"],

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from areal_async.cli import tools
 from areal_async.cli.main import app
 from areal_async.cli.tools import (
+    CheckpointRequest,
     ExportRequest,
     PeekRequest,
     ReplayRequest,
@@ -28,6 +29,7 @@ from areal_async.config.errors import ConfigError
         ("buffer stats R --json", StatsRequest("R", as_json=True)),
         ("buffer peek R g#0.1 --state SCORED", PeekRequest("R", name="g#0.1", state="SCORED")),
         ("buffer export R o.parquet --steps 1:2", ExportRequest("R", "o.parquet", steps="1:2")),
+        ("export R --out D --step 4", CheckpointRequest("R", "D", "4")),
         ("buffer export R o.parquet --batches", ExportRequest("R", "o.parquet", batches=True)),
         ("buffer replay R seed=1 --out D", ReplayRequest("R", overrides=["seed=1"], out="D")),
         ("reward test f args.n=2 --data t --limit 3", TrialRequest("f", "t", fields=["args.n=2"], limit=3)),
@@ -49,6 +51,7 @@ def test_a_request_starts_the_program_of_the_service_whose_data_it_reads(monkeyp
     assert msgspec.json.decode(command[4], type=StatsRequest) == StatsRequest("R")
     assert module_of(ExportRequest("R", "o")) == "replay_buffer.tools.export"
     assert module_of(ExportRequest("R", "o", batches=True)) == "trainer_service.tools.export"
+    assert module_of(CheckpointRequest("R", "D")) == "trainer_service.tools.checkpoint_model"
     assert module_of(ReplayRequest("R")) == "trainer_service.tools.replay"
     assert module_of(TrialRequest("f", "t")) == "reward_service.tools.trial"
 

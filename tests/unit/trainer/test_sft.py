@@ -34,12 +34,12 @@ def _tasks(path, pairs):
 SUMS = [(f"{a}+{b}=", a + b) for a in range(5) for b in range(5)]
 
 
-def _job(tmp_path, model, *, held_out=SUMS, seed=0, passes=None, steps=60, checkpoint=None, **sft):
+def _job(tmp_path, model, *, held_out=SUMS, seed=0, passes=None, steps=60, checkpoint=None, lora=None, **sft):
     tasks = {"train": str(_tasks(tmp_path / "train.jsonl", SUMS))}
     tasks |= {"evaluation": str(_tasks(tmp_path / "held.jsonl", held_out))} if held_out else {}
     tasks |= {"passes": passes} if passes else {}
     content = {"job": "warm", "kind": "sft", "model": str(model), "seed": seed, "tasks": tasks}
-    content["trainer"] = {"steps": steps, "optimizer": {"lr": 3e-3}}
+    content["trainer"] = {"steps": steps, "optimizer": {"lr": 3e-3}, "lora": lora or {}}
     content["sft"] = {"batch_size": 25, "evaluate_every": 5} | sft
     content["checkpoint"] = {"every_steps": 4, "keep": 9} | (checkpoint or {})
     return JobConfig.model_validate(content)
@@ -150,6 +150,28 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path,
     assert models[0] == models[1]
 
 
+def _forget(file):
+    """Take a file out of the manifest of its checkpoint."""
+    manifest = file.with_name("manifest.json")
+    said = json.loads(manifest.read_text())
+    del said["files"][file.name]
+    manifest.write_text(json.dumps(said))
+
+
+def test_the_checkpoint_of_a_job_with_adapters_becomes_a_merged_model_or_an_adapter(tmp_path, model_dir):
+    run = tmp_path / "warm"
+    run.mkdir()
+    settings = {"steps": 2, "lora": {"rank": 2}}
+    assert _trainer(run, model_dir, **settings).run()
+    (run / "job.yaml").write_text(dump_job(_job(run, model_dir, **settings)))
+    (run / LOCK).touch()
+    assert write_checkpoint_model(run, "newest", tmp_path / "model") == 2
+    assert write_checkpoint_model(run, "newest", tmp_path / "adapter", adapter=True) == 2
+    for name in ("model", "adapter"):
+        files = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        assert files == {path.name: path.read_bytes() for path in (run / name).iterdir()}
+
+
 def test_the_best_checkpoint_becomes_a_model(tmp_path, model_dir):
     """By the accuracies in the run log; it is the model that was measured."""
     run = tmp_path / "warm"
@@ -168,6 +190,12 @@ def test_the_best_checkpoint_becomes_a_model(tmp_path, model_dir):
     newest, whole = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert newest == whole
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    for moments in (run / "checkpoints" / "step-000004").glob("exp_avg*"):
+        moments.write_bytes(b"")  # whole by the manifest below, and not to be read
+        _forget(moments)
+    assert write_checkpoint_model(run, "4", tmp_path / "again") == 4
+    with pytest.raises(ConfigError, match=r"--adapter: this job trains no adapters"):
+        write_checkpoint_model(run, "4", tmp_path / "adapter", adapter=True)
     with pytest.raises(ConfigError, match=r"there is no checkpoint 3.*2, 4 \(0\.500\), 6 \(0\.200\), 8"):
         write_checkpoint_model(run, "3", tmp_path / "third")
 
