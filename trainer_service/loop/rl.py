@@ -43,7 +43,6 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
 from areal_async.status.record import RunLog, read_run_log
-from areal_async.weights.channels import channel_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
@@ -112,8 +111,6 @@ class RlTrainer:
         self._finishing = Background("publish")
         self._epoch = 0
         self._published = PublishedVersions(run_dir)
-        # What a channel sends from a device is all on that of rank 0.
-        self._from_one = publisher is not None and channel_of(job).from_device
         self._same_as: list[int] = []  # Earlier epochs that had published the newest version alike
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
@@ -246,7 +243,7 @@ class RlTrainer:
 
     def _weights(self) -> Iterator[TensorPiece]:
         """What this rank gives to its publisher."""
-        return self._backend.export(TRAINED_MODEL, gather=self._from_one)
+        return self._backend.export(TRAINED_MODEL)
 
     def _begin(self, version: int) -> Publication | None:
         """Copy the weights, to be given out as `version`, pinned for evaluation where the job asks for it."""
