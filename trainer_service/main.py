@@ -75,15 +75,17 @@ def train(ctx: ServiceContext) -> None:
             start_s=ctx.job.supervisor.ready_s,
         )
         stack.callback(ranks.leave)
+        # What closes may wait for a rank that is gone: first it is told what an error says of that.
+        closing = stack.enter_context(ExitStack())
         stack.enter_context(_explained(ranks))
         backend = load_backend(ctx.job, ranks)
-        run_log = stack.enter_context(RunLog(ctx.run_log)) if ranks.first else None
+        run_log = closing.enter_context(RunLog(ctx.run_log)) if ranks.first else None
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
         if ctx.job.kind == "sft":
             ctx.ready()
             finished = _sft(ctx, ranks, backend, run_log)
         else:
-            finished = _rl(ctx, ranks, backend, run_log, stack)
+            finished = _rl(ctx, ranks, backend, run_log, closing)
         log.info("training ends", finished=finished)
 
 
@@ -118,11 +120,11 @@ def _newest(ctx: ServiceContext, ranks: Ranks) -> Checkpoint | None:
 
 
 def _rl(
-    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None, stack: ExitStack
+    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None, closing: ExitStack
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored = _newest(ctx, ranks)
-    buffer = stack.enter_context(
+    buffer = closing.enter_context(
         SyncClient(
             ctx.buffer_endpoint,
             job=ctx.job.job,
@@ -139,10 +141,10 @@ def _rl(
         )
         made.start()
         # What is left goes with the run's shared memory: a worker may still be reading the last snapshot.
-        stack.callback(made.close, remove=False)
+        closing.callback(made.close, remove=False)
     else:
         publisher = make_piece_writer(ctx, tied=backend.tied, group=ranks.side())
-        stack.callback(publisher.close)
+        closing.callback(publisher.close)
     trainer = RlTrainer(
         ctx.job,
         ranks,

@@ -13,6 +13,7 @@ from areal_async.rpc.server import Server
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.group import Note
 from areal_async.status.record import read_run_log
+from areal_async.weights.publisher import Publisher
 from tests.unit.trainer import rank_process
 from trainer_service import main as trainer_main
 from trainer_service.checkpoint import open_checkpoint
@@ -75,6 +76,29 @@ async def test_a_trainer_that_runs_out_of_memory_says_so(tmp_path, model_dir, mo
     with pytest.raises(torch.OutOfMemoryError):
         await main(ctx)
     assert told == [Note("ran out of memory (CUDA out of memory. Tried to allocate 9 GiB)")]
+
+
+async def test_what_an_error_says_is_told_before_the_publisher_is_closed(tmp_path, model_dir, monkeypatch):
+    """Its close may wait for a rank that is gone."""
+
+    def too_large(trainer, **options):
+        raise MemoryError
+
+    done = []
+    close = Publisher.close
+
+    def closed(publisher, **options):
+        done.append("closed")
+        close(publisher, **options)
+
+    monkeypatch.setattr(trainer_main.RlTrainer, "run", too_large)
+    monkeypatch.setattr(Publisher, "close", closed)
+    monkeypatch.setattr(trainer_main, "tell", lambda note: done.append("told"))
+    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    with pytest.raises(MemoryError):
+        async with serving(ctx, rank_process.RecordedBuffer(tmp_path)):
+            await main(ctx)
+    assert done == ["told", "closed"]
 
 
 async def test_a_whole_sft_job(tmp_path, model_dir):
