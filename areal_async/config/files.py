@@ -17,6 +17,7 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
+from areal_async.modelfiles import INDEX, ONE_FILE
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
@@ -91,7 +92,7 @@ def model_mistakes(model: Path, config: object, field: str) -> Iterator[Mistake]
         problem = f"{model} has no {readable}config.json"
         yield Mistake(field, problem, "Give a complete Hugging Face model directory")
         return
-    if not any(model.glob("*.safetensors")):
+    if not ((model / ONE_FILE).is_file() or (model / INDEX).is_file()):
         problem = f"{model} has no .safetensors weights (pickled .bin files are never loaded)"
         yield Mistake(field, problem, "Save it again with save_pretrained(..., safe_serialization=True)")
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
@@ -109,8 +110,8 @@ def json_in(path: Path) -> Any:
 
 def _check_shards(model: Path, field: str) -> Iterator[Mistake]:
     """That every file is there that the index of a model in several files names."""
-    index = model / "model.safetensors.index.json"
-    if not index.is_file():
+    index = model / INDEX
+    if (model / ONE_FILE).is_file() or not index.is_file():
         return
     try:
         named = set(json_in(index)["weight_map"].values())

@@ -39,6 +39,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.rewardcheck import asked, programs_run
 from areal_async.launch.folders import SHM_ROOT
+from areal_async.modelfiles import weight_files
 from areal_async.prompts import message_texts, prompt_ids, prompt_text
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.context import ServicePlace
@@ -128,7 +129,7 @@ def port_holder(port: int) -> str | None:
 def published_bytes(model: Path, dtype: str) -> int:
     """Bytes of the weights in a model directory once they are published as `dtype` (`float32`, `bfloat16`),
     which need not be that of the files. A file that cannot be read counts with its size."""
-    return sum(_published_bytes(path, 4 if dtype == "float32" else 2) for path in model.glob("*.safetensors"))
+    return sum(_published_bytes(path, 4 if dtype == "float32" else 2) for path in weight_files(model))
 
 
 def _published_bytes(path: Path, width: int) -> int:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_async.errors import SnapshotError
+from areal_async.modelfiles import weight_files
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import DTYPE_OF, box_of, plan_layout
@@ -77,12 +78,12 @@ class BaseWeights:
         self._files = ExitStack()
         self._tensors: dict[str, _BaseTensor] = {}
         try:
-            for path in sorted(folder.glob("*.safetensors")):
+            for path in weight_files(folder):
                 file = self._files.enter_context(safe_open(path, framework="pt"))
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     part = file.get_slice(name)
                     self._tensors[name] = _BaseTensor(file, part.get_shape(), DTYPE_OF[part.get_dtype()])
-        except (OSError, SafetensorError, KeyError) as error:
+        except (OSError, ValueError, SafetensorError, KeyError) as error:
             raise SnapshotError(f"the base model {folder} cannot be read: {error}") from error
         if not self._tensors:
             raise SnapshotError(f"the base model {folder} has no safetensors files")

@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
 
 from areal_async.cli.tools import PlanRequest, run_tool
 from areal_async.config.engines import engine_part
@@ -23,6 +22,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.parts import load_part
+from areal_async.modelfiles import stored_tensors
 from areal_async.weights.channels.host_cache import KEPT
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory
 from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
@@ -56,7 +56,7 @@ def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMem
     try:
         config = json.loads((job.model / "config.json").read_bytes())
         model, rank = part.memory(job.trainer, config, tensor_shapes(job.model))
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         fix = "Name a Hugging Face directory of a causal language model with safetensors weights"
         raise ConfigError(
             source, [Mistake("model", f"{job.model} cannot be planned: {error}", fix)]
@@ -66,11 +66,7 @@ def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMem
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors in the safetensors files of a model directory, from the headers alone."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="np") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+    return {name: stored.shape for name, stored in stored_tensors(folder).items()}
 
 
 def usable_bytes(gpu: Gpu) -> int:

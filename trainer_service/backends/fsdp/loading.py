@@ -7,7 +7,6 @@ in no file, such as the `inv_freq` of a rotary embedding, each rank's module the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_async.config.job import LoraSection
+from areal_async.modelfiles import ONE_FILE, weight_files
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
@@ -36,8 +36,6 @@ from trainer_service.backends.fsdp.shards import row_range
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of weights, as safetensors calls them, that stand for themselves."""
 
@@ -150,11 +148,8 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, lora: LoraSection | No
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Views of all tensors, of which nothing is read yet. Raises `OSError`, `SafetensorError` and, for an
     index that is none, `ValueError` and others."""
-    names = {ONE_FILE}
-    if not (folder / ONE_FILE).is_file() and (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
     found: dict[str, Any] = {}
-    for path in [folder / name for name in sorted(names)]:
+    for path in weight_files(folder) or [folder / ONE_FILE]:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
