@@ -24,13 +24,20 @@ MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 
 def companions_of(
-    job: JobConfig, backend: TrainingBackend, files: Mapping[str, bytes | Path]
+    job: JobConfig, backend: TrainingBackend, files: Mapping[str, bytes | Path], *, identified: bool = True
 ) -> dict[str, bytes | Path]:
-    """The files beside published weights: `files`, and where adapters are trained their configuration."""
+    """The files beside published weights: `files`, and where adapters are trained their configuration (see
+    `adapter_config`)."""
     lora = job.trainer.lora
     if not lora.rank:
         return dict(files)
-    config = adapter_config(rank=lora.rank, alpha=lora.alpha, targets=list(backend.adapted), base=job.model)
+    config = adapter_config(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=list(backend.adapted),
+        base=job.model,
+        identified=identified,
+    )
     return {**files, ADAPTER_CONFIG: config}
 
 
@@ -50,7 +57,7 @@ def write_adapter(
 ) -> None:
     """Write the trained adapter in peft's form, with those of `files` beside it that are not of a whole
     model. All ranks call it."""
-    beside = companions_of(job, backend, files)
+    beside = companions_of(job, backend, files, identified=False)
     adapter = {name: content for name, content in beside.items() if name not in MODEL_CONFIGS}
     write_model(folder, partial(backend.export, TRAINED_MODEL), adapter, ranks, weights_file=ADAPTER_FILE)
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_async.errors import SnapshotError
-from areal_async.modelfiles import weight_files
+from areal_async.modelfiles import model_identity, weight_files
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import DTYPE_OF, box_of, plan_layout
@@ -45,6 +45,8 @@ class LoraFile(msgspec.Struct):
 
     r: int
     lora_alpha: float
+    base_identity: str = ""
+    """`model_identity` of the model that the adapter is of."""
 
 
 class _BaseTensor(NamedTuple):
@@ -60,11 +62,15 @@ def is_adapter(manifest: Manifest) -> bool:
 
 def scale_of(folder: Path) -> float:
     """alpha / r of the adapter in `folder`. Raises `SnapshotError`."""
+    config = _config_of(folder)
+    return config.lora_alpha / config.r
+
+
+def _config_of(folder: Path) -> LoraFile:
     try:
-        config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=LoraFile)
+        return msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=LoraFile)
     except (OSError, msgspec.DecodeError) as error:
         raise SnapshotError(f"{folder} has no readable {ADAPTER_CONFIG}: {error}") from error
-    return config.lora_alpha / config.r
 
 
 class BaseWeights:
@@ -196,6 +202,7 @@ class Merger:
         self._cache = HostCache(root)
         self._tensors = tensors
         self._weights: BaseWeights | None = None
+        self._identity = ""
 
     async def merged(self, snapshot: Snapshot, manifest_hash: str) -> MergedWeights:
         """The verified adapter `snapshot`, merged. Raises `SnapshotError`."""
@@ -217,13 +224,20 @@ class Merger:
         if self._weights is not None:
             self._weights.close()
 
-    def _opened(self) -> BaseWeights:
+    def _opened(self, snapshot: Snapshot) -> BaseWeights:
+        """The base, which has to be the one that the adapter is of. Raises `SnapshotError`."""
         if self._weights is None:
             self._weights = BaseWeights(self._base, self._dtype)
+            self._identity = model_identity(self._base)
+        if _config_of(snapshot.path).base_identity != self._identity:
+            raise SnapshotError(
+                f"{self._base} on this host is not the model that {snapshot.tag.label} is an adapter of: "
+                "copy the trainer's there"
+            )
         return self._weights
 
     def _in_memory(self, snapshot: Snapshot) -> MergedWeights:
-        tensors = dict(self._opened().merged(snapshot.tensors, scale_of(snapshot.path)))
+        tensors = dict(self._opened(snapshot).merged(snapshot.tensors, scale_of(snapshot.path)))
         return MergedWeights(snapshot.tag, snapshot.path, tensors)
 
     def _on_disk(self, snapshot: Snapshot) -> None:
@@ -231,14 +245,17 @@ class Merger:
             files = {p.name: p for p in snapshot.path.iterdir() if p.name not in (MODEL_FILE, ADAPTER_CONFIG)}
             into = self._cache.path(snapshot.tag.label)
             # Its manifest says what it was made of.
-            write_merged(self._opened(), snapshot.tensors, scale_of(snapshot.path), files, into)
+            write_merged(self._opened(snapshot), snapshot.tensors, scale_of(snapshot.path), files, into)
         except OSError as error:
             raise SnapshotError(f"{snapshot.tag.label} cannot be merged: {error}") from error
 
 
-def adapter_config(*, rank: int, alpha: float, targets: list[str], base: Path) -> bytes:
+def adapter_config(
+    *, rank: int, alpha: float, targets: list[str], base: Path, identified: bool = True
+) -> bytes:
     """The content of `adapter_config.json`, as peft, vLLM and SGLang read it; `targets` are full names of the
-    modules."""
+    modules. What hosts are given is `identified`: it says which model the adapter is of, in a field at which
+    peft would warn. Raises `OSError`, and ValueError for a base that has no safetensors files."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -251,4 +268,6 @@ def adapter_config(*, rank: int, alpha: float, targets: list[str], base: Path) -
         "inference_mode": True,
         "target_modules": sorted(targets),
     }
+    if identified:
+        config["base_identity"] = model_identity(base)
     return json.dumps(config, indent=2).encode() + b"\n"

@@ -129,3 +129,15 @@ async def test_versions_are_true_what_is_published_as_an_adapter_is_opened_merge
         serving = notice.tag
     await r.close()
     publisher.close()
+
+
+@pytest.mark.parametrize("takes_tensors", [False, True])
+async def test_versions_are_true_an_adapter_of_another_model_is_refused_with_the_folder(
+    tmp_path, base, files, takes_tensors
+):
+    other = write_model(tmp_path / "other", seed=1)
+    one = merger(other, tmp_path / "merged", tensors=takes_tensors)
+    for version in (0, 1):
+        with pytest.raises(SnapshotError, match=f"{other} on this host is not the model"):
+            await one.merged(*snapshot(tmp_path / "adapters", version, files))
+    one.close()
