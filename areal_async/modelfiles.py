@@ -1,4 +1,5 @@
-"""The weights of a Hugging Face model folder: which files they are, and what their headers say.
+"""A Hugging Face model folder: which files are its weights, what their headers say, and whether the model is
+a mixture of experts.
 
 A folder may have other safetensors files, such as the `consolidated.safetensors` of another format: what
 counts are those that transformers loads. Needs no torch.
@@ -17,8 +18,8 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000
 """The limit that the format sets to its header."""
-
-
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts of a layer."""
 SAMPLE_BYTES = 64
 """First bytes of each tensor that tell a model from others of its shape."""
 
@@ -31,6 +32,17 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+def is_mixture(folder: Path) -> bool:
+    """Whether the model is a mixture of experts, by its config.json; one that cannot be read is taken for
+    dense."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        return any((config.get(name) or 0) > 0 for name in EXPERTS)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
 
 
 def weight_files(folder: Path) -> list[Path]:

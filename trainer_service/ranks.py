@@ -176,9 +176,8 @@ class Ranks:
         raise RankError(f"rank {failed} of the trainer failed: {said.decode(errors='replace')}")
 
     def missing(self) -> list[int]:
-        """For a rank whose collective failed because another did not come: the ranks that have not given up
-        waiting as this one has, when those that are only slower have had time to. Empty where the store is
-        gone."""
+        """The ranks that have not given up waiting, when those that are only slower have had time to. Asked
+        by a rank whose collective failed because another did not come. Empty where the store is gone."""
         deadline_s = time.monotonic() + max(GIVE_UP_S, self.timeout_s / 10)
         try:
             self.store.set(f"{WAITED}/{self.rank}", "1")

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from areal_async.config.engines import LogprobGap, engine_part
 from areal_async.config.job import JobConfig
+from areal_async.modelfiles import is_mixture
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
@@ -32,7 +33,6 @@ from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.data.episode_rows import cut_rows
-from trainer_service.data.flops import is_mixture
 from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes
 from trainer_service.data.step_plan import StepPlan
 from trainer_service.disk import room_for

@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts of a layer."""
+from areal_async.modelfiles import EXPERTS
+
 TWO_MATRICES = frozenset({"gpt2", "gpt_neox", "opt", "phi", "falcon", "bloom", "starcoder2"})
 """Model types whose MLP has two matrices; others have a third, the gate."""
 
@@ -52,15 +52,6 @@ def load_row_cost(model: Path) -> RowCost:
         return row_cost(AutoConfig.from_pretrained(model, local_files_only=True))
     except (OSError, ValueError, AttributeError):
         return TOKENS_ALONE
-
-
-def is_mixture(model: Path) -> bool:
-    """Whether the model in a Hugging Face directory is a mixture of experts, by its config.json; one that
-    cannot be read is taken for dense."""
-    try:
-        return n_experts(AutoConfig.from_pretrained(model, local_files_only=True)) > 0
-    except (OSError, ValueError):
-        return False
 
 
 def row_cost(config: Any) -> RowCost:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_async.config.engines import flag_name
+from areal_async.modelfiles import is_mixture
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
@@ -56,7 +57,7 @@ from rollout_service.engines.vllm.messages import (
     parse,
     probe,
 )
-from rollout_service.engines.vllm.weights import is_mixture, is_tied, untied
+from rollout_service.engines.vllm.weights import is_tied, untied
 
 KV_CACHE_GIB = 1  # The server would otherwise take a large share of a CPU machine's memory
 RESERVED = {

@@ -20,19 +20,12 @@ from rollout_service.engines.http.adapter import read_config, read_layout
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 HEAD_FILE = "lm_head.safetensors"
 
 
 def is_tied(folder: Path) -> bool:
     """Whether the output layer is the embedding, and no tensor of its own is stored."""
     return bool(read_config(folder).get("tie_word_embeddings")) and HEAD not in read_layout(folder)
-
-
-def is_mixture(folder: Path) -> bool:
-    """Whether the model is a mixture of experts, by its configuration."""
-    config = read_config(folder)
-    return any((config.get("text_config") or config).get(name) for name in EXPERTS)
 
 
 def untied(folder: Path, into: Path) -> Path:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from areal_async.rpc.schema import VersionTag
-from replay_buffer.ledger.records import GroupState
+from replay_buffer.ledger.records import GroupState, Versions
 
 
 @dataclass
@@ -334,3 +334,13 @@ class Model:
 def task_of(id_: str) -> str:
     """The task of a group or an episode."""
     return id_.rpartition("#")[0]
+
+
+def versions_of(tags):
+    """The versions of an episode by policy, as they are read from its bytes."""
+    versions = {}
+    for policy in {tag.policy for tag in tags}:
+        mine = [tag for tag in tags if tag.policy == policy]
+        numbers = [tag.version for tag in mine]
+        versions[policy] = Versions(min(numbers), max(numbers), min(tag.epoch for tag in mine))
+    return versions

@@ -1,5 +1,4 @@
-"""Everybody who speaks to the ledger, as rules: workers (some of them zombies), scorers, trainers (some of
-them replaced)."""
+"""Everybody who speaks to the ledger, as rules: workers, zombies among them, scorers, trainers."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ from areal_async.rpc.schema import Fault, Ok, VersionTag
 from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
-from replay_buffer.ledger.records import EpisodeState, GroupState, Versions
+from replay_buffer.ledger.records import EpisodeState, GroupState
 from replay_buffer.ledger.rules import ConsumerRules, VerdictPolicy
 from tests.unit.buffer.conftest import Driver
-from tests.unit.buffer.ledger_model import Model, Trained, Trainer, task_of
+from tests.unit.buffer.ledger_model import Model, Trained, Trainer, task_of, versions_of
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, N, Promises
 
 WORKERS = st.sampled_from(["w0", "w1"])
@@ -599,13 +598,3 @@ class Speakers(Promises):
             if all(mine.step >= goals[policy] for policy, mine in self.model.trainers.items()):
                 return
         raise AssertionError(f"the job gets on: {self.model.trainers}, {self.ledger.index.groups}")
-
-
-def versions_of(tags):
-    """The versions of an episode by policy, as they are read from its bytes."""
-    versions = {}
-    for policy in {tag.policy for tag in tags}:
-        mine = [tag for tag in tags if tag.policy == policy]
-        numbers = [tag.version for tag in mine]
-        versions[policy] = Versions(min(numbers), max(numbers), min(tag.epoch for tag in mine))
-    return versions

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.engines import LOGPROB_BOUNDS
 from areal_async.config.job import JobConfig
+from areal_async.modelfiles import is_mixture
 from areal_async.rpc.messages import Batch, BatchGroup
 from areal_async.status.record import read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
@@ -19,7 +20,6 @@ from tests.unit.trainer.conftest import entry_of
 from trainer_service import metrics
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.checks.logprobs import ComparedUnits
-from trainer_service.data.flops import is_mixture
 from trainer_service.data.recording import write_step
 from trainer_service.errors import SelfCheckError
 from trainer_service.loop.learner import load_backend

@@ -266,7 +266,7 @@ def _hidden(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:
-    """With a cache, transformers would take the pack for one sequence: it must be off."""
+    """The model's arguments. The cache must be off: with it transformers takes the pack for one sequence."""
     return {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,

@@ -46,7 +46,7 @@ class LoadedModel:
 
     module: nn.Module
     storage: Mapping[str, Storage]
-    """By name of a parameter or persistent buffer; of tied ones by that which the files have."""
+    """How the files hold each parameter and persistent buffer; tied ones are under the name in the files."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
     adapted: Sequence[str] = ()

@@ -162,7 +162,7 @@ class MemoryOptions:
     on_host: bool = False
     """Whether the rank's device is the CPU, where offloaded moments need not travel."""
     lora_rank: int = 0
-    """Of adapters, which are then what is trained; 0: the model itself is."""
+    """Rank of the adapters that are trained; 0: the model itself is trained."""
     lora_targets: tuple[str, ...] = ()
     """Layers that have adapters, by the last part of their name; none means all."""
 
