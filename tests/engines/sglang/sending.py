@@ -2,16 +2,16 @@
 
     python sending.py ENDPOINT ROOT LIMIT_S FAILPOINTS SNAPSHOT…
 
-FAILPOINTS may also be `stop@N`: then the process stands still before its Nth bucket, when all have been told
-to take it. Each line on its standard input publishes the next of the snapshots; each is answered by a line.
+FAILPOINTS may also be `hold@N`: then the Nth bucket is never sent, though all have been told to take it, and
+what else the process does goes on. Each line on its standard input publishes the next of the snapshots; each
+is answered by a line.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -31,17 +31,17 @@ ENDPOINT, ROOT, LIMIT_S, FAILPOINTS, *PATHS = sys.argv[1:]
 
 
 def main() -> None:
-    if FAILPOINTS.startswith("stop@"):
+    if FAILPOINTS.startswith("hold@"):
         passes = itertools.count(1)
-        at = int(FAILPOINTS.removeprefix("stop@"))
+        at = int(FAILPOINTS.removeprefix("hold@"))
         broadcast = TensorGroup.broadcast
 
-        def stopping(group: TensorGroup, data: torch.Tensor) -> None:
+        def holding(group: TensorGroup, data: torch.Tensor) -> None:
             if next(passes) == at:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                threading.Event().wait()
             broadcast(group, data)
 
-        TensorGroup.broadcast = stopping  # type: ignore[method-assign]
+        TensorGroup.broadcast = holding  # type: ignore[method-assign]
     else:
         arm(FAILPOINTS)
     snapshots = [open_snapshot(Path(path)) for path in PATHS]

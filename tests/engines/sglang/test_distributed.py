@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -256,14 +257,24 @@ async def asked_until_lost(engine: HttpEngine, name: str) -> list[GenerateResult
 
 
 async def test_a_trainer_that_stands_still_while_it_sends_costs_the_engine_its_limit(
-    recompute: HttpEngine, model: Any, tmp_path: Path
+    recompute: HttpEngine, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    buckets, inside, request = itertools.count(1), asyncio.Event(), ServerClient.request
+
+    async def noting(client: ServerClient, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path == "/update_weights_from_distributed" and next(buckets) == 2:
+            inside.set()
+        return await request(client, method, path, *args, **kwargs)
+
+    monkeypatch.setattr(ServerClient, "request", noting)
     async with trainer(
-        tmp_path, [model.snapshot(v, epoch=3) for v in (0, 1)], limit_s=2.0, failpoints="stop@2"
+        tmp_path, [model.snapshot(v, epoch=3) for v in (0, 1)], limit_s=2.0, failpoints="hold@2"
     ) as sending:
         async with following(tmp_path, recompute.url, model, sending, grace_s=1.0) as (engine, task):
             askers = [asyncio.create_task(asked_until_lost(engine, f"s{n}")) for n in range(4)]
             await sending.publish()
+            await asyncio.wait_for(inside.wait(), WAIT_S)  # The server has been told to take the bucket
+            sending.process.send_signal(signal.SIGSTOP)
             with pytest.raises(EngineLost, match="did not answer"):
                 await asyncio.wait_for(task, WAIT_S)
             # Each of them ends, since the engine is lost; what was answered was so before the pause.
