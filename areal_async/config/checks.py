@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from areal_async.config.errors import Mistake
-from areal_async.config.job import JobConfig
+from areal_async.config.job import JobConfig, LoraSection
 from areal_async.config.parts import part_mistakes
 from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 from areal_async.config.rewardcheck import programs_run, reward_mistakes
@@ -198,6 +198,12 @@ def _best_can_be_told(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
+def _adapters_have_a_rank(job: JobConfig) -> Iterator[Mistake]:
+    if not job.trainer.lora.rank and job.trainer.lora != LoraSection():
+        problem = "trainer.lora is filled in, but with rank 0 the weights themselves are trained"
+        yield Mistake("trainer.lora.rank", problem, "Set it, for example to 16, or remove trainer.lora")
+
+
 def _reuse_is_possible(job: JobConfig) -> Iterator[Mistake]:
     most = job.buffer.max_staleness + 1
     if job.buffer.max_reuse > most:
@@ -298,6 +304,7 @@ ANY_KIND: tuple[Rule, ...] = (
     _held_out_is_held_out,
     _ports_are_usable,
     _best_can_be_told,
+    _adapters_have_a_rank,
 )
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (

@@ -17,7 +17,7 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
-from areal_async.modelfiles import INDEX, ONE_FILE
+from areal_async.modelfiles import INDEX, ONE_FILE, is_mixture, stored_tensors
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
@@ -29,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 def check_files(job: JobConfig) -> list[Mistake]:
     """Every mistake about the files that `job` names."""
-    mistakes = [*_check_run_dir(job.run_dir), *_check_model(job)]
+    mistakes = [*_check_run_dir(job.run_dir), *_check_model(job), *_check_lora_targets(job)]
     rows, problems = _check_tasks("tasks.train", job.tasks.train, job.model)
     mistakes += problems
     if rows is not None and job.kind == "rl":
@@ -147,6 +147,29 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
             f"Set it to {positions} or less",
             ("model",),
         )
+
+
+def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
+    """That each target is a layer of the model. Of a mixture of experts the trainer says so, which knows what
+    the layers of its files become; so it does of files that cannot be read."""
+    targets = job.trainer.lora.targets
+    if not targets or not job.model.is_dir() or is_mixture(job.model):
+        return
+    with suppress(OSError, ValueError, AttributeError):
+        config = json_in(job.model / "config.json")
+        vocabulary = (config.get("text_config") or config).get("vocab_size")
+        linear = {
+            name.removesuffix(".weight").rpartition(".")[2]
+            for name, tensor in stored_tensors(job.model).items()
+            if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.shape[0] != vocabulary
+        }
+        if linear and (unknown := [target for target in targets if target not in linear]):
+            yield Mistake(
+                "trainer.lora.targets",
+                f"the model has no layer called {', '.join(unknown)} that can have an adapter",
+                f"Choose of {', '.join(sorted(linear))}",
+                ("model",),
+            )
 
 
 def _check_tasks(field: str, path: Path, model: Path) -> tuple[int | None, list[Mistake]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from tests.unit.gateway.agents import (
 from tests.unit.gateway.fakes import make_tokenizer, serving, write_chat_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of a server's start
+ROOM = 16_384
+"""Tokens of a conversation in which each token of two answers calls a tool, whose results take 43 each."""
 UPDATE_S = 0.05  # Pace of the trainer that is played; nothing waits for it
 
 
@@ -55,7 +58,7 @@ async def test_the_rows_of_tool_agents_equal_the_servers_ids(name: str, tmp_path
     model = tmp_path / "model"
     write_chat_model(model, hidden_size=128)
     snapshots = Snapshots(model, tmp_path / "snapshots", noise=0.3)
-    job = job_for(name, model, max_model_len=2048)
+    job = job_for(name, model, max_model_len=ROOM)
     try:
         engine = make_engine(job, slots=8, activity="agents")
     except EngineError as error:  # no environment
@@ -68,7 +71,8 @@ async def test_the_rows_of_tool_agents_equal_the_servers_ids(name: str, tmp_path
             found = [await recorded(engine, stream) for stream in (False, True, False, True)]
         finally:
             updating.cancel()
-            await asyncio.gather(updating, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await updating
     finally:
         await engine.stop()
     for episode, logged in found:

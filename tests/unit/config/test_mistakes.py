@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
@@ -44,6 +46,19 @@ def parquet(folder: Path) -> None:
     pq.write_table(pa.table({"question": ["a"]}), folder / "b.parquet")
 
 
+def stored(*names: str) -> Callable[[Path], object]:
+    """A model of 8 × 4 tensors called so, and an output layer, whose vocabulary has 16 tokens."""
+
+    def spoil(folder: Path) -> None:
+        tensors = {name: np.zeros((8, 4), np.float32) for name in names}
+        save_file(tensors | {"lm_head.weight": np.zeros((16, 4), np.float32)}, folder / MODEL)
+        (folder / "model/config.json").write_text('{"vocab_size": 16}')
+
+    return spoil
+
+
+MODEL = "model/model.safetensors"
+LAYERS = stored("model.layers.0.attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
 VIT = '{"architectures": ["ViTModel"]}'
 NO_WEIGHTS = "Save it again"
 SYNTAX = "job: sums\nmodel: [a\n"
@@ -69,6 +84,14 @@ CASES = [
         "ViTModel is not a causal",
         "ForCausalLM",
         write("model/config.json", VIT),
+    ),
+    Case(
+        "unknown target",
+        "trainer.lora.targets",
+        "called x_proj, lm_head that",
+        "Choose of q_proj, up_proj",
+        LAYERS,
+        ("trainer.lora={rank: 2, targets: [q_proj, x_proj, lm_head]}",),
     ),
     Case("task JSON", "tasks.train", "line 1 is not JSON", "", write("train.jsonl", "{x}\n")),
     Case("no tasks", "tasks.train", "no rows", "", write("train.jsonl", "\n")),
