@@ -77,24 +77,33 @@ def usable_bytes(gpu: Gpu) -> int:
 def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str, int]:
     """Bytes of a host's memory: those of shared memory once, the others once for each rank on it."""
     lora = job.trainer.lora
-    adapters = sum(prod(s) for block in model.blocks for s in block.adapters(lora.rank, lora.targets))
-    of_one = 2 if job.trainer.dtype == "bfloat16" else 4
-    published = of_one * (adapters if lora.rank else model.size)
+    snapshots = (job.weights.keep + 1) * _published_bytes(job, model) if job.kind == "rl" else 0
     found = {
-        "published snapshots (shared memory)": (job.weights.keep + 1) * published if job.kind == "rl" else 0,
+        "published snapshots (shared memory)": snapshots,
         "a rank's copy of a checkpoint that is written": 3 * rank.gradients,
         "a rank's offloaded AdamW moments": rank.host_optimizer,
     }
     if lora.rank and job.kind == "rl" and engine_part(job.rollout.engine).needs == "directory":
         # The next is made before the oldest goes.
-        found["merged models (shared memory)"] = (KEPT + 1) * of_one * model.size
+        found["merged models (shared memory)"] = (KEPT + 1) * _number_bytes(job) * model.size
     return found
+
+
+def _number_bytes(job: JobConfig) -> int:
+    return 2 if job.trainer.dtype == "bfloat16" else 4
+
+
+def _published_bytes(job: JobConfig, model: ModelShape) -> int:
+    lora = job.trainer.lora
+    adapters = sum(prod(s) for block in model.blocks for s in block.adapters(lora.rank, lora.targets))
+    return _number_bytes(job) * (adapters if lora.rank else model.size)
 
 
 def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
     """Everything that is printed, in bytes."""
     trainer = job.trainer
     tokens = trainer.micro_batch_tokens
+    sent = _published_bytes(job, model) if job.kind == "rl" and job.weights.channel == "nccl" else 0
     found: dict[str, Any] = {
         "model": str(job.model),
         "parameters": model.size,
@@ -117,15 +126,18 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
             "backward of a block": rank.passing_per_token,
         },
         "micro_batch_tokens": tokens,
-        "peak_bytes": rank.peak(tokens),
+        # A version is exported whole, beside the copy that it becomes, before the next pass.
+        "peak_bytes": max(rank.peak(tokens) + sent, rank.state + 2 * sent),
         "host_bytes": host_bytes(job, model, rank),
     }
+    if sent:
+        found["bytes_per_rank"]["copy of the weights that nccl sends"] = sent
     if gpu is not None:
         found["gpu"] = {
             "name": gpu.name,
             "memory_bytes": gpu.memory_bytes,
             "usable_bytes": usable_bytes(gpu),
-            "tokens_that_fit": rank.tokens_that_fit(usable_bytes(gpu)),
+            "tokens_that_fit": rank.tokens_that_fit(usable_bytes(gpu) - sent),
         }
     return found
 

@@ -13,7 +13,7 @@ import pytest
 from areal_async.config.job import JobConfig
 from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
 from trainer_service.tools.gpus import gpu_named, gpu_of_device
-from trainer_service.tools.plan import host_bytes, job_memory
+from trainer_service.tools.plan import figures, host_bytes, job_memory, usable_bytes
 
 HIDDEN, WIDTH, VOCABULARY, EXPERT, N_EXPERTS = 64, 160, 1000, 48, 4
 CONFIG = {"hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCABULARY, "num_experts_per_tok": 2}
@@ -85,6 +85,30 @@ def test_experts_and_their_router_have_no_adapters():
     shapes = tensors(experts=True) | {"model.layers.0.mlp.gate.weight": (N_EXPERTS, HIDDEN)}
     block = shape_of(CONFIG, shapes).blocks[0]
     assert len(block.adapters(4, ())) == 2 * 4
+
+
+def test_what_nccl_sends_is_a_copy_on_the_trainers_gpu(tmp_path):
+    write_headers(tmp_path, CONFIG, tensors())
+    gpu = gpu_named("H100")
+    found = {}
+    for channel in ("shm", "nccl"):
+        job = JobConfig.model_validate(
+            {
+                "job": "j",
+                "model": str(tmp_path),
+                "tasks": {"train": "t.jsonl"},
+                "weights": {"channel": channel},
+                "trainer": {"dtype": "bfloat16", "micro_batch_tokens": 100_000},
+            }
+        )
+        model, rank = job_memory(job)
+        found[channel] = figures(job, model, rank, gpu)
+    copy = 2 * model.size
+    assert found["nccl"]["bytes_per_rank"]["copy of the weights that nccl sends"] == copy
+    assert found["nccl"]["peak_bytes"] == found["shm"]["peak_bytes"] + copy
+    fits = found["nccl"]["gpu"]["tokens_that_fit"]
+    assert fits == rank.tokens_that_fit(usable_bytes(gpu) - copy)
+    assert "copy of the weights that nccl sends" not in found["shm"]["bytes_per_rank"]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "local"])
