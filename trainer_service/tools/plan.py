@@ -17,19 +17,21 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_async.cli.tools import PlanRequest, run_tool
-from areal_async.config.engines import engine_part
+from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.parts import load_part
 from areal_async.modelfiles import stored_tensors
 from areal_async.weights.channels.host_cache import KEPT
-from trainer_service.backends.fsdp.memory import ModelShape, RankMemory
+from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of
 from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # What the caching allocator cannot give out
+PINNED = 2  # Snapshots that evaluations may hold beside those that are kept
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 def main(request: PlanRequest) -> None:
@@ -75,18 +77,29 @@ def usable_bytes(gpu: Gpu) -> int:
 
 
 def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str, int]:
-    """Bytes of a host's memory: those of shared memory once, the others once for each rank on it."""
-    lora = job.trainer.lora
-    snapshots = (job.weights.keep + 1) * _published_bytes(job, model) if job.kind == "rl" else 0
+    """Bytes of a host's memory with all ranks of the job on it; only what there is any of."""
+    lora, published = job.trainer.lora, _published_bytes(job, model)
+    # Copies of the model are equal: the first alone writes checkpoints.
     found = {
-        "published snapshots (shared memory)": snapshots,
-        "a rank's copy of a checkpoint that is written": 3 * rank.gradients,
-        "a rank's offloaded AdamW moments": rank.host_optimizer,
+        "copy for checkpoints, all ranks": 3 * rank.gradients * options_of(job.trainer).shards,
+        "offloaded AdamW moments, all ranks": rank.host_optimizer * job.trainer.ranks,
     }
-    if lora.rank and job.kind == "rl" and engine_part(job.rollout.engine).needs == "directory":
-        # The next is made before the oldest goes.
-        found["merged models (shared memory)"] = (KEPT + 1) * _number_bytes(job) * model.size
-    return found
+    if job.kind == "rl":
+        engines = {job.rollout.engine, evaluation_engine(job) if job.tasks.evaluation else job.rollout.engine}
+        merges = lora.rank > 0 and any(engine_part(engine).needs == "directory" for engine in engines)
+        found |= {
+            "published snapshots (shared memory)": (job.weights.keep + 1) * published,
+            "those that evaluations hold, at most": PINNED * published if job.tasks.evaluation else 0,
+            # The next is made before the oldest goes.
+            "merged models (shared memory)": (KEPT + 1) * _number_bytes(job) * model.size if merges else 0,
+        }
+    return {name: size for name, size in found.items() if size}
+
+
+def longest_pass(job: JobConfig) -> int:
+    """Most tokens of one pass: a row that is longer than a micro-batch gets one of its own."""
+    longest_row = job.rollout.max_model_len if job.kind == "rl" else 0
+    return max(job.trainer.micro_batch_tokens, longest_row)
 
 
 def _number_bytes(job: JobConfig) -> int:
@@ -101,8 +114,7 @@ def _published_bytes(job: JobConfig, model: ModelShape) -> int:
 
 def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
     """Everything that is printed, in bytes."""
-    trainer = job.trainer
-    tokens = trainer.micro_batch_tokens
+    trainer, tokens = job.trainer, longest_pass(job)
     sent = _published_bytes(job, model) if job.kind == "rl" and job.weights.channel == "nccl" else 0
     found: dict[str, Any] = {
         "model": str(job.model),
@@ -111,6 +123,7 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         "ranks": trainer.ranks,
         "dtype": trainer.dtype,
         "backend_args": dict(trainer.backend_args),
+        "lora_rank": trainer.lora.rank,
         "bytes_per_rank": {
             (
                 "frozen model, and adapters (fp32)" if trainer.lora.rank else "parameters (fp32)"
@@ -125,7 +138,8 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
             "activations": rank.activations_per_token,
             "backward of a block": rank.passing_per_token,
         },
-        "micro_batch_tokens": tokens,
+        "micro_batch_tokens": trainer.micro_batch_tokens,
+        "longest_pass_tokens": tokens,
         # A version is exported whole, beside the copy that it becomes, before the next pass.
         "peak_bytes": max(rank.peak(tokens) + sent, rank.state + 2 * sent),
         "host_bytes": host_bytes(job, model, rank),
@@ -165,35 +179,55 @@ def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
 def _show(found: Mapping[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     ranks = "1 rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"
-    arguments = "".join(f", {name} {value}" for name, value in found["backend_args"].items())
+    options = [f"{name}: {json.dumps(value)}" for name, value in found["backend_args"].items()]
+    options += [f"lora of rank {found['lora_rank']}"] if found["lora_rank"] else []
+    console.print(found["model"], markup=False)
     console.print(
-        f"{found['model']}: {found['parameters'] / 1e9:.2f} billion parameters in {found['blocks']} blocks, "
-        f"{found['dtype']} on {ranks}{arguments}",
+        f"{_count(found['parameters'])} parameters in {found['blocks']} blocks; {found['dtype']} on {ranks}",
         markup=False,
     )
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(min_width=46)
-    table.add_column(justify="right")
-    for name, size in found["bytes_per_rank"].items():
-        table.add_row(f"  {name}", f"{size / GIB:.2f} GiB")
-    for name, size in found["bytes_per_token"].items():
-        table.add_row(f"  {name}, per token", f"{size / (1 << 20):.3f} MiB")
-    tokens = found["micro_batch_tokens"]
-    table.add_row(f"  peak of a micro-batch of {tokens:,} tokens", f"{found['peak_bytes'] / GIB:.2f} GiB")
-    console.print("each rank", table, sep="\n")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(min_width=46)
-    table.add_column(justify="right")
-    for name, size in found["host_bytes"].items():
-        table.add_row(f"  {name}", f"{size / GIB:.2f} GiB")
-    console.print("each host", table, sep="\n")
+    if options:
+        console.print(", ".join(options).replace('"', ""), markup=False)
+    each = {name: _size(size) for name, size in found["bytes_per_rank"].items()}
+    each |= {f"{name}, per token": f"{size / MIB:.3f} MiB" for name, size in found["bytes_per_token"].items()}
+    tokens = found["longest_pass_tokens"]
+    what = "micro-batch" if tokens == found["micro_batch_tokens"] else "row"
+    each[f"peak of a {what} of {tokens:,} tokens"] = _size(found["peak_bytes"])
+    _show_sizes(console, "each rank", each)
+    _show_sizes(console, "the host", {name: _size(size) for name, size in found["host_bytes"].items()})
     gpu = found.get("gpu")
     if gpu is None:
         console.print("No GPU is visible: name one with --gpu to see what fits.")
         return
-    fits = gpu["tokens_that_fit"]
-    told = f"micro-batches of up to {fits:,} tokens fit" if fits else "the model does not fit: use more ranks"
-    console.print(f"{gpu['name']}: {gpu['usable_bytes'] / GIB:.1f} GiB for tensors; {told}")
+    console.print(f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", markup=False)
+    console.print(_what_fits(gpu["tokens_that_fit"], tokens, what), markup=False)
+
+
+def _show_sizes(console: Console, title: str, sizes: Mapping[str, str]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(min_width=46)
+    table.add_column(justify="right", min_width=11)
+    for name, size in sizes.items():
+        table.add_row(f"  {name}", size)
+    console.print(title, table, sep="\n")
+
+
+def _what_fits(fits: int, tokens: int, what: str) -> str:
+    if not fits:
+        return "The model does not fit: use more ranks, offload_optimizer or trainer.lora."
+    told = f"Micro-batches of up to {fits:,} tokens fit; the job's {what} of {tokens:,}"
+    if tokens <= fits:
+        return f"{told} does too."
+    lower = "trainer.micro_batch_tokens" if what == "micro-batch" else "rollout.max_model_len"
+    return f"{told} does not.\nLower {lower}, set recompute, or use more ranks."
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB // 10 or not n_bytes else f"{n_bytes / MIB:.2f} MiB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
 
 
 if __name__ == "__main__":

@@ -126,9 +126,28 @@ def test_a_host_holds_adapters_and_for_an_engine_that_reads_files_merged_models(
     model, rank = job_memory(job)
     found = host_bytes(job, model, rank)
     assert found["published snapshots (shared memory)"] == (job.weights.keep + 1) * 2 * 2 * 8 * (64 + HIDDEN)
-    assert found["a rank's copy of a checkpoint that is written"] == 12 * 2 * 8 * (64 + HIDDEN)
+    assert found["copy for checkpoints, all ranks"] == 12 * 2 * 8 * (64 + HIDDEN)
     merged = found.get("merged models (shared memory)", 0)
     assert merged == (3 * 2 * model.size if engine == "vllm" else 0)
+
+
+def test_a_host_has_the_copies_of_all_ranks_and_what_evaluations_hold(tmp_path):
+    write_headers(tmp_path, CONFIG, tensors())
+    job = JobConfig.model_validate(
+        {
+            "job": "j",
+            "model": str(tmp_path),
+            "tasks": {"train": "t.jsonl", "evaluation": "t.jsonl"},
+            "trainer": {"ranks": 4, "backend_args": {"offload_optimizer": True, "replicate": 2}},
+        }
+    )
+    model, rank = job_memory(job)
+    assert host_bytes(job, model, rank) == {
+        "copy for checkpoints, all ranks": 2 * 3 * rank.gradients,  # the second copy of the model writes none
+        "offloaded AdamW moments, all ranks": 4 * rank.host_optimizer,
+        "published snapshots (shared memory)": 2 * 4 * model.size,
+        "those that evaluations hold, at most": 2 * 4 * model.size,
+    }
 
 
 def test_offloaded_moments_are_in_the_memory_of_the_host():
@@ -216,7 +235,18 @@ def test_the_plan_of_a_job_is_told_from_headers_alone(job):
     assert found["gpu"]["tokens_that_fit"] == expected.tokens_that_fit(found["gpu"]["usable_bytes"])
     page = plan(job, "--gpu", "H100").stdout
     assert "AdamW moments" in page
-    assert "tokens fit" in page
+    assert "Micro-batches of up to" in page
+    assert "tokens fit; the job's micro-batch of 8,192 does too." in page
+
+
+def test_what_does_not_fit_is_said_with_what_to_do_also_for_a_long_row(job):
+    page = plan(job, "trainer.micro_batch_tokens=100000000", "--gpu", "L4").stdout
+    assert "the job's micro-batch of 100,000,000 does not.\nLower trainer.micro_batch_tokens" in page
+    page = plan(
+        job, "kind=rl", "trainer.micro_batch_tokens=1024", "rollout.max_model_len=1500", "--gpu", "L4"
+    )
+    assert "peak of a row of 1,500 tokens" in page.stdout
+    assert "the job's row of 1,500 does too." in page.stdout
 
 
 def test_what_cannot_be_planned_is_refused_with_what_to_do(job):
