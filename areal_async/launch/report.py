@@ -49,7 +49,7 @@ def failure_text(ending: Ending, log_path: Path) -> str:
             often = f", its death number {ending.deaths} in a short time" if ending.deaths > 1 else ""
             how = ending.cause or exit_text(status)
             what = f"{name} {how} after {ending.lived_s:.1f} s{often}, so the run was stopped."
-            fix = _hint(status)
+            fix = _hint(status, ending.cause)
     tail = last_lines(log_path)
     said = "".join(f"\n    {line}" for line in tail) if tail else " nothing."
     return f"{what} It said last:{said}\n{fix}: {log_path}"
@@ -84,7 +84,14 @@ def readable(line: str) -> str:
     )
 
 
-def _hint(status: int) -> str:
+def _hint(status: int, cause: str) -> str:
+    if cause.startswith("ran out of memory"):
+        return (
+            "`areal-async plan` says what fits: lower trainer.micro_batch_tokens, set "
+            "trainer.backend_args.recompute or use more trainer.ranks. Its log"
+        )
+    if cause.startswith(("gave no sign of life", "did not come")):
+        return "See what it was doing (another rank's log may say more), then resume the run. Its log"
     if status == -signal.SIGKILL:
         return (
             "If nobody killed it, the machine ran out of memory: lower rollout.max_concurrent, "
