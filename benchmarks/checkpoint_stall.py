@@ -28,7 +28,9 @@ from typing import Any
 import torch
 from blake3 import blake3
 from safetensors.torch import save_file
+from started_ranks import start_ranks
 
+from areal_async.runtime.group import Meeting
 from trainer_service.backends.fsdp.shards import HostCopies, row_range, write_shard
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.disk import FileEntry, replace_folder
@@ -150,7 +152,7 @@ def main() -> None:
     if asked.rank is not None:
         torch.set_num_threads(1)
         world = asked.ranks[0]
-        ranks = join_ranks(asked.rank, world, meeting_place=asked.folder / "meet" if world > 1 else None)
+        ranks = join_ranks(asked.rank, world, meeting=Meeting.from_environment())
         figures = measure(ranks, asked.folder, asked.gib, asked.checkpoints)
         if ranks.first:
             print(json.dumps(figures), flush=True)
@@ -177,10 +179,9 @@ def started(world: int, folder: Path, asked: argparse.Namespace) -> dict[str, An
     """Run the ranks as processes; returns what rank 0 says."""
     command = [sys.executable, __file__, "--ranks", str(world), "--folder", str(folder)]
     command += ["--gib", str(asked.gib), "--checkpoints", str(asked.checkpoints)]
-    processes = [
-        subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
+    processes = start_ranks(
+        [[*command, "--rank", str(rank)] for rank in range(world)], stdout=subprocess.PIPE
+    )
     said = [process.communicate(timeout=1800)[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("a rank has failed")

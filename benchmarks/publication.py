@@ -36,9 +36,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from blake3 import blake3
+from started_ranks import start_ranks
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.group import Meeting
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.tensor_file import MappedFile, in_threads
@@ -152,7 +154,7 @@ def rank_process(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank, world = options.rank, int(options.ranks)
     device = options.device if world == 1 else "cpu"
-    ranks = join_ranks(rank, world, meeting_place=options.root / "meeting" if world > 1 else None)
+    ranks = join_ranks(rank, world, meeting=Meeting.from_environment())
     held = shards(options.mb, rank, world, device)
     size = sum(tensor.nbytes for tensor in held.values())
     target = np.ones(size, np.uint8)
@@ -199,12 +201,9 @@ def measure(way: str, world: int, options: argparse.Namespace) -> dict[str, Any]
     root = Path(tempfile.mkdtemp(prefix="areal-publication-", dir="/dev/shm"))
     own = [sys.executable, __file__, "--way", way, "--ranks", str(world), "--mb", str(options.mb)]
     own += ["--rounds", str(options.rounds), "--device", options.device, "--root", str(root)]
-    started = [
-        subprocess.Popen(
-            [*own, "--rank", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
+    started = start_ranks(
+        [[*own, "--rank", str(rank)] for rank in range(world)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     peak, over = [0], threading.Event()
     try:
         for process in started:

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -252,15 +251,14 @@ def join_ranks(
     *,
     device: str = "cpu",
     meeting: Meeting | None = None,
-    meeting_place: Path | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     start_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> Ranks:
     """Join the process group of `world` ranks, or take the one that is there.
 
-    They meet at `meeting`, or in a file `meeting_place` that does not exist before the first comes; one rank
-    alone needs neither. `device` is this rank's own: `cpu` or `cuda:N`. All must have come `start_s` after
-    the first, and to each collective within `timeout_s`. Raises `RankError`, which names who has not."""
+    They meet at `meeting`; one rank alone needs none. `device` is this rank's own: `cpu` or `cuda:N`. All
+    must have come `start_s` after the first, and to each collective within `timeout_s`. Raises `RankError`,
+    which names who has not."""
     limit = timedelta(seconds=timeout_s)
     store: dist.Store = dist.HashStore()
     place = torch.device(device)
@@ -269,12 +267,12 @@ def join_ranks(
     if not dist.is_initialized():
         backend = ALONE
         if world > 1:
-            if meeting is None and meeting_place is None:
+            if meeting is None:
                 raise ValueError("more than one rank needs a meeting")
             backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, interface_of(meeting.host if meeting else "127.0.0.1"))
-            store = _store(meeting, start_s) if meeting else dist.FileStore(str(meeting_place), world)
+                os.environ.setdefault(variable, interface_of(meeting.host))
+            store = _store(meeting, start_s)
             _await_all(store, rank, world, start_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     mesh = DeviceMesh(place.type, torch.arange(world), mesh_dim_names=("data",))

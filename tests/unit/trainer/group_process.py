@@ -1,6 +1,6 @@
 """One rank of a group that meets at a TCP store: a script for each rank of a test.
 
-python group_process.py RANK PORT LISTENING_FD FOLDER
+python group_process.py RANK FOLDER
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ def write_slowly(ranks: Ranks, folder: Path) -> None:
     trained.write_whole(folder / "merged", job, backend, {}, ranks)
 
 
-def main(rank: int, meeting: Meeting, folder: Path) -> dict[str, object]:
+def main(rank: int, folder: Path) -> dict[str, object]:
     """What this rank saw."""
     torch.set_num_threads(1)
+    meeting = Meeting.from_environment()
+    assert meeting is not None
     seen: dict[str, object] = {"interface": ranks_module.interface_of(meeting.host)}
     ranks = join_ranks(rank, 2, meeting=meeting, timeout_s=LIMIT_S, start_s=60.0)
 
@@ -90,7 +92,5 @@ def main(rank: int, meeting: Meeting, folder: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    number, port, fd = map(int, sys.argv[1:4])
-    met = Meeting("127.0.0.1", port, fd if number == 0 else None)
-    print(json.dumps(main(number, met, Path(sys.argv[4]))), flush=True)
+    print(json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]))), flush=True)
     os._exit(0)

@@ -1,13 +1,12 @@
 """One rank of a trainer that replays recorded batches: a script for each rank of a test, or in process.
 
-python rank_process.py RANK WORLD MEETING_FILE MODEL BATCHES OUT
+python rank_process.py RANK WORLD MODEL BATCHES OUT
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -29,6 +28,7 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.schema import Ok
+from areal_async.runtime.group import Meeting
 from areal_async.status.record import RunLog
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import Checkpoint
@@ -111,29 +111,9 @@ def learner_of(model: Path, out: Path, **trainer: Any) -> tuple[TrainingBackend,
     return backend, Learner(job, ranks, backend)
 
 
-def two_ranks(*paths: Path, **environment: str) -> list[tuple[int, str]]:
-    """Run this script as two processes that meet; the status and the errors of each."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), "2", *map(str, paths)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in ranks]
-        return [(process.returncode, said) for process, said in zip(ranks, errors, strict=True)]
-    finally:
-        for process in ranks:
-            process.kill()
-
-
 def run(
     rank: int,
     world: int,
-    meeting: Path | None,
     model: Path,
     batches: Path,
     out: Path,
@@ -142,7 +122,7 @@ def run(
     **trainer,
 ) -> RecordedBuffer:
     torch.set_num_threads(1)
-    ranks = join_ranks(rank, world, meeting_place=meeting)
+    ranks = join_ranks(rank, world, meeting=Meeting.from_environment())
     buffer = RecordedBuffer(batches)
     made = trainer_of(job_of(model, out, **trainer), out, buffer, ranks=ranks)
     assert made.run(name="trainer", ready=lambda: None, restored=restored)

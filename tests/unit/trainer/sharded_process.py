@@ -7,6 +7,7 @@ python sharded_process.py WORLD REPLICATE MODEL OUT
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_async.config.job import OptimizerSection
+from areal_async.runtime.group import Meeting
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, row_of
 from trainer_service.ranks import Ranks, join_ranks
@@ -86,10 +88,10 @@ def unsharded_gradient_bytes(model: torch.nn.Module) -> int:
     return held
 
 
-def run(rank: int, world: int, replicate: int, model: Path, out: Path) -> None:
+def run(rank: int, world: int, meeting: Meeting, replicate: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    ranks = join_ranks(rank, world, meeting_place=out / "meet")
+    ranks = join_ranks(rank, world, meeting=meeting)
     held: list[int] = []
     for dtype in ("bfloat16", "float32"):
         backend = backend_of(model, ranks, dtype, replicate=replicate)
@@ -113,14 +115,16 @@ def run(rank: int, world: int, replicate: int, model: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     size, copies, folder, results = sys.argv[1:]
-    children = []
+    listening, children = socket.create_server(("127.0.0.1", 0)), []
+    host, port = listening.getsockname()
     for number in range(int(size)):
         if child := os.fork():
             children.append(child)
             continue
         status = 1
         try:
-            run(number, int(size), int(copies), Path(folder), Path(results))
+            met = Meeting(host, port, None if number else listening.fileno())
+            run(number, int(size), met, int(copies), Path(folder), Path(results))
             status = 0
         except BaseException:
             traceback.print_exc()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 
 import pytest
 from safetensors.torch import load_file
+from started_ranks import start_ranks
 
 from tests.unit.trainer import group_process
 from trainer_service.errors import BatchError, RankError
@@ -23,17 +23,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(folder):
     """What each of two ranks saw."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port, fd = listening.getsockname()[1], listening.fileno()
-        processes = [
-            subprocess.Popen(
-                [sys.executable, group_process.__file__, str(rank), str(port), str(fd), str(folder)],
-                stdout=subprocess.PIPE,
-                text=True,
-                pass_fds=[fd] if rank == 0 else [],
-            )
-            for rank in range(2)
-        ]
+    processes = start_ranks(
+        [[sys.executable, group_process.__file__, str(rank), str(folder)] for rank in range(2)],
+        stdout=subprocess.PIPE,
+    )
     try:
         return [json.loads(process.communicate(timeout=120)[0]) for process in processes]
     finally:

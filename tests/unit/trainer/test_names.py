@@ -1,12 +1,8 @@
-"""What is loaded is what the files hold, and what is published has their names, whatever the module's are.
-
-As a script, one of two ranks: python -m tests.unit.trainer.test_names RANK MEETING_FILE MODEL OWN_MODEL OUT
-"""
+"""What is loaded is what the files hold, and what is published has their names, whatever the module's are."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from started_ranks import start_ranks
 from transformers import AutoModelForCausalLM, DeepseekV3Config, HrmTextConfig, OlmoHybridConfig
 
 from areal_async.weights.pieces import whole_tensors
-from areal_async.weights.writing import write_tensors
 from tests.unit.families import FAMILIES, config_of
+from tests.unit.trainer import names_process
 from trainer_service.backends.fsdp.loading import LoadedModel, load_sharded
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 
-SCRIPT = "tests.unit.trainer.test_names"
 MIXTURE = "qwen3_moe"
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 ODD: dict[str, Callable[[], Any]] = {
@@ -189,13 +185,13 @@ def test_each_of_two_ranks_holds_and_gives_out_its_own_part_and_both_refuse_what
     tensors = tensors_of(folder)
     tensors.pop("model.norm.weight")
     save_file(tensors, spoilt / "model.safetensors")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", SCRIPT, str(rank), *map(str, (tmp_path / "meet", folder, own, out))],
-            cwd=Path(__file__).parents[3],
-        )
-        for rank, (own, out) in enumerate([(folder, tmp_path / "0"), (spoilt, tmp_path / "1")])
-    ]
+    command = [sys.executable, names_process.__file__]
+    processes = start_ranks(
+        [
+            [*command, str(rank), *map(str, (folder, own, tmp_path / str(rank)))]
+            for rank, own in enumerate([folder, spoilt])
+        ]
+    )
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:
@@ -216,29 +212,3 @@ def test_each_of_two_ranks_holds_and_gives_out_its_own_part_and_both_refuse_what
     assert_equal(found, want)
     assert "rank 1 cannot read it" in (tmp_path / "0" / "refused").read_text()
     assert "it lacks model.norm.weight" in (tmp_path / "1" / "refused").read_text()
-
-
-def run_rank(rank: int, meeting: Path, model: Path, own: Path, out: Path) -> None:
-    out.mkdir()
-    ranks = join_ranks(rank, 2, meeting_place=meeting)
-    loaded = load_sharded(model, ranks, torch.float32)
-    pieces = loaded.pieces(ranks, torch.float32, gather=False)
-    save_file({f"{p.name}|{list(p.offset)}": p.tensor.clone() for p in pieces}, out / "pieces.safetensors")
-    write_tensors(
-        out.parent / "together.safetensors",
-        lambda: loaded.pieces(ranks, torch.float32, gather=False),
-        ranks.side(),
-    )
-    gathered = whole_tensors(loaded.pieces(ranks, torch.float32, gather=True))
-    save_file({name: t.clone() for name, t in gathered.items()}, out / "gathered.safetensors")
-    save_file({name: b.clone() for name, b in loaded.module.named_buffers()}, out / "buffers.safetensors")
-    try:
-        load_sharded(own, ranks, torch.float32)
-    except ModelError as error:
-        (out / "refused").write_text(str(error))
-    ranks.leave()
-
-
-if __name__ == "__main__":
-    number, *paths = sys.argv[1:]
-    run_rank(int(number), *map(Path, paths))

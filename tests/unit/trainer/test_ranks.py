@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from areal_async.launch.runs import Run
 from areal_async.status.record import read_run_log
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.two_ranks import two_ranks
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import Recording, write_step
 from trainer_service.tools.replay import replay
@@ -35,7 +36,7 @@ def batches(tmp_path_factory, make_batch):
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory, model_dir, batches):
     out = tmp_path_factory.mktemp("one")
-    rank_process.run(0, 1, None, model_dir, batches, out)
+    rank_process.run(0, 1, model_dir, batches, out)
     return out
 
 
@@ -46,7 +47,7 @@ import psutil, torch
 import torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 import rank_process
-rank_process.run(0, 1, None, *map(Path, sys.argv[2:]))
+rank_process.run(0, 1, *map(Path, sys.argv[2:]))
 print([c for c in psutil.Process().net_connections("inet")])
 assert dist.is_initialized()
 try:
@@ -85,7 +86,7 @@ def _same_weights(one, two):
 
 
 def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
-    for status, errors in rank_process.two_ranks(tmp_path / "meet", model_dir, batches, tmp_path / "two"):
+    for status, errors in two_ranks(model_dir, batches, tmp_path / "two"):
         assert status == 0, errors
     _same_training(one_rank, tmp_path / "two")
     both = zip(_steps(one_rank), _steps(tmp_path / "two"), strict=True)
@@ -98,7 +99,7 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     assert any(one["packed_tokens"] < two["packed_tokens"] for one, two in both), "no rank was short of rows"
     checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job", policy="policy")
     assert checkpoint.manifest.ranks == 2
-    rank_process.run(0, 1, None, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
+    rank_process.run(0, 1, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
     assert [step["step"] for step in _steps(tmp_path / "resumed")] == [2, 3]
     _same_weights(one_rank, tmp_path / "resumed")
     # What they recorded is replayed by one.
@@ -111,10 +112,8 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
 def test_two_ranks_train_the_adapters_that_one_does(tmp_path, model_dir, batches):
     section = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
     one, two = tmp_path / "one", tmp_path / "two"
-    rank_process.run(0, 1, None, model_dir, batches, one, **section, steps=2)
-    ended = rank_process.two_ranks(
-        tmp_path / "meet", model_dir, batches, two, TRAINER=json.dumps(section), STEPS="2"
-    )
+    rank_process.run(0, 1, model_dir, batches, one, **section, steps=2)
+    ended = two_ranks(model_dir, batches, two, TRAINER=json.dumps(section), STEPS="2")
     for status, errors in ended:
         assert status == 0, errors
     _same_training(one, two)
@@ -128,7 +127,7 @@ def test_two_ranks_train_the_adapters_that_one_does(tmp_path, model_dir, batches
 
 def test_training_goes_on_identically_after_a_restart(tmp_path, model_dir, batches, one_rank):
     checkpoint = open_checkpoint(one_rank / "checkpoints" / "step-000002", job="job", policy="policy")
-    buffer = rank_process.run(0, 1, None, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
+    buffer = rank_process.run(0, 1, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
     assert buffer.calls[0] == ("open", 2, b"ledger of 2")
     resumed = _steps(tmp_path / "resumed")
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in resumed] == [

@@ -20,9 +20,7 @@ def test_staleness_zero_equals_synchronous_training(tmp_path, model_dir, make_ba
         "optimizer": {"lr": 3e-3, "clip_grad_norm": 0.2},
         "objective": {"prox": prox, "correction_args": {"cap": 1.1}},
     }
-    rank_process.run(
-        0, 1, None, model_dir, tmp_path / "given", tmp_path / "run", record_batches=True, **settings
-    )
+    rank_process.run(0, 1, model_dir, tmp_path / "given", tmp_path / "run", record_batches=True, **settings)
     steps = [read_step(tmp_path / "run" / "batches", step) for step in range(10)]
     trainer = rank_process.job_of(model_dir, tmp_path, **settings).trainer
     expected = reference_losses(model_dir, steps, trainer)

@@ -17,6 +17,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from rollout_service.engines.local import Local
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.conftest import entry_of
+from tests.unit.trainer.two_ranks import two_ranks
 from trainer_service import metrics
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.checks.logprobs import ComparedUnits
@@ -372,7 +373,7 @@ def test_two_ranks_come_to_one_verdict(tmp_path, model_dir):
     def run(name, lie):
         out = tmp_path / name
         batches = episodes(model_dir, out, lie=lie)
-        ends = rank_process.two_ranks(out / "meeting", model_dir, batches, out, STEPS="1")
+        ends = two_ranks(model_dir, batches, out, STEPS="1")
         records = [r for r in read_run_log(out / "metrics.jsonl") if r["kind"] == "self_check"]
         return [errors for _, errors in ends], records
 
