@@ -174,7 +174,7 @@ def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
 def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) -> None:
     if ending.kind == "finished":
         return
-    can_resume = job.kind == "rl" and describe_work(folders.run_dir)
+    can_resume = describe_work(folders.run_dir)
     command = f"areal-async resume {_short(folders.run_dir)}"
     if ending.kind == "interrupted":
         how = f" `{command}` goes on with it." if can_resume else ""

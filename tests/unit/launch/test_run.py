@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import LoraSection
 from areal_async.config.load import load_job
-from areal_async.errors import RunFolderError
+from areal_async.errors import RunFailed, RunFolderError
 from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.report import summarise
@@ -90,6 +90,19 @@ def test_a_supervised_job_is_the_trainer_alone_and_its_run_is_only_replaced_when
         run(small)
     assert (folder / "summary.json").read_text() == before
     run(small, overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_a_job_of_either_kind_that_failed_with_work_done_says_how_to_go_on(job, behave, kind):
+    behave({"trainer": "killed"})
+    failing = changed(job.model_copy(update={"kind": kind}), "supervisor", restarts=0)
+    checkpoint = job.run_dir / "test" / "checkpoints" / "step-000001"
+    folders = claim_folders(failing, overwrite=False)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    folders.release()
+    with pytest.raises(RunFailed, match=r"`areal-async resume .*` goes on with the job"):
+        run(failing, resume=True)
 
 
 def test_a_busy_metrics_port_is_found_before_anything_starts(job, behave):
