@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from areal_async.status.aggregator import RunStatus
     from areal_async.trajectory import Episode, EpisodeBuilder, SegmentKind, pack, training_rows, unpack
     from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
+    from areal_async.weights.pieces import TensorPiece
     from reward_service.backends import BackendReward, ScoringBackend
     from reward_service.client import LocalScorer
     from reward_service.sandbox import Program, RunLimits, Sandbox
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from rollout_service.workflows import Context, Reply, TemplateRewrites, workflow
     from rollout_service.workflows.tools import ToolReply, tool
     from trainer_service.algorithms.parts import advantage, correction, loss
-    from trainer_service.backends.base import TrainingBackend
+    from trainer_service.backends.base import RankPlace, TrainingBackend
     from trainer_service.data.recording import read_step
 
 try:
@@ -77,7 +78,7 @@ __all__ += ["Environment", "EnvironmentFailure", "Step", "level_seed", "load_env
 __all__ += ["Abstain", "Parts", "RewardInput", "Score", "load_reward", "reward"]
 __all__ += ["Failure", "LocalScorer", "Program", "RunLimits", "Sandbox", "Timeout", "Verdict"]
 __all__ += ["BackendReward", "RewardLoadError", "ScoringBackend"]
-__all__ += ["TrainingBackend", "advantage", "correction", "loss"]
+__all__ += ["RankPlace", "TensorPiece", "TrainingBackend", "advantage", "correction", "loss"]
 __all__ += ["DeadlinePassed", "Engine", "EngineError", "EngineLost", "EnginePart", "EngineStats"]
 __all__ += ["GenerateRequest", "GenerateResult", "HttpEngine", "RequestError", "ServerAdapter", "engine_part"]
 __all__ += ["Channel", "PublishingEnd", "ReceivingEnd", "SnapshotError", "SnapshotNotice"]
@@ -98,6 +99,7 @@ _PLACES = {
     "areal_async.status.aggregator": "RunStatus",
     "areal_async.trajectory": "Episode EpisodeBuilder SegmentKind pack training_rows unpack",
     "areal_async.weights.channels": "Channel PublishingEnd ReceivingEnd",
+    "areal_async.weights.pieces": "TensorPiece",
     "reward_service.backends": "BackendReward ScoringBackend",
     "reward_service.client": "LocalScorer",
     "reward_service.sandbox": "Program RunLimits Sandbox",
@@ -110,7 +112,7 @@ _PLACES = {
     "rollout_service.workflows": "Context Reply TemplateRewrites workflow",
     "rollout_service.workflows.tools": "ToolReply tool",
     "trainer_service.algorithms.parts": "advantage correction loss",
-    "trainer_service.backends.base": "TrainingBackend",
+    "trainer_service.backends.base": "RankPlace TrainingBackend",
     "trainer_service.data.recording": "read_step",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}

@@ -223,8 +223,9 @@ def _check_shared_memory(job: JobConfig) -> list[Mistake]:
     elif channel_of(job).directory(job) is not None:  # then they lie there
         return []
     else:
-        # Beside the newest, an evaluation pins two, one is being written; deltas keep a base and themselves.
-        copies = job.weights.keep + 3 + (2 if makes_deltas(job) else 0)
+        # One is being written, evaluations pin two, deltas keep a base and themselves.
+        pinned = 2 if job.tasks.evaluation is not None else 0
+        copies = job.weights.keep + 1 + pinned + (2 if makes_deltas(job) else 0)
         what = "snapshots of this model"
     needed = copies * published_bytes(job.model, job.trainer.dtype)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")

@@ -25,17 +25,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 STEPS = 50
 MARKED = 25
 """The version whose units are recomputed: its weights are in a checkpoint."""
-GROUPS, GROUP_SIZE, STALENESS = 64, 8, 4
+GROUPS, GROUP_SIZE, STALENESS = 64, 8, 1
 SHORTENED = (
     f"trainer.steps={STEPS}",
-    "trainer.optimizer.lr=2.4e-4",
+    f"buffer.max_staleness={STALENESS}",
     "trainer.record_batches=true",
     f"checkpoint.every_steps={MARKED}",
     f"evaluation.every_steps={STEPS}",
 )
-"""A fast run of the whole job takes some minutes; twice its learning rate shows in so few steps."""
+"""The quickstart's own bound of 4 costs too many steps for a test."""
 RISE = 0.06
-"""Of held-out accuracy, on 512 problems: twice its standard error. Expected are 0.12 and more."""
+"""Of held-out accuracy, on 512 problems: twice its standard error. Expected are 0.16 and more."""
 
 
 def run_job(job_file: Path, *overrides: str) -> Path:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,15 +133,17 @@ def test_what_the_machine_lacks_is_found_before_anything_starts(job, monkeypatch
 
 
 LORA = {"lora": LoraSection(rank=4), "dtype": "bfloat16"}
+EVALUATED = {"tasks": {"evaluation": Path("held_out.jsonl")}}
 DISK = {"channel": "disk", "channel_args": {"directory": "/shared/snapshots"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "copies"),
     [
-        ({"trainer": {"dtype": "bfloat16"}}, 4),
-        ({"trainer": {"dtype": "float32"}}, 8),
-        ({"trainer": {"dtype": "float32"}, "rollout": {"engine": "vllm"}}, 8),
+        ({"trainer": {"dtype": "bfloat16"}}, 2),
+        ({"trainer": {"dtype": "float32"}}, 4),
+        ({"trainer": {"dtype": "bfloat16"}, **EVALUATED}, 4),
+        ({"trainer": {"dtype": "float32"}, "rollout": {"engine": "vllm"}, **EVALUATED}, 8),
         ({"trainer": {"dtype": "bfloat16"}, "weights": DISK}, 0),
         ({"trainer": LORA}, 0),
         ({"trainer": LORA, "rollout": {"engine": "vllm"}}, 3),
