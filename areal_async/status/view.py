@@ -152,14 +152,22 @@ def _accuracy(status: RunStatus) -> str:
 
 
 def _busy(status: RunStatus) -> str:
-    shown = [
-        f"{service.name} "
-        + (service.phase if service.busy is None or service.phase != "serving" else f"{service.busy:.0%}")
-        for service in status.services[:MAX_SERVICES]
-    ]
-    if hidden := len(status.services) - len(shown):
-        shown.append(f"and {hidden} more")
-    return ", ".join(shown)
+    """Services with their shares; of several alike that serve, such as ranks, one entry with the range."""
+    alike: dict[str, list[float]] = {}
+    shown = {}
+    for service in status.services:
+        if service.phase != "serving" or service.busy is None:
+            shown[service.name] = f"{service.name} {service.phase}"
+            continue
+        kind = service.name.rstrip("0123456789").rstrip("-")
+        shares = alike.setdefault(kind, [])
+        shares.append(service.busy)
+        low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+        name = service.name if len(shares) == 1 else f"{len(shares)} × {kind}"
+        shown[f"{kind} that serve"] = f"{name} {low}" + (f" to {high}" if high != low else "")
+    said = list(shown.values())
+    hidden = [f"and {len(said) - MAX_SERVICES} more"] if len(said) > MAX_SERVICES else []
+    return ", ".join(said[:MAX_SERVICES] + hidden)
 
 
 def _message(status: RunStatus) -> str:

@@ -104,6 +104,16 @@ def test_a_service_that_does_not_serve_says_so(service, trained, words):
         assert "80%" not in said, "not the share of the process that died"
 
 
+def test_services_alike_are_one_entry_but_for_those_that_do_not_serve():
+    ranks = [ServiceActivity(name, "serving", 0.62) for name in ("trainer", "trainer-1", "trainer-2")]
+    workers = [ServiceActivity(f"rollout-{n}", "serving", 0.8 + n / 100) for n in range(12)]
+    starting = ServiceActivity("rollout-12", "starting")
+    shown = status(services=(*SERVICES[:1], *ranks, *workers, starting), trained=True)
+    assert plain_line(shown).endswith(
+        "busy buffer 12%, 3 × trainer 62%, 12 × rollout 80% to 91%, rollout-12 starting"
+    )
+
+
 def test_the_plain_line_has_it_all():
     assert plain_line(status()) == (
         "1:23 · step 123/300, left 2:01 · reward 0.610 · held-out 0.380 → 0.630 at version 100 · "
