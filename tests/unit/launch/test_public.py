@@ -24,10 +24,11 @@ def test_the_public_names_are_these():
         TemplateRewrites ToolReply tool workflow Environment EnvironmentFailure Step level_seed
         load_environment Abstain Parts RewardInput Score load_reward reward Failure LocalScorer
         Program RunLimits Sandbox Timeout Verdict BackendReward RewardLoadError ScoringBackend
-        TrainingBackend advantage correction loss DeadlinePassed Engine EngineError EngineLost
-        EnginePart EngineStats GenerateRequest GenerateResult HttpEngine RequestError ServerAdapter
-        engine_part Channel PublishingEnd ReceivingEnd SnapshotError SnapshotNotice Episode
-        EpisodeBuilder pack read_step training_rows unpack make_tokenizer write_model
+        RankPlace TensorPiece TrainingBackend advantage correction loss DeadlinePassed Engine
+        EngineError EngineLost EnginePart EngineStats GenerateRequest GenerateResult HttpEngine
+        RequestError ServerAdapter engine_part Channel PublishingEnd ReceivingEnd SnapshotError
+        SnapshotNotice Episode EpisodeBuilder pack read_step training_rows unpack make_tokenizer
+        write_model
     """
     assert areal_async.__all__ == names.split()
     assert all(getattr(areal_async, name) is not None for name in areal_async.__all__)
