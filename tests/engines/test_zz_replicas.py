@@ -4,6 +4,7 @@ of the set leaves nothing. This file comes last, for it kills the server that th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -21,7 +22,7 @@ from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.replicas import ReplicaSet
-from tests.engines.conftest import processes
+from tests.engines.conftest import LENGTH, processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 LONG = Sampling(temperature=1.0, max_new_tokens=48)
@@ -29,7 +30,7 @@ LONG = Sampling(temperature=1.0, max_new_tokens=48)
 
 def job_of(name: str, model: Path, urls: list[str]) -> JobConfig:
     server = {"ready_s": 330, "urls": urls}
-    rollout = {"engine": name, "max_concurrent": 16, "max_model_len": 64, "server": server}
+    rollout = {"engine": name, "max_concurrent": 16, "max_model_len": LENGTH, "server": server}
     content = {"job": "replicas", "model": model, "tasks": {"train": "none"}, "rollout": rollout}
     return JobConfig.model_validate(content)
 
@@ -41,7 +42,6 @@ async def test_requests_survive_the_death_of_their_server(
     written = Snapshots(endless, tmp_path / "snapshots")
     snapshots = [written.write(VersionTag("policy", 0, v)) for v in range(3)]
     made: list[Any] = []
-    begun = asyncio.Event()
 
     def make(index: int) -> Any:
         """The first is attached to the server that runs already, the next starts its own."""
@@ -52,21 +52,28 @@ async def test_requests_survive_the_death_of_their_server(
 
     replicas = ReplicaSet(make, restarts=RestartPolicy(limit=2, first_pause_s=0.1))
 
-    def asking(number: int, of: str = "r", tell: Any = None) -> asyncio.Task[Any]:
+    def asking(number: int, of: str = "r") -> asyncio.Task[Any]:
         request = GenerateRequest(f"{of}{number}", [5, 6, 7], LONG, session=f"g#0.{number}")
-        return asyncio.create_task(replicas.generate(request, tell))
+        return asyncio.create_task(replicas.generate(request))
 
     await replicas.start(snapshots[0])
     watching = asyncio.create_task(replicas.watch())
     try:
         await replicas.exchange(snapshots[1])
-        heard = asking(0, "heard", lambda _: begun.set())
+        victims = processes(url)
+
+        def kill(_: Any) -> None:
+            while victims:
+                with contextlib.suppress(ProcessLookupError):  # the others may end with the first
+                    os.kill(victims.pop(0).pid, signal.SIGKILL)
+
+        # It is killed at the first piece, long before the last: on a fast machine any detour is too late.
+        longest = Sampling(temperature=1.0, max_new_tokens=LENGTH - 3)
+        heard = asyncio.create_task(replicas.generate(GenerateRequest("heard", [5, 6, 7], longest), kill))
         asked = [asking(number) for number in range(24)]
-        await asyncio.wait_for(begun.wait(), 60)
-        for process in processes(url):
-            os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="had been streamed"):  # what was told cannot be unsaid
+            await asyncio.wait_for(heard, 60)
         results = await asyncio.gather(*asked)
-        assert isinstance(heard.exception(), EngineError), "what was told cannot be unsaid"
         assert not watching.done()
         assert len(made) == 2
         assert replicas.version == VersionTag("policy", 0, 1)
