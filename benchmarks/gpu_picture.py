@@ -9,9 +9,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9781e", "#2f9160", "#6b7280"
 GIB = 1 << 30
+TRAINED = ("train-none", "train-selective", "train-full", "train-offload")
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
@@ -20,10 +22,10 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(15, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     about = parts.get("model", {})
-    size = f"{about['parameters'] / 1e9:.2f} billion parameters" if "parameters" in about else ""
+    size = f"{about['parameters'] / 1e6:,.1f} million parameters" if "parameters" in about else ""
     figure.suptitle(f"areal-async on {about.get('name', results['device'])}, {size}", fontsize=14)
     axes = figure.subplots(2, 3).flatten()
-    trained = {name: found for name, found in parts.items() if name.startswith("train-")}
+    trained = {name: parts[name] for name in TRAINED if name in parts}
     _training(axes[0], trained)
     _memory(axes[1], trained)
     _decode(axes[2], parts.get("decode", {}))
@@ -112,6 +114,7 @@ def _quickstart(axis: Axes, found: Mapping[str, Any]) -> None:
     if not curve:
         return _nothing(axis, title)
     axis.plot([version for version, _ in curve], [accuracy for _, accuracy in curve], "o-", color=GREEN)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set(title=title, ylabel="accuracy", xlabel="version", ylim=(0, 1))
 
 
