@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from areal_async.config.devices import rank_device
 from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.group import Note, tell
+from areal_async.runtime.group import LATE, OUT_OF_MEMORY, Note, tell
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
@@ -95,7 +95,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        tell(Note(f"ran out of memory ({str(error) or type(error).__name__})"))
+        tell(Note(f"{OUT_OF_MEMORY} ({str(error) or type(error).__name__})"))
         raise
     except Exception as error:
         if ranks.world == 1 or not lost_peer(error):
@@ -104,7 +104,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         missing = ranks.missing()  # the supervisor ends this process meanwhile, if one has died
         if not missing or isinstance(error, RankError):
             raise
-        late = f"did not come to a collective within {ranks.timeout_s:g} s"
+        late = f"{LATE} within {ranks.timeout_s:g} s"
         tell(Note(f"{late} and was killed", tuple(missing)))
         names = ", ".join(map(str, missing))
         raise RankError(f"rank {names} of the trainer {late} (trainer.collective_s)") from error

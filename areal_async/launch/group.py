@@ -19,7 +19,7 @@ import msgspec
 
 from areal_async.launch.plan import rank_name
 from areal_async.runtime.context import ServicePlace
-from areal_async.runtime.group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE, Note
+from areal_async.runtime.group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE, SILENT, Note
 
 HOST = "127.0.0.1"
 VMSTAT = Path("/proc/vmstat")
@@ -104,7 +104,7 @@ class RankGroup:
                     if note.ranks:
                         hanging.append(said_of)
             if line.silent_s > self._hang_s:
-                self._causes.setdefault(name, f"gave no sign of life for {self._hang_s:g} s and was killed")
+                self._causes.setdefault(name, f"{SILENT} for {self._hang_s:g} s and was killed")
                 hanging.append(name)
         return [name for name in dict.fromkeys(hanging) if name in self._lines]
 

@@ -44,7 +44,7 @@ from areal_async.prompts import message_texts, prompt_ids, prompt_text
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.context import ServicePlace
 from areal_async.tasks import TaskFileError, task_rows
-from areal_async.weights.channels import channel_of, makes_deltas
+from areal_async.weights.channels import channel_of, shared_copies
 
 SANDBOX_LIMIT_S = 60.0
 
@@ -218,15 +218,11 @@ def _check_memory(job: JobConfig) -> list[Mistake]:
 
 
 def _check_shared_memory(job: JobConfig) -> list[Mistake]:
-    if job.trainer.lora.rank:
-        copies, what = _merged_models(job), "models merged with their adapters"
-    elif channel_of(job).directory(job) is not None:  # then they lie there
-        return []
+    held = shared_copies(job)
+    if job.trainer.lora.rank:  # adapters themselves are small
+        copies, what = held.merged, "models merged with their adapters"
     else:
-        # One is being written, evaluations pin two, deltas keep a base and themselves.
-        pinned = 2 if job.tasks.evaluation is not None else 0
-        copies = job.weights.keep + 1 + pinned + (2 if makes_deltas(job) else 0)
-        what = "snapshots of this model"
+        copies, what = sum(held), "snapshots of this model"
     needed = copies * published_bytes(job.model, job.trainer.dtype)
     root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
     free = shutil.disk_usage(root).free
@@ -235,14 +231,6 @@ def _check_shared_memory(job: JobConfig) -> list[Mistake]:
     problem = f"{copies} {what} take {needed} bytes as {job.trainer.dtype}, but {root} has {free} free"
     fix = f"Make {root} larger (`mount -o remount,size=… {root}`), or free it"
     return [Mistake("model", problem, fix)]
-
-
-def _merged_models(job: JobConfig) -> int:
-    """Whole models in shared memory at a time, wherever the channel has the adapters, which are small: 3
-    where an engine reads a directory (`HostCache` keeps two, and one is being made), none where each takes
-    tensors."""
-    engines = {job.rollout.engine, evaluation_engine(job)} if job.tasks.evaluation else {job.rollout.engine}
-    return 3 * any(engine_part(engine).needs == "directory" for engine in engines)
 
 
 def _listener(port: int) -> str:

@@ -16,6 +16,7 @@ from areal_async.config.job import JobConfig
 from areal_async.launch.lifecycle import Ending
 from areal_async.rpc.control_messages import RunRecord
 from areal_async.rpc.messages import BufferStats
+from areal_async.runtime.group import LATE, OUT_OF_MEMORY, SILENT
 from areal_async.runtime.process import exit_text
 from areal_async.status.record import held_out_name, lives_of
 
@@ -85,12 +86,12 @@ def readable(line: str) -> str:
 
 
 def _hint(status: int, cause: str) -> str:
-    if cause.startswith("ran out of memory"):
+    if cause.startswith(OUT_OF_MEMORY):
         return (
             "`areal-async plan` says what fits: lower trainer.micro_batch_tokens, set "
             "trainer.backend_args.recompute or use more trainer.ranks. Its log"
         )
-    if cause.startswith(("gave no sign of life", "did not come")):
+    if cause.startswith((SILENT, LATE)):
         return "See what it was doing (another rank's log may say more), then resume the run. Its log"
     if status == -signal.SIGKILL:
         return (

@@ -22,6 +22,10 @@ PULSE_S = 1.0
 PULSE_VARIABLE = "AREAL_ASYNC_PULSE_FD"
 MEETING_VARIABLE = "AREAL_ASYNC_MEETING"
 LISTENING_VARIABLE = "AREAL_ASYNC_MEETING_FD"
+OUT_OF_MEMORY = "ran out of memory"
+SILENT = "gave no sign of life"
+LATE = "did not come to a collective"
+"""With these words the cause of a rank's death begins, for which a report has advice."""
 NOTE_LIMIT = 300  # Characters of a note's text: with its frame it fits into one write to a pipe
 
 
@@ -29,7 +33,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank knows of a death."""
 
     cause: str
-    """How it dies, in words that follow its name: `ran out of memory`."""
+    """How it dies, in words that follow its name."""
     ranks: tuple[int, ...] = ()
     """Whom it says it of; none is the rank itself."""
 

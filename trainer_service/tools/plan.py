@@ -17,19 +17,18 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_async.cli.tools import PlanRequest, run_tool
-from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.parts import load_part
 from areal_async.modelfiles import stored_tensors
-from areal_async.weights.channels.host_cache import KEPT
+from areal_async.weights.channels import shared_copies
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of
 from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # What the caching allocator cannot give out
-PINNED = 2  # Snapshots that evaluations may hold beside those that are kept
+NCCL_COPY = "copy of the weights that nccl sends"
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -78,20 +77,19 @@ def usable_bytes(gpu: Gpu) -> int:
 
 def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str, int]:
     """Bytes of a host's memory with all ranks of the job on it; only what there is any of."""
-    lora, published = job.trainer.lora, _published_bytes(job, model)
+    published = _published_bytes(job, model)
     # Copies of the model are equal: the first alone writes checkpoints.
     found = {
         "copy for checkpoints, all ranks": 3 * rank.gradients * options_of(job.trainer).shards,
         "offloaded AdamW moments, all ranks": rank.host_optimizer * job.trainer.ranks,
     }
     if job.kind == "rl":
-        engines = {job.rollout.engine, evaluation_engine(job) if job.tasks.evaluation else job.rollout.engine}
-        merges = lora.rank > 0 and any(engine_part(engine).needs == "directory" for engine in engines)
+        shared = shared_copies(job)
         found |= {
-            "published snapshots (shared memory)": (job.weights.keep + 1) * published,
-            "those that evaluations hold, at most": PINNED * published if job.tasks.evaluation else 0,
-            # The next is made before the oldest goes.
-            "merged models (shared memory)": (KEPT + 1) * _number_bytes(job) * model.size if merges else 0,
+            "published snapshots (shared memory)": shared.snapshots * published,
+            "those that evaluations hold, at most": shared.evaluated * published,
+            "deltas and what they change, at most": shared.deltas * published,
+            "merged models (shared memory)": shared.merged * _number_bytes(job) * model.size,
         }
     return {name: size for name, size in found.items() if size}
 
@@ -145,7 +143,7 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         "host_bytes": host_bytes(job, model, rank),
     }
     if sent:
-        found["bytes_per_rank"]["copy of the weights that nccl sends"] = sent
+        found["bytes_per_rank"][NCCL_COPY] = sent
     if gpu is not None:
         found["gpu"] = {
             "name": gpu.name,
@@ -200,7 +198,8 @@ def _show(found: Mapping[str, Any]) -> None:
         console.print("No GPU is visible: name one with --gpu to see what fits.")
         return
     console.print(f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", markup=False)
-    console.print(_what_fits(gpu["tokens_that_fit"], tokens, what), markup=False)
+    alone = NCCL_COPY in found["bytes_per_rank"]  # that channel takes neither more ranks nor adapters
+    console.print(_what_fits(gpu["tokens_that_fit"], tokens, what, alone=alone), markup=False)
 
 
 def _show_sizes(console: Console, title: str, sizes: Mapping[str, str]) -> None:
@@ -212,14 +211,16 @@ def _show_sizes(console: Console, title: str, sizes: Mapping[str, str]) -> None:
     console.print(title, table, sep="\n")
 
 
-def _what_fits(fits: int, tokens: int, what: str) -> str:
+def _what_fits(fits: int, tokens: int, what: str, *, alone: bool) -> str:
     if not fits:
-        return "The model does not fit: use more ranks, offload_optimizer or trainer.lora."
+        more = "weights.channel: shm and then more ranks" if alone else "more ranks, trainer.lora"
+        return f"The model does not fit: use {more} or offload_optimizer."
     told = f"Micro-batches of up to {fits:,} tokens fit; the job's {what} of {tokens:,}"
     if tokens <= fits:
         return f"{told} does too."
     lower = "trainer.micro_batch_tokens" if what == "micro-batch" else "rollout.max_model_len"
-    return f"{told} does not.\nLower {lower}, set recompute, or use more ranks."
+    more = "weights.channel: shm" if alone else "more ranks"
+    return f"{told} does not.\nLower {lower}, set recompute, or use {more}."
 
 
 def _size(n_bytes: int) -> str:

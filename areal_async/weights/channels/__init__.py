@@ -21,13 +21,13 @@ import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.config.devices import rank_device, shared_with_engines
-from areal_async.config.engines import declared_engine, engine_part
+from areal_async.config.engines import declared_engine, engine_part, evaluation_engine
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import load_part
@@ -140,6 +140,37 @@ def makes_deltas(job: JobConfig) -> bool:
     """Whether the publisher of the job makes deltas."""
     codec = job.weights.codec
     return codec == "delta" or (codec == "auto" and channel_of(job).deltas)
+
+
+class SharedCopies(NamedTuple):
+    """How often, at most, the shared memory of the trainer's host holds what a job publishes (the model in
+    `trainer.dtype`, or its adapters)."""
+
+    snapshots: int
+    """Those that are kept, and the one that is being written."""
+    evaluated: int
+    """Others, which evaluations hold."""
+    deltas: int
+    """A delta, and the snapshot that it changes."""
+    merged: int
+    """Whole models, each of a snapshot of adapters: for engines that read a directory."""
+
+
+def shared_copies(job: JobConfig) -> SharedCopies:
+    """Raises `PartError`."""
+    from areal_async.weights.channels.host_cache import KEPT
+
+    engines = {job.rollout.engine} | ({evaluation_engine(job)} if job.tasks.evaluation else set())
+    merges = job.trainer.lora.rank > 0 and any(engine_part(name).needs == "directory" for name in engines)
+    merged = KEPT + 1 if merges else 0  # the next is made before the oldest goes
+    if channel_of(job).directory(job) is not None:  # then snapshots lie there
+        return SharedCopies(0, 0, 0, merged)
+    return SharedCopies(
+        snapshots=job.weights.keep + 1,
+        evaluated=2 if job.tasks.evaluation is not None else 0,
+        deltas=2 if makes_deltas(job) else 0,
+        merged=merged,
+    )
 
 
 class Shm(Channel):

@@ -138,9 +138,10 @@ def test_a_target_that_the_model_has_not_is_named(model_dir):
         _backend(model_dir, lora=LoraSection(targets=("q_proj", "x_proj")))
 
 
-def test_the_config_is_one_that_peft_reads(tmp_path, model_dir):
-    text = adapter_config(rank=4, alpha=8.0, targets=["a.q_proj"], base=model_dir)
+def test_the_config_is_one_that_peft_reads_without_a_warning(tmp_path, model_dir, recwarn):
+    text = adapter_config(rank=4, alpha=8.0, targets=["a.q_proj"], base=model_dir, identified=False)
     (tmp_path / "adapter_config.json").write_bytes(text)
     config = LoraConfig.from_pretrained(str(tmp_path))
     assert (config.r, config.lora_alpha, config.target_modules) == (4, 8.0, {"a.q_proj"})
+    assert not recwarn.list
     assert msgspec.json.decode(text)["inference_mode"] is True

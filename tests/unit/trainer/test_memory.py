@@ -150,6 +150,23 @@ def test_a_host_has_the_copies_of_all_ranks_and_what_evaluations_hold(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("weights", "snapshots", "deltas"),
+    [
+        ({"codec": "delta"}, 2, 2),
+        ({"channel": "disk", "channel_args": {"directory": "/shared"}}, 0, 0),
+    ],
+)
+def test_what_shared_memory_holds_is_what_the_channel_puts_there(tmp_path, weights, snapshots, deltas):
+    write_headers(tmp_path, CONFIG, tensors())
+    section = {"job": "j", "model": str(tmp_path), "tasks": {"train": "t.jsonl"}, "weights": weights}
+    job = JobConfig.model_validate(section)
+    model, rank = job_memory(job)
+    found = host_bytes(job, model, rank)
+    assert found.get("published snapshots (shared memory)", 0) == snapshots * 4 * model.size
+    assert found.get("deltas and what they change, at most", 0) == deltas * 4 * model.size
+
+
 def test_offloaded_moments_are_in_the_memory_of_the_host():
     model = shape_of(CONFIG, tensors())
     rank = rank_memory(model, MemoryOptions(offload_optimizer=True))
@@ -242,6 +259,11 @@ def test_the_plan_of_a_job_is_told_from_headers_alone(job):
 def test_what_does_not_fit_is_said_with_what_to_do_also_for_a_long_row(job):
     page = plan(job, "trainer.micro_batch_tokens=100000000", "--gpu", "L4").stdout
     assert "the job's micro-batch of 100,000,000 does not.\nLower trainer.micro_batch_tokens" in page
+    assert "or use more ranks." in page
+    sent = ("kind=rl", "rollout.engine=sglang", "weights.channel=nccl")
+    page = plan(job, "trainer.micro_batch_tokens=100000000", *sent, "--gpu", "L4").stdout
+    assert "or use weights.channel: shm." in page
+    assert "more ranks" not in page
     page = plan(
         job, "kind=rl", "trainer.micro_batch_tokens=1024", "rollout.max_model_len=1500", "--gpu", "L4"
     )

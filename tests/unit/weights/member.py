@@ -33,8 +33,9 @@ class Answers(Protocol):
 class Member:
     """An engine's side, as a server has it."""
 
-    def __init__(self, name: str = "rollout-0/0", ranks: int = 1) -> None:
-        self.name, self.ranks = name, ranks
+    def __init__(self, name: str = "rollout-0/0", ranks: int = 1, limit_s: float = LIMIT_S) -> None:
+        """`limit_s`: the longest that it waits for the others, in a broadcast too."""
+        self.name, self.ranks, self.limit_s = name, ranks, limit_s
         self.group = ""
         self.tag = VersionTag("policy", 0, 0)
         self.backends: list[Any] = []
@@ -47,7 +48,7 @@ class Member:
         """Raises `RuntimeError`."""
 
         def member(rank: int) -> Any:
-            limit = timedelta(seconds=LIMIT_S)
+            limit = timedelta(seconds=self.limit_s)
             store: dist.Store = dist.TCPStore(plan.host, plan.port, plan.world_size, False, timeout=limit)
             for prefix in (plan.group, f"{plan.group}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)

@@ -26,7 +26,7 @@ from areal_async.weights.channels.tensor_group import JOIN
 from areal_async.weights.channels.tensor_sender import TensorSender, in_buckets
 from tests.unit.weights.member import LIMIT_S, Member
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -248,8 +248,9 @@ os._exit(1)
 
 
 async def test_one_death_is_local_a_member_that_dies_while_it_takes(sender):
-    """In a process of its own; the others are inside the next broadcast by then."""
-    members = [Member(f"rollout-{i}/0") for i in range(4)]
+    """In a process of its own; the others are inside the next broadcast by then. That a connection is closed
+    reaches some of them only at their own limit: gloo loses it now and then, on a busy machine."""
+    members = [Member(f"rollout-{i}/0", limit_s=10.0) for i in range(4)]
     large = {f"layer.{i}": torch.ones(1_500_000) for i in range(4)}  # more than sockets hold
     sender.offer(VersionTag("policy", 0, 0), large)
     plans = await asked(sender, 0, *members)
