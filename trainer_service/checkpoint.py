@@ -27,6 +27,8 @@ import msgspec
 
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
+from areal_async.runtime.status import board
 from areal_async.status.record import read_run_log
 from trainer_service.background import Background
 from trainer_service.disk import FileEntry, WithSchema, hashed, replace_folder, room_for, write_hashed
@@ -158,7 +160,8 @@ class Checkpoints:
             log.warning("the checkpoint before is still being written", step=step)
         self.wait()
         fresh = self.root / f".step-{step:06d}.tmp"
-        write = save(fresh)
+        with busy("checkpoint"):
+            write = save(fresh)
         blocked_s = time.monotonic() - begun_s
 
         def work() -> None:
@@ -181,7 +184,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until nothing is being written, on any rank. Raises `DiskFull` and other errors of writing;
         earlier checkpoints are as they were then."""
-        self._ranks.together(self._work.wait)
+        with board.waiting("checkpoint", "the newest checkpoint to be written"):
+            self._ranks.together(self._work.wait)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that this rank could not write."""

@@ -12,9 +12,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,15 @@ class StatusBoard:
                 self._waits[subject] = what
             else:
                 self._waits.pop(subject, None)
+
+    @contextmanager
+    def waiting(self, subject: str, what: str) -> Iterator[None]:
+        """Say so for the time of a block."""
+        self.waits(subject, what)
+        try:
+            yield
+        finally:
+            self.waits(subject, "")
 
     def tell(self, text: str) -> None:
         """Say something that people should see once."""

@@ -331,6 +331,8 @@ class StatusAggregator:
             },
             groups=self._groups(),
             redis=buffer.waiting_for("redis"),
+            commit=self._trainer.waiting_for("commit"),
+            checkpoint=self._trainer.waiting_for("checkpoint"),
             version=self._trainer.figures.version,
             weights={
                 name: what for name, service in rollouts.items() if (what := service.waiting_for("weights"))

@@ -14,7 +14,7 @@ from typing import Literal
 
 Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "checkpoint", "evaluator"]
 """What does not come. `weights`: every worker samples from a version behind the newest and is given no group.
-`checkpoint`: the buffer is full of trained groups that none covers yet."""
+`checkpoint`: the buffer is full of trained groups that none covers yet, or the newest is not on disk yet."""
 
 SILENT_S = 5.0  # A service that serves, and has not answered so long, is held up
 
@@ -29,6 +29,8 @@ class Facts:
     silent_s: Mapping[str, float] = field(default_factory=dict)  # Since each process last answered
     groups: Mapping[str, int] = field(default_factory=dict)  # Groups by their state in the ledger
     redis: str = ""  # Why the buffer waits for Redis; empty when it does not
+    commit: str = ""  # What of the step before the trainer waits for, in words
+    checkpoint: str = ""  # What of a checkpoint the trainer waits for, in words
     version: int | None = None  # Newest that the trainer has published
     serving: Mapping[str, int] = field(default_factory=dict)  # Version that each rollout worker samples from
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +61,10 @@ def find_stall(facts: Facts, limit_s: float) -> Stall | None:
     ranks = [name for name in facts.phases if name.startswith("trainer")] or ["trainer"]
     if why := next(filter(None, (_missing(facts, rank) for rank in ranks)), ""):
         return Stall("trainer", f"no step is trained; {why}")
+    if facts.commit:
+        return Stall("buffer", f"trainer waits for {facts.commit}")
+    if facts.checkpoint:
+        return Stall("checkpoint", f"trainer waits for {facts.checkpoint}")
     if "buffer" not in facts.phases:
         return Stall("trainer", "no step is trained; the trainer serves and computes nothing")
     if facts.steps_left <= 0:

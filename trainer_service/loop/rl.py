@@ -205,8 +205,8 @@ class RlTrainer:
         trained_s = time.monotonic()
         self._note("trained", step=step)
         failpoint("trainer.after_train")
+        self._wait_for_commit(step)
         with busy("publish"):
-            self._ranks.together(self._finishing.wait)
             publishing_s = time.monotonic()
             publication = self._begin(step + 1)
         ended_s = time.monotonic()
@@ -233,8 +233,13 @@ class RlTrainer:
 
     def _wait(self) -> None:
         """Wait until all that was begun is published, committed and on disk, on every rank."""
-        self._ranks.together(self._finishing.wait)
+        self._wait_for_commit(self._job.trainer.steps)
         self._checkpoints.wait()
+
+    def _wait_for_commit(self, step: int) -> None:
+        """Wait until the step before `step` is published and committed, on every rank."""
+        with board.waiting("commit", f"version {step} to be published and its step to be committed"):
+            self._ranks.together(self._finishing.wait)
 
     def _is_evaluated(self, version: int) -> bool:
         """Whether the job asks for an evaluation of `version`."""
@@ -309,15 +314,14 @@ class RlTrainer:
 
     def _checkpoint(self, step: int, ledger: Future[bytes]) -> None:
         """Copy the state after `step` steps, and have it written."""
-        with busy("checkpoint"):
-            self._checkpoints.begin(
-                step,
-                epoch=self._epoch,
-                updates=self._backend.updates,
-                save=self._backend.save,
-                ledger=ledger.result,
-                durable=lambda: self._durable(step),
-            )
+        self._checkpoints.begin(
+            step,
+            epoch=self._epoch,
+            updates=self._backend.updates,
+            save=self._backend.save,
+            ledger=ledger.result,
+            durable=lambda: self._durable(step),
+        )
 
     def _durable(self, step: int) -> None:
         """The checkpoint has its name: the buffer may free what it covers."""
@@ -329,7 +333,8 @@ class RlTrainer:
         failpoint("trainer.after_checkpointed")
 
     def _export(self) -> None:
-        write_trained(self._run_dir, self._job, self._backend, self._ranks, self._files)
+        with busy("export"):
+            write_trained(self._run_dir, self._job, self._backend, self._ranks, self._files)
         if self._ranks.first:
             log.info("model written", folder=str(self._run_dir / "model"))
             self._note("finished", step=self._job.trainer.steps)

@@ -125,7 +125,8 @@ class SftTrainer:
             self._checkpoint(step)
         self._checkpoints.wait()
         files = companion_files(self._job.model, self._job.trainer.dtype)
-        write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
+        with busy("export"):
+            write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
         return True
 
     def _restore(self, restored: Checkpoint | None) -> int:
@@ -137,8 +138,7 @@ class SftTrainer:
         return restored.manifest.step
 
     def _checkpoint(self, step: int) -> None:
-        with busy("checkpoint"):
-            self._checkpoints.begin(step, epoch=0, updates=self._backend.updates, save=self._backend.save)
+        self._checkpoints.begin(step, epoch=0, updates=self._backend.updates, save=self._backend.save)
 
     def accuracy(self) -> float | None:
         """Share of held-out tasks answered exactly by greedy decoding; None without a held-out file."""

@@ -298,6 +298,8 @@ def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregato
     [
         ("buffer", "redis", "Redis cannot write to its disk"),
         ("rollout-0", "weights", "no chunk of version 3 has come for 9 s"),
+        ("trainer", "commit", "version 3 to be published and its step to be committed"),
+        ("trainer", "checkpoint", "the newest checkpoint to be written"),
     ],
 )
 def test_a_stall_says_what_a_service_waits_for(aggregator, name, subject, what):

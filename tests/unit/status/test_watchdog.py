@@ -35,6 +35,10 @@ def test_the_message_names_the_reward_service_and_its_dead_workers():
         ({"silent_s": {"buffer": 12.0}}, "buffer", "buffer has not answered for 12 s"),
         ({"redis": "no write confirmed for 9 s"}, "redis", "waits for Redis: no write confirmed for 9 s"),
         ({"redis": "gone", "phases": {"buffer": "restarting"}}, "buffer", "buffer died"),
+        ({"commit": "version 3 to be published"}, "buffer", "trainer waits for version 3 to be pub"),
+        ({"commit": "version 3", "redis": "gone"}, "redis", "waits for Redis: gone"),
+        ({"commit": "version 3", "phases": {"trainer-1": "starting"}}, "trainer", "trainer-1 is starting"),
+        ({"checkpoint": "the newest checkpoint", "steps_left": 0}, "checkpoint", "for the newest checkpoint"),
         ({"phases": {"trainer": "starting"}}, "trainer", "trainer is starting"),
         ({"silent_s": {"trainer": 31.0}}, "trainer", "not answered for 31 s"),
         ({"phases": {"trainer-1": "starting"}}, "trainer", "trainer-1 is starting"),
@@ -72,6 +76,8 @@ def test_the_first_thing_that_is_missing_is_named(changes, edge, words):
 def test_a_job_of_the_trainer_alone_can_only_wait_for_it():
     alone = Facts(idle_s=99.0, phases={"trainer": "serving"})
     assert find_stall(alone, 30.0).edge == "trainer"
+    writing = Facts(idle_s=99.0, phases={"trainer": "serving"}, checkpoint="the newest checkpoint")
+    assert find_stall(writing, 30.0).edge == "checkpoint"
 
 
 def test_groups_that_got_no_score_are_named_with_what_the_reward_said():

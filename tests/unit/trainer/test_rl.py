@@ -14,15 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import Waiting
+from areal_async.rpc.messages import Commit, Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.log import setup_logging
+from areal_async.runtime.metrics import busy
+from areal_async.runtime.status import board
 from areal_async.status.record import read_run_log
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
+from tests.waiting import wait_for
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, StalenessViolation
@@ -139,6 +142,26 @@ def test_the_next_step_begins_while_the_version_is_published(tmp_path, model_dir
     first = read_run_log(tmp_path / "metrics.jsonl")[0]
     assert first["publication_s"] >= 0
     assert {"publish_s", "weights_hash"} <= first.keys()
+
+
+def test_a_trainer_that_waits_for_a_commit_says_so_and_is_not_busy(tmp_path, model_dir, batches):
+    found = []
+
+    def told():
+        return board.status("trainer", serves=True).waiting_for
+
+    class Withheld(rank_process.RecordedBuffer):
+        def call(self, request, *, attachments=()):
+            if isinstance(request, Commit) and request.step == 1:
+                wait_for(lambda: "commit" in told(), "a word of the trainer")
+                found.append((told(), busy.totals(), busy.totals()))
+            return super().call(request, attachments=attachments)
+
+    assert _trainer(model_dir, tmp_path, Withheld(batches)).run(name="t", ready=lambda: None)
+    ((waits, before_s, after_s),) = found
+    assert waits == {"commit": "version 2 to be published and its step to be committed"}
+    assert before_s == after_s, "seconds of what runs count up at each look"
+    assert told() == {}
 
 
 def test_a_publication_that_fails_ends_a_trainer_that_waits_for_its_batch(tmp_path, model_dir, batches):
