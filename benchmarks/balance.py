@@ -12,7 +12,7 @@ Per number of ranks, over the seeds: the largest rank's FLOPs over the ideal, to
 were dealt before, whole and by their units, and as rows are dealt now; and the largest row over it: where
 that is above 1, it is the ideal. `lockstep` is what FSDP makes of it: all ranks wait for the slowest in each
 micro-batch, so it is the sum over micro-batches of the largest rank's FLOPs, over the ideal, with 8,192 and
-with 32,768 tokens in one.
+with 32,768 tokens in one; now at least as many as the longest row of the step has.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ def lockstep(
 ) -> int:
     """FLOPs that the slowest ranks of each micro-batch add up to; without `even` rows are packed as full as
     they go, and the rest of the micro-batches are empty."""
+    if even:
+        budget = max(budget, *(tokens for rows in steps for tokens, _ in rows))
     sizes = [[steps[index][row] for index, rows in share.items() for row in rows] for share in shares]
     lengths = [[tokens for tokens, _ in rows] for rows in sizes]
     passes = max(len(pack(each, budget)) for each in lengths)

@@ -314,7 +314,8 @@ class TrainerSection(Section):
     minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimizer updates in one step; groups are dealt to them whole."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens in one packed forward pass; a longer episode gets a pass of its own."""
+    """Most tokens in one packed forward pass. A longer episode gets a pass of its own; the passes of other
+    training processes, which wait for it, may then hold as many tokens."""
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()

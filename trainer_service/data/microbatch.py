@@ -137,9 +137,13 @@ class MicroBatch:
 def plan_passes(
     rows: Sequence[TrainingRow], ranks: Ranks, budget: int, cost: RowCost = TOKENS_ALONE
 ) -> list[list[TrainingRow]]:
-    """This rank's rows, dealt to forward passes of at most `budget` tokens: at least one pass, and as many as
-    on any other rank, alike in `cost`. All ranks call it."""
+    """This rank's rows, dealt to forward passes of at most `budget` tokens, on several ranks at most those of
+    the longest row of all: at least one pass, and as many as on any other rank, alike in `cost`. All ranks
+    call it."""
     lengths = [row.packed_length for row in rows]
+    if ranks.world > 1:
+        # A longer row has a pass of its own, for which others wait: they may as well do as much meanwhile.
+        budget = ranks.largest(max([budget, *lengths]))
     plan = pack(lengths, budget) or [[]]
     if ranks.world > 1:
         costs = [cost.of(row.packed_length, len(row.position)) for row in rows]

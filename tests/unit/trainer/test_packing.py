@@ -1,10 +1,21 @@
 """Packing: everything in exactly one place, within the budget, the same on every rank."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_service.data.microbatch import deal_groups, deal_rows, pack, spread
+from trainer_service.data.microbatch import (
+    TrainingRow,
+    deal_groups,
+    deal_rows,
+    pack,
+    plan_passes,
+    row_of,
+    spread,
+)
 from trainer_service.errors import BatchError
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)
@@ -39,6 +50,40 @@ def test_rows_are_spread_over_as_many_passes_as_other_ranks_have(lengths, budget
         assert inside == sorted(inside, reverse=True)
     if max(lengths, default=0) <= budget and len(lengths) >= len(plan) and sum(lengths) <= budget:
         assert min(loads) > 0
+
+
+def row(tokens: int) -> TrainingRow:
+    """One that takes so many tokens of a pack."""
+    mask = np.ones(tokens + 1, np.uint8)
+    mask[0] = 0
+    ids = np.zeros(tokens + 1, np.int32)
+    made = row_of(0, ids, mask, np.zeros(tokens + 1, np.float32), ids)
+    assert made is not None
+    return made
+
+
+@dataclass
+class OneOf:
+    """One rank among some, all of which call `largest` with these values in turn."""
+
+    world: int
+    largest_of_others: list[int]
+
+    def largest(self, value: int) -> int:
+        return max(value, self.largest_of_others.pop(0))
+
+
+def test_ranks_that_wait_for_a_long_row_do_as_much_meanwhile():
+    rows = [row(10) for _ in range(8)]
+
+    def passes(budget: int, ranks: OneOf) -> list[int]:
+        return [sum(each.packed_length for each in chosen) for chosen in plan_passes(rows, ranks, budget)]
+
+    assert passes(20, OneOf(1, [])) == [20, 20, 20, 20]
+    assert passes(20, OneOf(2, [20, 2])) == [20, 20, 20, 20], "no rank has a longer one"
+    assert passes(20, OneOf(2, [40, 1])) == [40, 40]
+    assert passes(5, OneOf(2, [5, 3])) == [10] * 8, "its own are longer"
+    assert passes(20, OneOf(2, [40, 4])) == [20, 20, 20, 20], "as many passes as another needs"
 
 
 @given(st.lists(st.lists(st.integers(0, 100), max_size=6), max_size=30), st.integers(1, 6))
