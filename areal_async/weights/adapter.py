@@ -29,6 +29,7 @@ from torch import Tensor
 from areal_async.errors import SnapshotError
 from areal_async.modelfiles import model_identity, weight_files
 from areal_async.rpc.schema import VersionTag
+from areal_async.weights.channels.chunks import PARTIAL_PREFIX
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import DTYPE_OF, box_of, plan_layout
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, Manifest
@@ -158,8 +159,8 @@ def write_merged(
 ) -> None:
     """Make `into` a directory that transformers and every engine can load: the base merged with the adapter,
     beside `files`, of which a manifest is written last. Raises `SnapshotError`, and `OSError`; nothing is
-    left behind then."""
-    staging = into.with_name(f".merging-{into.name}")
+    left behind then. What a process that dies leaves is of a name that `HostCache.sweep` removes."""
+    staging = into.with_name(f"{PARTIAL_PREFIX}{into.name}-merging")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:

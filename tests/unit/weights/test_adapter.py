@@ -92,8 +92,7 @@ def test_an_adapter_that_does_not_fit_the_base_is_refused_whole(tmp_path, base, 
         tensors["base_model.model.extra"] = torch.zeros(1)
     with pytest.raises(SnapshotError, match="adapter"):
         _merge(base, tensors, adapter, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-    assert not (tmp_path / ".merging-merged").exists()
+    assert list(tmp_path.glob("*merged*")) == []
 
 
 def test_versions_are_true_equal_tensors_of_another_scale_are_other_weights(tmp_path, base, adapter):

@@ -1,6 +1,9 @@
 """Adapters on a host: merged once for all of its receivers, given out as announced, and not kept for ever."""
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +132,46 @@ async def test_versions_are_true_what_is_published_as_an_adapter_is_opened_merge
         serving = notice.tag
     await r.close()
     publisher.close()
+
+
+KILLED = """
+import asyncio, sys, time
+from pathlib import Path
+import torch
+from areal_async.weights.adapter import BaseWeights, Merger
+from areal_async.weights.snapshot import open_snapshot
+from areal_async.weights.manifest import MANIFEST_FILE, hash_of
+base, root, adapter = map(Path, sys.argv[1:])
+merged = BaseWeights.merged
+def slow(*given):
+    for one in merged(*given):
+        yield one
+        print("merging", flush=True)
+        time.sleep(600)
+BaseWeights.merged = slow
+one = Merger(base, torch.float32, root, tensors=False)
+asyncio.run(one.merged(open_snapshot(adapter), hash_of((adapter / MANIFEST_FILE).read_bytes())))
+"""
+
+
+async def test_what_a_receiver_leaves_that_is_killed_while_it_merges_goes_with_the_next_version(
+    tmp_path, base, files
+):
+    root = tmp_path / "merged"
+    opened, _ = snapshot(tmp_path / "adapters", 1, files)
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, base, root, opened.path],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
+    ) as process:
+        assert process.stdout.readline() == "merging\n"
+        process.kill()
+    assert len(list(root.rglob(MODEL_FILE))) == 1, "it was under way"
+    one = merger(base, root)
+    merged = await one.merged(*snapshot(tmp_path / "adapters", 2, files))
+    assert list(root.rglob(MODEL_FILE)) == [merged.path / MODEL_FILE]
+    one.close()
 
 
 @pytest.mark.parametrize("takes_tensors", [False, True])
