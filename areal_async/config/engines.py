@@ -142,7 +142,7 @@ def flag_name(given: str) -> str:
     return given.lstrip("-").replace("_", "-")
 
 
-OFF = frozenset({"", "none", "null", "auto", "off", "false", "0", "0.0"})
+OFF = frozenset({"", "none", "null", "auto", "off", "false", "0", "0.0", "-1"})
 """Values of a flag, in lower case, that leave out what it switches on."""
 
 

@@ -31,6 +31,7 @@ class SGLang(EnginePart):
         "hicache-storage-backend": OUTSIDE_KV,
         "enable-lmcache": OUTSIDE_KV,
         "weight-cache-mode": "weights that several servers share are not updated at all",
+        "offload-group-size": "offloaded layers that were fetched ahead are those of the weights before",
     }
     parallel_flags = (
         ("tp-size", "tensor-parallel-size", "tp"),
