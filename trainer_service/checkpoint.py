@@ -105,8 +105,8 @@ def accuracies(written: Mapping[int, int], measured: Iterable[Measured]) -> dict
 class Checkpoints:
     """The checkpoints of one run. All ranks make one, and call `begin` and `wait`, in the same order.
 
-    `measured` gives the accuracies that are known by now, `is_due` says of which versions there will be one;
-    both are for rank 0 and only asked where the best are kept."""
+    `measured` gives the accuracies that are known by now, `pending` the versions whose evaluation is still to
+    come; both are for rank 0 and only asked where the best are kept."""
 
     def __init__(
         self,
@@ -118,12 +118,12 @@ class Checkpoints:
         ranks: Ranks,
         keep_best: int = 0,
         measured: Callable[[], Iterable[Measured]] = tuple,
-        is_due: Callable[[int], bool] = lambda version: False,
+        pending: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.root = root
         self._job, self._policy = job, policy
         self._keep, self._keep_best = keep, keep_best
-        self._measured, self._is_due = measured, is_due
+        self._measured, self._pending = measured, pending
         self._ranks = ranks
         self._side = ranks.side()
         self._work = Background("checkpoint")
@@ -193,17 +193,10 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Remove what is not kept any more; for rank 0, while nothing is written."""
-        measured = list(self._measured()) if self._keep_best else []
-        accuracy = accuracies(self._written, measured)
-        due = {step for step in self._written if self._is_due(step)}
-        kept = to_keep(
-            self._written,
-            accuracy,
-            due,
-            newest_measured=max((each.version for each in measured), default=-1),
-            keep=self._keep,
-            keep_best=self._keep_best,
-        )
+        # In this order: an evaluation that ends in between is in one of the two.
+        pending = self._pending() if self._keep_best else ()
+        accuracy = accuracies(self._written, self._measured() if self._keep_best else ())
+        kept = to_keep(self._written, accuracy, pending, keep=self._keep, keep_best=self._keep_best)
         for step in sorted(self._written.keys() - kept):
             shutil.rmtree(self.root / f"step-{step:06d}", ignore_errors=True)
             del self._written[step]
@@ -296,22 +289,19 @@ def _removed_if_full(fresh: Path) -> Iterator[None]:
 def to_keep(
     steps: Collection[int],
     accuracy: Mapping[int, float],
-    due: Collection[int],
+    pending: Collection[int],
     *,
-    newest_measured: int,
     keep: int,
     keep_best: int,
 ) -> set[int]:
     """Which checkpoints are kept: the newest `keep`; the `keep_best` most accurate, of equal ones the newer;
-    and of those `due` to be measured that no later measurement has overtaken the newest `keep_best`. At most
-    `keep` + 2 · `keep_best`."""
+    and those whose evaluation is `pending`, for they may be among the best."""
     ordered = sorted(steps)
     kept = set(ordered[-keep:])
     if keep_best:
         known = [step for step in ordered if step in accuracy]
         kept |= set(sorted(known, key=lambda step: (accuracy[step], step))[-keep_best:])
-        pending = [step for step in ordered if step in due and step not in accuracy]
-        kept |= set([step for step in pending if step > newest_measured][-keep_best:])
+        kept |= set(ordered) & set(pending)
     return kept
 
 

@@ -152,6 +152,11 @@ class Publisher:
             self._acks.clear()
         return acks
 
+    def pending_evaluations(self) -> list[int]:
+        """The pinned versions that are not yet evaluated, oldest first; from any thread."""
+        with self._lock:
+            return [tag.version for tag in self._kept.pending_evaluations]
+
     def wait_evaluated(self, timeout_s: float) -> bool:
         """Wait until no pinned snapshot awaits evaluation; False when the time was not enough."""
         with self._lock:

@@ -106,7 +106,7 @@ class RlTrainer:
             ranks=ranks,
             keep_best=job.checkpoint.keep_best,
             measured=lambda: measured_in(run_log.path, job.policy) if run_log is not None else (),
-            is_due=self._is_evaluated,
+            pending=self._to_be_evaluated,
         )
         self._finishing = Background("publish")
         self._epoch = 0
@@ -245,6 +245,11 @@ class RlTrainer:
         """Whether the job asks for an evaluation of `version`."""
         every, last = self._job.evaluation.every_steps, self._job.trainer.steps
         return self._job.tasks.evaluation is not None and (version % every == 0 or version == last)
+
+    def _to_be_evaluated(self) -> set[int]:
+        """The published versions whose evaluation is still to come; on rank 0."""
+        publisher = self._publisher
+        return set(publisher.pending_evaluations()) if isinstance(publisher, Publisher) else set()
 
     def _weights(self) -> Iterator[TensorPiece]:
         """What this rank gives to its publisher."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.rpc.schema import VersionTag
+from areal_async.weights.retention import RetentionPolicy
 from trainer_service.checkpoint import (
     Checkpoints,
     Measured,
@@ -58,7 +59,7 @@ def test_the_newest_are_kept_and_those_of_others_are_left_alone(tmp_path):
 
 
 def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_path):
-    measured = [Measured(3, 1, 0.9)]
+    measured, pending = [Measured(3, 1, 0.9)], {3}
     checkpoints = Checkpoints(
         tmp_path,
         **OF,
@@ -66,7 +67,7 @@ def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_pa
         keep_best=1,
         ranks=join_ranks(0, 1),
         measured=lambda: measured,
-        is_due=lambda version: version % 2 == 1,
+        pending=lambda: pending,
     )
 
     def there(*steps):
@@ -78,10 +79,13 @@ def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_pa
     _save(tmp_path, 4, checkpoints=checkpoints)
     assert there(1, 3, 4), "the evaluation of 3 is still to come"
     measured.append(Measured(2, 3, 1.0))
+    pending.clear()
     checkpoints.prune()
     assert there(1, 4), "an earlier trainer's version 3 had other weights"
+    pending.add(5)
     _save(tmp_path, 5, checkpoints=checkpoints)
     measured.append(Measured(4, 5, 0.9))
+    pending.clear()
     _save(tmp_path, 6, checkpoints=checkpoints)
     assert there(5, 6), "of equal ones the newer; measured by a trainer that came back at it"
     again = Checkpoints(
@@ -93,18 +97,43 @@ def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "newest_measured", "kept"),
+    ("accuracy", "pending", "kept"),
     [
-        ({}, -1, {5, 6, 8}),
-        ({1: 0.5, 3: 0.5}, 3, {1, 3, 5, 6, 8}),
-        ({1: 0.5, 3: 0.4, 5: 0.6, 6: 0.1}, 6, {1, 5, 8}),
-        ({6: 0.1}, 6, {6, 8}),
+        ({}, set(), {8}),
+        ({1: 0.5, 3: 0.5}, {5}, {1, 3, 5, 8}),
+        ({1: 0.5, 3: 0.4, 5: 0.6, 6: 0.1}, {8, 9}, {1, 5, 8}),
     ],
 )
-def test_what_is_kept_is_bounded(accuracy, newest_measured, kept):
-    due = {1, 3, 5, 6}
-    found = to_keep([1, 3, 5, 6, 8], accuracy, due, newest_measured=newest_measured, keep=1, keep_best=2)
-    assert found == kept
+def test_what_is_kept_is_bounded(accuracy, pending, kept):
+    assert to_keep([1, 3, 5, 6, 8], accuracy, pending, keep=1, keep_best=2) == kept
+
+
+def test_the_best_is_kept_though_its_evaluation_comes_after_the_next_checkpoints(tmp_path):
+    policy = RetentionPolicy(keep=1, hold_ms=1)
+    measured = []
+    checkpoints = Checkpoints(
+        tmp_path,
+        **OF,
+        keep=1,
+        keep_best=1,
+        ranks=join_ranks(0, 1),
+        measured=lambda: measured,
+        pending=lambda: [tag.version for tag in policy.pending_evaluations],
+    )
+    under_way = None
+    for step in range(1, 13):  # an evaluation takes three steps, each of which makes a checkpoint
+        policy.add(VersionTag("policy", 3, step), evaluate=True, final=False)
+        if step % 3 == 1:
+            if under_way is not None:
+                measured.append(Measured(3, under_way.version, 1 / under_way.version))
+                policy.acknowledge("evaluator", "evaluate", under_way)
+            under_way = policy.evaluate("evaluator", under_way, now_ms=0)
+        _save(tmp_path, step, checkpoints=checkpoints)
+        there = {step_of(folder) for folder in named_checkpoints(tmp_path)}
+        assert under_way.version in there, "it may turn out to be the best"
+        assert len(there) <= 1 + 1 + 4
+    assert 1 in there, "the best of all"
+    assert [each.version for each in measured] == [1, 3, 6]
 
 
 def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_path):
