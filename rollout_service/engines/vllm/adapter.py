@@ -59,6 +59,7 @@ from rollout_service.engines.vllm.messages import (
 )
 from rollout_service.engines.vllm.weights import is_tied, untied
 
+DRAFTS = "the versions of drafted tokens are not known"
 KV_CACHE_GIB = 1  # The server would otherwise take a large share of a CPU machine's memory
 RESERVED = {
     "model": "weights come from snapshots",
@@ -76,6 +77,7 @@ RESERVED = {
     "enable-chunked-prefill": "on a CPU the server dies of it when requests have seeds, on a GPU it is on",
     "tokens-only": "stop strings need the tokenizer",
     "skip-tokenizer-init": "stop strings need the tokenizer",
+    **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), DRAFTS),
 }
 """Flags that a job file may not give, and why or what to do instead."""
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -209,6 +209,7 @@ class Config(msgspec.Struct):
     model_config: dict[str, Any]
     scheduler_config: dict[str, Any]
     device_config: dict[str, Any]
+    speculative_config: Any = None
     parallel_config: dict[str, Any] = {}
     offload_config: dict[str, Any] = {}
 
@@ -251,6 +252,11 @@ async def probe(client: ServerClient, *, max_model_len: int, tied: bool) -> str:
         "--logprobs-mode processed_logprobs",
     )
     _require(client, config.scheduler_config, "policy", "priority", "--scheduling-policy priority")
+    if config.speculative_config:
+        raise EngineError(
+            f"{client.name} drafts tokens: start it without --speculative-config, the versions of drafts are "
+            "unknown"
+        )
     for name, how in flags_that_are_on(config.flags, PART.stale_flags):
         raise EngineError(f"{client.name} was started with --{flag_name(name)}: start it without, {how}")
     models = await client.get("/v1/models", Models)

@@ -103,7 +103,7 @@ def test_on_a_cpu_the_model_is_in_the_scheduler_s_process_unless_there_are_sever
     assert chosen[chosen.index(executor) + 1] == "mp"
 
 
-@pytest.mark.parametrize("name", ["logprobs-mode", "--logprobs_mode", "port", "model"])
+@pytest.mark.parametrize("name", ["logprobs-mode", "--logprobs_mode", "port", "model", "spec-method"])
 def test_an_argument_that_is_the_engine_s_own_is_refused_by_name(name: str) -> None:
     with pytest.raises(EngineError, match=f"rollout.server.arguments.{name} cannot be given"):
         command(launched(arguments={name: "x"}))
@@ -362,6 +362,15 @@ async def test_an_attached_server_whose_updates_would_be_wrong_is_refused(
     assert await asked(content) == "0.32.0"
     content["/server_info"]["vllm_config"] |= {section: told}
     with pytest.raises(EngineError, match=flag):
+        await asked(content)
+
+
+async def test_an_attached_server_that_drafts_tokens_is_refused() -> None:
+    content = answers()
+    content["/server_info"]["vllm_config"]["speculative_config"] = None
+    assert await asked(content) == "0.32.0"
+    content["/server_info"]["vllm_config"]["speculative_config"] = {"method": "ngram"}
+    with pytest.raises(EngineError, match="without --speculative-config"):
         await asked(content)
 
 
