@@ -26,6 +26,7 @@ class Vllm(EnginePart):
         "enable-eplb": "experts that were moved to balance the load are reloaded into the places of others",
         "cpu-offload-gb": OFFLOADED,
         "offload-group-size": OFFLOADED,
+        "kv-transfer-config": "KV is stored outside the server, and some connectors find it by the ids alone",
     }
     parallel_flags = (
         ("tensor-parallel-size", "tp"),

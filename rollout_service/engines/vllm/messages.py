@@ -212,12 +212,17 @@ class Config(msgspec.Struct):
     speculative_config: Any = None
     parallel_config: dict[str, Any] = {}
     offload_config: dict[str, Any] = {}
+    cache_config: dict[str, Any] = {}
+    kv_transfer_config: Any = None
 
     @property
     def flags(self) -> dict[str, Any]:
         """The values of those of the flags `Vllm.stale_flags` that the server tells."""
         uva, prefetch = (self.offload_config.get(name) or {} for name in ("uva", "prefetch"))
-        return {**self.parallel_config, **self.offload_config, **uva, **prefetch}
+        # What `--kv-offloading-size` makes of it finds KV by hashes that have the salt in them.
+        connector = None if self.cache_config.get("kv_offloading_size") else self.kv_transfer_config
+        found = {**self.parallel_config, **self.offload_config, **uva, **prefetch}
+        return found | {"kv_transfer_config": connector}
 
 
 class VllmInfo(msgspec.Struct):

@@ -122,6 +122,8 @@ def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> Non
         ("sglang", "cpu-offload-gb", 4, False),
         ("vllm", "calculate-kv-scales", True, True),
         ("vllm", "enable_eplb", True, True),
+        ("vllm", "kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}', True),
+        ("vllm", "kv-offloading-size", 4, False),
         ("vllm", "cpu-offload-gb", 0, False),
         ("vllm", "cpu-offload-gb", 4, True),
         ("vllm", "kv-cache-dtype", "fp8", False),

@@ -348,6 +348,7 @@ async def test_a_setting_that_would_change_the_answers_is_refused(
         ("parallel_config", {"enable_eplb": True}, "--enable-eplb.*experts"),
         ("offload_config", {"uva": {"cpu_offload_gb": 4.0}}, "--cpu-offload-gb"),
         ("offload_config", {"prefetch": {"offload_group_size": 8}}, "--offload-group-size"),
+        ("kv_transfer_config", {"kv_connector": "LMCacheConnectorV1"}, "--kv-transfer-config"),
     ],
 )
 async def test_an_attached_server_whose_updates_would_be_wrong_is_refused(
@@ -358,9 +359,11 @@ async def test_an_attached_server_whose_updates_would_be_wrong_is_refused(
     content["/server_info"]["vllm_config"] |= {
         "offload_config": off,
         "parallel_config": {"enable_eplb": False},
+        "cache_config": {"kv_offloading_size": 4},
+        "kv_transfer_config": {"kv_connector": "OffloadingConnector"},
     }
     assert await asked(content) == "0.32.0"
-    content["/server_info"]["vllm_config"] |= {section: told}
+    content["/server_info"]["vllm_config"] |= {"cache_config": {}, "kv_transfer_config": None, section: told}
     with pytest.raises(EngineError, match=flag):
         await asked(content)
 
