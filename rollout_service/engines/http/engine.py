@@ -49,7 +49,7 @@ from rollout_service.engines.http.process import Liveness, ServerProcess, attach
 log = get_logger("engine")
 
 MAX_CACHED_VERSIONS = 1024
-"""Versions whose sessions find their cache in mode `session`; one that began before begins anew."""
+"""Versions whose sessions find their cache in mode `session`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +213,12 @@ class HttpEngine:
 
     def _cache_of(self, request: GenerateRequest) -> VersionTag:
         """The version under which the prefixes of a request are cached: the one served, or in mode `session`
-        the one that its session began under, if this start of the server has served that."""
+        the one that its session began under. Where this start of the server has not served that, it is the
+        first one after it: the session's prefix is computed once more, not again at each update."""
         if self._settings.update_mode == "session" and request.began is not None:
             epoch, version = request.began
             began = VersionTag(self.version.policy, epoch, version)
-            if began in self._was_served:
-                return began
+            return next((tag for tag in self._was_served if tag >= began), self.version)
         return self.version
 
     async def _ask(self, body: dict[str, Any], tell: Tell | None) -> Any:

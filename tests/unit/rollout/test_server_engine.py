@@ -105,6 +105,9 @@ async def test_a_session_is_cached_under_the_version_it_began_under_if_this_serv
         assert await key((1, 0)) == "policy-e0-v1"  # another server's
         await engine.start(Offer(tmp_path, 2))
         assert await key((0, 1)) == "policy-e0-v2"  # its cache is gone
+        await exchange(engine, Offer(tmp_path, 3))
+        assert await key((0, 1)) == await key((0, 2)) == "policy-e0-v2"  # computed once more, not twice
+        assert await key(None) == "policy-e0-v3"
 
 
 @pytest.mark.parametrize("goes", [False, True])
