@@ -182,7 +182,8 @@ class Publisher:
 
     def offer_files(self) -> FilePool:
         with self._lock:
-            while len(self._in_use) + len(self._ready) <= self._keep:
+            # An evaluation gives its version's file back late: the one that the next needs is made before.
+            while len(self._in_use) + len(self._ready) <= self._keep + self._kept.n_pinned_alone:
                 self._ready.append(next(self._numbers))
             return FilePool([*self._in_use.values(), *self._ready], [*self._ready])
 
@@ -237,7 +238,7 @@ class Publisher:
             written, number = self._written.pop(tag), self._in_use.pop(tag)
             # Bytes on their way to another host are read from the files themselves.
             unread = self._channel.remove(written.manifest_hash)
-            if reusable and unread and len(self._in_use) + len(self._ready) <= self._keep:
+            if reusable and unread and len(self._ready) <= max(0, self._keep - len(self._in_use)):
                 (written.path / MODEL_FILE).rename(spare_file(self._root, number))
                 self._ready.append(number)
             shutil.rmtree(written.path)

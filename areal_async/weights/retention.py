@@ -50,6 +50,11 @@ class RetentionPolicy:
         """The versions that are pinned and not yet evaluated, oldest first."""
         return list(self._pins)
 
+    @property
+    def n_pinned_alone(self) -> int:
+        """How many are kept for their evaluation, and not as one of the newest."""
+        return len(set(self._pins) - {*self._tags[-self._keep :]})
+
     def is_final(self, tag: VersionTag) -> bool:
         return tag == self._final
 

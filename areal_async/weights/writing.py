@@ -84,7 +84,7 @@ class Lead(Protocol):
     """What rank 0 alone decides and does."""
 
     def offer_files(self) -> FilePool:
-        """The files to be made ready."""
+        """The files to be made ready: at first, and whenever a snapshot is announced."""
         ...
 
     def take_file(self, tag: VersionTag) -> FilePool:
@@ -117,7 +117,7 @@ class _Hashed(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What rank 0 says to all: one of the three."""
+    """What rank 0 says to all."""
 
     problem: _Problem | None = None
     files: FilePool | None = None
@@ -249,11 +249,14 @@ class PieceWriter:
                 raise SnapshotError(said.text)
             of_rank = [iter(each.parts) for each in hashed]
             in_order = [next(of_rank[part.rank]) for part in layout.ranges]
-            return _Said(info=lead.announce(tag, layout, in_order, evaluate=evaluate, final=final))
+            info = lead.announce(tag, layout, in_order, evaluate=evaluate, final=final)
+            return _Said(info=info, files=None if final else lead.offer_files())
 
-        info = self._hear(announce).info
-        assert info is not None
-        return info
+        said = self._hear(announce)
+        for number in said.files.ready if said.files is not None else ():
+            self._map(number, layout)
+        assert said.info is not None
+        return said.info
 
     def _hear(self, of: Callable[[Lead], _Said]) -> _Said:
         """What rank 0's lead says to all ranks. Raises `SnapshotError` on all of them where it fails."""

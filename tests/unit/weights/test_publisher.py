@@ -17,6 +17,7 @@ from areal_async.weights.receiver import Receiver
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import MODEL_FILE, open_snapshot
 from tests.unit.weights.world import SECRET, tag
+from tests.waiting import wait_for
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -131,6 +132,24 @@ def test_nothing_is_unbounded_old_snapshots_go_and_their_memory_is_used_again(pu
         assert open_snapshot(written.path, manifest_hash=written.manifest_hash).tensors["w"][0] == version
         assert len(set(os.listdir(place / "shm"))) <= 2
     assert len(inodes) == 2
+
+
+def test_a_step_waits_for_no_new_memory_while_an_evaluation_holds_a_version(publisher, place):
+    """A file that is not made and touched before takes ten times as long to fill."""
+    inodes = set()
+    for version in range(20):
+        ready = {path.stat().st_ino for path in (place / "shm").glob(".spare-*")}
+        written = publisher.publish(tag(version), weights(version), evaluate=version == 5)
+        found = os.stat(written.path / MODEL_FILE).st_ino
+        if version > 1:
+            assert found in ready | inodes
+        inodes.add(found)
+        if version == 6:  # from now on one file more is needed
+            wait_for(lambda: list((place / "shm").glob(".spare-*")), "a third file")
+        if version == 12:
+            publisher._kept.acknowledge("e", "evaluate", tag(5))
+    assert len(inodes) == 3
+    assert len(os.listdir(place / "shm")) == 2, "what the evaluation needed besides is given back"
 
 
 async def test_versions_are_true_memory_somebody_may_still_read_is_not_used_again(publisher, place, clock):
