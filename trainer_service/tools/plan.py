@@ -141,6 +141,7 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         # A version is exported whole, beside the copy that it becomes, before the next pass.
         "peak_bytes": max(rank.peak(tokens) + sent, rank.state + 2 * sent),
         "host_bytes": host_bytes(job, model, rank),
+        "uncounted_layers": model.uncounted,
     }
     if sent:
         found["bytes_per_rank"][NCCL_COPY] = sent
@@ -196,10 +197,16 @@ def _show(found: Mapping[str, Any]) -> None:
     gpu = found.get("gpu")
     if gpu is None:
         console.print("No GPU is visible: name one with --gpu to see what fits.")
-        return
-    console.print(f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", markup=False)
-    alone = NCCL_COPY in found["bytes_per_rank"]  # that channel takes neither more ranks nor adapters
-    console.print(_what_fits(gpu["tokens_that_fit"], tokens, what, alone=alone), markup=False)
+    else:
+        console.print(f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", markup=False)
+        alone = NCCL_COPY in found["bytes_per_rank"]  # that channel takes neither more ranks nor adapters
+        console.print(_what_fits(gpu["tokens_that_fit"], tokens, what, alone=alone), markup=False)
+    if layers := found["uncounted_layers"]:
+        console.print(
+            f"Not counted is what these layers of a block keep: {', '.join(layers)}.\n"
+            "A pass takes more than is said here, and fewer tokens fit.",
+            markup=False,
+        )
 
 
 def _show_sizes(console: Console, title: str, sizes: Mapping[str, str]) -> None:

@@ -210,6 +210,21 @@ def test_a_model_without_decoder_blocks_cannot_be_planned():
         shape_of({}, tensors())
 
 
+def test_a_model_whose_layers_the_formulas_do_not_know_is_planned_with_a_warning_that_names_them(job):
+    assert shape_of(CONFIG, tensors(experts=True)).uncounted == []
+    assert "Not counted" not in plan(job).stdout
+    shapes = tensors()
+    for layer in range(2):
+        for part in ("gate", "up"):
+            del shapes[f"model.layers.{layer}.mlp.{part}_proj.weight"]
+        shapes[f"model.layers.{layer}.mlp.gate_up_proj.weight"] = (2 * WIDTH, HIDDEN)
+    write_headers(job, CONFIG, shapes)
+    assert json.loads(plan(job, "--json").stdout)["uncounted_layers"] == ["mlp.gate_up_proj"]
+    for arguments in ([], ["--gpu", "L4"]):
+        page = plan(job, *arguments).stdout
+        assert "what these layers of a block keep: mlp.gate_up_proj.\nA pass takes more" in page
+
+
 def test_a_gpu_is_found_by_the_name_that_people_and_drivers_use():
     assert gpu_named("a100-80gb") is gpu_named("A100-80")
     assert gpu_named("voodoo") is None

@@ -48,6 +48,8 @@ STREAMED_BYTES = 1 << 28
 
 BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
 EXPERT = re.compile(r"experts\.\d+\.")
+COUNTED = re.compile(r"(^|\.)([qkvo]_proj|gate_proj|up_proj|down_proj|gate|shared_expert_gate)\.weight$")
+"""Matrices of a block whose activations `_block_activations` counts."""
 
 
 def logits_bytes(units: int, vocabulary: int) -> int:
@@ -105,6 +107,17 @@ class ModelShape:
     @property
     def root_size(self) -> int:
         return sum(map(prod, self.root.values()))
+
+    @property
+    def uncounted(self) -> list[str]:
+        """Matrices in the blocks whose activations the formulas do not know: a pass takes more."""
+        names = {
+            name.removesuffix(".weight")
+            for block in self.blocks
+            for name, shape in block.parameters.items()
+            if len(shape) > 1 and not COUNTED.search(name)
+        }
+        return sorted(names)
 
     @property
     def largest(self) -> DecoderBlock:
