@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from areal_async.errors import ArealError
 
 
@@ -17,9 +19,13 @@ class FatalError(TrainerError):
 
 class RankError(TrainerError):
     """Another rank of the trainer failed, or did not come to a collective; the message names it. The group is
-    started again as a whole."""
+    started again as a whole. `late` are those that have not started."""
 
     restart_helps = True
+
+    def __init__(self, text: str, late: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.late = tuple(late)
 
 
 class ObjectiveError(FatalError):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 
@@ -18,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from areal_async.config.devices import rank_device
 from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.group import LATE, OUT_OF_MEMORY, Note, tell
+from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunLog
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
@@ -30,11 +31,14 @@ from trainer_service.errors import RankError
 from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.sft import SftTrainer
-from trainer_service.ranks import Ranks, join_ranks, lost_peer
+from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
 from trainer_service.trained import companions_of
 
 BUFFER_PATIENCE_S = 600.0
 """How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""
+
+MEETING_SHARE = 0.5
+"""Of the time that ranks have until they serve, how much of it one waits for the others to start."""
 
 log = get_logger("trainer")
 
@@ -60,20 +64,13 @@ async def main(ctx: ServiceContext) -> None:
 
 def train(ctx: ServiceContext) -> None:
     """Train to the job's end; blocking. Raises `ArealError`."""
-    section, rank = ctx.job.trainer, ctx.index
+    section = ctx.job.trainer
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(section.torch_threads)
     torch.manual_seed(ctx.job.seed)
     ctx.run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        ranks = join_ranks(
-            rank,
-            section.ranks,
-            device=rank_device(section.device, rank),
-            meeting=ctx.meeting,
-            timeout_s=section.collective_s,
-            start_s=ctx.job.supervisor.ready_s,
-        )
+        ranks = _meet(ctx)
         stack.callback(ranks.leave)
         # What closes may wait for a rank that is gone: first it is told what an error says of that.
         closing = stack.enter_context(ExitStack())
@@ -87,6 +84,30 @@ def train(ctx: ServiceContext) -> None:
         else:
             finished = _rl(ctx, ranks, backend, run_log, closing)
         log.info("training ends", finished=finished)
+
+
+def _meet(ctx: ServiceContext) -> Ranks:
+    """Join the other ranks. One that does not come is named while there is time left to start all again."""
+    section, start_s = ctx.job.trainer, MEETING_SHARE * ctx.job.supervisor.ready_s
+    try:
+        return join_ranks(
+            ctx.index,
+            section.ranks,
+            device=rank_device(section.device, ctx.index),
+            meeting=ctx.meeting,
+            timeout_s=section.collective_s,
+            start_s=start_s,
+        )
+    except RankError as error:
+        _name_late(error.late, f"{LATE_START} within {start_s:g} s")
+        raise
+
+
+def _name_late(ranks: Sequence[int], how: str) -> None:
+    """Tell the supervisor for whom this rank waits in vain. It kills those, and with them this process, whose
+    own end must not be seen before: it would be taken for the cause."""
+    tell(Note(f"{how} and was killed", tuple(ranks)))
+    time.sleep(GIVE_UP_S)
 
 
 @contextmanager
@@ -105,7 +126,7 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         if not missing or isinstance(error, RankError):
             raise
         late = f"{LATE} within {ranks.timeout_s:g} s"
-        tell(Note(f"{late} and was killed", tuple(missing)))
+        _name_late(missing, late)
         names = ", ".join(map(str, missing))
         raise RankError(f"rank {names} of the trainer {late} (trainer.collective_s)") from error
 

@@ -286,9 +286,10 @@ def _await_all(store: dist.Store, rank: int, world: int, limit_s: float) -> None
     try:
         store.wait(keys, timedelta(seconds=limit_s))
     except dist.DistStoreError as error:
-        late = ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
+        late = [each for each, key in enumerate(keys) if not store.check([key])]
+        names = ", ".join(map(str, late))
         raise RankError(
-            f"of {world} ranks of the trainer, number {late} did not start within {limit_s:g} s"
+            f"of {world} ranks of the trainer, number {names} did not start within {limit_s:g} s", late
         ) from error
 
 

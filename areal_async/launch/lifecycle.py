@@ -95,7 +95,9 @@ class Ending:
     status: int | None = None
     lived_s: float = 0.0
     deaths: int = 1  # How often the culprit, or its group, died within the window of the restart policy
-    cause: str = ""  # How it died, in words, where more is known than its status says
+    cause: str = ""
+    """How it died, in words, where more is known than its status says; of a rank that did not serve, the
+    others that did not."""
 
 
 def in_order_of_cause(ended: Mapping[str, int]) -> list[str]:
@@ -221,7 +223,9 @@ class Lifecycle:
                 continue
             if state.unproven:
                 return self.leave(name, 0.0, now_s)
-            return self._stop(Ending("not_ready", name, lived_s=lived_s), now_s)
+            others = [other.place.name for other in self._group(state) if other.phase is Phase.STARTING]
+            nor = ", ".join(other for other in others if other != name)
+            return self._stop(Ending("not_ready", name, lived_s=lived_s, cause=nor), now_s)
         for name, state in self.states.items():
             if state.killed_s is not None and now_s - state.killed_s > KILLED_LIMIT_S:
                 return self._stop(Ending("not_gone", name, lived_s=now_s - state.killed_s), now_s)

@@ -16,7 +16,7 @@ from areal_async.config.job import JobConfig
 from areal_async.launch.lifecycle import Ending
 from areal_async.rpc.control_messages import RunRecord
 from areal_async.rpc.messages import BufferStats
-from areal_async.runtime.group import LATE, OUT_OF_MEMORY, SILENT
+from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, SILENT
 from areal_async.runtime.process import exit_text
 from areal_async.status.record import held_out_name, lives_of
 
@@ -31,7 +31,9 @@ def failure_text(ending: Ending, log_path: Path) -> str:
     name = ending.culprit
     match ending.kind:
         case "not_ready":
-            what = f"{name} did not serve within {ending.lived_s:.0f} s of its start, so the run was stopped."
+            nor = f", nor did {ending.cause}" if ending.cause else ""
+            within = f"within {ending.lived_s:.0f} s of its start"
+            what = f"{name} did not serve {within}{nor}, so the run was stopped."
             fix = "If it is still loading the model, raise supervisor.ready_s; else see why it waits"
         case "did_not_end":
             what = (
@@ -91,7 +93,7 @@ def _hint(status: int, cause: str) -> str:
             "`areal-async plan` says what fits: lower trainer.micro_batch_tokens, set "
             "trainer.backend_args.recompute or use more trainer.ranks. Its log"
         )
-    if cause.startswith((SILENT, LATE)):
+    if cause.startswith((SILENT, LATE, LATE_START)):
         return "See what it was doing (another rank's log may say more), then resume the run. Its log"
     if status == -signal.SIGKILL:
         return (

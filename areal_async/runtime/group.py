@@ -25,6 +25,7 @@ LISTENING_VARIABLE = "AREAL_ASYNC_MEETING_FD"
 OUT_OF_MEMORY = "ran out of memory"
 SILENT = "gave no sign of life"
 LATE = "did not come to a collective"
+LATE_START = "did not come to the meeting"
 """These words begin a cause of death for which a report has advice."""
 NOTE_LIMIT = 300  # Characters of a note's text: with its frame it fits into one write to a pipe
 

@@ -126,6 +126,16 @@ def test_a_rank_that_is_silent_is_killed_and_one_that_the_kernel_holds_ends_the_
     assert "driver" in failure_text(life.ending, group_module.VMSTAT.with_name("absent.log"))
 
 
+def test_ranks_that_do_not_serve_in_time_are_all_named(places):
+    life = Lifecycle(places, 60.0, POLICY)
+    life.begin(0.0)
+    life.ready("buffer", 0.0)
+    for name in ("trainer-1", "reward", "rollout-0"):
+        life.ready(name, 1.0)
+    life.tick(60.5)
+    assert (life.ending.kind, life.ending.culprit, life.ending.cause) == ("not_ready", "trainer", "trainer-2")
+
+
 def test_of_several_that_ended_those_that_were_killed_came_first():
     ended = {"trainer": os.EX_TEMPFAIL, "trainer-1": 0, "trainer-2": -9, "trainer-3": 1}
     assert in_order_of_cause(ended) == ["trainer-2", "trainer-3", "trainer", "trainer-1"]

@@ -152,7 +152,12 @@ def test_the_paragraph_names_service_status_words_and_log(tmp_path):
         (Ending("died", "trainer", -40, 1.0), "signal 40"),
         (Ending("died", "trainer", 143, 1.0), "something outside the run sent it a signal"),
         (Ending("died", "buffer", 0, 1.0), "which no service may"),
-        (Ending("not_ready", "trainer", lived_s=300), "did not serve within 300 s"),
+        (
+            Ending("died", "trainer-1", -9, 1.0, 6, "did not come to the meeting within 9 s and was killed"),
+            "was doing",
+        ),
+        (Ending("not_ready", "trainer", lived_s=300), "did not serve within 300 s of its start, so the run"),
+        (Ending("not_ready", "trainer", lived_s=300, cause="trainer-1"), "its start, nor did trainer-1, so"),
         (Ending("did_not_end", "evaluator", lived_s=120), "The trained model is complete"),
     ],
 )

@@ -9,10 +9,11 @@ import sys
 import pytest
 from safetensors.torch import load_file
 from started_ranks import start_ranks
+from torch.distributed import HashStore
 
 from tests.unit.trainer import group_process
 from trainer_service.errors import BatchError, RankError
-from trainer_service.ranks import join_ranks, lost_peer
+from trainer_service.ranks import _await_all, join_ranks, lost_peer
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,12 @@ def test_an_error_of_one_rank_is_raised_on_all_and_names_it(seen):
 def test_a_rank_that_does_not_come_is_known_to_those_that_wait(seen):
     assert seen[0]["lost"] is True
     assert seen[0]["missing"] == [1]
+
+
+def test_ranks_that_do_not_start_are_known_to_one_that_waits_for_them():
+    with pytest.raises(RankError, match="number 1, 2 did not start") as told:
+        _await_all(HashStore(), 0, 3, 0.1)
+    assert told.value.late == (1, 2)
 
 
 def test_gloo_talks_over_the_interface_that_has_the_meetings_address(seen):

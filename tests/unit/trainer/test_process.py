@@ -2,6 +2,7 @@
 
 import json
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from tests.unit.trainer import rank_process
 from trainer_service import main as trainer_main
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
+from trainer_service.errors import RankError
 from trainer_service.main import main
+from trainer_service.ranks import GIVE_UP_S, Ranks
 
 
 @asynccontextmanager
@@ -99,6 +102,44 @@ async def test_what_an_error_says_is_told_before_the_publisher_is_closed(tmp_pat
         async with serving(ctx, rank_process.RecordedBuffer(tmp_path)):
             await main(ctx)
     assert done == ["told", "closed"]
+
+
+async def test_a_rank_names_those_that_do_not_start_and_does_not_end_before_they_are_killed(
+    tmp_path, model_dir, monkeypatch
+):
+    def alone(*place, start_s, **options):
+        raise RankError("number 2 did not start", [2])
+
+    done = []
+    monkeypatch.setattr(trainer_main, "join_ranks", alone)
+    monkeypatch.setattr(trainer_main, "tell", done.append)
+    monkeypatch.setattr(trainer_main, "time", SimpleNamespace(sleep=done.append))
+    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    with pytest.raises(RankError):
+        await main(ctx)
+    assert done == [Note("did not come to the meeting within 150 s and was killed", (2,)), GIVE_UP_S]
+
+
+async def test_a_rank_that_waits_in_vain_for_another_does_not_end_before_that_is_killed(
+    tmp_path, model_dir, monkeypatch
+):
+    class Waiting(Ranks):
+        def missing(self):
+            return [1]
+
+    def lost(job, ranks):
+        raise RuntimeError("gloo: timed out waiting 10 ms for recv operation to complete")
+
+    done = []
+    monkeypatch.setattr(trainer_main, "join_ranks", lambda *place, **options: waiting)
+    monkeypatch.setattr(trainer_main, "load_backend", lost)
+    monkeypatch.setattr(trainer_main, "tell", done.append)
+    monkeypatch.setattr(trainer_main, "time", SimpleNamespace(sleep=done.append))
+    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    waiting = Waiting(0, 2, torch.device("cpu"), None)
+    with pytest.raises(RankError, match="rank 1 of the trainer did not come to a collective within 600 s"):
+        await main(ctx)
+    assert done == [Note("did not come to a collective within 600 s and was killed", (1,)), GIVE_UP_S]
 
 
 async def test_a_whole_sft_job(tmp_path, model_dir):
