@@ -306,7 +306,7 @@ class TrainerSection(Section):
     hang_s: float = Field(default=60.0, ge=5)
     """A training process that gives no sign of life for so many seconds (it is stopped, or in a call into a
     driver that does not return) is killed, and the trainer is started again from its checkpoint."""
-    collective_s: float = Field(default=600.0, ge=1)
+    collective_s: float = Field(default=600.0, ge=5)
     """A training process that has waited for another so many seconds gives up: the trainer is started again
     from its checkpoint, and the one that did not come is named."""
     steps: int = Field(default=100, ge=1, le=100_000_000)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from started_ranks import start_ranks
 from torch.distributed import HashStore
 
+from areal_async.config.job import TrainerSection
 from tests.unit.trainer import group_process
+from trainer_service import checkpoint, ranks
 from trainer_service.errors import BatchError, RankError
 from trainer_service.ranks import _await_all, join_ranks, lost_peer
 
@@ -57,6 +60,14 @@ def test_a_rank_that_does_not_come_is_known_to_those_that_wait(seen):
     assert seen[0]["missing"] == [1]
 
 
+def test_a_job_gives_a_collective_more_time_than_ranks_take_between_two_rounds_of_a_wait():
+    """With less, any wait for the buffer or a disk would end the group."""
+    least_s = 2 * max(ranks.ROUND_S, checkpoint.ROUND_S)
+    with pytest.raises(ValidationError, match="collective_s"):
+        TrainerSection(collective_s=least_s)
+    assert TrainerSection(collective_s=least_s + 1).collective_s == least_s + 1
+
+
 def test_ranks_that_do_not_start_are_known_to_one_that_waits_for_them():
     with pytest.raises(RankError, match="number 1, 2 did not start") as told:
         _await_all(HashStore(), 0, 3, 0.1)
@@ -68,14 +79,14 @@ def test_gloo_talks_over_the_interface_that_has_the_meetings_address(seen):
 
 
 def test_one_rank_works_in_its_own_thread_and_keeps_its_errors():
-    ranks = join_ranks(0, 1)
-    assert ranks.together(lambda: 3) == ranks.on_first(lambda: 3) == 3
+    alone = join_ranks(0, 1)
+    assert alone.together(lambda: 3) == alone.on_first(lambda: 3) == 3
 
     def torn():
         raise BatchError("torn")
 
     with pytest.raises(BatchError):
-        ranks.together(torn)
+        alone.together(torn)
 
 
 def test_only_errors_of_collectives_are_taken_for_another_ranks_fault():
