@@ -79,7 +79,6 @@ def train(ctx: ServiceContext) -> None:
         run_log = closing.enter_context(RunLog(ctx.run_log)) if ranks.first else None
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
         if ctx.job.kind == "sft":
-            ctx.ready()
             finished = _sft(ctx, ranks, backend, run_log)
         else:
             finished = _rl(ctx, ranks, backend, run_log, closing)
@@ -182,4 +181,6 @@ def _rl(
 
 def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None) -> bool:
     trainer = SftTrainer(ctx.job, ranks, backend, run_dir=ctx.run_dir, run_log=run_log, stopping=ctx.stopping)
-    return trainer.run(_newest(ctx, ranks))
+    restored = _newest(ctx, ranks)
+    ctx.ready()  # not before: a task that makes no example makes none the next time
+    return trainer.run(restored)

@@ -13,13 +13,14 @@ from areal_async.errors import FaultError
 from areal_async.rpc.server import Server
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.group import Note
+from areal_async.runtime.service import restart_may_help
 from areal_async.status.record import read_run_log
 from areal_async.weights.publisher import Publisher
 from tests.unit.trainer import rank_process
 from trainer_service import main as trainer_main
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
-from trainer_service.errors import RankError
+from trainer_service.errors import BatchError, RankError
 from trainer_service.main import main
 from trainer_service.ranks import GIVE_UP_S, Ranks
 
@@ -142,12 +143,28 @@ async def test_a_rank_that_waits_in_vain_for_another_does_not_end_before_that_is
     assert done == [Note("did not come to a collective within 600 s and was killed", (1,)), GIVE_UP_S]
 
 
-async def test_a_whole_sft_job(tmp_path, model_dir):
-    rows = [{"prompt": f"{a}+1=", "reward_model": {"ground_truth": a + 1}} for a in range(9)]
+def sft_context(model_dir, tmp_path, answers):
+    """A trainer of a job of kind `sft` whose tasks have these ground truths."""
+    rows = [
+        {"prompt": f"{a}+1=", "reward_model": {"ground_truth": answer}} for a, answer in enumerate(answers)
+    ]
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     content = {"job": "warm", "kind": "sft", "model": model_dir, "tasks": {"train": tmp_path / "t.jsonl"}}
     job = JobConfig.model_validate(content | {"trainer": {"steps": 2}, "sft": {"batch_size": 4}})
-    ctx = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+    return ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+
+
+async def test_a_task_that_makes_no_example_ends_a_supervised_job_before_it_serves(tmp_path, model_dir):
+    """So it is not started again, to meet the same task."""
+    ctx = sft_context(model_dir, tmp_path, [1, None])
+    with pytest.raises(BatchError, match="row 1: its ground truth is null") as told:
+        await main(ctx)
+    assert not restart_may_help(told.value, served=ctx.has_served)
+
+
+async def test_a_whole_sft_job(tmp_path, model_dir):
+    ctx = sft_context(model_dir, tmp_path, range(1, 10))
     await main(ctx)
+    assert ctx.has_served
     assert [record["step"] for record in read_run_log(ctx.run_log)] == [1, 2]
     AutoModelForCausalLM.from_pretrained(ctx.run_dir / "model")
