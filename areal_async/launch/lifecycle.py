@@ -2,13 +2,13 @@
 
 Promises: the buffer serves before anything else is started; a service that dies is started again after the
 pause that `runtime/process.py` decides, and the others go on meanwhile; one that dies too often, that a
-restart would not cure, or that does not serve in time, ends the run with a reason that names it, unless it
-joined later and has never served; the ranks of the trainer live and die together: with one the others are
-killed, which wait for it in a collective, it counts as one death, and they start again at once when all are
-gone; one that is drained leaves, in whatever way it ends; once a stop has begun
-nothing is started, the stages of `plan.STOP_STAGES` are ended in order, and `STOP_LIMIT_S` after the stop
-began every process has been told to end and then killed; the run is over only when no process is left or the
-limit has passed."""
+restart would not cure, or that does not serve in time (counted, for what needs weights, from the last start
+of the trainer), ends the run with a reason that names it, unless it joined later and has never served; the
+ranks of the trainer live and die together: with one the others are killed, which wait for it in a collective,
+it counts as one death, and they start again at once when all are gone; one that is drained leaves, in
+whatever way it ends; once a stop has begun nothing is started, the stages of `plan.STOP_STAGES` are ended in
+order, and `STOP_LIMIT_S` after the stop began every process has been told to end and then killed; the run is
+over only when no process is left or the limit has passed."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class Lifecycle:
         if self.stopping:
             return self._advance_stop(now_s)
         for name, state in self.states.items():
-            lived_s = now_s - state.started_s
+            lived_s = now_s - self._could_serve_from_s(state, now_s)
             if state.leaving or state.phase is not Phase.STARTING or lived_s <= self.ready_limit_s:
                 continue
             if state.unproven:
@@ -239,6 +239,15 @@ class Lifecycle:
             late = next(name for name in enders if self.states[name].phase is not Phase.ENDED)
             return self._stop(Ending("did_not_end", late, lived_s=LAST_ONE_LIMIT_S), now_s)
         return []
+
+    def _could_serve_from_s(self, state: ServiceState, now_s: float) -> float:
+        """When the time began within which it must serve: at its start, and for what needs weights not before
+        the last start of the trainer."""
+        begun_s = [state.started_s]
+        if state.place.role in ("rollout", "evaluator"):
+            trainers = [other for other in self.states.values() if other.place.role == "trainer"]
+            begun_s += [now_s if each.phase is Phase.RESTARTING else each.started_s for each in trainers]
+        return max(begun_s)
 
     def _served(self, name: str) -> bool:
         return self.states[name].phase is Phase.SERVING

@@ -126,6 +126,24 @@ def test_a_rank_that_is_silent_is_killed_and_one_that_the_kernel_holds_ends_the_
     assert "driver" in failure_text(life.ending, group_module.VMSTAT.with_name("absent.log"))
 
 
+def test_workers_without_weights_have_time_anew_when_the_ranks_are_started_again(places):
+    life = Lifecycle(places, 60.0, POLICY)
+    life.begin(0.0)
+    for name in ("buffer", "reward"):
+        life.ready(name, 0.0)
+    life.exited("trainer-1", -9, 59.5)
+    for name in ("trainer", "trainer-2"):
+        life.exited(name, -9, 59.5)
+    life.tick(60.2)
+    assert life.tick(60.5) == [Action("start", name) for name in RANKS]
+    life.tick(100.0)
+    assert not life.stopping, "a worker cannot serve before the trainer does"
+    for name in RANKS:
+        life.ready(name, 100.0)
+    life.tick(121.0)
+    assert (life.ending.kind, life.ending.culprit) == ("not_ready", "rollout-0")
+
+
 def test_ranks_that_do_not_serve_in_time_are_all_named(places):
     life = Lifecycle(places, 60.0, POLICY)
     life.begin(0.0)
