@@ -7,7 +7,7 @@ A rank's state (fp32 weights and the two moments of AdamW, `--gib` in all over t
 how long `begin` takes; `before` is the way that stood on the step's clock: every rank copies and writes, then
 rank 0 alone reads all files again and hashes them. Both are told as multiples of a memcpy of the rank's bytes
 into memory that was touched before, measured right before each: medians over the checkpoints after the first,
-which has its memory to get (`first`).
+which is told by itself (`first`): a trainer gets the memory for it before its first step.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Rank:
         self.kinds, self.rows = state_of(gib, ranks)
         self.bytes = sum(t.nbytes for values in self.kinds.values() for t in values.values())
         self.copies = HostCopies()
+        self.copies.prepare(self.kinds)
         self.touched = HostCopies()
         self.checkpoints = Checkpoints(folder / "after", job="bench", policy="policy", keep=1, ranks=ranks)
 

@@ -91,6 +91,8 @@ class Publisher:
         self._in_use: dict[VersionTag, int] = {}
         self._writer = PieceWriter(root, group, tied=self._tied, lead=self)
         self._written: dict[VersionTag, SnapshotInfo] = {}
+        self._retired: list[Path] = []
+        """Folders that nobody reads any more. To give back gigabytes takes a while: no step waits for it."""
         self._acks: deque[AckSnapshot] = deque(maxlen=MAX_ACKS)
         self._finished = False
         self._closing = False
@@ -196,6 +198,8 @@ class Publisher:
                 raise SnapshotError(f"{tag.label} is not newer than {newest.label}")
             try:
                 self._make_room()
+                if not self._ready:
+                    self._remove_retired()  # a new file may need their room
             except OSError as error:
                 raise SnapshotError(
                     f"an old snapshot under {self._root} cannot be removed: {error}"
@@ -212,6 +216,7 @@ class Publisher:
         assert self._taken is not None
         model = spare_file(self._root, self._taken)
         try:
+            self._remove_retired()
             written = finish_snapshot(
                 self._root, tag, layout, parts, model, files=self._files, tied=self._tied
             )
@@ -230,7 +235,7 @@ class Publisher:
         return written
 
     def _make_room(self) -> None:
-        """Remove what is retired, but for as many model files as the next snapshots will fill."""
+        """Retire what is not needed, but for as many model files as the next snapshots will fill."""
         if self._taken is not None:  # by a publication that failed
             spare_file(self._root, self._taken).unlink(missing_ok=True)
             self._taken = None
@@ -241,10 +246,15 @@ class Publisher:
             if reusable and unread and len(self._ready) <= max(0, self._keep - len(self._in_use)):
                 (written.path / MODEL_FILE).rename(spare_file(self._root, number))
                 self._ready.append(number)
-            shutil.rmtree(written.path)
+            self._retired.append(written.path)
             if (delta := self._deltas.withdraw(tag)) is not None:
                 self._channel.remove(delta.manifest_hash)
-                shutil.rmtree(delta.path)
+                self._retired.append(delta.path)
+
+    def _remove_retired(self) -> None:
+        while self._retired:
+            shutil.rmtree(self._retired[-1])
+            self._retired.pop()
 
     def _delta_done(self, base: VersionTag, new: VersionTag) -> None:
         """Announce the delta, if one was made. The thread that makes deltas calls this, under the lock."""

@@ -199,13 +199,13 @@ class PieceWriter:
             raise SnapshotError(f"{tag.label} cannot be published: nothing was prepared")
         files = self._hear(lambda lead: _Said(files=lead.take_file(tag))).files
         assert files is not None
-        self._drop(set(self._mapped) - set(files.existing))
+        gone = set(self._mapped) - set(files.existing)
         found = self._map(files.ready[0], layout)
         problem = _each(pieces, self._tied, lambda piece: fill(found.result(), layout, piece))
         if torch.cuda.is_initialized() and problem is None:
             _, problem = _try(torch.cuda.synchronize)
         self._last = self._writing.submit(
-            self._finish, tag, layout, found, problem, evaluate=evaluate, final=final
+            self._finish, tag, layout, found, problem, gone, evaluate=evaluate, final=final
         )
         return Publication(self._last)
 
@@ -221,11 +221,13 @@ class PieceWriter:
         layout: Layout,
         found: Future[MappedFile],
         problem: _Problem | None,
+        gone: Set[int],
         *,
         evaluate: bool,
         final: bool,
     ) -> SnapshotInfo:
-        """All that follows the copy, on a thread of its own."""
+        """All that follows the copy, on a thread of its own; `gone` are files that are in use no more."""
+        self._drop(gone)
         group = self._group
         try:
             # A part may have rows of several ranks: none is hashed before all of them are copied.

@@ -109,6 +109,11 @@ class TrainingBackend(Protocol):
         the next update."""
         ...
 
+    def prepare_save(self) -> None:
+        """Begin to get the host memory that `save` copies into, so that the first checkpoint stops the step
+        no longer than the later ones. Called once, before the first step; returns at once."""
+        ...
+
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         """Copy this rank's part of weights, optimizer and random state into the host's memory; what is
         returned writes it into the existing `folder`, on any thread and while training goes on, and tells

@@ -121,6 +121,7 @@ class RlTrainer:
 
         `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back."""
         step = self._open(name, restored)
+        self._backend.prepare_save()
         if self._publisher is not None:
             self._publisher.prepare(self._weights())
         self._finish(step, self._begin(step))

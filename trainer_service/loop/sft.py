@@ -86,6 +86,7 @@ class SftTrainer:
         `restored` is the checkpoint to go on from: what follows is what would have followed then. The model
         is in `<run_dir>/model` afterwards."""
         begun = step = self._restore(restored)
+        self._backend.prepare_save()
         every = self._job.sft.evaluate_every
         accuracy = self.accuracy() if step % every == 0 else None
         if restored is None:

@@ -15,6 +15,7 @@ from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process, sharded_process
 from tests.unit.trainer.sharded_process import backend_of, train
 from trainer_service.backends.fsdp import fsdp, optimizer
+from trainer_service.backends.fsdp.shards import HostCopies
 from trainer_service.errors import ModelError
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
@@ -99,6 +100,18 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count[function.overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
+
+
+def test_a_copy_is_made_into_memory_that_was_got_before():
+    copies = HostCopies()
+    kinds = {kind: {"a": torch.arange(6.0), "b": torch.ones(2, 3)} for kind in ("policy", "exp_avg")}
+    copies.prepare(kinds)
+    with _Operators() as seen:
+        found = copies.fill(kinds)
+        again = copies.fill({"policy": kinds["exp_avg"]})
+    assert (seen.count["copy_"], seen.count["empty"]) == (6, 0)
+    assert torch.equal(found["exp_avg"]["a"], torch.arange(6.0))
+    assert again["policy"]["b"].data_ptr() == found["policy"]["b"].data_ptr()
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, Columns, RankPlace, learning_rate
 from trainer_service.backends.fsdp.head import open_window, packed_columns
 from trainer_service.backends.fsdp.loading import load_sharded
-from trainer_service.backends.fsdp.optimizer import ShardedAdamW
+from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.shards import HostCopies, read_shard, write_shard, write_tensors
 from trainer_service.data.microbatch import MicroBatch
@@ -163,6 +163,10 @@ class FsdpBackend:
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         return self._loaded[model].pieces(self._ranks, self._dtype, gather=gather)
+
+    def prepare_save(self) -> None:
+        if self._first_copy:
+            self._copies.prepare(dict.fromkeys((TRAINED_MODEL, *MOMENTS), self._shards))
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         rank, shards_count = self._shard_rank, self._shards_count

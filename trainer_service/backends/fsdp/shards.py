@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from areal_async.weights.tensor_file import DTYPES
 from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
+from trainer_service.ranks import in_thread
 
 ROWS = "rows"
 
@@ -29,29 +31,48 @@ def row_range(n_rows: int, world: int, rank: int) -> tuple[int, int]:
 
 
 class HostCopies:
-    """Host memory for a copy of a rank's state: got and touched with the first copy, filled again by each
-    later one, at the speed of memcpy. With a GPU it is pinned."""
+    """Host memory for a copy of a rank's state: got and touched once, ahead of the first copy or with it, and
+    filled again by each, at the speed of memcpy. With a GPU it is pinned."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str], Tensor] = {}
+        self._preparing: Future[None] | None = None
+
+    def prepare(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Begin to get the memory for copies of tensors of these kinds, names, shapes, dtypes, in a thread.
+        To touch it takes several times as long as to copy into it."""
+
+        def get() -> None:
+            for kind, values in kinds.items():
+                for name, value in values.items():
+                    self._memory_for(kind, name, value).zero_()
+
+        self._preparing = in_thread(get)
 
     def fill(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Copies of the tensors by kind and name, good until the next call."""
+        if self._preparing is not None:
+            self._preparing.result()
+            self._preparing = None
         found: dict[str, dict[str, Tensor]] = {}
         on_device = False
         for kind, values in kinds.items():
             found[kind] = {}
             for name, value in values.items():
-                held = self._held.get((kind, name))
-                if held is None or held.shape != value.shape or held.dtype != value.dtype:
-                    held = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-                    self._held[kind, name] = held
+                held = self._memory_for(kind, name, value)
                 held.copy_(value.detach(), non_blocking=True)
                 on_device = on_device or value.is_cuda
                 found[kind][name] = held
         if on_device:
             torch.cuda.synchronize()
         return found
+
+    def _memory_for(self, kind: str, name: str, value: Tensor) -> Tensor:
+        held = self._held.get((kind, name))
+        if held is None or held.shape != value.shape or held.dtype != value.dtype:
+            held = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._held[kind, name] = held
+        return held
 
 
 def write_shard(
