@@ -92,6 +92,8 @@ class EnginePart:
     stale_flags: ClassVar[Mapping[str, str]] = {}
     """Flags of its server with which a weight update is known to leave old weights or old KV in use, each
     with how. `check_job` refuses them."""
+    quantising_flags: ClassVar[frozenset[str]] = frozenset()
+    """Flags of its server that make weights or KV coarser than `rollout.dtype`, by their value."""
     parallel_flags: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags of its server that multiply its GPUs, each with its other names."""
 
@@ -99,6 +101,14 @@ class EnginePart:
         """GPUs of one engine with these arguments of its own and of its server. A value that is no number
         counts as 1: the server will refuse it."""
         return parallel_width(rollout.server.arguments, self.parallel_flags)
+
+    def served_dtype(self, rollout: RolloutSection) -> str:
+        """What its log-probs are computed in: `rollout.dtype`, or what a flag of its server says instead, for
+        which `logprob_bounds` has no row unless the engine knows better."""
+        for name, value in rollout.server.arguments.items():
+            if flag_name(name) in self.quantising_flags and str(value).lower() not in OFF | UNQUANTISED:
+                return str(value)
+        return rollout.dtype
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """What `job` asks of the engine that it cannot do; `field` begins with the section that names it."""
@@ -144,6 +154,9 @@ def flag_name(given: str) -> str:
 
 OFF = frozenset({"", "none", "null", "auto", "off", "false", "0", "0.0", "-1"})
 """Values of a flag, in lower case, that leave out what it switches on."""
+
+
+UNQUANTISED = frozenset({"bfloat16", "bf16", "float16", "half", "float32", "float"})
 
 
 def flags_that_are_on(given: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:

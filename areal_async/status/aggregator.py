@@ -289,7 +289,9 @@ class StatusAggregator:
         service.rates.add(WorkSample(now_s, status.busy_s, tokens), self._progress.done)
         if name == "trainer":
             busy_s = sum(status.busy_s.values())
-            if busy_s != self._trainer_busy_s or self._computed_s is None:
+            # A rank that waits in a collective for one that stands still is busy with nothing.
+            alone = any(self._services[rank].is_silent(now_s) for rank in self.names("trainer"))
+            if (busy_s != self._trainer_busy_s and not alone) or self._computed_s is None:
                 self._trainer_busy_s, self._computed_s = busy_s, now_s
                 self._dropped_before = self._dropped.by_verdict
         if (stats := status.figures.buffer) is not None:

@@ -249,7 +249,7 @@ class Publisher:
             self._retired.append(written.path)
             if (delta := self._deltas.withdraw(tag)) is not None:
                 self._channel.remove(delta.manifest_hash)
-                self._retired.append(delta.path)
+                self._retired.append(Path(delta.path))
 
     def _remove_retired(self) -> None:
         while self._retired:

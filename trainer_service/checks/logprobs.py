@@ -47,6 +47,8 @@ EXPLAINED = 0.3  # An assumption explains a difference of which at most this sha
 ONE_TOKEN = 0.8
 """Share of the differing units that are one token id, from which on the id itself is suspected."""
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
+FINENESS = {"float32": 2, "bfloat16": 1}
+"""Of a dtype; what is not here, such as a quantised server's, is coarser."""
 OTHER_VERSION = "another version"
 KEPT_KV = "kept KV of another version"
 
@@ -387,10 +389,11 @@ class LogprobCheck:
 
     def _outcome(self, version: int, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
-        dtypes = (rollout.dtype, trainer.dtype)
-        coarser = "bfloat16" if "bfloat16" in dtypes else "float32"
+        part = engine_part(rollout.engine)
+        dtypes = (part.served_dtype(rollout), trainer.dtype)
+        coarser = min(dtypes, key=lambda dtype: FINENESS.get(dtype, 0))
         kind = "moe" if is_mixture(self._job.model) else "dense"
-        allowed = engine_part(rollout.engine).logprob_bounds.get((coarser, kind))
+        allowed = part.logprob_bounds.get((coarser, kind))
         if trainer.self_check.bound is not None:
             allowed = LogprobGap.of(trainer.self_check.bound)
         owns = self._backend.place.owns  # Several ranks may read one share
@@ -412,7 +415,7 @@ class LogprobCheck:
             passed=passed,
             skipped={why: count for why, count in totals.items() if count},
             engine=rollout.engine,
-            dtype=rollout.dtype,
+            dtype=dtypes[0],
             trainer_dtype=trainer.dtype,
             model=kind,
             causes=causes,

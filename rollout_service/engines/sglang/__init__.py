@@ -33,6 +33,7 @@ class SGLang(EnginePart):
         "weight-cache-mode": "weights that several servers share are not updated at all",
         "offload-group-size": "offloaded layers that were fetched ahead are those of the weights before",
     }
+    quantising_flags = frozenset({"kv-cache-dtype", "torchao-config"})
     parallel_flags = (
         ("tp-size", "tensor-parallel-size", "tp"),
         ("pp-size", "pipeline-parallel-size", "pp"),

@@ -28,6 +28,7 @@ class Vllm(EnginePart):
         "offload-group-size": OFFLOADED,
         "kv-transfer-config": "KV is stored outside the server, and some connectors find it by the ids alone",
     }
+    quantising_flags = frozenset({"quantization", "kv-cache-dtype"})
     parallel_flags = (
         ("tensor-parallel-size", "tp"),
         ("pipeline-parallel-size", "pp"),

@@ -14,6 +14,7 @@ import torch
 
 from areal_async.config.checks import check_fields
 from areal_async.config.devices import width_of
+from areal_async.config.engines import engine_part
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
@@ -139,6 +140,24 @@ def test_flags_of_servers_that_updates_do_not_reach_are_refused(
     evaluated = type(named).model_validate(named.model_dump() | {"evaluation": {"server": server}})
     fields = [mistake.field for mistake in check_fields(evaluated)]
     assert (f"evaluation.server.arguments.{flag}" in fields) == refused
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "value", "dtype"),
+    [
+        ("vllm", "quantization", "fp8", "fp8"),
+        ("vllm", "--kv_cache_dtype", "fp8_e4m3", "fp8_e4m3"),
+        ("sglang", "kv-cache-dtype", "fp8_e5m2", "fp8_e5m2"),
+        ("sglang", "kv-cache-dtype", "auto", "bfloat16"),
+        ("vllm", "kv-cache-dtype", "bfloat16", "bfloat16"),
+        ("vllm", "seed", 3, "bfloat16"),
+    ],
+)
+def test_the_log_probs_of_a_quantised_server_are_not_those_of_its_dtype(
+    engine: str, flag: str, value: Any, dtype: str
+) -> None:
+    rollout = job(engine=engine, dtype="bfloat16", server={"arguments": {flag: value}}).rollout
+    assert engine_part(engine).served_dtype(rollout) == dtype
 
 
 def test_an_engine_in_a_file_is_asked_before_anything_starts_and_by_who_uses_it(tmp_path: Path) -> None:

@@ -293,6 +293,24 @@ def test_a_stall_is_blamed_on_verdicts_since_the_trainer_last_computed(aggregato
     assert "ValueError: no" in stall.detail
 
 
+def test_a_trainer_of_which_a_rank_stands_still_computes_nothing(aggregator):
+    """Rank 0 waits for it in a collective, which looks like work."""
+    names = (*NAMES, "reward", "trainer-1")
+    aggregator.set_phases(dict.fromkeys(names, "serving"))
+    for now_s in range(100, 160, 2):
+        for each in names:
+            if each != "trainer-1" or now_s < 110:
+                aggregator.feed_status(each, said(each, {"train": float(now_s)}), float(now_s))
+    stall = aggregator.stall(158.0)
+    assert (stall.edge, stall.detail) == (
+        "trainer",
+        "no step is trained; trainer-1 has not answered for 50 s",
+    )
+    aggregator.feed_status("trainer-1", said("trainer-1", {"train": 9.0}), 159.0)
+    aggregator.feed_status("trainer", said("trainer", {"train": 160.0}), 159.0)
+    assert aggregator.stall(160.0) is None
+
+
 @pytest.mark.parametrize(
     ("name", "subject", "what"),
     [

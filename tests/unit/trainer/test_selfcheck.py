@@ -246,6 +246,13 @@ def test_what_has_no_bounds_is_not_judged_but_told(tmp_path, model_dir, monkeypa
         train(model_dir, tmp_path / "named", batches, trainer={"self_check": {"bound": 0.5}})
 
 
+def test_a_quantised_server_is_not_judged_by_the_bounds_of_its_dtype(tmp_path, model_dir, monkeypatch):
+    monkeypatch.setattr(Local, "served_dtype", lambda self, rollout: "fp8")
+    batches = episodes(model_dir, tmp_path, lie=lambda logits, ids, logprobs: logprobs - 1.0)
+    (record,) = train(model_dir, tmp_path, batches)
+    assert (record["passed"], record["dtype"], record["allowed"]) == (False, "fp8", None)
+
+
 def test_the_kind_of_a_model_is_read_from_its_config(tmp_path, model_dir):
     assert not is_mixture(model_dir)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
