@@ -4,7 +4,8 @@
 
 `before` is a small copy of how it was done: rank 0 gathers whole tensors, copies and hashes them in one pass
 into a kept mapping, and all ranks wait; two snapshots are kept while the third is written. `after` is
-`Publisher` and `PieceWriter` with their defaults. Both publish the same bf16 tensors, of which each rank
+`Publisher` and `PieceWriter` with their defaults; `pinned` the same while an evaluation holds the second
+version to the end, which is one snapshot more. All publish the same bf16 tensors, of which each rank
 holds its rows, in processes that a gloo group joins; `tensors` are on `--device`.
 
 blocked_of_memcpy   seconds until a rank may go on, over those of `np.copyto` of the same tensors into warm
@@ -52,6 +53,7 @@ COLUMNS = 4096
 TENSOR_ROWS = 2048  # 16 MB of bf16
 HASHED_AT_ONCE = 512 << 10
 KEPT_BEFORE = 3
+PINNED = 1  # The version that an evaluation holds
 LOOK_S = 0.002
 BARS = {"blocked_of_memcpy": 1.2, "memory_of_model": 2.3}
 
@@ -78,7 +80,7 @@ class Before:
         root.mkdir(exist_ok=True)
         self._files: list[MappedFile] = []
 
-    def publish(self, version: int) -> float:
+    def publish(self, version: int, evaluate: bool) -> float:
         """Seconds until the rank goes on."""
         began_s = time.perf_counter()
         whole = {name: self._gather(tensor) for name, tensor in self._held.items()}
@@ -137,10 +139,10 @@ class After:
             self._publisher = PieceWriter(root, group)
         self._publisher.prepare(pieces(held, self._rank))
 
-    def publish(self, version: int) -> float:
+    def publish(self, version: int, evaluate: bool) -> float:
         began_s = time.perf_counter()
         tag = VersionTag("policy", 1, version)
-        publication = self._publisher.begin(tag, pieces(self._held, self._rank))
+        publication = self._publisher.begin(tag, pieces(self._held, self._rank), evaluate=evaluate)
         blocked_s = time.perf_counter() - began_s
         publication.result()
         return blocked_s
@@ -173,7 +175,7 @@ def rank_process(options: argparse.Namespace) -> None:
             memcpy_s = time.perf_counter() - began_s
             ranks.barrier()
             began_s = time.perf_counter()
-            blocked_s = way.publish(version)
+            blocked_s = way.publish(version, options.way == "pinned" and version == PINNED)
             rows.append(
                 {"memcpy_s": memcpy_s, "blocked_s": blocked_s, "all_s": time.perf_counter() - began_s}
             )
@@ -260,7 +262,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="cpu", help="of the tensors of one rank")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--way", choices=["before", "after"], help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=["before", "after", "pinned"], help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -269,7 +271,7 @@ def main() -> None:
     rows = []
     print("way    ranks  blocked/memcpy   first  memory/model  until announced")
     for world in map(int, options.ranks.split(",")):
-        for way in ("before", "after"):
+        for way in ("before", "after", "pinned"):
             row = measure(way, world, options)
             rows.append(row)
             print(
@@ -280,7 +282,12 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)),
         "load_average": round(os.getloadavg()[0], 1),
         "bars": BARS,
-        "kept": all(row[name] <= bar for row in rows if row["way"] == "after" for name, bar in BARS.items()),
+        "kept": all(
+            row[name] <= bar
+            for row in rows
+            for name, bar in BARS.items()
+            if row["way"] == "after" or (row["way"], name) == ("pinned", "blocked_of_memcpy")
+        ),
         "rows": rows,
     }
     print("bars kept" if result["kept"] else f"a bar is missed: {BARS}")
