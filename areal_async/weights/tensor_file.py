@@ -43,10 +43,10 @@ class MappedFile:
     """A file mapped for writing. Kept from one snapshot to the next, it is filled at the speed of memcpy;
     written anew (or by `write`), shared memory takes two to twenty times as long."""
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
-        """Open or make `path` and give it `size_bytes`. Raises `OSError`."""
+    def __init__(self, path: Path, size_bytes: int, mode: int = 0o600) -> None:
+        """Open or make `path` (with `mode`, less the umask) and give it `size_bytes`. Raises `OSError`."""
         self.path = path
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, mode)
         try:
             os.ftruncate(fd, size_bytes)
             # Room is asked for here: without it, a write into the mapping would end the process.

@@ -300,7 +300,7 @@ def write_tensors(
     """
     group, left_out = group if group is not None else OneRank(), frozenset(tied)
     layout = plan_layout(describe(group, pieces(), left_out), path.name)
-    mapped, problem = _try(lambda: MappedFile(path, layout.size_bytes))
+    mapped, problem = _try(lambda: MappedFile(path, layout.size_bytes, 0o666))
     failed = _each(pieces(), left_out, lambda piece: fill(mapped, layout, piece) if mapped else None)
     problem = problem or failed
     if mapped is not None and problem is None:

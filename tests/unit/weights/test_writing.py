@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from areal_async.weights import layout, tensor_file
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, open_snapshot, write_snapshot
+from areal_async.weights.tensor_file import MappedFile
 from areal_async.weights.writing import PieceWriter, write_tensors
 from tests.unit.weights.ranks import box, groups, together
 from tests.unit.weights.world import SECRET, tag
@@ -216,3 +218,15 @@ def test_ranks_write_a_model_file_together(tmp_path):
     read = safetensors.torch.load_file(path)
     assert read.keys() == model(3).keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in model(3).items())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_model_file_is_as_open_as_the_umask_lets_it_be_and_a_snapshot_is_ones_own(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "model.safetensors", lambda: [box("norm", model(3)["norm"])])
+        MappedFile(tmp_path / "snapshot", 1).close()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"model.safetensors": mode, "snapshot": 0o600}
