@@ -243,7 +243,8 @@ def readable_errors() -> Iterator[None]:
 
 def _exit(text: str, status: int) -> typer.Exit:
     console = Console(stderr=True, soft_wrap=True)
-    console.print("error:", style="bold red", end=" ")
+    if status != 130:
+        console.print("error:", style="bold red", end=" ")
     console.print(text, markup=False, highlight=False)
     return typer.Exit(status)
 

@@ -180,7 +180,7 @@ def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) 
         how = f" `{command}` goes on with it." if can_resume else ""
         raise RunInterrupted(
             "stopped on request; every process has ended. Logs and checkpoints are in "
-            f"{folders.run_dir}.{how}"
+            f"{_short(folders.run_dir)}.{how}"
         )
     how = f"\nOnce that is put right, `{command}` goes on with the job." if can_resume else ""
     raise RunFailed(failure_text(ending, folders.logs / f"{ending.culprit}.log") + how)
@@ -238,9 +238,11 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     for kind, note in summary["no_scores"].items():
         table.add_row("no score", f"{kind} ×{note['count']}, the last: {note['message']}")
     if restarts := summary["restarts"]:
-        times = ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))
-        table.add_row("restarts", times)
+        each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
+        table.add_row("restarts", f"{sum(restarts.values())} ({', '.join(each)})")
     table.add_row("model", f"{run_dir}/model")
+    if job.trainer.lora.rank:
+        table.add_row("adapter", f"{run_dir}/adapter")
     table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
     table.add_row("logs", f"{run_dir}/logs")
     console.print(

@@ -77,6 +77,17 @@ def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_rewa
     assert "held-out mean reward" in shown()
 
 
+def test_the_panel_names_the_adapter_and_who_was_started_again(job, tmp_path):
+    console = Console(width=100)
+    lora = changed(job, "trainer", lora=LoraSection(rank=2))
+    names = ("rollout-0", "trainer-1", "rollout-0")
+    records = [{"kind": "step", "step": 0}, *({"kind": "restart", "service": name} for name in names)]
+    with console.capture() as capture:
+        print_closing(console, lora, RunResult(tmp_path, summarise(lora, records)))
+    assert "3 (rollout-0 ×2, trainer-1)" in capture.get()
+    assert "/adapter" in capture.get()
+
+
 def test_a_supervised_job_is_the_trainer_alone_and_its_run_is_only_replaced_when_asked(job, behave):
     behave({"trainer": "trains"})
     small = changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=1)
