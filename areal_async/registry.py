@@ -38,7 +38,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
+from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
 from areal_async.errors import ArealError
 from areal_async.ownfiles import read_regular
 
@@ -257,11 +257,14 @@ def section_mistakes(
         name = ".".join(str(part) for part in detail["loc"])
         where = f"{field}.{name}" if name else field
         if detail["type"] == "extra_forbidden":
-            yield Mistake(where, f"{owner} has no argument {name!r}", f"It takes {takes}")
+            fix = blank_after_colon(str(detail["loc"][-1])) or f"It takes {takes}"
+            yield Mistake(where, f"{owner} has no argument {name!r}", fix)
         elif detail["type"] == "missing":
             about = section.model_fields[name].description if name in section.model_fields else ""
             fix = " ".join(f"Add it. {about or ''}".split()).rstrip(". ")
             yield Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
+        elif (words := value_in_words(detail)) is not None and not secret:
+            yield Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
         else:
             message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
             shown = "" if secret else f" = {detail.get('input')!r:.80}"
@@ -276,7 +279,8 @@ def _keyword_mistakes(
     )
     for name in given:
         if name not in takes and not free:
-            yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", listed)
+            fix = blank_after_colon(str(name)) or listed
+            yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", fix)
     for name in needed:
         if name not in given:
             yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", "Add it")

@@ -56,10 +56,11 @@ Overwrite = Annotated[
 def print_warnings(job: JobConfig) -> None:
     """One line on standard error for everything that `job` may say but will regret."""
     from areal_async.config.checks import advise
+    from areal_async.config.files import advise_on_lora
     from areal_async.launch.preflight import machine_advice
 
     console = Console(stderr=True, soft_wrap=True)
-    for warning in [*advise(job), *machine_advice(job)]:
+    for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job)]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
 

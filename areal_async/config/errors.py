@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from areal_async.errors import ArealError
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", "too small", "Give at least {}"),
+    "greater_than": ("gt", "too small", "Give more than {}"),
+    "less_than_equal": ("le", "too large", "Give at most {}"),
+    "less_than": ("lt", "too large", "Give less than {}"),
+}
+_KINDS = {
+    "int_": ("a whole number", "Give a whole number"),
+    "float_": ("a number", "Give a number"),
+    "bool_": ("true or false", "Give true or false"),
+    "string_type": ("text", "Give text, in quotes if it looks like a number"),
+    "path_type": ("a path", "Give the path as text"),
+    "tuple_": ("a list", "Give a list: [a, b]"),
+    "finite_number": ("a finite number", "Give a finite number"),
+}
+
+
+def value_in_words(detail: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with the value that an entry of `ValidationError.errors()` is about ("is too small"), and
+    the fix; None for what has no words of its own."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "literal_error":
+        return "is not a choice", f"Use {context['expected']}"
+    if kind in _BOUNDS:
+        name, problem, fix = _BOUNDS[kind]
+        return f"is {problem}", fix.format(context[name])
+    for prefix, (wanted, fix) in _KINDS.items():
+        if kind.startswith(prefix):
+            return f"is not {wanted}", fix
+    return None
+
+
+def blank_after_colon(key: str) -> str | None:
+    """What to do about an unknown key such as `rank:8`, which YAML reads as a name; None for other keys."""
+    name, colon, value = key.partition(":")
+    return f"YAML wants a blank after the colon: `{name}: {value}`" if name and colon and value else None
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
+from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
 from areal_async.config.job import JobConfig
 
-_BOUNDS = {
-    "greater_than_equal": ("ge", "too small", "Give at least {}"),
-    "greater_than": ("gt", "too small", "Give more than {}"),
-    "less_than_equal": ("le", "too large", "Give at most {}"),
-    "less_than": ("lt", "too large", "Give less than {}"),
-}
-_KINDS = {
-    "int_": ("a whole number", "Give a whole number"),
-    "float_": ("a number", "Give a number"),
-    "bool_": ("true or false", "Give true or false"),
-    "string_type": ("text", "Give text, in quotes if it looks like a number"),
-    "path_type": ("a path", "Give the path as text"),
-    "tuple_": ("a list", "Give a list: [a, b]"),
-    "finite_number": ("a finite number", "Give a finite number"),
-}
+SURELY_MEANT = 0.8  # How close a field's name must be to come before the same name in a section below
 
 
 @dataclass(frozen=True)
@@ -67,15 +53,13 @@ def suggest(section: str, key: str) -> str | None:
     """The dotted path that an unknown `key` inside `section` was most likely meant to be."""
     model = section_of(section)
     prefix = f"{section}." if section else ""
+    beside = difflib.get_close_matches(key, list(model.model_fields) if model else [], n=1, cutoff=0.65)
     elsewhere = [path for path in job_fields() if path.rpartition(".")[2] == key]
-    if below := [path for path in elsewhere if path.startswith(prefix)]:
-        return below[0]
-    if model is not None:
-        close = difflib.get_close_matches(key, list(model.model_fields), n=1, cutoff=0.65)
-        if close:
-            return prefix + close[0]
+    below = [path for path in elsewhere if path.startswith(prefix)]
+    if beside and not (below and difflib.SequenceMatcher(None, beside[0], key).ratio() < SURELY_MEANT):
+        return prefix + beside[0]
     if elsewhere:
-        return elsewhere[0]
+        return (below or elsewhere)[0]
     by_last_name = {path.rpartition(".")[2]: path for path in reversed(job_fields())}
     close = difflib.get_close_matches(key, list(by_last_name), n=1, cutoff=0.75)
     return by_last_name[close[0]] if close else None
@@ -107,25 +91,18 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
     """The mistake behind one entry of `ValidationError.errors()`."""
     location = [str(part) for part in detail["loc"]]
     field = ".".join(location)
-    kind, context, found = detail["type"], detail.get("ctx", {}), detail.get("input")
+    kind, found = detail["type"], detail.get("input")
     if kind == "missing":
         return Mistake(field, "this field is missing", f"Add it. {_about(field)}".rstrip(". "))
     if kind == "extra_forbidden":
         return _unknown(location)
-    if kind == "literal_error":
-        return Mistake(field, f"{found!r} is not a choice", f"Use {context['expected']}")
-    if kind in _BOUNDS:
-        name, problem, fix = _BOUNDS[kind]
-        return Mistake(field, f"{found!r} is {problem}", fix.format(context[name]))
     if kind == "string_pattern_mismatch":
-        return Mistake(field, f"{found!r} does not have the right form", _form(field, context["pattern"]))
+        fix = _form(field, detail["ctx"]["pattern"])
+        return Mistake(field, f"{found!r} does not have the right form", fix)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return Mistake(
-            field or "file", f"{found!r} is not a section", "Give indented `key: value` lines under it"
-        )
-    for prefix, (wanted, fix) in _KINDS.items():
-        if kind.startswith(prefix):
-            return Mistake(field, f"{found!r} is not {wanted}", fix)
+        return Mistake(field or "file", f"{found!r} is not a section", _as_section(field, found))
+    if (words := value_in_words(detail)) is not None:
+        return Mistake(field, f"{found!r} {words[0]}", words[1])
     message = str(detail["msg"]).rstrip(".")
     return Mistake(field, f"{found!r} is refused: {message}", f"Correct it. {_about(field)}".rstrip(". "))
 
@@ -135,12 +112,28 @@ def _unknown(location: list[str]) -> Mistake:
     if key == "trust_remote_code":
         problem = "code that comes with a model is never run: it would have the rights of the job"
         return Mistake(field, problem, "Remove it, and give a model that transformers itself knows")
+    if (fix := blank_after_colon(key)) is not None:
+        return Mistake(field, "there is no such field", fix)
     suggestion = suggest(section, key)
     if suggestion is not None:
         return Mistake(field, "there is no such field", f"Did you mean {suggestion}?")
     model = section_of(section)
     known = ", ".join(model.model_fields) if model is not None else ""
     return Mistake(field, "there is no such field", f"Remove it; the fields here are {known}")
+
+
+def _as_section(field: str, found: Any) -> str:
+    """How to write the section `field`, as which `found` was given: most likely its first field was meant."""
+    key = field.rpartition(".")[2]
+    if not key or key.isdigit():
+        return "Give indented `key: value` lines under it"
+    model = section_of(field)
+    name, inner = "name", "value"
+    if model is not None:
+        name, info = next(iter(model.model_fields.items()))
+        inner = str(found) if type(found) is info.annotation else "..."
+    mapping = f"{{{name}: {inner}}}"
+    return f"Write `{key}: {mapping}` in the file, or `'{field}={mapping}'` on the command line"
 
 
 def _form(field: str, pattern: str) -> str:

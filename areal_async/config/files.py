@@ -152,24 +152,47 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
     """That each target is a layer of the model. Of a mixture of experts the trainer says so, which knows what
     the layers of its files become; so it does of files that cannot be read."""
-    targets = job.trainer.lora.targets
-    if not targets or not job.model.is_dir() or is_mixture(job.model):
-        return
+    linear = _linear_layers(job.model) if job.trainer.lora.targets else {}
+    if linear and (unknown := [target for target in job.trainer.lora.targets if target not in linear]):
+        yield Mistake(
+            "trainer.lora.targets",
+            f"the model has no layer called {', '.join(unknown)} that can have an adapter",
+            f"Choose of {', '.join(sorted(linear))}",
+            ("model",),
+        )
+
+
+def advise_on_lora(job: JobConfig) -> Iterator[Mistake]:
+    """A warning where an adapter would be no smaller than its layer."""
+    lora = job.trainer.lora
+    widths = _linear_layers(job.model) if lora.rank else {}
+    adapted = {name: width for name, width in widths.items() if not lora.targets or name in lora.targets}
+    if small := {name: width for name, width in adapted.items() if width <= lora.rank}:
+        yield Mistake(
+            "trainer.lora.rank",
+            f"{lora.rank} is not below the smaller side of {', '.join(sorted(small))} (from "
+            f"{min(small.values())}): an adapter there has more numbers than the layer itself",
+            f"Give less than {min(small.values())}, or other trainer.lora.targets",
+            ("model",),
+        )
+
+
+def _linear_layers(model: Path) -> dict[str, int]:
+    """The last part of the name of each linear layer but the output layer, with its smallest side; empty for
+    a mixture of experts and for files that cannot be read."""
+    found: dict[str, int] = {}
+    if not model.is_dir() or is_mixture(model):
+        return found
     with suppress(OSError, ValueError, AttributeError):
-        config = json_in(job.model / "config.json")
+        config = json_in(model / "config.json")
         vocabulary = (config.get("text_config") or config).get("vocab_size")
-        linear = {
-            name.removesuffix(".weight").rpartition(".")[2]
-            for name, tensor in stored_tensors(job.model).items()
-            if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.shape[0] != vocabulary
-        }
-        if linear and (unknown := [target for target in targets if target not in linear]):
-            yield Mistake(
-                "trainer.lora.targets",
-                f"the model has no layer called {', '.join(unknown)} that can have an adapter",
-                f"Choose of {', '.join(sorted(linear))}",
-                ("model",),
-            )
+        for name, tensor in stored_tensors(model).items():
+            *above, last, kind = ["", *name.split(".")]
+            # Embeddings and output layer are as wide as the vocabulary, and in no numbered block.
+            is_block = any(part.isdigit() for part in above)
+            if kind == "weight" and len(tensor.shape) == 2 and (is_block or tensor.shape[0] != vocabulary):
+                found[last] = min(*tensor.shape, found.get(last, tensor.shape[0]))
+    return found
 
 
 def _check_tasks(field: str, path: Path, model: Path) -> tuple[int | None, list[Mistake]]:

@@ -7,6 +7,7 @@ made under it.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import os
@@ -25,7 +26,8 @@ from typing import Any
 import msgspec
 
 from areal_async.config.job import JobConfig
-from areal_async.config.load import job_from_mapping, load_job
+from areal_async.config.load import apply_overrides, job_from_mapping, load_job
+from areal_async.config.yamlfile import read_mapping
 from areal_async.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.commands import control_endpoint
 from areal_async.launch.folders import LOCK, check_run_folder, describe_work, refuse_running, supervisor_of
@@ -309,18 +311,28 @@ def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
     be run any more."""
     run_dir = _run_folder(target)
     _refuse_to_resume(run_dir, target)
-    for override in overrides:
-        name = override.partition("=")[0].strip()
-        if any(name == field or name.startswith(f"{field}.") for field in FIXED):
+    recorded = read_mapping(run_dir / "job.yaml")
+    asked = copy.deepcopy(recorded)
+    apply_overrides(asked, overrides)  # Mistakes in them are told below
+    for name in FIXED:
+        old, new = _value(recorded, name), _value(asked, name)
+        if old != new:
             raise RunFolderError(
-                f"{name} cannot be changed on resume: the run in {run_dir} was begun with another value, and "
-                "what it has made depends on it. Start a job of another name instead."
+                f"{name} cannot be changed on resume: the run in {run_dir} was begun with {old!r}, not "
+                f"{new!r}, and what it has made depends on it. Start a job of another name instead."
             )
     # The folder may have been moved since.
     job = load_job(run_dir / "job.yaml", [*overrides, f"run_dir={run_dir.parent}"])
     if job.job != run_dir.name:
         raise RunFolderError(f"{run_dir} holds the run of job {job.job!r}: rename the folder to {job.job}")
     return job
+
+
+def _value(content: Any, field: str) -> Any:
+    """The value of a dotted field; None where it is not given."""
+    for key in field.split("."):
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
 
 
 def _refuse_to_resume(run_dir: Path, target: Path) -> None:

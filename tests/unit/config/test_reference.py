@@ -48,6 +48,7 @@ def test_a_default_is_that_of_its_place():
         ("buffer", "max_stale", "buffer.max_staleness"),
         ("", "learning_rate", None),
         ("trainer", "lr", "trainer.optimizer.lr"),
+        ("trainer", "rank", "trainer.ranks"),
         ("rollout", "temperature", "rollout.sampling.temperature"),
         ("", "max_stalness", "buffer.max_staleness"),
         ("nowhere", "metrics_port", "observe.metrics_port"),

@@ -130,11 +130,20 @@ def test_a_folder_that_was_moved_is_where_it_is(run_dir, tmp_path):
         "policy=bob",
         "trainer.lora.alpha=64",
         "trainer.lora.rank=8",
+        "trainer={lora: {rank: 8}}",
     ],
 )
 def test_what_batches_and_weights_depend_on_cannot_be_changed(run_dir, override):
     with pytest.raises(RunFolderError, match="cannot be changed on resume"):
         job_to_resume(run_dir, [override])
+
+
+def test_a_value_that_cannot_be_changed_is_told_with_the_one_that_was_asked_for(run_dir):
+    with pytest.raises(RunFolderError, match=r"seed cannot .* begun with 0, not 3, and"):
+        job_to_resume(run_dir, ["seed=3"])
+    with pytest.raises(RunFolderError, match=r"trainer\.lora cannot .*'rank': 0.*, not \{'rank': 8\}"):
+        job_to_resume(run_dir, ["trainer.lora={rank: 8}"])
+    assert job_to_resume(run_dir, ["seed=0"]).seed == 0
 
 
 def test_nothing_to_resume_is_said_with_what_to_do(job_file, run_dir, tmp_path):
