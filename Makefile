@@ -14,14 +14,15 @@ ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 .PHONY: help quickstart packages wheelhouse wheelhouse-check reverb-env engines test test-quick test-engines lint format clean
 
 help:
-	@echo "make quickstart   set up, then train a tiny model through all services (a few minutes)"
-	@echo "make test         set up, then every test but those of the SGLang and vLLM environments"
-	@echo "make test-quick   the tests that need no minute-long run (at most 3 minutes)"
-	@echo "make engines      make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
-	@echo "make test-engines make them, then run the tests against the real servers"
-	@echo "make lint         ruff and mypy"
-	@echo "make wheelhouse   collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
-	@echo "make clean        remove the environment and caches; runs/ and $(ENGINES)/ stay"
+	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
+	@echo "make test              set up, then every test but those of the SGLang and vLLM environments"
+	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
+	@echo "make engines           make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
+	@echo "make test-engines      make them, then run the tests against the real servers"
+	@echo "make lint              ruff and mypy"
+	@echo "make wheelhouse        collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
+	@echo "make wheelhouse-check  try those wheels in an environment that has torch and transformers alone"
+	@echo "make clean             remove the environment and caches; runs/ and $(ENGINES)/ stay"
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed: install it, or name it with PYTHON=/path/to/python3.11"; exit 1; }

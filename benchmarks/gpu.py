@@ -4,9 +4,10 @@
     python benchmarks/gpu.py --device cpu --tiny --minutes 3
 
 Needs Python, torch with CUDA and transformers; what else is missing is taken from `wheelhouse/` (`make
-wheelhouse`) without a network. Each part is a process of its own with a share of the time that is left: one
-that fails, hangs or runs out of memory is recorded with its error, and the rest goes on. After each part
-`gpu.json` is written, and what a part had found when its time was up is kept.
+wheelhouse`) without a network. Each part is a process of its own with a share of the time that is left, and
+20 s at least while there are as many: one that fails, hangs or runs out of memory is recorded with its error,
+and the rest goes on. After each part `gpu.json` is written, and what a part had found when its time was up is
+kept.
 
 - `train-none`, `train-selective`, `train-full`: a random Qwen2.5-1.5B in bf16, rows of 8k tokens, by
   recomputation: tokens/s, MFU, peak memory beside the plan's figure. `train-offload`: `full`, with AdamW's
@@ -52,6 +53,33 @@ SHARES = {
 """The parts in their order, with their weights in the time that is left."""
 ENDING_S = 5.0
 """Seconds that are kept for the picture, and in which a part that is told to end must have ended."""
+LEAST_S = 20.0
+"""Seconds that a part has at least, while there are as many: imports take some, and `nccl` imports twice."""
+
+
+def device_error(device: str) -> str:
+    """Why nothing can be measured on this device, and what to do; empty if all is well."""
+    import torch
+
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        return f"{device!r} is not a device: name one as cuda:0, or cpu."
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type != "cuda" or (wanted.index or 0) < seen:
+        return ""
+    if seen:
+        return f"There is no {device}: torch sees {seen} GPU(s), from cuda:0 to cuda:{seen - 1}."
+    return (
+        f"torch {torch.__version__} sees no GPU: run this where `nvidia-smi` shows one, with a build of torch"
+        " for CUDA that suits its driver, or try the script itself with --device cpu --tiny."
+    )
+
+
+def time_for(parts: list[str], left_s: float) -> float:
+    """Seconds for the first of `parts`, when the time that is left is for all of them."""
+    share = SHARES[parts[0]] / sum(SHARES[name] for name in parts)
+    return max(left_s * share, min(left_s, LEAST_S))
 
 
 def wheels_missing(wheelhouse: Path) -> list[Path]:
@@ -121,10 +149,13 @@ def main() -> int:
     parser.add_argument("--wheelhouse", type=Path, default=ROOT / "wheelhouse")
     options = parser.parse_args()
     until_s = time.monotonic() + 60 * options.minutes - ENDING_S
-    options.out.mkdir(parents=True, exist_ok=True)
     wanted = options.parts.split(",") if options.parts else list(SHARES)
     if unknown := set(wanted) - SHARES.keys():
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(SHARES)}")
+    if error := device_error(options.device):
+        print(error, file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
     parts = [name for name in SHARES if name in wanted or (name == "model" and wanted != ["quickstart"])]
     results: dict[str, Any] = {"minutes": options.minutes, "device": options.device, "tiny": options.tiny}
     results["parts"] = {}
@@ -137,11 +168,12 @@ def main() -> int:
         env = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         for index, name in enumerate(parts):
             left = until_s - time.monotonic()
-            limit_s = left * SHARES[name] / sum(SHARES[other] for other in parts[index:])
-            if limit_s < ENDING_S and not options.tiny:
+            if left < ENDING_S:
                 results["parts"][name] = {"status": "not begun: time was up"}
                 continue
-            found = run_part(name, limit_s, scratch / f"{name}.json", options, scratch, env)
+            found = run_part(
+                name, time_for(parts[index:], left), scratch / f"{name}.json", options, scratch, env
+            )
             results["parts"][name] = found
             _write(options.out / "gpu.json", results)
             told = {key: value for key, value in found.items() if key not in ("log", "runs")}

@@ -9,13 +9,16 @@ they suit, that of this interpreter otherwise. pyarrow is left out: it is as lar
 only task files in parquet and exports of episodes need it.
 
 `check` makes an environment that sees torch, transformers and their requirements alone, installs the wheels
-there without an index, imports every module and generates, trains and draws (`benchmarks/gpu.py --tiny`).
+there without an index, imports every module and generates, trains and draws (`benchmarks/gpu.py --tiny`). Its
+last line says whether the wheelhouse works.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -23,6 +26,7 @@ import tempfile
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -31,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 THERE = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface-hub", "hf-xet")
 LEFT_OUT = ("pyarrow",)
 MOST_BYTES = 60_000_000
+TRIED = ("train-none", "decode", "update", "quickstart")
+"""The parts of `benchmarks/gpu.py` that `check` runs."""
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 failed = []
@@ -91,6 +97,10 @@ def collect(folder: Path, python: str | None) -> int:
 
 
 def check(folder: Path) -> int:
+    wheels = sorted(folder.glob("*.whl"))
+    if not wheels:
+        print(f"There are no wheels in {folder}: collect them with make wheelhouse.")
+        return 1
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         seen = root / "seen"
@@ -120,21 +130,41 @@ def check(folder: Path) -> int:
             return 1
         target = root / "packages"
         pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target]
-        subprocess.run([*pip, *sorted(folder.glob("*.whl"))], env=environment, check=True)
+        if subprocess.run([*pip, *wheels], env=environment, check=False).returncode:
+            print(f"The wheels in {folder} cannot be installed with Python {platform.python_version()}.")
+            return 1
         told = environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{target}"}
         done = subprocess.run([python, "-c", IMPORT_ALL], env=told, check=False)
         if done.returncode:
+            print(f"{folder} lacks what the modules above need: collect it anew with make wheelhouse.")
             return done.returncode
+        out = root / "out"
         command = [python, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--tiny", "--minutes", "8"]
-        command += [
-            "--parts",
-            "train-none,decode,update,quickstart",
-            "--out",
-            root / "out",
-            "--wheelhouse",
-            folder,
-        ]
-        return subprocess.run(command, env=environment, check=False).returncode
+        command += ["--parts", ",".join(TRIED), "--out", out, "--wheelhouse", folder]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            for line in run.stdout or ():
+                if not line.endswith("are written\n"):  # into a folder that is gone when this ends
+                    print(line, end="", flush=True)
+        parts = json.loads((out / "gpu.json").read_text())["parts"] if (out / "gpu.json").exists() else {}
+    status, told = verdict(wheels, parts, drawn=run.returncode == 0)
+    print(told)
+    return status
+
+
+def verdict(wheels: list[Path], parts: dict[str, Any], *, drawn: bool) -> tuple[int, str]:
+    """The exit status of `check` and its closing sentence, by what became of the parts of `gpu.py`."""
+    failed = [
+        f"{name} ({found.get('error') or found['status']})"
+        for name in ("model", *TRIED)
+        if (found := parts.get(name, {"status": "not begun"}))["status"] != "ok"
+    ]
+    if failed or not drawn:
+        return 1, f"The wheelhouse does not suffice: {', '.join(failed or ['the picture'])} did not work."
+    size = sum(path.stat().st_size for path in wheels)
+    return 0, (
+        f"The wheelhouse works: beside torch and transformers, its {len(wheels)} wheels ({size / 1e6:.1f} MB)"
+        " are all that areal-async needs to generate, train, update an engine and run the quickstart."
+    )
 
 
 def main() -> int:

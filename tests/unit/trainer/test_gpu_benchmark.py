@@ -1,6 +1,8 @@
 """`benchmarks/gpu.py` on the CPU with tiny sizes, and what becomes of a part that fails or hangs."""
 
 import argparse
+import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +14,9 @@ import gpu
 import gpu_parts
 import pytest
 import torch
-from gpu_picture import draw
+from gpu_picture import draw, picture_of
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 FAKE = """
 import sys, time, pathlib
@@ -67,6 +71,105 @@ def test_only_the_packages_that_are_missing_are_taken_from_the_wheelhouse(tmp_pa
     for name in ("numpy-2.4.6-cp311-x.whl", "Areal_Not_There-1.0-py3-none-any.whl"):
         (tmp_path / name).touch()
     assert [path.name[:5] for path in gpu.wheels_missing(tmp_path)] == ["Areal"]
+
+
+def test_every_part_has_time_for_its_imports_while_there_is_as_much():
+    assert gpu.time_for(["nccl", "train-selective", "train-offload", "quickstart"], 60.0) == 20
+    assert gpu.time_for(["nccl", "quickstart"], 12.0) == 12
+    assert gpu.time_for(["train-none", "quickstart"], 520.0) == pytest.approx(120)
+
+
+def test_without_a_gpu_nothing_starts_and_one_sentence_says_what_to_do(tmp_path):
+    command = [sys.executable, gpu.__file__, "--device", "cuda", "--out", tmp_path / "out"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "sees no GPU" in done.stderr
+    assert "--device cpu --tiny" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def _results(scale, measured):
+    """Results of every part, with times and sizes in proportion to `scale`, or of a CPU's few figures."""
+    train = {"status": "ok", "took_s": 38.2, "tokens": 8192, "tokens_per_s": 38_412 * scale}
+    train |= {"planned_bytes": int(61.3 * scale * 2**30), "mfu": 0.42 if measured else None}
+    train |= {"peak_bytes": int(60.2 * scale * 2**30)} if measured else {}
+    runs = [
+        {
+            "in_flight": n,
+            "tokens_per_s": 92 * n**0.95 * scale,
+            "roofline_tokens_per_s": 1085 * n**0.93 if measured else None,
+        }
+        for n in ((1, 8, 32, 128) if measured else (1, 4))
+    ]
+    keys = ("copy_to_host_s", "step_blocked_s", "published_s", "verify_s", "stall_s")
+    took = {key: scale * value for key, value in zip(keys, (0.06, 0.08, 2.41, 1.37, 0.41), strict=True)}
+    broke = {"status": "failed", "took_s": 12.0, "error": "OutOfMemoryError: it wanted $3 GiB " + 9 * "more "}
+    parts = {
+        "model": {
+            "status": "ok",
+            "name": "NVIDIA H100 80GB HBM3" if measured else "cpu",
+            "parameters": 1.5e9,
+        },
+        "train-none": train if measured else broke,
+        "train-full": train,
+        "decode": {"status": "ok", "took_s": 51.0, "runs": runs},
+        "update": {"status": "ok", "took_s": 31.0, "bytes": int(3e9 * scale), **took},
+        "nccl": {"status": "time was up", "took_s": 19.4, "backend": "gloo", "bytes_per_s": 3.61e11 * scale},
+        "train-selective": train,
+        "train-offload": train,
+        "quickstart": {"status": "not begun: time was up"},
+    }
+    if not measured:
+        parts["quickstart"] = {"status": "ok", "took_s": 29.0, "curve": [[0, 0.002], [1, 0.002], [2, 0.002]]}
+    return {"device": "cuda:0", "parts": parts}
+
+
+@pytest.mark.parametrize(("scale", "measured"), [(1.0, True), (1e-3, False), (1e-5, False)])
+def test_no_text_of_the_picture_meets_another_or_leaves_it(scale, measured):
+    figure = picture_of(_results(scale, measured))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+    not_drawn = {
+        tick.label1
+        for axis in axes
+        for tick in axis.get_major_ticks()
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    boxes = {text: text.get_window_extent(canvas.get_renderer()) for text in texts if text not in not_drawn}
+    for text, box in boxes.items():
+        of_axis = text.axes and text.get_text() == text.axes.get_title(loc="left")
+        room = text.axes.bbox if of_axis else figure.bbox
+        assert room.x0 - 1 <= box.x0 < box.x1 <= room.x1 + 1, text
+    for (one, first), (other, second) in itertools.combinations(boxes.items(), 2):
+        assert not first.overlaps(second), (one, other)
+
+
+def test_units_of_the_picture_are_chosen_by_size():
+    told = {text.get_text() for text in picture_of(_results(1e-3, measured=False)).findobj(Text)}
+    assert {"2.41 ms", "time (ms)", "peak memory (MiB)", "62.8", "361 MB/s, gloo"} <= told
+    assert not any("MFU" in text or text == "measured" for text in told)
+    told = {text.get_text() for text in picture_of(_results(1.0, measured=True)).findobj(Text)}
+    assert {"2.41 s", "peak memory (GiB)", "60.2", "38,412\nMFU 0.42", "361 GB/s, gloo"} <= told
+
+
+def test_the_check_of_a_wheelhouse_ends_with_what_works_or_what_is_missing(tmp_path):
+    path = Path(gpu.ROOT, "deploy", "wheelhouse.py")
+    spec = importlib.util.spec_from_file_location("wheelhouse", path)
+    wheelhouse = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheelhouse)
+    (tmp_path / "a-1.whl").write_bytes(bytes(2_500_000))
+    parts = {name: {"status": "ok"} for name in ("model", *wheelhouse.TRIED)}
+    status, told = wheelhouse.verdict([tmp_path / "a-1.whl"], parts, drawn=True)
+    assert (status, told[:20]) == (0, "The wheelhouse works")
+    assert "1 wheels (2.5 MB)" in told
+    parts["decode"] = {"status": "failed", "error": "ModuleNotFoundError: No module named 'h11'"}
+    status, told = wheelhouse.verdict([], parts, drawn=True)
+    assert status == 1
+    assert "decode (ModuleNotFoundError: No module named 'h11')" in told
+    assert wheelhouse.check(tmp_path / "nowhere") == 1
 
 
 @pytest.mark.slow
