@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ def check_files(job: JobConfig) -> list[Mistake]:
     return mistakes
 
 
+def check_config(job: JobConfig) -> list[Mistake]:
+    """Every mistake about the `config.json` of the job's model, whatever else is there of it."""
+    return [*_check_model(job, weights=False)]
+
+
 def _check_run_dir(run_dir: Path) -> Iterator[Mistake]:
     nearest = run_dir
     while not nearest.exists() and nearest != nearest.parent:
@@ -70,7 +75,7 @@ def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
             yield Mistake(field, problem, "Correct the path or its permissions")
 
 
-def _check_model(job: JobConfig) -> Iterator[Mistake]:
+def _check_model(job: JobConfig, *, weights: bool = True) -> Iterator[Mistake]:
     model = job.model
     if not model.is_dir():
         found = "is a file" if model.exists() else "does not exist"
@@ -80,7 +85,8 @@ def _check_model(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("model", f"{model} {found}", fix)
         return
     config = json_in(model / "config.json")
-    yield from model_mistakes(model, config, "model")
+    if weights or config is None:
+        yield from model_mistakes(model, config, "model")
     if isinstance(config, dict):
         yield from _check_model_config(job, config)
 
@@ -152,7 +158,14 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
     """That each target is a layer of the model. Of a mixture of experts the trainer says so, which knows what
     the layers of its files become; so it does of files that cannot be read."""
-    linear = _linear_layers(job.model) if job.trainer.lora.targets else {}
+    with suppress(OSError, ValueError):
+        if job.trainer.lora.targets and job.model.is_dir():
+            yield from lora_target_mistakes(job, _stored_shapes(job.model))
+
+
+def lora_target_mistakes(job: JobConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Mistake]:
+    """`_check_lora_targets` for a model whose tensors have these names and shapes."""
+    linear = _linear_layers(job.model, shapes) if job.trainer.lora.targets else {}
     if linear and (unknown := [target for target in job.trainer.lora.targets if target not in linear]):
         yield Mistake(
             "trainer.lora.targets",
@@ -164,8 +177,9 @@ def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:
 
 def advise_on_lora(job: JobConfig) -> Iterator[Mistake]:
     """A warning where an adapter would be no smaller than its layer."""
-    lora = job.trainer.lora
-    widths = _linear_layers(job.model) if lora.rank else {}
+    lora, widths = job.trainer.lora, {}
+    with suppress(OSError, ValueError):
+        widths = _linear_layers(job.model, _stored_shapes(job.model)) if lora.rank else {}
     adapted = {name: width for name, width in widths.items() if not lora.targets or name in lora.targets}
     if small := {name: width for name, width in adapted.items() if width <= lora.rank}:
         yield Mistake(
@@ -177,21 +191,25 @@ def advise_on_lora(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
-def _linear_layers(model: Path) -> dict[str, int]:
+def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in stored_tensors(model).items()}
+
+
+def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """The last part of the name of each linear layer but the output layer, with its smallest side; empty for
     a mixture of experts and for files that cannot be read."""
     found: dict[str, int] = {}
-    if not model.is_dir() or is_mixture(model):
+    if is_mixture(model):
         return found
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(AttributeError):
         config = json_in(model / "config.json")
         vocabulary = (config.get("text_config") or config).get("vocab_size")
-        for name, tensor in stored_tensors(model).items():
+        for name, shape in shapes.items():
             *above, last, kind = ["", *name.split(".")]
             # Embeddings and output layer are as wide as the vocabulary, and in no numbered block.
             is_block = any(part.isdigit() for part in above)
-            if kind == "weight" and len(tensor.shape) == 2 and (is_block or tensor.shape[0] != vocabulary):
-                found[last] = min(*tensor.shape, found.get(last, tensor.shape[0]))
+            if kind == "weight" and len(shape) == 2 and (is_block or shape[0] != vocabulary):
+                found[last] = min(*shape, found.get(last, shape[0]))
     return found
 
 

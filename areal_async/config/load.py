@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from areal_async.config.checks import check_fields
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import explain, job_fields
-from areal_async.config.files import OWN_CODE, check_files
+from areal_async.config.files import OWN_CODE, check_config, check_files
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import PART_FIELDS, arguments_of
 from areal_async.config.reward import FOLDER_OR_NAME
@@ -39,21 +39,32 @@ PATH_FIELDS = tuple(
     path for path, field in job_fields().items() if Path in (field.annotation, *get_args(field.annotation))
 )
 OF_A_POLICY = ("model", "trainer", "rollout")  # What each policy has of its own
+OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
+"""Fields and sections that the trainer's memory depends on, each with a dot behind it."""
 
 
-def load_job(path: Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
+def load_job(
+    path: Path, overrides: Sequence[str] = (), *, files: bool = True, memory: bool = False
+) -> JobConfig:
     """Read, override, resolve and check a job file; nothing is started and no user code is imported.
 
     `overrides` are `dotted.key=value` with the value in YAML. Relative paths, also those of overrides, are
     relative to the job file's folder. Without `files` what the job points at need not be there (any more).
-    Raises `ConfigError` with every mistake found.
+    With `memory` only what the trainer's memory depends on must hold, and of all files the model's
+    config.json alone. Raises `ConfigError` with every mistake found.
     """
-    content = read_mapping(path)
-    return job_from_mapping(content, overrides, source=str(path), base=path.resolve().parent, files=files)
+    content, base = read_mapping(path), path.resolve().parent
+    return job_from_mapping(content, overrides, source=str(path), base=base, files=files, memory=memory)
 
 
 def job_from_mapping(
-    content: dict[str, Any], overrides: Sequence[str] = (), *, source: str, base: Path, files: bool = True
+    content: dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: str,
+    base: Path,
+    files: bool = True,
+    memory: bool = False,
 ) -> JobConfig:
     """`load_job` for a job that is already a mapping; `source` names it in errors."""
     if (where := too_nested(content)) is not None:
@@ -64,18 +75,29 @@ def job_from_mapping(
     content, policy, of_policies = _flattened(content)
     _resolve_paths(content, base)
     job, structural = _validate(content)
-    mistakes += structural
+    mistakes += [m for m in structural if job is None or not memory or _is_of_memory(m) or _is_unknown(m)]
     if job is not None:
         broken = {mistake.field for mistake in structural}
-        mistakes += [
-            mistake
-            for mistake in (*check_fields(job), *(check_files(job) if files else ()))
-            if not broken & {mistake.field, *mistake.involves}
-        ]
+        rules = memory_mistakes(job) if memory else (*check_fields(job), *(check_files(job) if files else ()))
+        mistakes += [mistake for mistake in rules if not broken & {mistake.field, *mistake.involves}]
     mistakes = of_policies + _as_written(mistakes, policy)
     if mistakes or job is None:
         raise ConfigError(source, mistakes)
     return job
+
+
+def memory_mistakes(job: JobConfig) -> list[Mistake]:
+    """Broken rules of what the trainer's memory depends on."""
+    return [*filter(_is_of_memory, check_fields(job)), *check_config(job)]
+
+
+def _is_of_memory(mistake: Mistake) -> bool:
+    return f"{mistake.field}.".startswith(OF_MEMORY)
+
+
+def _is_unknown(mistake: Mistake) -> bool:
+    """Whether no field is called so: it may be one of any section, misspelt."""
+    return not f"{mistake.field}.".startswith(tuple(f"{path}." for path in job_fields()))
 
 
 def dump_job(job: JobConfig) -> str:

@@ -132,7 +132,7 @@ def storage_of(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Storage]:
         names[id(tensor)].append(name)
     stored = {name for tied in names.values() for name in [n for n in tied if n in found][:1]}
     if missing := [tied[0] for tied in names.values() if not stored.intersection(tied)]:
-        absent = [name for key in missing for name in _names_in_files(model, {key: state[key]})]
+        absent = [name for key in missing for name in names_in_files(model, {key: state[key]})]
         raise NamesMismatch(f"lacks {_listed(absent)}")
     return {name: storage for name, storage in found.items() if name in stored}
 
@@ -190,7 +190,7 @@ class _Tracer:
         """Raise `NamesMismatch` unless the tensors are, name by name, what transformers would write."""
         if len(self._converters[next(iter(names))].target_patterns) > 1:
             return  # It would take the other parameters that they are made into, too
-        wanted = _names_in_files(self._model, {target: state[target]})
+        wanted = names_in_files(self._model, {target: state[target]})
         given = [name for group in names.values() for name in group]
         if set(given) <= wanted.keys():
             if lacking := sorted(wanted.keys() - set(given), key=dot_natural_key):
@@ -262,7 +262,7 @@ def _box(target: str, names: Sequence[str], shapes: Mapping[str, Shape], want: S
     return BoxOfFile(names[0], want, (0,) * len(want))
 
 
-def _names_in_files(model: Any, state: Mapping[str, Tensor]) -> dict[str, Shape]:
+def names_in_files(model: Any, state: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Names and shapes under which transformers would write these tensors of the model."""
     meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
     return {name: tuple(t.shape) for name, t in revert_weight_conversion(model, meta).items()}

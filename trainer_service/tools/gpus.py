@@ -6,6 +6,7 @@ part holds error-correcting codes. Rates are of dense bf16 with fp32 sums, witho
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 MIB = 1 << 20
@@ -39,6 +40,13 @@ def gpu_named(name: str) -> Gpu | None:
     """The GPU that a person calls so: `H100`, `h100`, `rtx 4090`, `A100-80`."""
     wanted = _plain(name)
     return next((gpu for gpu in GPUS if _plain(gpu.name) == wanted), None)
+
+
+def similar_names(name: str) -> list[str]:
+    """Known GPUs whose names begin so, or else are close to it."""
+    wanted, known = _plain(name), {_plain(gpu.name): gpu.name for gpu in GPUS}
+    begin = [full for plain, full in known.items() if wanted and plain.startswith(wanted)]
+    return begin or [known[plain] for plain in difflib.get_close_matches(wanted, known)]
 
 
 def gpu_of_device(name: str, memory_bytes: int) -> Gpu:

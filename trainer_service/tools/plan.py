@@ -1,14 +1,16 @@
 """`areal-async plan`: the memory that a job's trainer needs on each rank, and what fits.
 
-Reads the job file, the model's `config.json` and the headers of its safetensors files; no weights. torch is
-imported only to ask which GPU is visible, where there is one.
+Reads the job file, the model's `config.json` and the headers of its safetensors files, no weights; without
+these files transformers says what they would hold. Else torch is imported only to ask which GPU is visible,
+where there is one.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,16 @@ from rich.table import Table
 
 from areal_async.cli.tools import PlanRequest, run_tool
 from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.files import lora_target_mistakes
 from areal_async.config.job import JobConfig
-from areal_async.config.load import load_job
+from areal_async.config.load import load_job, memory_mistakes
 from areal_async.config.parts import load_part
-from areal_async.modelfiles import stored_tensors
+from areal_async.modelfiles import stored_tensors, weight_files
+from areal_async.registry import PartError
 from areal_async.weights.channels import shared_copies
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of
-from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device
+from trainer_service.tools.fitting import MOST_RANKS, changes_that_fit, longest_pass
+from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device, similar_names
 
 RESERVED_BYTES = 3 << 29  # The CUDA context, and workspaces of cuBLAS and NCCL
 FRAGMENTED_SHARE = 0.05  # What the caching allocator cannot give out
@@ -35,10 +40,12 @@ MIB = 1 << 20
 
 def main(request: PlanRequest) -> None:
     """Print the plan. Raises `ConfigError` for a job or a model that cannot be read."""
-    job = load_job(Path(request.job_file), request.overrides or ())
+    job = load_job(Path(request.job_file), request.overrides or (), memory=True)
     gpu = _gpu(request.gpu, job)
     model, rank = job_memory(job, request.job_file)
-    found = figures(job, model, rank, gpu)
+    found = figures(job, model, rank, gpu) | {"shapes_of_config": not _has_weights(job.model)}
+    if gpu is not None and not found["gpu"]["fits"]:
+        found["gpu"]["enough"] = changes_that_fit(job, lambda other: _most_tokens(other, job, gpu))
     if request.as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -56,18 +63,44 @@ def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMem
         )
     try:
         config = json.loads((job.model / "config.json").read_bytes())
-        model, rank = part.memory(job.trainer, config, tensor_shapes(job.model))
+        tensors = tensor_shapes(job.model)
+        model, rank = part.memory(job.trainer, config, tensors)
     except (OSError, ValueError) as error:
-        fix = "Name a Hugging Face directory of a causal language model with safetensors weights"
+        fix = "Name a Hugging Face directory of a causal language model"
         raise ConfigError(
             source, [Mistake("model", f"{job.model} cannot be planned: {error}", fix)]
         ) from None
+    if mistakes := [*lora_target_mistakes(job, tensors)]:
+        raise ConfigError(source, mistakes)
     return model, rank
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in the safetensors files of a model directory, from the headers alone."""
-    return {name: stored.shape for name, stored in stored_tensors(folder).items()}
+@cache
+def tensor_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of all tensors in the safetensors files of a model directory, from the headers alone, or those
+    that they would hold by its `config.json`. Raises `OSError` and ValueError."""
+    if _has_weights(folder):
+        return {name: stored.shape for name, stored in stored_tensors(folder).items()}
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from areal_async.weights.names import names_in_files
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
+        state = model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(state.items())}  # of tied names
+        return names_in_files(model, {name: state[name] for name in first.values()})
+    except Exception as error:  # it raises whatever a configuration that it does not know leads to
+        raise ValueError(f"transformers makes no model of its config.json: {error}") from error
+
+
+def _has_weights(folder: Path) -> bool:
+    files = weight_files(folder)
+    return bool(files) and all(path.is_file() for path in files)
 
 
 def usable_bytes(gpu: Gpu) -> int:
@@ -83,8 +116,11 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
         "copy for checkpoints, all ranks": 3 * rank.gradients * options_of(job.trainer).shards,
         "offloaded AdamW moments, all ranks": rank.host_optimizer * job.trainer.ranks,
     }
-    if job.kind == "rl":
-        shared = shared_copies(job)
+    try:
+        shared = shared_copies(job) if job.kind == "rl" else None
+    except PartError:
+        shared = None  # What an engine needs that is not there is not known
+    if shared is not None:
         found |= {
             "published snapshots (shared memory)": shared.snapshots * published,
             "those that evaluations hold, at most": shared.evaluated * published,
@@ -92,12 +128,6 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
             "merged models (shared memory)": shared.merged * _number_bytes(job) * model.size,
         }
     return {name: size for name, size in found.items() if size}
-
-
-def longest_pass(job: JobConfig) -> int:
-    """Most tokens of one pass: a row that is longer than a micro-batch gets one of its own."""
-    longest_row = job.rollout.max_model_len if job.kind == "rl" else 0
-    return max(job.trainer.micro_batch_tokens, longest_row)
 
 
 def _number_bytes(job: JobConfig) -> int:
@@ -110,10 +140,27 @@ def _published_bytes(job: JobConfig, model: ModelShape) -> int:
     return _number_bytes(job) * (adapters if lora.rank else model.size)
 
 
+def _sent_bytes(job: JobConfig, model: ModelShape) -> int:
+    return _published_bytes(job, model) if job.kind == "rl" and job.weights.channel == "nccl" else 0
+
+
+def _tokens_that_fit(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu) -> int:
+    room, sent = usable_bytes(gpu), _sent_bytes(job, model)
+    # A version is exported whole, beside the copy that it becomes, before the next pass.
+    return rank.tokens_that_fit(room - sent) if rank.state + 2 * sent <= room else 0
+
+
+def _most_tokens(changed: JobConfig, job: JobConfig, gpu: Gpu) -> int:
+    """Tokens that fit after a change of `job`; 0 where that breaks a rule."""
+    if set(memory_mistakes(changed)) - set(memory_mistakes(job)):
+        return 0
+    return _tokens_that_fit(changed, *job_memory(changed), gpu)
+
+
 def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None) -> dict[str, Any]:
     """Everything that is printed, in bytes."""
     trainer, tokens = job.trainer, longest_pass(job)
-    sent = _published_bytes(job, model) if job.kind == "rl" and job.weights.channel == "nccl" else 0
+    sent = _sent_bytes(job, model)
     found: dict[str, Any] = {
         "model": str(job.model),
         "parameters": model.size,
@@ -138,7 +185,6 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         },
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "longest_pass_tokens": tokens,
-        # A version is exported whole, beside the copy that it becomes, before the next pass.
         "peak_bytes": max(rank.peak(tokens) + sent, rank.state + 2 * sent),
         "host_bytes": host_bytes(job, model, rank),
         "uncounted_layers": model.uncounted,
@@ -146,11 +192,13 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
     if sent:
         found["bytes_per_rank"][NCCL_COPY] = sent
     if gpu is not None:
+        fits = _tokens_that_fit(job, model, rank, gpu)
         found["gpu"] = {
             "name": gpu.name,
             "memory_bytes": gpu.memory_bytes,
             "usable_bytes": usable_bytes(gpu),
-            "tokens_that_fit": rank.tokens_that_fit(usable_bytes(gpu) - sent),
+            "tokens_that_fit": fits,
+            "fits": tokens <= fits,
         }
     return found
 
@@ -160,10 +208,9 @@ def _gpu(name: str | None, job: JobConfig) -> Gpu | None:
     if name is not None:
         if found := gpu_named(name):
             return found
-        known = ", ".join(gpu.name for gpu in GPUS)
-        raise ConfigError(
-            "the command line", [Mistake("--gpu", f"{name} is in no table", f"Known are {known}")]
-        )
+        near, known = similar_names(name), ", ".join(gpu.name for gpu in GPUS)
+        fix = f"Did you mean {' or '.join(near)}?" if near else f"Known are {known}"
+        raise ConfigError("the command line", [Mistake("--gpu", f"{name} is in no table", fix)])
     if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
         return None
     import torch
@@ -181,6 +228,8 @@ def _show(found: Mapping[str, Any]) -> None:
     options = [f"{name}: {json.dumps(value)}" for name, value in found["backend_args"].items()]
     options += [f"lora of rank {found['lora_rank']}"] if found["lora_rank"] else []
     console.print(found["model"], markup=False)
+    if found["shapes_of_config"]:
+        console.print("Its shapes are those of config.json: its safetensors files are not all there.")
     console.print(
         f"{_count(found['parameters'])} parameters in {found['blocks']} blocks; {found['dtype']} on {ranks}",
         markup=False,
@@ -199,8 +248,9 @@ def _show(found: Mapping[str, Any]) -> None:
         console.print("No GPU is visible: name one with --gpu to see what fits.")
     else:
         console.print(f"{gpu['name']}: {_size(gpu['usable_bytes'])} for tensors", markup=False)
-        alone = NCCL_COPY in found["bytes_per_rank"]  # that channel takes neither more ranks nor adapters
-        console.print(_what_fits(gpu["tokens_that_fit"], tokens, what, alone=alone), markup=False)
+        console.print(_what_fits(gpu["tokens_that_fit"], tokens, what), markup=False)
+        if not gpu["fits"]:
+            console.print(_what_to_do(gpu["enough"]), markup=False)
     if layers := found["uncounted_layers"]:
         console.print(
             f"Not counted is what these layers of a block keep: {', '.join(layers)}.\n"
@@ -218,16 +268,17 @@ def _show_sizes(console: Console, title: str, sizes: Mapping[str, str]) -> None:
     console.print(title, table, sep="\n")
 
 
-def _what_fits(fits: int, tokens: int, what: str, *, alone: bool) -> str:
+def _what_fits(fits: int, tokens: int, what: str) -> str:
     if not fits:
-        more = "weights.channel: shm and then more ranks" if alone else "more ranks, trainer.lora"
-        return f"The model does not fit: use {more} or offload_optimizer."
+        return "The model does not fit."
     told = f"Micro-batches of up to {fits:,} tokens fit; the job's {what} of {tokens:,}"
-    if tokens <= fits:
-        return f"{told} does too."
-    lower = "trainer.micro_batch_tokens" if what == "micro-batch" else "rollout.max_model_len"
-    more = "weights.channel: shm" if alone else "more ranks"
-    return f"{told} does not.\nLower {lower}, set recompute, or use {more}."
+    return f"{told} does too." if tokens <= fits else f"{told} does not."
+
+
+def _what_to_do(enough: Sequence[str]) -> str:
+    if not enough:
+        return f"Nothing that a job says changes that, on up to {MOST_RANKS} ranks: take a larger GPU."
+    return "\n  ".join(["It does with any of these lines, behind the job file:", *enough])
 
 
 def _size(n_bytes: int) -> str:

@@ -1,18 +1,24 @@
 """The memory model, and `areal-async plan`."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import memory
 import pytest
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from areal_async.config.job import JobConfig
-from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, shape_of
-from trainer_service.tools.gpus import gpu_named, gpu_of_device
+from areal_async.config.load import apply_overrides
+from tests.unit.families import FAMILIES, config_of
+from trainer_service.backends.fsdp.memory import MemoryOptions, options_of, rank_memory, shape_of
+from trainer_service.tools.fitting import changes_that_fit, longest_pass
+from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device, similar_names
 from trainer_service.tools.plan import figures, host_bytes, job_memory, usable_bytes
 
 HIDDEN, WIDTH, VOCABULARY, EXPERT, N_EXPERTS = 64, 160, 1000, 48, 4
@@ -273,12 +279,9 @@ def test_the_plan_of_a_job_is_told_from_headers_alone(job):
 
 def test_what_does_not_fit_is_said_with_what_to_do_also_for_a_long_row(job):
     page = plan(job, "trainer.micro_batch_tokens=100000000", "--gpu", "L4").stdout
-    assert "the job's micro-batch of 100,000,000 does not.\nLower trainer.micro_batch_tokens" in page
-    assert "or use more ranks." in page
-    sent = ("kind=rl", "rollout.engine=sglang", "weights.channel=nccl")
-    page = plan(job, "trainer.micro_batch_tokens=100000000", *sent, "--gpu", "L4").stdout
-    assert "or use weights.channel: shm." in page
-    assert "more ranks" not in page
+    assert "the job's micro-batch of 100,000,000 does not.\nIt does with any of these lines" in page
+    fits = re.search(r"Micro-batches of up to ([\d,]+) tokens", page)[1].replace(",", "")
+    assert page.endswith(f"behind the job file:\n  trainer.micro_batch_tokens={fits}\n")
     page = plan(
         job, "kind=rl", "trainer.micro_batch_tokens=1024", "rollout.max_model_len=1500", "--gpu", "L4"
     )
@@ -286,8 +289,101 @@ def test_what_does_not_fit_is_said_with_what_to_do_also_for_a_long_row(job):
     assert "the job's row of 1,500 does too." in page.stdout
 
 
+def large(**changes):
+    """A job whose model is of the size of Qwen3-8B, of which config.json alone would be there."""
+    section = {"job": "j", "model": "nowhere", "tasks": {"train": "t.jsonl"}}
+    return JobConfig.model_validate(section | changes)
+
+
+def lines_for(job, bytes_of_gpu, *, layers=36, hidden=4096):
+    config = {"hidden_size": hidden, "num_attention_heads": 32, "vocab_size": 150_000}
+    shapes = {name: tuple(n * hidden // HIDDEN for n in s) for name, s in tensors(layers).items()}
+
+    def most_tokens(changed):
+        return rank_memory(shape_of(config, shapes), options_of(changed.trainer)).tokens_that_fit(
+            bytes_of_gpu
+        )
+
+    found = changes_that_fit(job, most_tokens)
+    for line in found:
+        content = job.model_dump(mode="json")
+        assert apply_overrides(content, line.split()) == []
+        changed = JobConfig.model_validate(content)
+        assert longest_pass(changed) <= most_tokens(changed), line
+    return found
+
+
+def test_only_what_a_job_has_not_yet_and_what_makes_it_fit_is_offered():
+    everything = {"recompute": "full", "offload_optimizer": True}
+    adapters = {"lora": {"rank": 16}, "backend_args": everything}
+    found = lines_for(large(kind="sft", trainer=adapters), 20 << 30)
+    assert found
+    assert not any(word in line for line in found for word in ("recompute", "offload", "lora"))
+    assert lines_for(large(kind="sft", trainer=adapters | {"dtype": "bfloat16", "ranks": 16}), 1 << 30) == []
+    whole = lines_for(large(kind="sft"), 75 << 30)
+    assert not any(line == "trainer.backend_args.recompute=selective" for line in whole)
+    assert any("trainer.ranks=" in line for line in whole)
+
+
+def test_a_row_that_is_too_long_is_shortened_with_the_micro_batch():
+    trainer = {"dtype": "bfloat16", "ranks": 8, "micro_batch_tokens": 8192}
+    lines = lines_for(large(trainer=trainer, rollout={"max_model_len": 8192}), 60 << 30)
+    tokens = re.fullmatch(r"trainer.micro_batch_tokens=(\d+) rollout.max_model_len=(\d+)", lines[0])
+    assert tokens[1] == tokens[2]
+    lines = lines_for(large(trainer=trainer, rollout={"max_model_len": 2048}), 60 << 30)
+    assert lines[0] == f"trainer.micro_batch_tokens={tokens[1]}"
+
+
+def test_a_job_that_sends_by_nccl_is_offered_more_ranks_with_another_channel_only(job):
+    (job / "model.safetensors").unlink()
+    sizes = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 12}
+    config_of(Qwen3Config, **sizes, max_position_embeddings=10_000).save_pretrained(job)
+    sent = ("kind=rl", "rollout.engine=sglang", "weights.channel=nccl")
+    devices = ("trainer.device=cuda:0", "rollout.device=cuda:1")
+    lines = json.loads(plan(job, *sent, *devices, "--gpu", "L4", "--json").stdout)["gpu"]["enough"]
+    assert any("trainer.ranks=" in line for line in lines)
+    for line in lines:
+        assert "weights.channel=shm" in line or not ("ranks" in line or "lora" in line), line
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_untied_bias", "qwen3_moe", "mixtral"])
+def test_the_plan_of_config_json_alone_is_that_of_the_files(tmp_path, family):
+    AutoModelForCausalLM.from_config(FAMILIES[family]()).save_pretrained(tmp_path / "files")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_bytes((tmp_path / "files" / "config.json").read_bytes())
+    expected, found = (
+        job_memory(large(model=str(tmp_path / name), trainer={"ranks": 2})) for name in ("files", "config")
+    )
+    assert found == expected
+
+
+def test_a_model_of_which_there_is_only_config_json_is_planned_whatever_else_is_wrong(tmp_path):
+    FAMILIES["qwen2"]().save_pretrained(tmp_path)
+    text = "{job: p, model: ., tasks: {train: no.jsonl}, rollout: {engine: no, max_model_len: 100}, "
+    (tmp_path / "job.yaml").write_text(text + "buffer: {max_bytes: 1}, reward: {name: no}}")
+    done = plan(tmp_path, "--gpu", "L4")
+    assert done.returncode == 0, done.stderr
+    assert "Its shapes are those of config.json" in done.stdout
+    wrong = ("trainer.dtype=fp8", "rollout.max_model_len=9999", "buffer.max_byte=3")
+    told = plan(tmp_path, "trainer.lora={rank: 4, targets: [nothing]}").stderr
+    assert "trainer.lora.targets: the model has no layer called nothing" in told
+    told = plan(tmp_path, *wrong).stderr
+    for field in wrong:
+        assert f"- {field.partition('=')[0]}: " in told
+    assert "has 3 mistakes" in told
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    assert "transformers makes no model of its config.json" in plan(tmp_path).stderr
+
+
+def test_the_page_names_the_gpus_that_are_known():
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert "Known GPUs: " + ", ".join(f"`{gpu.name}`" for gpu in GPUS) + ".\n" in page
+
+
 def test_what_cannot_be_planned_is_refused_with_what_to_do(job):
     assert "Known are B200" in plan(job, "--gpu", "voodoo").stderr
+    assert "Did you mean A100-80 or A100-40?" in plan(job, "--gpu", "a100").stderr
+    assert similar_names("RTX 4080") == ["RTX-4090"]
     (job / "config.json").write_text('{"model_type": "qwen2"}')
     assert "config.json has no 'num_attention_heads'" in plan(job).stderr
 
