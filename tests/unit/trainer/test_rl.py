@@ -154,7 +154,7 @@ def test_a_trainer_that_waits_for_a_commit_says_so_and_is_not_busy(tmp_path, mod
         def call(self, request, *, attachments=()):
             if isinstance(request, Commit) and request.step == 1:
                 wait_for(lambda: "commit" in told(), "a word of the trainer")
-                found.append((told(), busy.totals(), busy.totals()))
+                found.append((told(), busy.seconds("publish"), busy.seconds("publish")))
             return super().call(request, attachments=attachments)
 
     assert _trainer(model_dir, tmp_path, Withheld(batches)).run(name="t", ready=lambda: None)
