@@ -1,5 +1,5 @@
 """What holds for all tests: a coroutine function is a test too, and a run ends with which tests were skipped
-and what they would have needed."""
+and what they would have needed. No example of hypothesis has a deadline: a busy machine takes its time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import inspect
 from collections import Counter
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any_machine", deadline=None)
+settings.load_profile("any_machine")
 
 
 @pytest.hookimpl(tryfirst=True)

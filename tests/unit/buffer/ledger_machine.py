@@ -169,7 +169,6 @@ def run(base, *, examples, shrinks=True, **fields):
         settings=settings(
             max_examples=int(deep) if deep else examples,
             stateful_step_count=100,
-            deadline=None,
             derandomize=not deep,
             database=None,
             print_blob=True,

@@ -181,7 +181,7 @@ def look(ledger):
     return {id_: GroupState(group.least_state).name for id_, group in ledger.index.groups.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32), st.sampled_from(["complete", "deadline_drop", "deadline_partial"]), st.booleans()
 )

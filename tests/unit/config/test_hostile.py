@@ -33,7 +33,7 @@ SECTIONS = sorted({path.rpartition(".")[0] for path in job_fields()} - {""})
 KEYS = st.sampled_from([*job_fields(), *SECTIONS, "nowhere", "buffer.nowhere"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4))
 def test_hostile_values_give_a_typed_error(changes):
     content: dict[str, Any] = {"job": "a", "model": "m", "tasks": {"train": "t.jsonl"}}
@@ -49,7 +49,7 @@ def test_hostile_values_give_a_typed_error(changes):
     assert all(mistake.field and mistake.problem and mistake.fix for mistake in caught.value.mistakes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
 def test_hostile_bytes_give_a_typed_error(data):
     with tempfile.TemporaryDirectory() as folder:

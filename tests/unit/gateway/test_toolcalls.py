@@ -78,7 +78,7 @@ TEMPLATE = ChatTemplate(make_tokenizer())
 PARTS = ["a", "é", " ", "\n", "#", "##", "<", "<tool", "<tool_call>", *CALLS, "<|im_start|>", "x y"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(PARTS), max_size=12), st.lists(st.integers(1, 5), max_size=8), st.booleans())
 def test_what_is_streamed_is_a_beginning_of_what_is_said(
     parts: list[str], cuts: list[int], stops: bool

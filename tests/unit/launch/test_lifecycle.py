@@ -85,7 +85,7 @@ fates = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.fixed_dictionaries(dict.fromkeys(NAMES, fates)), st.one_of(st.none(), st.floats(0.0, 8.0)))
 def test_every_run_ends_in_bounded_time_with_its_promises_kept(fate, interrupt_s):
     life = Lifecycle(PLACES, ready_limit_s=5.0)

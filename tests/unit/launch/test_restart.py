@@ -96,7 +96,7 @@ def test_a_stop_starts_nothing_that_was_to_be_started_again():
     assert life.tick(20.0) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.sampled_from([-9, -11, 0, 75, 143])), max_size=30)
 )

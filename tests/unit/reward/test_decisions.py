@@ -116,7 +116,7 @@ def turns(queue, n, cost_s=lambda reward: 1.0):
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6))
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=60)
 def test_rewards_have_equal_time_whatever_their_calls_cost(costs_s):
     queue, rewards = queue_of(len(costs_s))
     push(queue, *rewards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.engines.base import EngineStats
@@ -105,7 +105,6 @@ def test_the_ceiling_is_that_of_the_replicas_that_serve() -> None:
     assert (limit.limit, limit.last.reason) == (64, "replica back")
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 64).flatmap(lambda floor: st.tuples(st.just(floor), st.integers(floor, 1024))),
     st.lists(st.tuples(*[st.integers(0, 2000)] * 3, st.floats(0, 1), st.floats(0, 1)), max_size=40),
@@ -212,7 +211,6 @@ def test_the_least_loaded_is_chosen_unless_the_prefix_is_elsewhere(
     assert choose(replicas, home) == chosen
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.builds(

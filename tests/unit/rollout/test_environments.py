@@ -45,7 +45,7 @@ def told(name: str, options: dict[str, Any], seed: int, actions: str, /, **extra
 # --- all of them -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=SEEDS, actions=MOVES, name=st.sampled_from([COUNTDOWN, LAKE, SOKOBAN]))
 def test_a_world_is_a_function_of_seed_and_actions(seed: int, actions: str, name: str) -> None:
     options = {"slippery": True} if name == LAKE else {}
@@ -82,7 +82,7 @@ def test_an_example_is_won_by_a_way_that_a_search_finds(name: str, shown: str) -
     raise AssertionError("there is no way")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=SEEDS, numbers=st.integers(2, 5))
 def test_countdown_can_be_solved_and_takes_no_number_twice(seed: int, numbers: int) -> None:
     world: Any = load_environment(COUNTDOWN, {"numbers": numbers})()

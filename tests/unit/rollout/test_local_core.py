@@ -286,7 +286,7 @@ Step = st.one_of(
 
 
 @given(st.lists(Step, min_size=3, max_size=25))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_request_is_lost_or_truncated_whatever_happens(endless: Any, plan: list[Any]) -> None:
     core = endless.core(slots=3, max_model_len=20)
     versions = [endless.weights(v) for v in range(3)]
@@ -357,7 +357,7 @@ def test_uniforms_depend_on_seed_and_counter_alone_and_look_uniform() -> None:
     top_k=st.sampled_from([0, 1, 3, 50]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_logprobs_are_of_the_distribution_drawn_from(
     seed: int, temperature: float, top_k: int, top_p: float
 ) -> None:

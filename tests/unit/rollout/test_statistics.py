@@ -32,13 +32,13 @@ def obvious(samples: list[ScoredSample]) -> list[tuple[float, float, float]]:
     return out
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(SAMPLES)
 def test_figures_of_tasks_are_the_obvious_ones(samples: list[ScoredSample]) -> None:
     np.testing.assert_allclose(per_task(samples), obvious(samples), atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(SAMPLES, st.randoms(use_true_random=False))
 def test_neither_the_order_of_samples_nor_of_tasks_matters(
     samples: list[ScoredSample], random: object
@@ -57,7 +57,7 @@ def test_neither_the_order_of_samples_nor_of_tasks_matters(
             assert (mine.low, mine.high) == pytest.approx((other.low, other.high))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(SAMPLES)
 def test_figures_are_ordered_and_intervals_hold_them(samples: list[ScoredSample]) -> None:
     found = statistics_of(samples, seed=0)

@@ -33,7 +33,7 @@ def call(function: Any, arguments: Any = "x", *, timeout_s: float = 5.0) -> Tool
     return asyncio.run(main())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 999)), min_size=1, max_size=6),
     st.integers(0, 99),
@@ -180,7 +180,6 @@ def test_a_plain_call_is_a_name_and_brackets_at_the_very_end(text: str, found: A
     assert plain_call(text) == (RequestedCall(*found) if found else None)
 
 
-@settings(deadline=None)
 @given(st.text("()ab", max_size=20))
 def test_brackets_are_counted_as_a_stack_would(text: str) -> None:
     stack = 0
@@ -189,7 +188,7 @@ def test_brackets_are_counted_as_a_stack_would(text: str) -> None:
     assert open_brackets(text) == stack
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(max_size=60))
 def test_no_text_breaks_the_parsers(text: str) -> None:
     plain_call(text)

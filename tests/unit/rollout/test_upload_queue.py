@@ -56,7 +56,7 @@ Event = st.tuples(st.sampled_from("atscd"), st.integers(0, 2), st.floats(0, 2))
 
 
 @given(st.lists(Event, max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: list[Any]) -> None:
     box, now_s = queue_of("L0", "L1", "L2"), 0.0
     added: dict[str, int] = {}

@@ -55,7 +55,7 @@ def test_every_message_is_a_request_or_a_reply():
 
 @pytest.mark.parametrize("message_type", [*REQUESTS, *REPLIES], ids=lambda t: t.__name__)
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_message_comes_back_as_it_was(message_type, data):
     message = data.draw(values(inspect.type_info(message_type)))
     (head,) = write_frames(Kind.REQUEST, 1, 2, 3, message, ())

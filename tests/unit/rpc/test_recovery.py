@@ -254,7 +254,7 @@ def test_a_process_that_fails_without_closing_ends_all_the_same(ipc):
 
 
 @given(st.lists(st.lists(st.binary(max_size=64), min_size=1, max_size=4), max_size=8), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nothing_a_peer_sends_ends_the_server(messages, greeted):
     async def main():
         async with serving("tcp://127.0.0.1:0") as server, Wire(server.endpoint) as wire:

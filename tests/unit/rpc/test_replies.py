@@ -91,5 +91,5 @@ class Book(RuleBasedStateMachine):
         assert 0 <= self.book.size_bytes <= self.BYTES
 
 
-Book.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Book.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_reply_book_keeps_its_promises = Book.TestCase

@@ -54,7 +54,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
 KINDS = [{"num_key_value_heads": 1}, {}, {"num_key_value_heads": 4}, WINDOW]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=10), st.integers(0, 2**16), st.sampled_from(KINDS))
 @example([11, 11, 3], 2, WINDOW)
 def test_packed_rows_equal_unpacked_rows_in_any_order_and_mix_of_lengths(lengths, seed, kind):

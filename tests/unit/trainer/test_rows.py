@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -47,7 +47,6 @@ def branching_episodes(draw):
     return builder.build()
 
 
-@settings(deadline=None)
 @given(branching_episodes(), st.integers(0, 6))
 def test_the_manifest_says_what_is_packed_whatever_is_masked(episode, lowest):
     entry = entry_of(episode, lowest_version=lowest)
@@ -63,7 +62,6 @@ def test_the_manifest_says_what_is_packed_whatever_is_masked(episode, lowest):
             rows_of_episode(pack(episode), replace(entry, rows=rows), 0, lowest, policy="policy")
 
 
-@settings(deadline=None)
 @given(branching_episodes())
 def test_every_sampled_unit_is_trained_exactly_once(episode):
     """Log-probs are unique, so they name the units: each is in the micro-batch once, with its own token."""

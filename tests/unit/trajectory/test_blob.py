@@ -210,7 +210,7 @@ def test_random_damage_under_a_valid_checksum_gives_a_typed_error_or_a_valid_epi
         outcome(sealed(bytes(hurt)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_give_a_typed_error(data):
     with pytest.raises(TrajectoryError):
@@ -231,7 +231,7 @@ _values = st.recursive(
 _fields = st.sampled_from([*EpisodeHeader.__struct_fields__, "header", "segments", "units", "columns"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(field=_fields, value=_values, top=st.booleans())
 def test_a_well_formed_head_with_wrong_contents_gives_a_typed_error_or_a_valid_episode(field, value, top):
     episode = one_call([1], [-1.0], 0)

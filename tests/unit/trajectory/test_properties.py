@@ -12,7 +12,7 @@ from areal_async.trajectory import pack, training_rows, unpack
 from areal_async.trajectory.episode import LOGPROB_SLACK
 from tests.unit.trajectory.conftest import histories
 
-drawn = settings(max_examples=60, deadline=None)
+drawn = settings(max_examples=60)
 
 
 @drawn

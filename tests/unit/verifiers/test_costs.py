@@ -22,6 +22,9 @@ from reward_service.verifiers.math import math
 from reward_service.verifiers.text import regex
 from tests.scoring import scored
 
+# A collection of garbage on the way may swallow an interruption; the next one follows a second later.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 CPU_LIMIT_S = 90
 """Many times what reading takes; a pattern that is worse than linear takes hours."""
 
@@ -59,9 +62,6 @@ def test_an_answer_that_takes_longer_than_its_budget_is_wrong_and_says_so():
     assert math(given, budget_s=0.02) == Score(0.0, {"answered": 1.0, "too_costly": 1.0})
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"  # A collection on the way may swallow an interruption
-)
 def test_after_a_comparison_was_ended_the_next_ones_are_judged_as_before():
     preload()
     formula = r"\boxed{" + "+".join(rf"\sin({i}x)\tan({i}x)" for i in range(1, 12)) + "}"

@@ -106,14 +106,14 @@ def test_no_fuzzed_answer_breaks_it():
 
 
 @given(st.text(max_size=200))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_whatever_is_said_before_a_box_the_box_is_the_answer(text):
     spoken = text.replace("<think>", "")
     assert find(spoken + r" \boxed{57}") == "57"
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(1, 10**6))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_a_fraction_equals_itself_extended_and_nothing_next_to_it(top, bottom):
     truth = rf"\frac{{{top}}}{{{bottom}}}"
     assert judged(truth, rf"\boxed{{\frac{{{3 * top}}}{{{3 * bottom}}}}}") == 1

@@ -115,13 +115,13 @@ def test_a_task_without_ground_truth_is_not_judged(name):
 
 
 @given(st.text(max_size=400), st.integers(-(10**9), 10**9))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_a_number_on_a_line_of_its_own_is_the_answer_whatever_precedes_it(text, number):
     assert final_number(f"{text}\n{number}") == str(number)
 
 
 @given(st.text(alphabet="0123456789+-*/.,eE =:($%−\n", max_size=300))
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 def test_no_response_breaks_arithmetic(response):
     assert arithmetic(RewardInput(response=response, ground_truth="57")) in (0.0, 1.0)
 

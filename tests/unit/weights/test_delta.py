@@ -191,7 +191,7 @@ def test_a_delta_that_lies_about_itself_is_refused(made):
     st.integers(0, 255),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_versions_are_true_a_delta_changed_anywhere_makes_nothing(
     tmp_path_factory, file, where, flip, honest_hash
 ):

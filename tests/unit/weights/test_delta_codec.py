@@ -53,7 +53,7 @@ def test_every_share_of_changes_comes_back(width, share):
     st.lists(st.tuples(st.integers(0, 11_999), st.integers(0, 255)), max_size=40),
     st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_change_of_any_bytes_comes_back(width, n, changes, seed):
     old = np.random.default_rng(seed).integers(0, 256, n * width, dtype=np.uint8)
     new = old.copy()
@@ -144,7 +144,7 @@ def test_hostile_bytes_are_refused_and_nothing_outside_is_touched(name):
 
 
 @given(st.data(), st.floats(0.001, 1), st.sampled_from([1, 2, 4]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_damaged_delta_is_refused_or_makes_a_block(data, share, width):
     """Whatever is cut or flipped: `SnapshotError`, or a result that the hash of the part will judge."""
     base, new = with_share(width, 5000, share)

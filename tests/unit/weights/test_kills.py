@@ -74,7 +74,7 @@ async def test_versions_are_true_when_a_relay_is_killed_at_any_chunk(tmp_path, s
             assert_nothing_false_is_served(root, snapshots)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(victim=st.integers(0, 2), at=st.integers(0, N_CHUNKS - 1), second=st.integers(0, N_CHUNKS))
 def test_versions_are_true_when_a_receiver_is_killed_at_any_chunk_and_begins_again(
     tmp_path_factory, snapshots, tables, victim, at, second

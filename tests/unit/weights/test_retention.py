@@ -164,5 +164,5 @@ class Policies(RuleBasedStateMachine):
         assert set(self.policy.pending_evaluations) <= set(self.on_disk)
 
 
-Policies.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+Policies.TestCase.settings = settings(max_examples=40, stateful_step_count=50)
 test_policy_keeps_its_promises = Policies.TestCase

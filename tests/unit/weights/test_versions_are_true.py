@@ -83,7 +83,7 @@ def test_versions_are_true_an_intact_snapshot_opens_as_it_was_written(world):
 
 
 @given(st.data(), st.sampled_from(FILES), st.integers(1, 255))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_versions_are_true_with_any_byte_flipped_nothing_opens(world, data, name, mask):
     world.restore()
     content = bytearray(world.contents[3][name])
@@ -110,7 +110,7 @@ def test_versions_are_true_every_single_byte_counts(world):
 
 
 @given(st.data(), st.sampled_from(FILES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_versions_are_true_a_truncated_or_extended_file_does_not_open(world, data, name):
     world.restore()
     content = world.contents[3][name]
@@ -120,7 +120,7 @@ def test_versions_are_true_a_truncated_or_extended_file_does_not_open(world, dat
 
 
 @given(st.sets(st.sampled_from(FILES), min_size=1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_versions_are_true_files_swapped_between_versions_do_not_open(world, names):
     world.restore()
     for name in names:
@@ -131,7 +131,7 @@ def test_versions_are_true_files_swapped_between_versions_do_not_open(world, nam
 
 
 @given(st.sampled_from(FILES), st.sampled_from(["missing", "directory", "foreign"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_versions_are_true_missing_and_foreign_files_do_not_open(world, name, how):
     world.restore()
     path = world.written[3].path / name
@@ -153,7 +153,7 @@ def test_versions_are_true_an_absent_or_half_written_directory_does_not_open(wor
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_versions_are_true_a_file_half_filled_with_the_next_version_does_not_open(world, cut):
     """What a reader sees who still reads while the allocation is filled again."""
     world.restore()
