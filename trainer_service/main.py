@@ -38,7 +38,7 @@ BUFFER_PATIENCE_S = 600.0
 """How long one call waits for a buffer that is away: giving up would cost the steps since the checkpoint."""
 
 MEETING_SHARE = 0.5
-"""Of the time that ranks have until they serve, how much of it one waits for the others to start."""
+"""Share of the time that ranks have until they serve in which one waits for the others to start."""
 
 log = get_logger("trainer")
 

@@ -48,7 +48,7 @@ ONE_TOKEN = 0.8
 """Share of the differing units that are one token id, from which on the id itself is suspected."""
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 FINENESS = {"float32": 2, "bfloat16": 1}
-"""Of a dtype; what is not here, such as a quantised server's, is coarser."""
+"""How fine a dtype is; one that is not here, such as a quantised server's, is coarser."""
 OTHER_VERSION = "another version"
 KEPT_KV = "kept KV of another version"
 
