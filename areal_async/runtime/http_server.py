@@ -196,6 +196,8 @@ class HttpServer:
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
+            if self._arriving and not self._tls and self._is_full():
+                return  # They are connections in a moment, and then one of them can make room
             try:
                 sock = self._listening.accept()[0]
             except (BlockingIOError, InterruptedError):
@@ -254,9 +256,12 @@ class HttpServer:
         if not self.connections and not self._arriving:
             self._quiet.set()
 
+    def _is_full(self) -> bool:
+        return len(self.connections) + len(self._arriving) >= self.most_connections
+
     def _make_room(self, *, more: bool = False) -> bool:
         """Whether there is a place, if need be one that was taken; with `more`, take one in any case."""
-        if not more and len(self.connections) + len(self._arriving) < self.most_connections:
+        if not more and not self._is_full():
             return True
         found = min(
             (one for one in self.connections if one.worth is not None),

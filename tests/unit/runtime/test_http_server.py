@@ -214,6 +214,19 @@ async def test_who_was_answered_stays_longer_than_who_has_asked_for_nothing():
             await one.closed()
 
 
+async def test_a_crowd_that_came_at_once_and_asks_for_nothing_keeps_nobody_out():
+    listening = listen("127.0.0.1", 0)
+    with contextlib.ExitStack() as crowd:
+        # All wait in the backlog when the server takes its first connection.
+        for _ in range(100):
+            crowd.enter_context(socket.create_connection(listening.getsockname()))
+        last = crowd.enter_context(socket.create_connection(listening.getsockname()))
+        last.sendall(GET)
+        async with serving(listening, connections=4):
+            last.settimeout(DEADLINE_S)
+            assert (await asyncio.to_thread(last.recv, 1 << 10)).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_clients_that_never_shake_hands_do_not_keep_others_out(certificate):
     async with serving(tls=tls_of(*certificate), connections=8) as (server, _app):
         silent = [await Client.of(server) for _ in range(30)]
