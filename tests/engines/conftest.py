@@ -33,7 +33,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine
-from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.http.keyed import VARIABLE
 
 # Of every server of the tests, so that they can attach to each other's.
@@ -217,10 +217,7 @@ def endless_server(
             if name in started:
                 run(started[name].stop())
             job = job_for(name, endless, max_model_len=LENGTH)
-            try:
-                engine: Any = make_engine(job, slots=SLOTS, activity="shared")
-            except EngineError as error:  # no environment
-                pytest.skip(str(error))
+            engine: Any = make_engine(job, slots=SLOTS, activity="shared")
             first = Snapshots(endless, tmp_path_factory.mktemp(name)).write(VersionTag("policy", 0, 0))
             run(engine.start(first), START_S)
             started[name] = engine

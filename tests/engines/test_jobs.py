@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.quickstart.main import prepare
 from areal_async.trajectory import Episode, unpack
 from tests.e2e.conftest import FinishedRun, Workspace
@@ -74,10 +73,6 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["sglang", "vllm"])
 def job(request: pytest.FixtureRequest, warm_start: Path) -> Run:
     engine = str(request.param)
-    try:
-        find_engine_python(engine)
-    except EngineMissing as error:
-        pytest.skip(str(error))
     overrides = ("seed=0", f"job={engine}", f"rollout.engine={engine}", *SHORTENED)
     run_job(warm_start / "quickstart-files" / "train.yaml", *overrides)
     return Run(warm_start / engine, Workspace(warm_start / "quickstart-warm"))

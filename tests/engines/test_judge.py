@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.config.engines import EngineMissing, find_engine_python
+from areal_async.config.engines import find_engine_python
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.rpc.schema import VersionTag
@@ -84,10 +84,7 @@ def served(
     request: pytest.FixtureRequest, judge_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     name = str(request.param)
-    try:
-        python = find_engine_python(name)
-    except EngineMissing as error:
-        pytest.skip(str(error))
+    python = find_engine_python(name)
     port = free_port()
     argv, environment = {"vllm": vllm, "sglang": sglang}[name](python, judge_model, port)
     log = tmp_path_factory.mktemp(name) / "server.log"
