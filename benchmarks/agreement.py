@@ -31,7 +31,7 @@ has clear choices and log-probs far from uniform show an error."""
 
 
 def write_sharp_model(
-    folder: Path, *, positions: int = 512, endless: bool = False, experts: int = 0, seed: int = 0
+    folder: Path, *, positions: int = 2048, endless: bool = False, experts: int = 0, seed: int = 0
 ) -> Path:
     """A Qwen2 model of 0.6 M parameters with the quickstart's tokenizer, or a Qwen3 mixture of so many
     experts; `endless` has no end of sequence, so that every answer is as long as was asked for."""

@@ -43,7 +43,7 @@ T = TypeVar("T")
 DEADLINE_S = 120.0
 START_S = 330.0
 """Most for the start of a server, also on a machine that is busy."""
-SLOTS, LENGTH = 16, 136
+SLOTS, LENGTH = 16, 1032
 """Of the servers of `endless_server`."""
 
 torch.set_num_threads(1)
@@ -163,7 +163,7 @@ def ask(engine: Any, count: int, prompt: Sequence[int], sampling: Sampling, name
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     root = tmp_path_factory.mktemp("model")
-    write_model(root / "model", seed=0)
+    write_model(root / "model", seed=0, positions=512)
     # What a server would take from here for its defaults would make every answer greedy.
     path = root / "model" / "generation_config.json"
     misleading = {"do_sample": True, "temperature": 0.01, "top_k": 1, "top_p": 0.1}

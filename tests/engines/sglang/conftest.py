@@ -12,6 +12,7 @@ from rollout_service.engines.http.adapter import ServerSettings
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.replicas import exchange
+from tests.engines.sglang.served import LENGTH
 
 SLOTS = 32
 STARTUP_S = 330.0
@@ -24,7 +25,7 @@ def started(
     """The engine that owns the server (`recompute`)."""
     settings = ServerSettings(
         slots=SLOTS,
-        max_model_len=64,
+        max_model_len=LENGTH,
         python=find_engine_python("sglang"),
         log_path=tmp_path_factory.mktemp("logs") / "sglang.log",
         ready_s=STARTUP_S,
@@ -46,7 +47,7 @@ def attached(
     started: HttpEngine, model: Any, run: Callable[..., Any], update_mode: Any
 ) -> Iterator[HttpEngine]:
     """Serves version 0, attached to the same server."""
-    settings = ServerSettings(slots=SLOTS, max_model_len=64, update_mode=update_mode, url=started.url)
+    settings = ServerSettings(slots=SLOTS, max_model_len=LENGTH, update_mode=update_mode, url=started.url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings))
     run(engine.start(model.snapshot(0)))
     yield engine

@@ -7,14 +7,24 @@ import os
 import time
 from collections.abc import Callable
 
+from areal_async.trajectory import Sampling
+from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.keyed import VARIABLE
 from rollout_service.engines.sglang.adapter import Loads, RankLoad
 
 LIMIT_S = 60.0
+LENGTH = 512
+"""Tokens that the server takes."""
 KEY = os.environ[VARIABLE]
 """Of all servers of the tests (see `tests/engines/conftest.py`)."""
+
+
+def endless(name: str) -> GenerateRequest:
+    """A request that is under way for as long as a test needs it: under version 0 the likeliest id never is
+    the end (`test_an_answer_may_take_all_of_the_models_length`)."""
+    return GenerateRequest(name, [4], Sampling(temperature=1.0, top_k=1, max_new_tokens=LENGTH - 12))
 
 
 async def until(engine: HttpEngine, holds: Callable[[RankLoad], bool]) -> float:

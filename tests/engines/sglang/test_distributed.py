@@ -34,7 +34,7 @@ from rollout_service.engines.sglang.weights import GRACE_S, TensorReceiver
 from rollout_service.replicas import exchange
 from rollout_service.worker import WeightUpdates
 from tests.engines.conftest import ask
-from tests.engines.sglang.served import KEY
+from tests.engines.sglang.served import KEY, LENGTH
 from tests.unit.weights.member import Member
 
 SECRET = RunSecret(bytes(32))
@@ -97,7 +97,7 @@ async def following(
 ) -> AsyncIterator[tuple[HttpEngine, asyncio.Task[None]]]:
     """An engine on the server at `url` that is kept on the newest weights."""
     endpoint = f"ipc://{folder}/w"
-    settings = ServerSettings(slots=32, max_model_len=64, url=url)
+    settings = ServerSettings(slots=32, max_model_len=LENGTH, url=url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings, receiver=receiver_from(endpoint, grace_s)))
     receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
     alone: Any = SimpleNamespace(start=engine.start, exchange=partial(exchange, engine))
@@ -142,12 +142,13 @@ async def test_versions_are_true_with_tensors_sent_under_requests_in_flight(
     ):
         before = received()
         for version in (1, 2, 3):
-            tasks = ask(engine, 16, PROMPT, LONG, f"v{version}.")
+            tag = VersionTag("policy", 0, version)
+            askers = [asyncio.create_task(asked_until(engine, tag, f"v{version}.{n}")) for n in range(16)]
             await sending.publish()
-            await reaches(engine, VersionTag("policy", 0, version))
+            await reaches(engine, tag)
             late = await engine.generate(GenerateRequest(f"late{version}", PROMPT, LONG))
             assert set(late.versions) == {version}
-            results += [late, *await asyncio.gather(*tasks)]
+            results += [late, *itertools.chain(*await asyncio.gather(*askers))]
         size = sum(t.nbytes for n, t in model.snapshot(0).tensors.items() if n != "lm_head.weight")
         assert received() - before == 3 * size
     assert_true(model, results)
@@ -247,6 +248,14 @@ async def test_one_death_is_local_engines_are_one_group_and_one_that_dies_costs_
     assert_true(model, results)
 
 
+async def asked_until(engine: HttpEngine, tag: VersionTag, name: str) -> list[GenerateResult]:
+    """One request after the other, until the engine serves the version: some are in flight when it comes."""
+    results: list[GenerateResult] = []
+    while engine.version != tag:
+        results.append(await engine.generate(GenerateRequest(f"{name}-{len(results)}", PROMPT, LONG)))
+    return results
+
+
 async def asked_until_lost(engine: HttpEngine, name: str) -> list[GenerateResult]:
     """One request after the other, until the engine is lost."""
     results: list[GenerateResult] = []
@@ -295,7 +304,7 @@ async def test_without_a_trainer_that_answers_the_directory_is_loaded(
     recompute: HttpEngine, model: Any, tmp_path: Path
 ) -> None:
     receiver = receiver_from(f"ipc://{tmp_path}/nobody")
-    settings = ServerSettings(slots=32, max_model_len=64, url=recompute.url)
+    settings = ServerSettings(slots=32, max_model_len=LENGTH, url=recompute.url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings, receiver=receiver))
     await engine.start(model.snapshot(0))
     await exchange(engine, model.snapshot(1))

@@ -25,7 +25,7 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.sglang.adapter import Loads
 from tests.engines.conftest import ask
-from tests.engines.sglang.served import KEY, in_server, until
+from tests.engines.sglang.served import KEY, LENGTH, endless, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 PROMPT = [5, 14, 7, 9]
@@ -92,10 +92,16 @@ async def test_a_stop_string_ends_the_answer_and_is_cut_from_the_text_alone(reco
 
 
 async def test_prompt_and_answer_fill_the_models_length(recompute: HttpEngine) -> None:
-    for size in (58, 62, 63):
+    for size in (LENGTH - 6, LENGTH - 2, LENGTH - 1):
         results = await sample(recompute, 8, LONG, [6] * size)
-        assert max(len(r.token_ids) for r in results) == 64 - size
+        assert max(len(r.token_ids) for r in results) == LENGTH - size
         assert any(r.finish_reason == "length" for r in results)
+
+
+async def test_an_answer_may_take_all_of_the_models_length(recompute: HttpEngine) -> None:
+    asked = endless("long")
+    result = await recompute.generate(asked)
+    assert (len(result.token_ids), result.finish_reason) == (asked.sampling.max_new_tokens, "length")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +111,7 @@ async def test_prompt_and_answer_fill_the_models_length(recompute: HttpEngine) -
         ([-1], "token id -1"),
         ([], "at least one token id"),
         ([1.5], "at least one token id"),
-        ([6] * 64, "leaves no room"),
+        ([6] * LENGTH, "leaves no room"),
     ],
 )
 async def test_what_the_server_would_die_of_is_refused_here(
@@ -139,7 +145,7 @@ async def test_an_abort_right_after_the_call_ends_it(recompute: HttpEngine) -> N
 
 
 async def test_a_cancelled_call_frees_its_slot_at_once(recompute: HttpEngine) -> None:
-    call = asyncio.create_task(sample(recompute, 32, Sampling(1e-3, max_new_tokens=60), [4]))
+    call = asyncio.gather(*(recompute.generate(endless(f"c{i}")) for i in range(32)))
     await in_server(recompute, lambda n: n > 0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -176,10 +182,10 @@ async def test_units_move_a_count_before_their_answer_is_finished(recompute: Htt
     client = ServerClient("server", recompute.url, key=KEY)
     before = (await client.get("/v1/loads", Loads)).decoded
     await client.close()
-    tasks = ask(recompute, 32, PROMPT, LONG)
+    task = asyncio.create_task(recompute.generate(endless("counted")))
     await until(recompute, lambda load: Loads([load]).decoded > before)
     await recompute.pause()
     await until(recompute, lambda _: recompute.stats().decoded > before)
-    assert not all(task.done() for task in tasks)
+    assert not task.done()
     await recompute.resume()
-    await asyncio.gather(*tasks)
+    await task

@@ -33,62 +33,72 @@ from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.replicas import exchange
 from tests.engines.conftest import Offer, ask
 from tests.engines.sessions import assert_sessions_keep_their_cache, assert_turns_are_recomputed
-from tests.engines.sglang.served import KEY, in_server, until
+from tests.engines.sglang.served import KEY, endless, in_server, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 PROMPT = [5, 14, 7, 9, 4, 4, 11, 13]
 LONG = Sampling(temperature=1.0, max_new_tokens=56)
 
 
-async def updated(engine: HttpEngine, snapshots: list[Any]) -> list[GenerateResult]:
-    """Answers of requests that were in flight during an update to each of `snapshots`."""
-    tasks = ask(engine, 24, PROMPT, LONG)
-    for snapshot in snapshots:
-        await until(engine, lambda load: load.num_running_reqs > 0)
-        await exchange(engine, snapshot)
-        assert engine.version == snapshot.tag
-    return await asyncio.gather(*tasks)
+class Asked:
+    """Requests in flight, of which one (`endless`) is so until the weights change, on any machine."""
 
+    def __init__(self, engine: HttpEngine, count: int) -> None:
+        self._engine = engine
+        self.requests = [GenerateRequest(f"r{n}", PROMPT, LONG) for n in range(count)] + [endless("long")]
+        self.tasks = [asyncio.create_task(engine.generate(request)) for request in self.requests]
 
-def assert_whole(results: list[GenerateResult]) -> None:
-    for result in results:
-        assert result.finish_reason in ("stop", "length")
-        assert (result.finish_reason == "stop") == (result.token_ids[-1] == 1)
-        assert result.finish_reason == "stop" or len(result.token_ids) == 56
+    async def under(self, snapshots: list[Any]) -> None:
+        """Update to each of `snapshots`, in mid-answer as long as some answer is under way."""
+        for snapshot in snapshots:
+            running = asyncio.create_task(until(self._engine, lambda load: load.num_running_reqs > 0))
+            await asyncio.wait([running, asyncio.gather(*self.tasks)], return_when=asyncio.FIRST_COMPLETED)
+            running.cancel()
+            await exchange(self._engine, snapshot)
+            assert self._engine.version == snapshot.tag
+
+    async def answers(self) -> list[tuple[GenerateRequest, GenerateResult]]:
+        """All whole."""
+        answers = list(zip(self.requests, await asyncio.gather(*self.tasks), strict=True))
+        for request, result in answers:
+            assert result.finish_reason in ("stop", "length")
+            assert (result.finish_reason == "stop") == (result.token_ids[-1] == 1)
+            asked_for = request.sampling.max_new_tokens
+            assert result.finish_reason == "stop" or len(result.token_ids) == asked_for
+        return answers
 
 
 async def test_versions_are_true_in_recompute_mode(recompute: HttpEngine, model: Any) -> None:
     snapshots = [model.snapshot(1), model.snapshot(2), model.snapshot(0, epoch=1)]
-    results = await updated(recompute, snapshots)
-    assert_whole(results)
-    tags = {(e, v) for r in results for e, v in zip(r.epochs.tolist(), r.versions.tolist(), strict=True)}
-    assert {(0, 0), (1, 0)} <= tags
-    assert any(len(set(r.versions)) > 1 for r in results)
-    for result in results:
-        model.assert_true(PROMPT, result)
+    asked = Asked(recompute, 24)
+    await asked.under(snapshots)
+    late = await recompute.generate(GenerateRequest("late", PROMPT, LONG))
+    assert set(zip(late.epochs.tolist(), late.versions.tolist(), strict=True)) == {(1, 0)}
+    answers = await asked.answers()
+    assert len(set(answers[-1][1].versions)) > 1
+    for request, result in answers:
+        model.assert_true(request.prompt_ids, result)
 
 
 async def test_requests_in_flight_survive_a_pause_whole(recompute: HttpEngine, model: Any) -> None:
-    tasks = ask(recompute, 24, PROMPT, LONG)
+    asked = Asked(recompute, 24)
     await in_server(recompute, lambda n: n > 0)
     await recompute.pause()
     await recompute.resume()
-    results = await asyncio.gather(*tasks)
-    assert_whole(results)
-    for result in results:
-        model.assert_true(PROMPT, result)
+    for request, result in await asked.answers():
+        model.assert_true(request.prompt_ids, result)
 
 
 async def test_keep_updates_with_requests_in_flight(keep: HttpEngine, model: Any) -> None:
-    results = await updated(keep, [model.snapshot(1), model.snapshot(2)])
-    assert_whole(results)
-    mixed = [r for r in results if len(set(r.versions)) > 1]
-    assert mixed
-    for result in results:
+    asked = Asked(keep, 24)
+    await asked.under([model.snapshot(1), model.snapshot(2)])
+    answers = await asked.answers()
+    assert len(set(answers[-1][1].versions)) > 1
+    for request, result in answers:
         assert (np.diff(result.versions) >= 0).all()
         # Up to the first update all is as ever; after it the KV is of older weights.
         first = result.versions == 0
-        want = model.logprobs(PROMPT, result)
+        want = model.logprobs(request.prompt_ids, result)
         np.testing.assert_allclose(result.logprobs[first], want[first], atol=1e-4)
 
 
@@ -181,7 +191,7 @@ async def test_weights_are_exchanged_only_while_paused(recompute: HttpEngine, mo
 
 
 async def test_a_request_called_during_a_pause_can_be_aborted(recompute: HttpEngine) -> None:
-    before = ask(recompute, 8, PROMPT, LONG, "before")
+    before = [asyncio.create_task(recompute.generate(endless(f"before{i}"))) for i in range(8)]
     await in_server(recompute, lambda n: n > 0)
     await recompute.pause()
     held = ask(recompute, 2, PROMPT, LONG, "held")

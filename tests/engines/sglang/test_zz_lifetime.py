@@ -9,22 +9,19 @@ import signal
 import psutil
 import pytest
 
-from areal_async.trajectory import Sampling
-from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest
+from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.engine import HttpEngine
-from tests.engines.conftest import ask, processes
-from tests.engines.sglang.served import in_server
+from tests.engines.conftest import processes
+from tests.engines.sglang.served import endless, in_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
-LONG = Sampling(temperature=1.0, max_new_tokens=60)
-PROMPT = [5, 6, 7]
 
 
 async def test_the_death_of_the_scheduler_is_told_and_the_end_leaves_no_process(
     recompute: HttpEngine,
 ) -> None:
     victims = processes(recompute.url)
-    tasks = ask(recompute, 64, PROMPT, LONG)
+    tasks = [asyncio.create_task(recompute.generate(endless(f"r{i}"))) for i in range(64)]
     await in_server(recompute, lambda n: n > 0)
     scheduler = next(p for p in victims if "schedul" in " ".join(p.cmdline()) or "schedul" in p.name())
     os.kill(scheduler.pid, signal.SIGKILL)
@@ -32,9 +29,9 @@ async def test_the_death_of_the_scheduler_is_told_and_the_end_leaves_no_process(
     assert any(isinstance(outcome, EngineLost) for outcome in outcomes)
     assert all(not isinstance(o, BaseException) or isinstance(o, EngineLost) for o in outcomes)
     with pytest.raises(EngineLost):
-        await recompute.generate(GenerateRequest("after", PROMPT, LONG))
+        await recompute.generate(endless("after"))
     assert not recompute.alive()
     await recompute.stop()
     with pytest.raises(EngineError):
-        await recompute.generate(GenerateRequest("stopped", PROMPT, LONG))
+        await recompute.generate(endless("stopped"))
     assert not psutil.wait_procs(victims, timeout=10)[1]

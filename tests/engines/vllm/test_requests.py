@@ -236,9 +236,9 @@ async def test_of_what_waits_the_smaller_priority_goes_first(served: Served) -> 
         ended.append(priority)
 
     async with asyncio.TaskGroup() as group:
-        # Three times what the server computes at once, and long: whatever comes after it has to wait.
-        for _ in range(192):
-            group.create_task(ask(5, temperature=0.0, max_new_tokens=400))
+        # Twice what the server computes at once, and long: whatever comes after it has to wait.
+        for _ in range(128):
+            group.create_task(ask(5, temperature=0.0, max_new_tokens=1000))
         for seed in range(64):
             group.create_task(ask(9, seed=seed, max_new_tokens=1))
         for seed in range(16):
