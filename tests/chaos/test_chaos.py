@@ -62,7 +62,7 @@ def test_malformed_messages_at_every_socket_leave_a_job_with_exact_counts(tmp_pa
     messages = 150
     kinds = ("redis", "buffer", "weights", "control", "chunks", "gateway", "metrics", "reward")
     verdict, figures = run(
-        tmp_path, steps=100, messages=messages, connections=150, quiet_steps=1, limit_s=600.0
+        tmp_path, steps=150, messages=messages, connections=150, quiet_steps=1, limit_s=600.0
     )
     assert verdict.violations == []
     assert verdict.figures["lost_episodes"] == verdict.figures["trained_twice"] == 0

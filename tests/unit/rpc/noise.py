@@ -14,6 +14,9 @@ from areal_async.rpc.messages import Commit
 from areal_async.rpc.schema import SCHEMA, Hello
 
 SEND_LIMIT_MS = 60_000
+LINGER_MS = 2_000
+"""A closed socket of libzmq does not connect again: where the server closed the connection at what it was
+sent last, the rest can never be handed over, and is waited for in vain."""
 
 
 def shapes(rng: random.Random) -> list[bytes]:
@@ -79,5 +82,5 @@ def flood(
         if access is not None:
             raise
     finally:
-        context.destroy(linger=0 if access is None else SEND_LIMIT_MS)
+        context.destroy(linger=0 if access is None else LINGER_MS)
     return sent
