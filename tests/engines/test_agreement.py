@@ -26,6 +26,7 @@ ENGINES = [
     pytest.param("vllm", marks=pytest.mark.engine, id="vllm"),
 ]
 UPDATE_S = 0.02
+"""Between two updates."""
 LONGEST = (120, 240, 480, 960)
 """Units of the longest answers: tried in turn until an update falls into one, on any machine."""
 Server = Callable[[str], str | None]

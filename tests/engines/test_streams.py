@@ -14,6 +14,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
+from tests.engines.conftest import LENGTH
 
 pytestmark = pytest.mark.timeout(400)  # of a server's start
 ENGINES = [
@@ -22,7 +23,6 @@ ENGINES = [
     pytest.param("vllm", marks=pytest.mark.engine),
 ]
 PROMPT = [3, 13, 4]
-LENGTH = 1032
 
 
 @pytest.fixture(params=ENGINES)

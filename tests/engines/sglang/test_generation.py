@@ -25,7 +25,7 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.sglang.adapter import Loads
 from tests.engines.conftest import ask
-from tests.engines.sglang.served import KEY, LENGTH, endless, in_server, until
+from tests.engines.sglang.served import KEY, LENGTH, endless, in_server, under_way, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 PROMPT = [5, 14, 7, 9]
@@ -145,8 +145,7 @@ async def test_an_abort_right_after_the_call_ends_it(recompute: HttpEngine) -> N
 
 
 async def test_a_cancelled_call_frees_its_slot_at_once(recompute: HttpEngine) -> None:
-    call = asyncio.gather(*(recompute.generate(endless(f"c{i}")) for i in range(32)))
-    await in_server(recompute, lambda n: n > 0)
+    call = asyncio.gather(*await under_way(recompute, 32, "c"))
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call

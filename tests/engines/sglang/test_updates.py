@@ -33,7 +33,7 @@ from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.replicas import exchange
 from tests.engines.conftest import Offer, ask
 from tests.engines.sessions import assert_sessions_keep_their_cache, assert_turns_are_recomputed
-from tests.engines.sglang.served import KEY, endless, in_server, until
+from tests.engines.sglang.served import KEY, LIMIT_S, endless, in_server, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
 PROMPT = [5, 14, 7, 9, 4, 4, 11, 13]
@@ -41,19 +41,30 @@ LONG = Sampling(temperature=1.0, max_new_tokens=56)
 
 
 class Asked:
-    """Requests in flight, of which one (`endless`) is so until the weights change, on any machine."""
+    """Requests in flight. The last is a stream, under way until the weights change (`endless`), on any
+    machine."""
 
     def __init__(self, engine: HttpEngine, count: int) -> None:
         self._engine = engine
+        self._sampled = asyncio.Event()
         self.requests = [GenerateRequest(f"r{n}", PROMPT, LONG) for n in range(count)] + [endless("long")]
-        self.tasks = [asyncio.create_task(engine.generate(request)) for request in self.requests]
+        calls = [engine.generate(request) for request in self.requests[:-1]]
+        calls.append(engine.generate(self.requests[-1], lambda _: self._sampled.set()))
+        self.tasks = [asyncio.create_task(call) for call in calls]
+
+    async def sampled(self) -> None:
+        """Until the stream has another unit, or has ended."""
+        self._sampled.clear()
+        unit = asyncio.create_task(self._sampled.wait())
+        either = [unit, self.tasks[-1]]
+        done, _ = await asyncio.wait(either, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        unit.cancel()
+        assert done
 
     async def under(self, snapshots: list[Any]) -> None:
-        """Update to each of `snapshots`, in mid-answer as long as some answer is under way."""
+        """Update to each of `snapshots`: to the first in mid-answer, and as long as the stream goes on."""
         for snapshot in snapshots:
-            running = asyncio.create_task(until(self._engine, lambda load: load.num_running_reqs > 0))
-            await asyncio.wait([running, asyncio.gather(*self.tasks)], return_when=asyncio.FIRST_COMPLETED)
-            running.cancel()
+            await self.sampled()
             await exchange(self._engine, snapshot)
             assert self._engine.version == snapshot.tag
 
@@ -82,7 +93,7 @@ async def test_versions_are_true_in_recompute_mode(recompute: HttpEngine, model:
 
 async def test_requests_in_flight_survive_a_pause_whole(recompute: HttpEngine, model: Any) -> None:
     asked = Asked(recompute, 24)
-    await in_server(recompute, lambda n: n > 0)
+    await asked.sampled()
     await recompute.pause()
     await recompute.resume()
     for request, result in await asked.answers():
@@ -191,8 +202,7 @@ async def test_weights_are_exchanged_only_while_paused(recompute: HttpEngine, mo
 
 
 async def test_a_request_called_during_a_pause_can_be_aborted(recompute: HttpEngine) -> None:
-    before = [asyncio.create_task(recompute.generate(endless(f"before{i}"))) for i in range(8)]
-    await in_server(recompute, lambda n: n > 0)
+    before = await under_way(recompute, 8, "before")
     await recompute.pause()
     held = ask(recompute, 2, PROMPT, LONG, "held")
     await asyncio.sleep(0)

@@ -12,7 +12,7 @@ import pytest
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.engine import HttpEngine
 from tests.engines.conftest import processes
-from tests.engines.sglang.served import endless, in_server
+from tests.engines.sglang.served import endless, under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -21,8 +21,7 @@ async def test_the_death_of_the_scheduler_is_told_and_the_end_leaves_no_process(
     recompute: HttpEngine,
 ) -> None:
     victims = processes(recompute.url)
-    tasks = [asyncio.create_task(recompute.generate(endless(f"r{i}"))) for i in range(64)]
-    await in_server(recompute, lambda n: n > 0)
+    tasks = await under_way(recompute, 64, "r")
     scheduler = next(p for p in victims if "schedul" in " ".join(p.cmdline()) or "schedul" in p.name())
     os.kill(scheduler.pid, signal.SIGKILL)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
