@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,10 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random], float]] = {
 """Durations relative to their mean, which is 1."""
 REGIMES = {"generation-bound": 0.25, "balanced": 1.0, "trainer-bound": 4.0}
 """Duration of a training step, relative to the time in which all workers generate a batch."""
-CONDITIONS = ("plain", "slow rewards", "lagging worker")
+CONDITIONS = ("plain", "slow rewards", "lagging worker", "drifting steps", "elastic workers")
+DRIFT_STEPS = 24
+"""Steps in which a step's duration goes from its least to its most and back, under `drifting steps`; workers
+come and go as often, under `elastic workers`."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,17 @@ class Scenario:
     @property
     def score_ms(self) -> float:
         return MEAN_GROUP_MS if self.condition == "slow rewards" else 0.01 * MEAN_GROUP_MS
+
+    def step_train_ms(self, step: int) -> float:
+        """Duration of one step: drifting, between half and one and a half times its mean."""
+        if self.condition != "drifting steps":
+            return self.train_ms
+        return self.train_ms * (1 - 0.5 * math.cos(2 * math.pi * step / DRIFT_STEPS))
+
+    def is_there(self, worker: int, step: int) -> bool:
+        """Whether the worker takes leases while `step` is trained: the second half of them comes and goes."""
+        lacking = worker >= self.workers // 2 and step % DRIFT_STEPS >= DRIFT_STEPS // 2
+        return not (self.condition == "elastic workers" and lacking)
 
     def update_ms(self, worker: int) -> float:
         """From the end of a step to the moment in which a worker serves its version."""
@@ -237,7 +252,8 @@ class Simulation:
                 self._claim()
 
     def _lease(self, worker: int) -> None:
-        if not self.free[worker]:
+        here = self.scenario.is_there(worker, self.index.consumer("policy").v_train)
+        if not self.free[worker] or not here:
             return
         version = self.serving[worker]
         message = Lease(
@@ -278,7 +294,7 @@ class Simulation:
             self._training = True
             self._overlapped += self.index.group_counts[GroupState.LEASED] > 0
             self.staleness += [step - self._versions[group.group_id] for group in batch.groups]
-            self._after(self.scenario.train_ms, partial(self._trained, step))
+            self._after(self.scenario.step_train_ms(step), partial(self._trained, step))
         elif (due_ms := self.index.overtaken_due_ms) is not None:
             self._after(due_ms - self.now_ms, self._ask)
 

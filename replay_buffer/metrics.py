@@ -18,6 +18,7 @@ from replay_buffer.redis.address import Trouble
 OF_POLICY = {
     "areal_buffer_outstanding_groups": ("Groups leased and not yet trained or dropped.", "outstanding"),
     "areal_buffer_capacity_groups": ("Most groups outstanding, for a worker that is up to date.", "capacity"),
+    "areal_buffer_ahead_groups": ("Groups held beyond those that the trainer works on.", "ahead"),
     "areal_buffer_version": ("Committed steps.", "v_train"),
     "areal_buffer_max_staleness_seen": ("Largest staleness of a trained unit.", "max_staleness_seen"),
 }

@@ -199,6 +199,9 @@ class BufferSection(Section):
     0 is synchronous training."""
     batch_groups: int = Field(default=16, ge=1, le=1_000_000)
     """B: groups in one step."""
+    pacing: Literal["fresh", "full"] = "fresh"
+    """How many groups are generated ahead within η: as few as keep the trainer from waiting (`fresh`), found
+    anew with every step; or all that η allows (`full`)."""
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
     """Which scored groups a step takes: those of the oldest version (`fifo`), of the newest (`freshest`), or
     of the highest `priority`. Under each, what would otherwise become too old goes first."""

@@ -311,6 +311,10 @@ class PolicyStats(Record, frozen=True):
     trainer_epoch: int = 0
     batch_wait: str = ""
     """What the next step waits for; empty when its batch can be made."""
+    ahead: float = 0.0
+    """Groups that may be outstanding beyond those that the trainer works on."""
+    pacing: str = ""
+    """Why it is so many; empty under `buffer.pacing: full`."""
 
 
 class BufferStats(Message, frozen=True):

@@ -212,6 +212,7 @@ class RunStatus:
     accuracy_interval: tuple[float, float] | None = None  # Ends of the 95 % interval of `accuracy`
     self_check: str = ""  # The outcome of the trainer's self-check in words; empty before there is one
     dropped: DropReport = field(default_factory=DropReport)
+    pacing: str = ""  # How far ahead is generated and why; empty where it is all that the bound allows
 
 
 @dataclass
@@ -390,7 +391,16 @@ class StatusAggregator:
             accuracy_interval=progress.interval,
             self_check=progress.self_check,
             dropped=self._dropped,
+            pacing=self._pacing(),
         )
+
+    def _pacing(self) -> str:
+        """How far ahead is generated and why; of several policies, by their names."""
+        stats = self._services.get("buffer", _Service()).figures.buffer
+        told = {policy: own.pacing for policy, own in stats.policies.items() if own.pacing} if stats else {}
+        if len(told) == 1:
+            return next(iter(told.values()))
+        return "; ".join(f"{policy} {text}" for policy, text in told.items())
 
     def _shown(self, now_s: float) -> str:
         """The newest message, else what a service that serves waits for."""

@@ -89,6 +89,8 @@ def render(status: RunStatus, width: int) -> Panel:
     if status.kind == "rl":
         held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
         figures["groups"] = ", ".join(held) or "none"
+        if status.pacing:
+            figures["pacing"] = status.pacing
     if status.self_check:
         figures["self-check"] = status.self_check
     for label, text in figures.items():

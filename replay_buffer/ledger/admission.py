@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from replay_buffer.ledger.pacing import may_hold
+from replay_buffer.ledger.records import Pace
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -30,10 +33,20 @@ class Demand:
     steps: int
     v_train: int
     outstanding: int
+    pace: Pace | None = None
+    """Under `buffer.pacing: fresh`."""
 
 
 def capacity(demand: Demand, v_serving: int) -> int:
     """Groups that may be outstanding for a worker that serves `v_serving`."""
+    bound = allowed(demand, v_serving)
+    if demand.pace is None:
+        return bound
+    return min(bound, may_hold(demand.pace, demand.batch_groups, demand.v_train - v_serving))
+
+
+def allowed(demand: Demand, v_serving: int) -> int:
+    """Groups that may be outstanding by the staleness bound alone."""
     lag = max(0, demand.v_train - v_serving)
     steps = min(demand.max_staleness + 1 - lag, demand.steps - demand.v_train)
     return max(0, steps) * demand.batch_groups
@@ -46,6 +59,12 @@ def room(demand: Demand, v_serving: int) -> tuple[int, str]:
         return most - demand.outstanding, ""
     if demand.v_train >= demand.steps:
         return 0, f"all {demand.steps} steps are trained"
+    if most < (bound := allowed(demand, v_serving)):
+        return 0, (
+            f"{demand.outstanding} groups are outstanding: the trainer, at {demand.v_train}, need not wait; "
+            f"a worker at version {v_serving} may bring them to {most} (buffer.pacing), of {bound} that the "
+            "staleness bound allows"
+        )
     if most == 0:
         return 0, (
             f"this worker serves version {v_serving} and the trainer is at {demand.v_train}: with "

@@ -25,7 +25,8 @@ from areal_async.rpc.schema import Message
 from areal_async.trajectory import row_sizes
 from replay_buffer.ledger.admission import room
 from replay_buffer.ledger.index import Index, has_place
-from replay_buffer.ledger.leasing import demand_of, space
+from replay_buffer.ledger.leasing import demand_of, pace_of, space
+from replay_buffer.ledger.pacing import enough, lacks
 from replay_buffer.ledger.records import (
     NO_VERSION,
     BatchPlan,
@@ -135,7 +136,10 @@ class _Assembly:
             self._drop_stale()
             chosen = self._chosen(self.rules.batch_groups - len(groups))
             if len(groups) + len(chosen) < self.rules.batch_groups:
+                self._note_lack()
                 return tx.decide(starving(tx.index, policy, step, len(groups) + len(chosen)))
+            if plan is None:
+                self._note_supply([group for group, _ in chosen])
             waiting = self._wait_for_overtaken([group for group, _ in chosen])
             if waiting is not None:
                 return tx.decide(waiting)
@@ -151,6 +155,29 @@ class _Assembly:
         if tx.consumer(policy).overtaken is not None:
             tx.set_consumer(policy, overtaken=None)
         return tx.decide(_manifest(tx.index, new_plan, groups))
+
+    def _note_lack(self) -> None:
+        pace = pace_of(self.tx.index, self.policy)
+        if pace is not None and self.step not in (pace.waits_for, pace.supplied):
+            self.tx.set_consumer(self.policy, pace=lacks(pace, self.step, self.tx.now_ms))
+
+    def _note_supply(self, chosen: list[GroupRecord]) -> None:
+        """Once for each step, when there are enough groups for it."""
+        pace = pace_of(self.tx.index, self.policy)
+        if pace is None or pace.supplied == self.step:
+            return
+        new = [group for group in chosen if not group.training[self.policy].steps]
+        pace = enough(
+            pace,
+            step=self.step,
+            spare=len(self.mine.ready) - len(new),
+            reused=len(chosen) - len(new),
+            leads_ms=[group.since_ms - group.begun_ms for group in new],
+            batch_groups=self.rules.batch_groups,
+            max_staleness=self.rules.max_staleness,
+            now_ms=self.tx.now_ms,
+        )
+        self.tx.set_consumer(self.policy, pace=pace)
 
     def _still_on_lineage(self, plan: BatchPlan | None) -> list[GroupRecord]:
         """The groups of a batch that is run again, less those that abandoned weights had a part in."""

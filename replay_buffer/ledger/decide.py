@@ -35,6 +35,7 @@ from replay_buffer.ledger import (
 from replay_buffer.ledger.admission import capacity
 from replay_buffer.ledger.batching import batch_wait, lease_wait
 from replay_buffer.ledger.index import Index, WriteSet
+from replay_buffer.ledger.pacing import explained
 from replay_buffer.ledger.records import EpisodeState, GroupState
 from replay_buffer.ledger.transaction import Decision, Transaction, forget_failures
 
@@ -153,7 +154,8 @@ def stats(index: Index, now_ms: int) -> BufferStats:
 
 def policy_stats(index: Index, policy: str) -> PolicyStats:
     """The figures of one trained policy."""
-    consumer = index.consumer(policy)
+    consumer, rules = index.consumer(policy), index.rules.consumers[policy]
+    pace, size, eta = leasing.pace_of(index, policy), rules.batch_groups, rules.max_staleness
     return PolicyStats(
         v_train=consumer.v_train,
         outstanding=index.consumers[policy].outstanding,
@@ -163,4 +165,6 @@ def policy_stats(index: Index, policy: str) -> PolicyStats:
         checkpoint=consumer.checkpoint,
         trainer_epoch=consumer.epoch,
         batch_wait=batch_wait(index, policy),
+        ahead=pace.ahead if pace is not None else float(eta * size),
+        pacing=explained(pace, size, eta) if pace is not None else "",
     )

@@ -20,15 +20,17 @@ from areal_async.rpc.messages import (
     Release,
 )
 from areal_async.rpc.schema import Ok, VersionTag
-from replay_buffer.ledger.admission import Demand, room
+from replay_buffer.ledger.admission import Demand, allowed, capacity, room
 from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_unfinished
 from replay_buffer.ledger.index import Index, due_ms
+from replay_buffer.ledger.pacing import later, start
 from replay_buffer.ledger.records import (
     EpisodeRecord,
     EpisodeState,
     GroupRecord,
     GroupState,
     LeaseRecord,
+    Pace,
     Versions,
     accepts,
     undecided,
@@ -52,7 +54,16 @@ def demand_of(index: Index, policy: str) -> Demand:
         steps=rules.steps,
         v_train=index.consumer(policy).v_train,
         outstanding=mine.outstanding,
+        pace=pace_of(index, policy),
     )
+
+
+def pace_of(index: Index, policy: str) -> Pace | None:
+    """How far ahead of the policy's trainer groups are generated; None where `buffer.pacing` is `full`."""
+    rules = index.rules.consumers[policy]
+    if index.rules.pacing == "full":
+        return None
+    return index.consumer(policy).pace or Pace(start(rules.batch_groups, rules.max_staleness))
 
 
 def space(index: Index) -> tuple[int, float, str]:
@@ -83,9 +94,10 @@ def lease(index: Index, message: Lease, now_ms: int) -> Decision:
     for policy in index.consumers:
         places[policy], why = _places(index, policy, serving.get(policy))
         reasons += [why] if why else []
-    if not any(places.values()):
-        return Decision(Leases([], reasons[0]))
     tx = Transaction(index, now_ms)
+    _note_held_back(tx, message, serving)
+    if not any(places.values()):
+        return tx.decide(Leases([], reasons[0]))
     new, bytes_left, full = space(index)
     granted: list[LeasedGroup] = []
     for group in _candidates(tx, places, new, bytes_left) if message.capacity > 0 else ():
@@ -112,6 +124,18 @@ def _places(index: Index, policy: str, serving: VersionTag | None) -> tuple[int,
             f"trainer of epoch {running.epoch} has abandoned; it waits for an update"
         )
     return room(demand_of(index, policy), serving.version)
+
+
+def _note_held_back(tx: Transaction, message: Lease, serving: Mapping[str, VersionTag]) -> None:
+    """Keep in mind that the pace gives a worker less than it asked for and the staleness bound allows."""
+    for policy in tx.index.consumers:
+        demand = demand_of(tx.index, policy)
+        if demand.pace is None or demand.pace.held_back > demand.pace.supplied or policy not in serving:
+            continue
+        version = serving[policy].version
+        most = demand.outstanding + message.capacity
+        if capacity(demand, version) < min(most, allowed(demand, version)):
+            tx.set_consumer(policy, pace=replace(demand.pace, held_back=demand.pace.supplied + 1))
 
 
 def _candidates(
@@ -264,6 +288,8 @@ def extend(index: Index, outage_ms: int, now_ms: int) -> Decision:
         if (wait := consumer.overtaken) is not None:
             moved_wait = replace(wait, since_ms=wait.since_ms + outage_ms)
             tx.set_consumer(policy, overtaken=moved_wait)
+        if consumer.pace is not None:
+            tx.set_consumer(policy, pace=later(consumer.pace, outage_ms))
     return tx.decide(Ok())
 
 

@@ -23,6 +23,7 @@ from areal_async.rpc.messages import TrainerOpened
 from replay_buffer.ledger.batching import is_on_lineage, plans_from, rewound
 from replay_buffer.ledger.committing import Copy, commit_before
 from replay_buffer.ledger.index import Index
+from replay_buffer.ledger.pacing import anew
 from replay_buffer.ledger.records import (
     MISSING,
     SCHEMA,
@@ -87,6 +88,8 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
     epoch = max(tx.consumer(policy).epoch, command.after_epoch) + 1
     lineage = reopened(tx.consumer(policy).lineage, epoch, step)
     tx.set_consumer(policy, epoch=epoch, trainer=command.trainer, lineage=lineage, overtaken=None)
+    if (pace := tx.consumer(policy).pace) is not None:
+        tx.set_consumer(policy, pace=anew(pace))
     return tx.decide(TrainerOpened(epoch, step))
 
 

@@ -273,6 +273,21 @@ class NoScores(LedgerRecord, frozen=True, array_like=True, gc=False):
     at_ms: int
 
 
+class Pace(LedgerRecord, frozen=True, array_like=True, gc=False):
+    """How far ahead of a trainer groups are generated, and what that was found from (`pacing.py`)."""
+
+    ahead: float  # Groups beyond those that the trainer works on
+    waits_for: int = -1  # The step for which there were too few scored groups when the trainer asked
+    since_ms: int = 0  # When it did
+    supplied: int = -1  # The last step for which there were enough; -1 before a trainer's first
+    supplied_ms: int = 0  # When there were
+    held_back: int = -1  # The last step before whose batch a worker asked for more than the pace gave
+    spares: tuple[int, ...] = ()  # Scored groups beyond the batch, at the last steps that did not wait
+    step_ms: float = 0.0  # Running means: a step without its wait,
+    lead_ms: float = 0.0  # a group from its first lease to its last verdict,
+    waited: float = 0.0  # the share of its time that the trainer waited for groups
+
+
 class Attempt(LedgerRecord, frozen=True, array_like=True, gc=False):
     """A group that was dropped, as far as its task is to be tried again."""
 
@@ -310,6 +325,7 @@ class Consumer(LedgerRecord, frozen=True, array_like=True, gc=False):
     overtaken: OvertakenWait | None = None
     episodes_trained: int = 0  # Episodes in committed steps; one that was in two of them counts twice
     max_staleness_seen: int = 0
+    pace: Pace | None = None
 
 
 class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):

@@ -63,6 +63,7 @@ class Rules:
     min_scored: int = 2
     routing: Routing | None = None
     """Which reward scores which task; without it, each by one call for each episode."""
+    pacing: Literal["fresh", "full"] = "full"
     sampling: Literal["fifo", "freshest", "priority"] = "fifo"
     priority: Literal["reward_variance", "advantage"] = "reward_variance"
     max_reuse: int = 1
@@ -116,6 +117,7 @@ class Rules:
             on_abstain=VerdictPolicy(reward.on_abstain.retries, reward.on_abstain.then),
             min_scored=reward.min_scored,
             routing=routing,
+            pacing=buffer.pacing,
             sampling=buffer.sampling,
             priority=buffer.priority,
             max_reuse=buffer.max_reuse,

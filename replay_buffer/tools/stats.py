@@ -93,6 +93,7 @@ def _figures(job: JobConfig, stats: BufferStats) -> dict[str, str]:
             "step": f"{own.v_train} of {steps} trained, {own.checkpoint} in a checkpoint; {epoch}",
             "staleness": f"at most {own.max_staleness_seen} seen, bound {buffer.max_staleness}",
             "outstanding": f"{own.outstanding} of {own.capacity} groups ({buffer.batch_groups} a step)",
+            "pacing": own.pacing or f"holds all that the bound allows (buffer.pacing: {buffer.pacing})",
             "trained": f"{own.episodes_trained} episodes",
             "next batch": own.batch_wait or done,
         }

@@ -189,7 +189,7 @@ async def test_nothing_is_unbounded_while_a_consumer_is_gone(a_job, redis_url, r
 )
 async def test_nothing_is_unbounded_where_staleness_bounds_nothing(a_job, redis_url, limit, words):
     """With a staleness bound that lets everything in, the limits on groups and bytes hold."""
-    async with a_job(max_staleness=500, **limit) as job:
+    async with a_job(max_staleness=500, pacing="full", **limit) as job:
         job.runs["trainer"].clear()
         await job.until_generation_stops(words)
         stats = await job.client.call(Stats())

@@ -1,0 +1,121 @@
+"""Pacing: how far ahead of its trainer a job generates, within what admission allows (`buffer.pacing`).
+
+The staleness bound says how many groups may be outstanding. A trainer that is the slower side needs fewer of
+them: all the others lie scored until their step comes, and are as many steps old by then. Under `fresh` a job
+holds `ahead` groups beyond those that the trainer works on, B ≤ ahead ≤ η·B, and grants a lease where
+
+    outstanding < ahead + (1 − max(0, v_train − v_serving)) · B
+
+which is admission's formula with ahead / B in place of η. As few as keep the trainer from waiting are found
+from its own steps, when the batch of each can be made:
+
+- It waited, and in the last `WINDOW` steps a worker had asked for more than this rule gave: as many groups
+  are added as it would have trained in `GAIN` times the time that it waited, one batch at most.
+- Trained groups took the places of new ones (`buffer.max_reuse`): as many are added as did.
+- It had what it needed: `LEAK` of a batch is taken away, and besides that, once in `WINDOW` steps, a part of
+  what lay scored and unneeded at each of them. So a job settles where its trainer waits for about LEAK / GAIN
+  of its time. Where generation is as fast as training, durations that vary empty the buffer now and then:
+  that a worker was held back some steps ago is then why too little is there now.
+
+Less than one batch is never held where η ≥ 1: the batch that is to follow must be under way while a step is
+trained.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from replay_buffer.ledger.records import Pace
+
+GAIN = 4.0
+LEAK = 0.01
+WINDOW = 16
+"""Steps over which is looked back: for the fewest groups that lay unneeded, and for a worker held back."""
+SHARE = 4
+SMOOTH = 0.2
+"""Weight of a new step in the means that are told."""
+
+
+def start(batch_groups: int, max_staleness: int) -> float:
+    """Groups that are held ahead before anything is known: as few as there may be."""
+    return float(batch_groups * min(1, max_staleness))
+
+
+def may_hold(pace: Pace, batch_groups: int, lag: int) -> int:
+    """Groups that may be outstanding for a worker that serves the weights of `lag` steps ago."""
+    return max(0, int(pace.ahead) + (1 - max(0, lag)) * batch_groups)
+
+
+def lacks(pace: Pace, step: int, now_ms: int) -> Pace:
+    """The trainer asks for `step`, and there are too few scored groups for it: it waits."""
+    return replace(pace, waits_for=step, since_ms=now_ms)
+
+
+def enough(
+    pace: Pace,
+    *,
+    step: int,
+    spare: int,
+    reused: int,
+    leads_ms: list[int],
+    batch_groups: int,
+    max_staleness: int,
+    now_ms: int,
+) -> Pace:
+    """The batch of `step` can be made, and `spare` groups beyond it lie scored; `reused` of its groups were
+    trained before. `leads_ms`: from the first lease to the last verdict of each that was not."""
+    waited_ms = now_ms - pace.since_ms if pace.waits_for == step else 0
+    fresh = replace(
+        pace,
+        waits_for=-1,
+        supplied=step,
+        supplied_ms=now_ms,
+        lead_ms=mean(pace.lead_ms, sum(leads_ms) / max(1, len(leads_ms))),
+    )
+    if pace.supplied < 0:
+        return fresh  # the first of a trainer: the pipeline was empty
+    step_ms = max(1, now_ms - pace.supplied_ms - waited_ms)
+    ahead, spares = pace.ahead, pace.spares
+    if waited_ms or reused:
+        if pace.held_back >= 0 and step - pace.held_back <= WINDOW:
+            ahead += min(batch_groups, GAIN * waited_ms / step_ms * batch_groups + reused)
+            spares = ()
+    else:
+        ahead -= LEAK * batch_groups
+        spares = (*spares, spare)[-WINDOW:]
+        if len(spares) == WINDOW and (unneeded := min(spares) // SHARE):
+            ahead -= unneeded
+            spares = ()
+    return replace(
+        fresh,
+        ahead=min(max(ahead, start(batch_groups, max_staleness)), float(batch_groups * max_staleness)),
+        spares=spares,
+        step_ms=mean(pace.step_ms, step_ms),
+        waited=mean(pace.waited, waited_ms / (step_ms + waited_ms)),
+    )
+
+
+def anew(pace: Pace) -> Pace:
+    """For a trainer that comes back: what it waits for at first says nothing."""
+    return replace(pace, waits_for=-1, supplied=-1, held_back=-1, spares=())
+
+
+def later(pace: Pace, outage_ms: int) -> Pace:
+    """Nobody could do anything for so long: it is no time that the trainer waited."""
+    return replace(pace, since_ms=pace.since_ms + outage_ms, supplied_ms=pace.supplied_ms + outage_ms)
+
+
+def explained(pace: Pace, batch_groups: int, max_staleness: int) -> str:
+    """How far ahead is generated and why, in words."""
+    held = f"holds {pace.ahead / batch_groups:.1f} of at most {max_staleness} steps ahead"
+    if not pace.step_ms:
+        return f"{held}, until the first steps tell more"
+    return (
+        f"{held}, because a group takes {pace.lead_ms / 1000:.3g} s from its lease to its last verdict and a "
+        f"step {pace.step_ms / 1000:.3g} s, and the trainer waited for groups {pace.waited:.1%} of its time"
+    )
+
+
+def mean(before: float, value: float) -> float:
+    """A running mean, which begins with its first value."""
+    return value if not before else before + SMOOTH * (value - before)
