@@ -50,7 +50,9 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random], float]] = {
 """Durations relative to their mean, which is 1."""
 REGIMES = {"generation-bound": 0.25, "balanced": 1.0, "trainer-bound": 4.0}
 """Duration of a training step, relative to the time in which all workers generate a batch."""
-CONDITIONS = ("plain", "slow rewards", "lagging worker", "drifting steps", "elastic workers")
+CONDITIONS = ("plain", "slow rewards", "lagging worker")
+CHANGING = ("drifting steps", "elastic workers")
+"""Conditions under which no state lasts."""
 DRIFT_STEPS = 24
 """Steps in which a step's duration goes from its least to its most and back, under `drifting steps`; workers
 come and go as often, under `elastic workers`."""
