@@ -25,7 +25,8 @@ from pathlib import Path
 from staleness_simulation import CHANGING, CONDITIONS, DISTRIBUTIONS, REGIMES, Figures, Scenario, Simulation
 from staleness_sweep import RUNNING, table, write_docs
 
-ETAS = (1, 2, 4, 8)
+ETAS = (2, 4, 8)
+"""At η = 1 both hold one batch ahead."""
 WARM_UP = 20
 """Steps of each run that are not counted."""
 LEAST_THROUGHPUT, NEAR = 0.97, 0.01

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from prometheus_client import REGISTRY
 
+from areal_async.config.devices import first_threads
 from areal_async.config.engines import engine_part
 from areal_async.errors import ArealError, FaultError, RpcTimeout
 from areal_async.rpc.client import Client
@@ -114,7 +115,7 @@ async def main(ctx: ServiceContext) -> None:
 
 async def _serve(ctx: ServiceContext) -> None:
     job = ctx.job
-    prepare(job.rollout.torch_threads)
+    prepare(first_threads(job.rollout.torch_threads))
     workflow = workflow_of(job)
     render = make_renderer(job.model)
     gateway = make_gateway(job, render, trains=True, index=ctx.index)

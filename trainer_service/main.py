@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers.utils import logging as transformers_logging
 
-from areal_async.config.devices import rank_device
+from areal_async.config.devices import first_threads, rank_device
 from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
@@ -66,7 +66,7 @@ def train(ctx: ServiceContext) -> None:
     """Train to the job's end; blocking. Raises `ArealError`."""
     section = ctx.job.trainer
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(section.torch_threads)
+    torch.set_num_threads(first_threads(section.torch_threads))
     torch.manual_seed(ctx.job.seed)
     ctx.run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

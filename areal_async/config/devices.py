@@ -20,6 +20,7 @@ the engines' first GPU again. And on another host than the trainer's all GPUs ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.errors import Mistake
@@ -33,6 +34,11 @@ def width_of(rollout: RolloutSection) -> int:
     """GPUs of one engine; 1 while it is in a file of the user's that was not run yet."""
     part = declared_engine(rollout.engine)
     return part.width(rollout) if part is not None else 1
+
+
+def first_threads(torch_threads: int | Literal["auto"]) -> int:
+    """The CPU threads with which a rank or an engine begins."""
+    return 1 if torch_threads == "auto" else torch_threads
 
 
 def rank_device(device: str, rank: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
@@ -87,6 +87,22 @@ def _section_type(annotation: Any) -> type[Section] | None:
     return None
 
 
+def numbers_or_words(details: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One entry of `ValidationError.errors()` for a field that is a number or a word, which has two: what is
+    wrong with the number, and under `word` what it might be instead."""
+    words = {detail["loc"][:-1]: detail["ctx"]["expected"] for detail in details if _in_union(detail)}
+    return [
+        {**detail, "loc": field, "word": words[field]} if (field := detail["loc"][:-1]) in words else detail
+        for detail in details
+        if not _in_union(detail)
+    ]
+
+
+def _in_union(detail: Mapping[str, Any]) -> bool:
+    """Whether it is about a word that stands beside a number in a field's type."""
+    return bool(detail["type"] == "literal_error" and str(detail["loc"][-1]).startswith("literal["))
+
+
 def explain(detail: Mapping[str, Any]) -> Mistake:
     """The mistake behind one entry of `ValidationError.errors()`."""
     location = [str(part) for part in detail["loc"]]
@@ -102,7 +118,8 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Mistake(field or "file", f"{found!r} is not a section", _as_section(field, found))
     if (words := value_in_words(detail)) is not None:
-        return Mistake(field, f"{found!r} {words[0]}", words[1])
+        word = f", or {detail['word']}" if "word" in detail else ""
+        return Mistake(field, f"{found!r} {words[0]}", words[1] + word)
     message = str(detail["msg"]).rstrip(".")
     return Mistake(field, f"{found!r} is refused: {message}", f"Correct it. {_about(field)}".rstrip(". "))
 

@@ -325,8 +325,9 @@ class TrainerSection(Section):
     self_check: SelfCheckSection = SelfCheckSection()
     record_batches: bool = False
     """Keep the episodes, manifest and losses of every step under `batches/` in the run's folder."""
-    torch_threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of torch in each rank of the trainer."""
+    torch_threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """CPU threads of torch in each rank of the trainer; `auto`: as many as pay, of the cores that the engines
+    leave, measured while the job runs. A number makes a step that is done again the same to the last bit."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the trainer computes: `cpu`; `cuda`, its ranks on the GPUs from 0 on; or `cuda:N`, from N on."""
     dtype: Literal["float32", "bfloat16"] = "float32"

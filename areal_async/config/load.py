@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from areal_async.config.checks import check_fields
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.config.fields import explain, job_fields
+from areal_async.config.fields import explain, job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import PART_FIELDS, arguments_of
@@ -154,7 +154,7 @@ def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]
     try:
         return JobConfig.model_validate(content), []
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        details = numbers_or_words(error.errors(include_url=False))
     mistakes = [explain(detail) for detail in details]
     for detail in details:
         _remove(content, detail["loc"])

@@ -110,8 +110,8 @@ class RolloutSection(Section):
     """What a weight update does to KV that is there: rebuild it (exact), let requests in flight keep theirs
     (approximate), or let episodes keep their prefix cache over all turns (approximate; SGLang and vLLM)."""
     sampling: SamplingSection = SamplingSection()
-    torch_threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of each worker's torch."""
+    torch_threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """CPU threads of each engine's torch; `auto`: as `trainer.torch_threads`, and 1 for a server."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the engines compute: `cpu`; `cuda`, each engine on GPUs of its own, in the order of their
     numbers; or `cuda:N`, all on that one."""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from areal_async.config.devices import first_threads
 from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
@@ -73,8 +74,8 @@ def ends_the_job(services: Sequence[ServicePlace]) -> list[str]:
 def thread_count(job: JobConfig, role: Role) -> int:
     """Native threads that a process of `role` may use."""
     threads: Mapping[Role, int] = {
-        "trainer": job.trainer.torch_threads,
-        "rollout": job.rollout.torch_threads,
+        "trainer": first_threads(job.trainer.torch_threads),
+        "rollout": first_threads(job.rollout.torch_threads),
         "evaluator": job.evaluation.torch_threads,
     }
     return threads.get(role, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from areal_async.launch.plan import MODULES, services_of, supervisor_port
 from areal_async.launch.preflight import check_machine
 from areal_async.launch.report import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
+from areal_async.launch.threads import ThreadSplit
 from areal_async.ownfiles import private_files
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
@@ -130,6 +132,7 @@ def _run(
             clients=lambda: StatusClients(folders.socket_dir, job.job, folders.secret),
             phases=supervisor.phases,
             show=show,
+            threads=ThreadSplit(job, len(os.sched_getaffinity(0))),
         )
         board.figures = lambda: ServiceFigures(run=msgspec.to_builtins(monitor.newest))
         monitor.start()

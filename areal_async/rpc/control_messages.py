@@ -81,6 +81,9 @@ class ServiceStatus(Message, frozen=True):
 class Status(Request[ServiceStatus], frozen=True):
     """Ask any service, or the supervisor, at its own endpoint, what it says of itself."""
 
+    threads: int = 0
+    """CPU threads that it is to compute with from its next step on; 0: as many as it has."""
+
 
 # --- command line -> supervisor ----------------------------------------------------------------------
 

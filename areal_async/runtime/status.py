@@ -97,6 +97,7 @@ class StatusBoard:
 
     def __init__(self) -> None:
         self.draining = False  # Whether it finishes what it has and takes nothing more
+        self.threads = 0  # CPU threads that it was told to compute with; 0: it was told none
         self.figures: Callable[[], ServiceFigures] = ServiceFigures  # Counts its work when it is asked
         self._records: deque[RunRecord] = deque(maxlen=MAX_RECORDS)
         self._recorded = 0
@@ -164,6 +165,7 @@ def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
     """Answer `Status` for the service of `ctx` from `board`, as long as this process lives."""
 
     async def answer(peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
+        board.threads = request.threads or board.threads
         return board.status(ctx.name, serves=ctx.has_served)
 
     logging.getLogger("areal").addHandler(NoticeHandler(board))

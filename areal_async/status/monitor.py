@@ -42,8 +42,8 @@ class StatusClients:
         self._access = access
         self._clients: dict[str, Client] = {}
 
-    async def ask(self, name: str) -> ServiceStatus:
-        """Raises ArealError where it does not answer within `ANSWER_S`."""
+    async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
+        """Raises ArealError where it does not answer within `ANSWER_S`. `threads` is told to it."""
         client = self._clients.pop(name, None)
         is_new = client is None
         if client is None:
@@ -52,7 +52,7 @@ class StatusClients:
         try:
             if is_new:
                 await client.connect(ANSWER_S)
-            status = await client.call(Status(), timeout_s=ANSWER_S)
+            status = await client.call(Status(threads), timeout_s=ANSWER_S)
         except BaseException:
             await client.close()
             raise
@@ -74,11 +74,15 @@ class Monitor:
         clients: Callable[[], StatusClients],
         phases: Callable[[], Mapping[str, str]],
         show: Callable[[RunStatus], None],
+        threads: Callable[[RunStatus], Mapping[str, int]] = lambda status: {},
     ) -> None:
+        """`threads`: how many CPU threads services are to compute with, by the prefixes of their names."""
         self._aggregator = aggregator
         self._make_clients = clients
         self._phases = phases
         self._show = show
+        self._split = threads
+        self._threads: Mapping[str, int] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -113,6 +117,7 @@ class Monitor:
                 await self._look(0.0)
                 self.newest = self._aggregator.status(time.monotonic())
                 self._report_stall(self.newest)
+                self._threads = self._split(self.newest)
                 self._show(self.newest)
                 if self._stop.is_set():
                     return
@@ -134,7 +139,7 @@ class Monitor:
 
     async def _ask(self, name: str) -> None:
         with suppress(ArealError):  # it starts, ends or is busy: there is a next poll
-            status = await self._clients.ask(name)
+            status = await self._clients.ask(name, self._threads.get(name.partition("-")[0], 0))
             self._aggregator.feed_status(name, status, time.monotonic())
 
     def _report_stall(self, status: RunStatus) -> None:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from areal_async.cli.tools import ReplayRequest, run_tool, step_range
-from areal_async.config.devices import rank_device
+from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.schema import POLICY, VersionTag
@@ -87,7 +87,7 @@ def replay(
     """Train from `start` (None: from the model) to step `last`, print each step, and leave the model in the
     folder `out`. Raises what training raises, and where `exact` `TrainerError` at the first difference."""
     section = run.job.trainer
-    torch.set_num_threads(section.torch_threads)
+    torch.set_num_threads(first_threads(section.torch_threads))
     torch.manual_seed(run.job.seed)
     ranks = join_ranks(0, 1, device=rank_device(section.device, 0))
     backend = load_backend(run.job, ranks)

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Protocol
 
 from safetensors import SafetensorError, safe_open
 
+from areal_async.config.devices import first_threads
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
 from areal_async.rpc.schema import VersionTag
@@ -190,7 +191,7 @@ def settings_of(
         device=rollout.device,
         gpus=gpu_names(job, place, replica) if url is None else (),
         dtype=rollout.dtype,
-        torch_threads=rollout.torch_threads,
+        torch_threads=first_threads(rollout.torch_threads),
         activity=activity,
         url=url,
         python=python,

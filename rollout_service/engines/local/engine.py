@@ -21,6 +21,7 @@ import torch
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
+from areal_async.runtime.threads import follow_threads
 from rollout_service.engines.base import (
     DeadlinePassed,
     EngineError,
@@ -211,6 +212,7 @@ class LocalEngine:
         self._started().submit(request)
 
     def _step(self) -> None:
+        follow_threads()
         core = self._started()
         self._deliver(core.step())
         if self._told and (pieces := core.grown(self._told)):

@@ -1,6 +1,7 @@
 """What is worked out of a run's records and of what its services say of themselves."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -203,9 +204,11 @@ class Answers:
 
     def __init__(self, **answers):
         self.answers = answers
+        self.threads = {}
 
-    async def ask(self, name):
+    async def ask(self, name, threads):
         await asyncio.sleep(0)
+        self.threads[name] = threads
         if name not in self.answers:
             raise PeerGone(f"{name} is not there")
         return self.answers[name]
@@ -227,6 +230,25 @@ def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job):
     monitor.stop()
     assert (shown[-1].step, shown[-1].message) == (5, "trainer: odd")
     assert monitor.newest == shown[-1]
+
+
+def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job):
+    names = ("trainer", "trainer-1", "rollout-0", "buffer")
+    answers = Answers(**{name: said(name) for name in names})
+    monitor = Monitor(
+        StatusAggregator(job, names, 0.0),
+        clients=lambda: answers,
+        phases=lambda: dict.fromkeys(names, "serving"),
+        show=lambda status: None,
+        threads=lambda status: {"trainer": 3, "rollout": 2},
+    )
+    monitor.start()
+    monitor.look()
+    deadline_s = time.monotonic() + 30
+    while answers.threads != {"trainer": 3, "trainer-1": 3, "rollout-0": 2, "buffer": 0}:
+        assert time.monotonic() < deadline_s, answers.threads
+        monitor.look()
+    monitor.stop()
 
 
 def test_workers_that_join_and_leave_are_shown_as_long_as_they_are_there(aggregator):
