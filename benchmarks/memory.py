@@ -31,7 +31,8 @@ from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.registry import BACKENDS
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, RankMemory, rank_memory, shape_of
-from trainer_service.data.microbatch import MicroBatch, build_micro_batch, row_of
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch
+from trainer_service.data.rows import row_of
 from trainer_service.ranks import join_ranks
 from trainer_service.tools.plan import tensor_shapes
 

@@ -2,8 +2,7 @@
 what the buffer stores and every service passes on. `docs/trajectory.md` is the format.
 
 Reading trusts nothing: whatever the bytes are, the outcome is a valid Episode or a TrajectoryError. The
-arrays of a decoded episode are read-only views of the frames (a frame whose memory is not aligned for its
-type is copied).
+arrays of a decoded episode are read-only views of the blob (one whose memory is not aligned is copied first).
 
 The blob (little-endian): magic `ATRJ`, u16 schema, u16 frames, u64 size, u32 CRC-32 of everything after the
 prefix, u32 zero; then per frame u64 offset and u64 size; then the frames, each at the next multiple of 8.
@@ -38,7 +37,6 @@ from areal_async.trajectory.layout import (
     Segments,
     SizeError,
     Units,
-    frozen,
 )
 
 Buffer = bytes | bytearray | memoryview
@@ -75,33 +73,39 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EpisodeHead)
 
 
-def _episode_of(frames: Sequence[memoryview], limits: EpisodeLimits) -> Episode:
-    head = _decode_head(frames[0], limits)
-    if len(head.columns) != len(frames) - CORE_FRAMES:
-        raise CodecError(f"the head names {len(head.columns)} optional columns, {len(frames)} frames came")
+def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: EpisodeLimits) -> Episode:
+    """The episode of a blob whose frames are at `spans`: (offset, size) of each."""
+    head_at, head_bytes = spans[0]
+    head = _decode_head(view[head_at : head_at + head_bytes], limits)
+    if len(head.columns) != len(spans) - CORE_FRAMES:
+        raise CodecError(f"the head names {len(head.columns)} optional columns, {len(spans)} frames came")
     n_segments, n_units = head.segments, head.units
     if not (0 <= n_segments <= limits.segments and 0 <= n_units <= limits.units):
         raise SizeError(f"{n_segments} segments, {n_units} units: limits {limits.segments}, {limits.units}")
-    if len(frames[1]) != n_segments * SEGMENT_BYTES:
-        raise CodecError(f"the segment frame has {len(frames[1])} bytes for {n_segments} segments")
-    table_at = I64.itemsize * n_segments
-    reward_at = table_at + _TABLE_WIDTH * I32.itemsize * n_segments
-    segments = Segments(
-        _array(frames[1], I32, (_TABLE_WIDTH, n_segments), table_at),
-        _array(frames[1], F32, (n_segments,), reward_at),
-        _array(frames[1], I64, (n_segments,)),
-    )
-    token_id, logprob, version, mask = frames[2:CORE_FRAMES]
-    if not len(token_id) == len(logprob) == len(version) == n_units * I32.itemsize or len(mask) != n_units:
+    table_at, table_bytes = spans[1]
+    if table_bytes != n_segments * SEGMENT_BYTES:
+        raise CodecError(f"the segment frame has {table_bytes} bytes for {n_segments} segments")
+    width = I32.itemsize * n_units
+    token_id, logprob, version, mask = spans[2:CORE_FRAMES]
+    if not token_id[1] == logprob[1] == version[1] == width or mask[1] != n_units:
         raise CodecError(f"the unit frames do not have the sizes of {n_units} units")
+    columns = _columns_at(head, spans, limits) if head.columns else ()
+    anchor = np.frombuffer(view, I64, n_segments, table_at)
+    if not anchor.flags.aligned:  # Frames begin at multiples of 8: either all are aligned or none is
+        view = memoryview(bytes(view))
+        anchor = np.frombuffer(view, I64, n_segments, table_at)
+    table_at += I64.itemsize * n_segments
+    cells = _TABLE_WIDTH * n_segments
+    table = np.frombuffer(view, I32, cells, table_at).reshape(_TABLE_WIDTH, n_segments)
+    reward = np.frombuffer(view, F32, n_segments, table_at + I32.itemsize * cells)
     units = Units(
-        _array(token_id, I32, (n_units,)),
-        _array(mask, U8, (n_units,)),
-        _array(logprob, F32, (n_units,)),
-        _array(version, I32, (n_units,)),
-        _optional_columns(head, frames, limits) if head.columns else None,
+        np.frombuffer(view, I32, n_units, token_id[0]),
+        np.frombuffer(view, U8, n_units, mask[0]),
+        np.frombuffer(view, F32, n_units, logprob[0]),
+        np.frombuffer(view, I32, n_units, version[0]),
+        {name: np.ndarray(shape, dtype, view, at) for name, dtype, shape, at in columns},
     )
-    return Episode(head.header, segments, units, limits=limits)
+    return Episode(head.header, Segments(table, reward, anchor), units, limits=limits)
 
 
 def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
@@ -130,11 +134,12 @@ def _decode_head(frame: memoryview, limits: EpisodeLimits) -> EpisodeHead:
         raise CodecError(f"unreadable head: {error}") from error
 
 
-def _optional_columns(
-    head: EpisodeHead, frames: Sequence[memoryview], limits: EpisodeLimits
-) -> dict[str, NDArray]:
-    columns: dict[str, NDArray] = {}
-    for (name, dtype_name, width), frame in zip(head.columns, frames[CORE_FRAMES:], strict=True):
+def _columns_at(
+    head: EpisodeHead, spans: Sequence[tuple[int, int]], limits: EpisodeLimits
+) -> list[tuple[str, np.dtype, tuple[int, ...], int]]:
+    """Name, type, shape and place of each optional column."""
+    columns: dict[str, tuple[str, np.dtype, tuple[int, ...], int]] = {}
+    for (name, dtype_name, width), (at, size) in zip(head.columns, spans[CORE_FRAMES:], strict=True):
         dtype = COLUMN_DTYPES.get(dtype_name)
         if dtype is None or name in columns:
             raise CodecError(
@@ -145,21 +150,10 @@ def _optional_columns(
                 f"optional column {name[:64]!r}: width {width}, the limit is {limits.column_width}"
             )
         shape = (head.units, width) if width else (head.units,)
-        if len(frame) != math.prod(shape) * dtype.itemsize:
-            raise CodecError(f"optional column {name[:64]!r}: {len(frame)} bytes for {shape} {dtype_name}")
-        columns[name] = _array(frame, dtype, shape)
-    return columns
-
-
-def _array(frame: memoryview, dtype: np.dtype, shape: tuple[int, ...], start: int = 0) -> NDArray:
-    """A read-only array over `frame` from byte `start`; the caller has checked the size."""
-    if not len(frame):
-        return frozen(np.empty(shape, dtype))
-    array: NDArray = np.ndarray(shape, dtype, frame, start)
-    flags = array.flags
-    if flags.aligned and not flags.writeable:
-        return array
-    return frozen(array if flags.aligned else array.copy())
+        if size != math.prod(shape) * dtype.itemsize:
+            raise CodecError(f"optional column {name[:64]!r}: {size} bytes for {shape} {dtype_name}")
+        columns[name] = (name, dtype, shape, at)
+    return list(columns.values())
 
 
 def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
@@ -184,7 +178,8 @@ def pack(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> bytes:
 
 def unpack(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
     """The episode of a blob, or a TrajectoryError. Its arrays are views that keep `buffer` alive."""
-    return _episode_of(_frames(buffer, limits), limits)
+    view, spans = _opened(buffer, limits)
+    return _episode_of(view, spans, limits)
 
 
 @functools.cache
@@ -193,8 +188,8 @@ def _table_of(n_frames: int) -> struct.Struct:
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
-def _frames(buffer: Buffer, limits: EpisodeLimits) -> list[memoryview]:
-    """The frames of a blob whose prefix, frame table and checksum hold."""
+def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
+    """The bytes of a blob whose prefix, frame table and checksum hold, and (offset, size) of each frame."""
     view = memoryview(buffer).toreadonly()
     if view.itemsize != 1 or view.ndim != 1:
         view = view.cast("B")
@@ -215,15 +210,13 @@ def _frames(buffer: Buffer, limits: EpisodeLimits) -> list[memoryview]:
         raise CodecError(f"a blob of {size} bytes cannot hold {n_frames} frames")
     if zlib.crc32(view[_PREFIX.size :]) != crc:
         raise CodecError("the checksum does not match: the bytes were altered")
-    spans = _table_of(n_frames).unpack_from(view, _PREFIX.size)
+    places = _table_of(n_frames).unpack_from(view, _PREFIX.size)
+    spans = list(zip(places[::2], places[1::2], strict=True))
     expected = body_at
-    frames = []
-    for i in range(0, 2 * n_frames, 2):
-        offset, length = spans[i], spans[i + 1]
+    for i, (offset, length) in enumerate(spans):
         if offset != expected or length > size - offset:
-            raise CodecError(f"frame {i // 2} is not where the blob has room for it")
-        frames.append(view[offset : offset + length])
-        expected = offset + length + len(_PADDING[length % ALIGNMENT])
+            raise CodecError(f"frame {i} is not where the blob has room for it")
+        expected = offset + length + -length % ALIGNMENT
     if expected != size:
         raise CodecError(f"{size - expected} bytes follow the last frame")
-    return frames
+    return view, spans

@@ -16,13 +16,15 @@ columns       optional columns have one value (or a row of values) per unit and 
 
 `training_rows` adds the last one: each unit with mask 1 is trained in exactly one row.
 
-The unit table is checked in whole columns, the segment table row by row.
+The segment table is checked row by row, the unit table in whole columns: as plain numbers where there are
+few, for a call into numpy costs more than a dozen of those, and in numpy where there are many.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +58,10 @@ from areal_async.trajectory.layout import (
 
 LOGPROB_SLACK = 1e-3  # A log-prob may exceed 0 by this much: engines add float32 rounding to a log-softmax
 
+SHORT_UNITS = 128  # Up to so many units plain numbers are quicker than numpy
+
 _INT32_MAX = 2**31 - 1
+_NONE_BYTE = b"\xff"  # Bytes of a version of -1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 _SAMPLED = int(SegmentKind.SAMPLED)
 _MAX_KIND = int(max(SegmentKind))
@@ -139,10 +144,12 @@ def _check_arrays(segments: Segments, units: Units, limits: EpisodeLimits) -> No
             raise SizeError(f"column {name}: width {column.shape[1]}, the limit is {limits.column_width}")
 
 
-def _check_units(units: Units) -> tuple[bytes, bytes, int, int, int]:
-    """The mask and `version >= 0` as bytes of 0 and 1, and the first three facts."""
+def _check_units(units: Units) -> tuple[int, int, int]:
+    """The first three facts."""
     if not len(units):
-        return b"", b"", 0, NO_VERSION, NO_VERSION
+        return 0, NO_VERSION, NO_VERSION
+    if len(units) <= SHORT_UNITS and (facts := _facts_of_few(units)):
+        return facts
     version, mask, logprob = units.version, units.mask, units.logprob
     if (lowest := version.min()) < NO_VERSION:
         raise InvariantError(f"version: {lowest}; a version is >= 0, or -1 for none")
@@ -153,17 +160,33 @@ def _check_units(units: Units) -> tuple[bytes, bytes, int, int, int]:
         raise InvariantError(f"logprob: {lowest} to {highest}; log-probs are finite, at most {LOGPROB_SLACK}")
     if mask.max() > 1:
         raise InvariantError("mask: a mask is 0 or 1")
-    as_bytes = mask.tobytes(), (version >= 0).tobytes()
     trained = version[mask.view(np.bool_)]
     if not len(trained):
-        return *as_bytes, 0, NO_VERSION, NO_VERSION
+        return 0, NO_VERSION, NO_VERSION
     if trained.min() < 0:
         raise InvariantError("version: a unit with mask 1 has the version that sampled it")
-    return *as_bytes, len(trained), int(trained.min()), int(trained.max())
+    return len(trained), int(trained.min()), int(trained.max())
 
 
-def _check_segments(segments: Segments, n_units: int, versioned: bytes, n_agents: int) -> list[int]:
-    """The sampled segments."""
+def _facts_of_few(units: Units) -> tuple[int, int, int] | None:
+    """What `_check_units` returns, of a few units; None where something is wrong with them."""
+    version: list[int] = units.version.tolist()
+    mask: list[int] = units.mask.tolist()
+    logprob: list[float] = units.logprob.tolist()
+    if min(version) < NO_VERSION or min(units.token_id.tolist()) < 0 or max(mask) > 1:
+        return None
+    # The sum of a few f32 in f64 overflows nowhere: it is finite exactly if they all are.
+    if not math.isfinite(sum(logprob)) or max(logprob) > LOGPROB_SLACK:
+        return None
+    trained = list(compress(version, mask))
+    if not trained:
+        return 0, NO_VERSION, NO_VERSION
+    lowest = min(trained)
+    return (len(trained), lowest, max(trained)) if lowest >= 0 else None
+
+
+def _check_segments(segments: Segments, n_units: int, versions: bytes, n_agents: int) -> list[int]:
+    """The sampled segments. `versions` are the bytes of that column, none of them below -1."""
     sampled = []
     end = 0
     rows = zip(*segments.table.tolist(), strict=True)
@@ -183,7 +206,9 @@ def _check_segments(segments: Segments, n_units: int, versioned: bytes, n_agents
         end += length
         if kind == _SAMPLED:
             sampled.append(i)
-        elif versioned.find(1, offset, end) >= 0:  # mask 1 implies a version, so this covers the mask
+        elif versions[4 * offset : 4 * end].strip(
+            _NONE_BYTE
+        ):  # mask 1 implies a version: this covers the mask
             raise InvariantError(f"segment {i}: it is not sampled, so its units have mask 0 and version -1")
     if end != n_units:
         raise InvariantError(f"segments: their lengths sum to {end}, there are {n_units} units")
@@ -253,8 +278,8 @@ class Episode:
     ) -> None:
         _check_header(header)
         _check_arrays(segments, units, limits)
-        mask, versioned, n_sampled, min_version, max_version = _check_units(units)
-        sampled = _check_segments(segments, len(units), versioned, len(header.agents))
+        n_sampled, min_version, max_version = _check_units(units)
+        sampled = _check_segments(segments, len(units), units.version.tobytes(), len(header.agents))
         _check_calls(header.calls, sampled, len(header.policies))
         for media in header.media:
             _check_media(media, segments)
@@ -264,7 +289,7 @@ class Episode:
         self.n_sampled = n_sampled  # Units with mask 1
         self.min_version = min_version  # Over units with mask 1; -1 when there are none
         self.max_version = max_version
-        self.min_epoch = _check_epochs(header.epochs, mask, n_sampled)
+        self.min_epoch = _check_epochs(header.epochs, units.mask.tobytes(), n_sampled)
         """Smallest trainer epoch behind a unit with mask 1; -1 when there are none."""
         self.versions: dict[str, PolicyVersions] = {}
         """Versions by policy, over its units with mask 1; a policy without any is not in it."""

@@ -55,7 +55,7 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
     parent: list[int] = episode.segments.parent.tolist()
     n_segments = len(parent)
     length: list[int] = episode.segments.length.tolist()
-    if parent == list(range(-1, n_segments - 1)):
+    if _is_chain(parent):
         return [
             Row(
                 units.token_id,
@@ -71,6 +71,11 @@ def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -
     mask = units.mask.tobytes()
     owned_paths = _owned_paths(parent, length, offset, mask, limits)
     return [_row(episode, path, owned, offset, length) for path, owned in owned_paths]
+
+
+def _is_chain(parent: list[int]) -> bool:
+    """Whether each segment continues the one before it: there is one row then, the unit table itself."""
+    return parent == list(range(-1, len(parent) - 1))
 
 
 def _owned_paths(
@@ -150,6 +155,9 @@ def row_profile(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> 
     if not episode.n_sampled:
         return b""
     units, segments = episode.units, episode.segments
+    if episode.min_version == episode.max_version and _is_chain(segments.parent.tolist()):
+        last = units.mask.tobytes().rfind(1)
+        return _PROFILE_ENTRY.pack(0, episode.min_version, episode.n_sampled, last)
     offset, length = segments.offset.tolist(), segments.length.tolist()
     paths = _owned_paths(segments.parent.tolist(), length, offset, units.mask.tobytes(), limits)
     entries = []

@@ -25,7 +25,8 @@ from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from trainer_service.backends.base import TRAINED_MODEL
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.data.microbatch import MicroBatch, build_micro_batch, row_of
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch
+from trainer_service.data.rows import row_of
 from trainer_service.disk import companion_files
 from trainer_service.ranks import join_ranks
 

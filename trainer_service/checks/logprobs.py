@@ -33,7 +33,8 @@ from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.data.episode_rows import cut_rows
-from trainer_service.data.microbatch import TrainingRow, build_micro_batch, plan_passes
+from trainer_service.data.microbatch import build_micro_batch, plan_passes
+from trainer_service.data.rows import TrainingRow
 from trainer_service.data.step_plan import StepPlan
 from trainer_service.disk import room_for
 from trainer_service.errors import SelfCheckError

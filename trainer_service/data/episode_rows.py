@@ -22,7 +22,7 @@ from areal_async.trajectory import (
     unpack,
     untrainable,
 )
-from trainer_service.data.microbatch import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 NO_VERSIONS = PolicyVersions(-1, -1, -1)

@@ -1,7 +1,6 @@
 """Packed micro-batches: from rows of tokens to the tensors of one forward pass.
 
-A *row* is one root-to-leaf path of an episode, cut after its last sampled unit. Its last token is predicted
-but never fed, so a row of T tokens takes T - 1 places in a pack.
+What rows of one group share is packed once (`prefixes`): what is packed are trees of rows.
 
 Three pure functions say who trains what, alike on every rank: `deal_groups` deals whole groups to the
 minibatches (optimizer updates) of a step, `deal_rows` the rows of a minibatch to the ranks by what they cost,
@@ -15,7 +14,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,66 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
+from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, places_of, plant, runs_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
-
-Runs = list[tuple[int, int]]
-"""`(count, length)` of each stretch of neighbouring rows of equal length."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRow:
-    """One row with S sampled units, at least one."""
-
-    episode: int
-    """Index into the episodes of the batch, in manifest order."""
-    token_ids: NDArray[np.int32]
-    """i32 [T]: ends with the last sampled unit."""
-    position: NDArray[np.int64]
-    """i64 [S]: where the sampled units are, ascending, none at 0."""
-    behaviour: NDArray[np.float32]
-    """f32 [S]"""
-    version: NDArray[np.int32]
-    """i32 [S]"""
-    temperature: NDArray[np.float32]
-    """f32 [S]: what the logits are divided by before the softmax whose log-prob is trained."""
-
-    @property
-    def packed_length(self) -> int:
-        return len(self.token_ids) - 1
-
-
-def row_of(
-    episode: int,
-    token_ids: NDArray[np.int32],
-    mask: NDArray[np.uint8],
-    behaviour: NDArray[np.float32],
-    version: NDArray[np.int32],
-    temperature: NDArray[np.float32] | float = 1.0,
-) -> TrainingRow | None:
-    """Cut a row of T tokens (all arrays [T]) after its last sampled unit; None when it has none.
-
-    Raises `BatchError` when the first token is marked as sampled: nothing precedes it to predict it from."""
-    position = np.flatnonzero(mask)
-    if len(position) == 0:
-        return None
-    if position[0] == 0:
-        raise BatchError("a row begins with a sampled unit: there is no token before it to predict it from")
-    at = (
-        np.full(len(position), temperature, np.float32)
-        if isinstance(temperature, float)
-        else temperature[position]
-    )
-    return TrainingRow(
-        episode, token_ids[: position[-1] + 1], position, behaviour[position], version[position], at
-    )
-
-
-def runs_of(lengths: Sequence[int]) -> Runs:
-    """The runs of rows of these lengths, in order; zero lengths are not allowed."""
-    if any(length < 1 for length in lengths):
-        raise ValueError("a packed sequence holds at least one token")
-    return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]
 
 
 @dataclass(frozen=True)
@@ -119,8 +62,12 @@ class MicroBatch:
     input_ids: Tensor
     """i64 [1, T]"""
     position_ids: Tensor
-    """i64 [1, T], from 0 in every row."""
+    """i64 [1, T]: the token's place in its row."""
     runs: Runs
+    branching: list[Branching]
+    """Of each run what of its trees attention has to know."""
+    shared_tokens: int
+    """Tokens that it would have more if every row were packed whole."""
     predict: Tensor
     """i64 [S]: the place in the pack whose logits are those of the unit."""
     target: Tensor
@@ -135,20 +82,36 @@ class MicroBatch:
 
 
 def plan_passes(
-    rows: Sequence[TrainingRow], ranks: Ranks, budget: int, cost: RowCost = TOKENS_ALONE
+    rows: Sequence[TrainingRow],
+    ranks: Ranks,
+    budget: int,
+    cost: RowCost = TOKENS_ALONE,
+    *,
+    groups: NDArray[np.int64] | None = None,
 ) -> list[list[TrainingRow]]:
     """This rank's rows, dealt to forward passes of at most `budget` tokens, on several ranks at most those of
     the longest row of all: at least one pass, and as many as on any other rank, alike in `cost`. All ranks
-    call it."""
-    lengths = [row.packed_length for row in rows]
+    call it.
+
+    `groups` i64 [E] are of the batch's episodes: with them rows of one group share what they begin with."""
+    longest = max((row.packed_length for row in rows), default=0)
     if ranks.world > 1:
         # A longer row has a pass of its own, for which others wait: they may as well do as much meanwhile.
-        budget = ranks.largest(max([budget, *lengths]))
-    plan = pack(lengths, budget) or [[]]
+        budget = ranks.largest(max(budget, longest))
+    trees = [Tree([row]) for row in rows] if groups is None else plant(rows, groups, budget, cost)
+    rooms = [tree.room for tree in trees]
+    plan = pack(rooms, budget) or [[]]
     if ranks.world > 1:
-        costs = [cost.of(row.packed_length, len(row.position)) for row in rows]
-        plan = spread(lengths, costs, budget, ranks.largest(len(plan)))
-    return [[rows[index] for index in indices] for indices in plan]
+        costs = [cost.of(tree.n_tokens, tree.n_units) for tree in trees]
+        plan = spread(rooms, costs, budget, ranks.largest(len(plan)))
+    return [
+        [
+            row
+            for tree in sorted((trees[i] for i in chosen), key=lambda tree: -tree.n_tokens)
+            for row in tree.rows
+        ]
+        for chosen in plan
+    ]
 
 
 def build_micro_batch(
@@ -158,16 +121,18 @@ def build_micro_batch(
     advantages: NDArray[np.float32] | None = None,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack rows in the given order. `groups` i64 [E] and `advantages` f32 [E] are of the batch's episodes;
-    without them both columns are 0.
+    """Pack rows in the given order, each without what it shares with the row before it. `groups` i64 [E] and
+    `advantages` f32 [E] are of the batch's episodes; without them both columns are 0.
 
     No rows make the pass of one token and no unit that a rank short of work runs."""
-    lengths = [row.packed_length for row in rows] or [1]
-    ids = _joined([row.token_ids[:-1] for row in rows] or [np.zeros(1)])
-    starts = np.cumsum([0, *lengths[:-1]])
+    shared = np.array([row.shared for row in rows] or [0])
+    lengths = np.array([row.packed_length for row in rows] or [1]) - shared
+    starts = np.cumsum(lengths) - lengths
+    ids = _joined([row.token_ids[row.shared : -1] for row in rows] or [np.zeros(1)])
+    positions = np.arange(len(ids)) - np.repeat(starts - shared, lengths)
+    runs = runs_of(np.add.reduceat(lengths, np.flatnonzero(shared == 0)).tolist())
     counts = [len(row.position) for row in rows]
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
-    offsets = np.repeat(starts[: len(rows)], counts)
     none = np.zeros(len(episode))
 
     def tensor(array: NDArray, dtype: type[np.generic]) -> Tensor:
@@ -186,9 +151,11 @@ def build_micro_batch(
     )
     return MicroBatch(
         input_ids=tensor(ids, np.int64)[None],
-        position_ids=tensor(np.arange(len(ids)) - np.repeat(starts, lengths), np.int64)[None],
-        runs=runs_of(lengths),
-        predict=column("position", np.int64) - 1 + tensor(offsets, np.int64),
+        position_ids=tensor(positions, np.int64)[None],
+        runs=runs,
+        branching=branching_of(runs, positions, device),
+        shared_tokens=int(shared.sum()),
+        predict=tensor(places_of(rows, starts) if rows else none, np.int64),
         target=tensor(_joined([row.token_ids[row.position] for row in rows]), np.int64),
         temperature=column("temperature", np.float32),
         units=units,

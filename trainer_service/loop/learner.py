@@ -26,7 +26,8 @@ from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBacken
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import check_staleness, rows_of_episode
 from trainer_service.data.flops import RowCost, load_row_cost
-from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, plan_passes
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
+from trainer_service.data.rows import TrainingRow
 from trainer_service.data.step_plan import StepPlan, plan_step
 from trainer_service.errors import DivergenceError
 from trainer_service.ranks import Ranks
@@ -146,6 +147,8 @@ class StepResult:
     """See `algorithms.off_policy`; empty for a supervised loss."""
     packed_tokens: int
     """Tokens of one pass over the step's rows."""
+    shared_tokens: int
+    """Tokens that such a pass would have more if rows of a group did not share what they begin with."""
     micro_batches: int
     """Forward passes with gradient on this rank."""
 
@@ -181,7 +184,7 @@ def train_step(
     packed = [
         [
             build_micro_batch(chosen, groups=groups, advantages=advantages, device=ranks.device)
-            for chosen in plan_passes(rows, ranks, micro_batch_tokens, cost)
+            for chosen in plan_passes(rows, ranks, micro_batch_tokens, cost, groups=groups)
         ]
         for rows in minibatches
     ]
@@ -200,13 +203,13 @@ def train_step(
         losses.append(loss)
         norms.append(backend.optimizer_step())
     statistics.reduce(ranks.sum, ranks.max)
+    owned = [batch for batches in packed for batch in batches] if backend.place.owns else []
     return StepResult(
         losses=losses,
         grad_norms=norms,
         statistics={} if objective.supervised else statistics.report(),
-        packed_tokens=ranks.total(
-            sum(batch.n_tokens for batches in packed for batch in batches) if backend.place.owns else 0
-        ),
+        packed_tokens=ranks.total(sum(batch.n_tokens for batch in owned)),
+        shared_tokens=ranks.total(sum(batch.shared_tokens for batch in owned)),
         micro_batches=sum(map(len, packed)),
     )
 

@@ -38,6 +38,7 @@ def report_step(
             grad_norm=result.grad_norm,
             **asdict(figures),
             packed_tokens=result.packed_tokens,
+            shared_tokens=result.shared_tokens,
             micro_batches=result.micro_batches,
             **{name: round(value, 6) for name, value in seconds.items()},
             correction=result.statistics,

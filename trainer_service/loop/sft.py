@@ -34,7 +34,8 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.checkpoint import Checkpoint, Checkpoints, measured_in
 from trainer_service.data.flops import load_row_cost
-from trainer_service.data.microbatch import TrainingRow, build_micro_batch, deal_rows, plan_passes, row_of
+from trainer_service.data.microbatch import build_micro_batch, deal_rows, plan_passes
+from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, ModelError
 from trainer_service.loop.learner import train_step

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from areal_async.config.job import OptimizerSection
 from areal_async.runtime.group import Meeting
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.data.microbatch import MicroBatch, build_micro_batch, row_of
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch
+from trainer_service.data.rows import row_of
 from trainer_service.ranks import Ranks, join_ranks
 
 OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5)

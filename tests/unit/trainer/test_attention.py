@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, packed_attention
-from trainer_service.data.microbatch import runs_of
+from trainer_service.data.prefixes import runs_of
 
 
 def _model(**changes):

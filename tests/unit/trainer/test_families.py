@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.families import FAMILIES, VOCABULARY
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
-from trainer_service.data.microbatch import build_micro_batch, row_of
+from trainer_service.data.microbatch import build_micro_batch
+from trainer_service.data.rows import row_of
 
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.4}
 MEAN_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}

@@ -16,7 +16,8 @@ from trainer_service.backends.base import learning_rate
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
-from trainer_service.data.microbatch import build_micro_batch, row_of
+from trainer_service.data.microbatch import build_micro_batch
+from trainer_service.data.rows import row_of
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import CheckpointError, ModelError
 from trainer_service.ranks import join_ranks

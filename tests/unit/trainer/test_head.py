@@ -12,7 +12,8 @@ from tests.unit.trainer.conftest import write_model
 from trainer_service.backends.fsdp import memory
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.head import Head, columns_of_units
-from trainer_service.data.microbatch import build_micro_batch, row_of
+from trainer_service.data.microbatch import build_micro_batch
+from trainer_service.data.rows import row_of
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 

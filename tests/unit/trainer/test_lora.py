@@ -12,7 +12,8 @@ from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.weights.adapter import BaseWeights, adapter_config
 from areal_async.weights.pieces import whole_tensors
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.data.microbatch import build_micro_batch, row_of
+from trainer_service.data.microbatch import build_micro_batch
+from trainer_service.data.rows import row_of
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_service.data.microbatch import (
-    TrainingRow,
-    deal_groups,
-    deal_rows,
-    pack,
-    plan_passes,
-    row_of,
-    spread,
-)
+from trainer_service.data.microbatch import deal_groups, deal_rows, pack, plan_passes, spread
+from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import BatchError
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)

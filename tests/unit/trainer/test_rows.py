@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
 from tests.unit.trainer.conftest import entry_of
 from trainer_service.data.episode_rows import call_temperatures, check_staleness, rows_of_episode
-from trainer_service.data.microbatch import build_micro_batch, row_of
+from trainer_service.data.microbatch import build_micro_batch
+from trainer_service.data.rows import row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 

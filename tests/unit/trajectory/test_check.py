@@ -19,7 +19,7 @@ from areal_async.trajectory import (
     pack,
     unpack,
 )
-from areal_async.trajectory.episode import LOGPROB_SLACK
+from areal_async.trajectory.episode import LOGPROB_SLACK, SHORT_UNITS
 from areal_async.trajectory.layout import Agent, Media, Segments, Units
 from tests.unit.trajectory.conftest import add_call, with_columns
 
@@ -269,3 +269,25 @@ def test_an_episode_with_nothing_sampled_has_no_versions_and_no_epochs():
     for episode in (empty, seen):
         with pytest.raises(InvariantError, match="epochs"):
             rebuilt(episode, header={"epochs": [(0, 0)]})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"token_id": (0, -1)}, "token_id"),
+        ({"mask": (4, 2)}, "a mask is 0 or 1"),
+        ({"version": (0, 4)}, "segment 0"),
+        ({"version": (4, -1)}, "version"),
+        ({"version": (0, -2)}, "version"),
+        ({"logprob": (3, math.nan)}, "logprob"),
+        ({"logprob": (3, math.inf)}, "logprob"),
+        ({"logprob": (3, -math.inf)}, "logprob"),
+        ({"logprob": (3, 0.01)}, "logprob"),
+    ],
+)
+def test_a_long_episode_is_checked_as_a_short_one_is(change, named):
+    builder = EpisodeBuilder("job", "t", "g", 0)
+    prompt = builder.prompt([1, 2, 3])
+    add_call(builder, [7] * SHORT_UNITS, [-0.5] * SHORT_UNITS, 4, parent=prompt)
+    with pytest.raises(InvariantError, match=named):
+        rebuilt(builder.build(), **change)

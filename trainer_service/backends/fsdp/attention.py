@@ -1,22 +1,27 @@
 """Exact attention over packed rows.
 
-A packed micro-batch is one row of T tokens in which sequences follow each other. It is described by its
-*runs*: `(count, length)` for each stretch of consecutive sequences of equal length. A run is a view of
-shape [count, heads, length, head_dim] on the packed tensors, so no token is copied, padded or masked: one
-causal SDPA call per run. Packing sorts rows by length, which leaves at most sqrt(2 T) runs however the
-lengths are spread: K different lengths hold at least K (K + 1) / 2 tokens.
+A packed micro-batch is one row of T tokens in which trees of rows follow each other (`data/prefixes.py`). It
+is described by its *runs*: `(count, length)` for each stretch of consecutive trees of equal length. A run is
+a view of shape [count, heads, length, head_dim] on the packed tensors, so no token is copied or padded.
+
+A run of plain rows is one causal SDPA call, a run of small trees one with a mask. A larger tree is one call
+for each branch, whose keys are joined from the pieces that it sees: gradients of a shared piece add up from
+all of them. Packing sorts trees by length, which leaves at most sqrt(2 T) runs however the lengths are
+spread: K different lengths hold at least K (K + 1) / 2 tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from trainer_service.data.microbatch import Runs
+from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
 
 PACKED_ATTENTION = "areal_packed"
 """The name under which transformers finds it (`model.set_attn_implementation`)."""
@@ -30,17 +35,18 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packed_runs: Runs | None = None,
+    branching: Sequence[Branching] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence.
+    """Causal attention inside each packed sequence, of each token to those before it on its row.
 
     query [1, H, T, D], key and value [1, H_kv, T, D] with H a multiple of H_kv; returns [1, T, H, D] and no
     attention weights. The model must be called with `packed_runs=…` and `use_cache=False`: with a cache,
-    transformers treats the pack as one sequence and is silently wrong. ValueError when the runs are
-    missing or do not add up to T.
+    transformers treats the pack as one sequence and is silently wrong. Without `branching` all sequences are
+    plain rows. ValueError when the runs are missing or do not add up to T.
     """
     n_tokens = query.shape[2]
     sizes = [count * length for count, length in packed_runs or ()]
@@ -49,25 +55,62 @@ def packed_attention(
             f"packed attention got {key.shape[2]} keys for {n_tokens} tokens, and runs that hold "
             f"{sum(sizes)}: call the model with packed_runs= and use_cache=False"
         )
-    outputs = []
-    for run, q, k, v in zip(
-        packed_runs or (), query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True
-    ):
-        length = run[1]
-        windowed = sliding_window is not None and length > sliding_window
-        out = F.scaled_dot_product_attention(
-            _unpack(q, run),
-            _unpack(k, run),
-            _unpack(v, run),
-            attn_mask=_band(length, sliding_window, query.device) if windowed and sliding_window else None,
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+        """[…, L, D] of queries [C, H, L, D] at the end of keys [C, H_kv, M, D]; `seen` instead of all that
+        are not after them."""
+        n_queries, n_keys = q.shape[2], k.shape[2]
+        if seen is None and sliding_window is not None and n_keys > sliding_window:
+            seen = _band(n_queries, n_keys, sliding_window, q.device)
+        elif seen is None and 1 < n_queries < n_keys:
+            seen = causal_lower_right(n_queries, n_keys)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=seen,
             dropout_p=dropout,
-            is_causal=not windowed,
+            is_causal=seen is None and n_queries == n_keys,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=q.shape[1] != k.shape[1],
         )
+
+    outputs = []
+    parts = (packed.split(sizes, 2) for packed in (query, key, value))
+    described = branching or [None] * len(sizes)
+    for run, trees, *parts_of_run in zip(packed_runs or (), described, *parts, strict=True):
+        q, k, v = (_unpack(part, run) for part in parts_of_run)
+        if isinstance(trees, list):
+            found = [_of_tree(attend, tree, *each) for tree, *each in zip(trees, q, k, v, strict=True)]
+            out = torch.cat(found)
+        else:
+            out = attend(q, k, v, None if trees is None else _within(trees, sliding_window))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return packed.unsqueeze(0), None
+
+
+def _of_tree(attend: Any, tree: Branches, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[1, H, length, D] of one tree [H, length, D]."""
+    keys, values = key.split(tree.cuts, 1), value.split(tree.cuts, 1)
+    branches = zip(query.split(tree.queries, 1), tree.sees, strict=True)
+    found = [
+        attend(
+            q[None],
+            torch.cat([keys[n] for n in sees], 1)[None],
+            torch.cat([values[n] for n in sees], 1)[None],
+        )
+        for q, sees in branches
+    ]
+    return torch.cat(found, 2)
+
+
+def _within(trees: Masked, window: int | None) -> Tensor:
+    """bool [count, 1, length, length]: the mask of the trees, with a window where there is one."""
+    if window is None or trees.mask.shape[-1] <= window:
+        return trees.mask
+    distance = trees.position[:, None, :, None] - trees.position[:, None, None, :]
+    return trees.mask & (distance < window)
 
 
 def _unpack(packed: Tensor, run: tuple[int, int]) -> Tensor:
@@ -75,10 +118,11 @@ def _unpack(packed: Tensor, run: tuple[int, int]) -> Tensor:
     return packed.unflatten(2, run).squeeze(0).transpose(0, 1)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [length, length]: a token sees itself and the `window - 1` tokens before it."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
+def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """bool [queries, keys]: a token sees itself and the `window - 1` tokens before it; the queries are the
+    last of the keys."""
+    position = torch.arange(keys, device=device)
+    distance = position[keys - queries :, None] - position[None, :]
     return (distance >= 0) & (distance < window)
 
 

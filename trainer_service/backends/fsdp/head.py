@@ -23,12 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer_service.backends.base import Columns
 from trainer_service.backends.fsdp.memory import logits_bytes
-from trainer_service.data.microbatch import MicroBatch, TrainingRow, build_micro_batch, row_of
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch
+from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import ModelError
 
 ALIGNED = 64
@@ -262,7 +264,8 @@ def _probe_rows(vocabulary: int) -> list[TrainingRow]:
 def _hidden(model: Any, batch: MicroBatch) -> Tensor:
     """[S, H]: what the output layer gets for each unit."""
     states: Tensor = model.base_model(**_inputs(batch)).last_hidden_state[0]
-    return states[batch.predict]
+    # Units may share a place; as an embedding its gradient is summed in one order, so that steps repeat.
+    return F.embedding(batch.predict, states)
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:
@@ -272,4 +275,5 @@ def _inputs(batch: MicroBatch) -> dict[str, Any]:
         "position_ids": batch.position_ids,
         "use_cache": False,
         "packed_runs": batch.runs,
+        "branching": batch.branching,
     }

@@ -1,0 +1,212 @@
+"""Shared prefixes: the tokens that rows of one group begin with, packed and computed once.
+
+Rows of a group share their prompt, turns share what came before them, branches share their trunk. `plant`
+sorts the rows of each group so that common prefixes are neighbours and makes *trees* of them: the first row
+of a tree is packed whole, each further one without the `shared` tokens that it has in common with the row
+before it. Tokens of a tree thus lie in depth-first order, each once, at the position that it has in its rows.
+
+Positions alone say who is whose prefix: token j of a tree is before token i on a row exactly if j < i and no
+token after j up to and including i has a position at or before that of j (it would have left j's branch).
+`branching_of` makes of that what attention needs.
+
+Only identical token ids at identical positions are shared, and only within a group: hidden states depend on
+nothing else. Versions, temperatures and behaviour log-probs are of units, and units are not shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_service.data.flops import TOKENS_ALONE, RowCost
+from trainer_service.data.rows import TrainingRow
+
+DENSE_TOKENS = 256
+"""Trees up to this many tokens attend by one mask over all of their tokens, larger ones branch by branch."""
+LEAST_BRANCH = 64
+"""Shorter prefixes of larger trees are repeated: a call of attention costs more than they do."""
+
+Runs = list[tuple[int, int]]
+"""`(count, length)` of each stretch of neighbouring trees of equal length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Rows with what they share; `rows[0].shared` is 0."""
+
+    rows: list[TrainingRow]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of it in a pack."""
+        return sum(row.packed_length - row.shared for row in self.rows)
+
+    @property
+    def n_units(self) -> int:
+        return sum(len(row.position) for row in self.rows)
+
+    @property
+    def room(self) -> int:
+        """What counts against a budget of tokens: units too, each of which has a hidden state of its own."""
+        return max(self.n_tokens, self.n_units)
+
+
+def plant(
+    rows: Sequence[TrainingRow], groups: NDArray[np.int64], budget: int, cost: RowCost = TOKENS_ALONE
+) -> list[Tree]:
+    """The rows as trees of at most `budget` tokens and units each, or of one row; `groups` i64 [E] is of the
+    batch's episodes. Where a tree would be larger, its prefix is repeated in the next one."""
+    if not rows:
+        return []
+    group = [int(groups[row.episode]) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: (group[i], rows[i].token_ids[:-1].tobytes()))
+    common = _common([rows[i].token_ids[:-1] for i in order], [group[i] for i in order])
+    trees: list[Tree] = []
+    first = 0
+    for end in [*(np.flatnonzero(common == 0) + 1).tolist(), len(order)]:
+        shared = _worth_it(
+            [rows[i].packed_length for i in order[first:end]], [0, *common[first : end - 1]], cost
+        )
+        trees += _trees([rows[i] for i in order[first:end]], shared, budget)
+        first = end
+    return trees
+
+
+def _common(tokens: Sequence[NDArray[np.int32]], group: Sequence[int]) -> NDArray[np.int64]:
+    """i64 [R - 1]: how many tokens each row begins with that the row after it begins with too; 0 across
+    groups. No row is empty."""
+    lengths = np.array([len(ids) for ids in tokens])
+    starts = np.cumsum(lengths) - lengths
+    window = np.minimum(lengths[:-1], lengths[1:])
+    if not len(window):
+        return window
+    ends = np.cumsum(window)
+    within = np.arange(ends[-1]) - np.repeat(ends - window, window)
+    flat = np.concatenate(tokens)
+    differs = flat[np.repeat(starts[:-1], window) + within] != flat[np.repeat(starts[1:], window) + within]
+    same = np.minimum.reduceat(np.where(differs, within, np.repeat(window, window)), ends - window)
+    return np.where(np.diff(group) == 0, same, 0)
+
+
+def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]:
+    """How much of what neighbouring rows share is packed once: in a small tree all or nothing, since its mask
+    is over all pairs of its tokens, in a large one what is long."""
+    saved = sum(shared)
+    tokens = sum(lengths) - saved
+    if tokens > DENSE_TOKENS:
+        return [n if n >= LEAST_BRANCH else 0 for n in shared]
+    # A row's attention looks at half of its pairs, so the coefficient is that of half a pair.
+    more_pairs = 2 * tokens * tokens - sum(length * length for length in lengths)
+    return shared if cost.linear * saved >= cost.attention * more_pairs else [0] * len(shared)
+
+
+def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree]:
+    """Trees of neighbouring rows, of which each has `shared` tokens in common with the one before it."""
+    trees: list[Tree] = []
+    tokens = units = 0
+    for row, n in zip(rows, shared, strict=True):
+        if not n or max(tokens + row.packed_length - n, units + len(row.position)) > budget:
+            trees.append(Tree([]))
+            n = tokens = units = 0
+        trees[-1].rows.append(replace(row, shared=n) if n else row)
+        tokens += row.packed_length - n
+        units += len(row.position)
+    return trees
+
+
+def places_of(rows: Sequence[TrainingRow], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """i64 [S]: for each unit of the rows the place in the pack of the token before it, whose logits are the
+    unit's. `starts` i64 [R] is where the own tokens of each row begin."""
+    shared = np.array([row.shared for row in rows], np.int64)
+    row = np.repeat(np.arange(len(rows)), [len(each.position) for each in rows])
+    before = np.concatenate([each.position for each in rows]) - 1
+    while (inherited := before < shared[row]).any():
+        row[inherited] -= 1
+    return starts[row] + before - shared[row]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Who sees whom in a run of small trees."""
+
+    position: Tensor
+    """i64 [count, length]"""
+    mask: Tensor
+    """bool [count, 1, length, length]: whether the token of the row sees that of the column."""
+
+
+@dataclass(frozen=True)
+class Branches:
+    """One large tree as branches: stretches of tokens that continue a prefix."""
+
+    queries: list[int]
+    """Tokens of each branch, in order."""
+    cuts: list[int]
+    """Tokens of each piece: branches, cut where others begin."""
+    sees: list[list[int]]
+    """The pieces that each branch sees: those of its prefix and its own, in order."""
+
+
+Branching = Masked | list[Branches] | None
+"""Of a run: None where no tree has more than one row, so that plain causal attention is right."""
+
+
+def branching_of(runs: Runs, position: NDArray[np.int64], device: torch.device | str) -> list[Branching]:
+    """What attention has to know of each run, from the positions i64 [T] of the pack's tokens."""
+    found: list[Branching] = []
+    start = 0
+    for count, length in runs:
+        of_run = position[start : start + count * length].reshape(count, length)
+        start += count * length
+        if (of_run == np.arange(length)).all():
+            found.append(None)
+        elif length <= DENSE_TOKENS:
+            mask = torch.from_numpy(_mask(of_run))[:, None].to(device)
+            found.append(Masked(torch.from_numpy(of_run).to(device), mask))
+        else:
+            found.append([_branches(of_tree) for of_tree in of_run])
+    return found
+
+
+def _mask(position: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """bool [count, length, length] of positions [count, length]."""
+    length = position.shape[1]
+    after = np.tri(length, k=-1, dtype=np.bool_)  # [i, j]: i comes after j
+    lowest = np.where(after, position[:, :, None], length)
+    np.minimum.accumulate(lowest, axis=1, out=lowest)
+    return (lowest > position[:, None, :]) & after | np.eye(length, dtype=np.bool_)
+
+
+def _branches(position: NDArray[np.int64]) -> Branches:
+    """The branches of one tree of these positions [length]."""
+    starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
+    paths: list[list[tuple[int, int]]] = []  # Of each branch the stretches [start, end) that it sees
+    path: list[tuple[int, int]] = []
+    for start, end in pairwise(starts):
+        depth, kept = int(position[start]), []
+        for first, last in path:
+            if depth > 0:
+                kept.append((first, min(last, first + depth)))
+            depth -= last - first
+        path = [*kept, (start, end)]
+        paths.append(path)
+    edges = sorted({edge for path in paths for stretch in path for edge in stretch})
+    index = {edge: number for number, edge in enumerate(edges)}
+    return Branches(
+        queries=[end - start for start, end in pairwise(starts)],
+        cuts=[end - start for start, end in pairwise(edges)],
+        sees=[[n for first, last in path for n in range(index[first], index[last])] for path in paths],
+    )
+
+
+def runs_of(lengths: Sequence[int]) -> Runs:
+    """The runs of trees of these lengths, in order; zero lengths are not allowed."""
+    if any(length < 1 for length in lengths):
+        raise ValueError("a packed sequence holds at least one token")
+    return [(sum(1 for _ in same), length) for length, same in groupby(lengths)]
