@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from areal_async.errors import FaultError
+from areal_async.rpc.by_file import FilePart
 from areal_async.rpc.messages import Arrived, Lease, Leases
 from areal_async.rpc.schema import Message
 from areal_async.runtime.events import failpoint, record, recording
@@ -204,10 +205,13 @@ class Coordinator:
             self._events[edge].set()
             self._events[edge] = asyncio.Event()
 
-    async def blobs(self, wanted: Sequence[tuple[str, int]]) -> list[Bytes | None]:
-        """Episode bytes by (group id, sample). Raises `FaultError("unavailable")`."""
+    async def blobs(
+        self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
+    ) -> list[Bytes | FilePart | None]:
+        """Episode bytes by (group id, sample); `by_file`: of those in files where they lie. Raises
+        `FaultError("unavailable")`."""
         try:
-            return await self._store.blobs(wanted)
+            return await self._store.blobs(wanted, by_file=by_file)
         except StoreUnavailable as error:
             raise _unavailable(error) from error
 

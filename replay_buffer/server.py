@@ -20,18 +20,24 @@ import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from areal_async.errors import FaultError
+from areal_async.rpc.by_file import ServerFiles
+from areal_async.rpc.lanes import Lane
 from areal_async.rpc.messages import (
+    Arrived,
     BufferStats,
     Claim,
     Claims,
     Drain,
     Fetch,
     Fetched,
+    Heartbeat,
     Lease,
     Leases,
     NextBatch,
     OpenTrainer,
     PutEpisodes,
+    PutVerdicts,
+    Release,
     Stats,
     Waiting,
 )
@@ -58,9 +64,30 @@ from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
 
 LONGEST_WAIT_MS = 30_000
 LARGE_PUT_BYTES = 4 << 20  # A put above it is read in a thread, so that it does not hold up everybody else
+PUTS_RUNNING = 16  # Puts that Redis may have yet to confirm: what it does for others waits behind no more
+LANES = {
+    "score": Lane(8),
+    "train": Lane(4),
+    "lease": Lane(2, most_waiting=4096),
+    "put": Lane(1, most_waiting=4096, most_bytes=256 << 20, most_running=PUTS_RUNNING),
+}
+"""Who is served before whom: what is scored and trained makes room, what is put takes it."""
+LANE_OF: dict[type[Message], str] = {
+    Claim: "score",
+    PutVerdicts: "score",
+    PutEpisodes: "put",
+    **dict.fromkeys((Lease, Heartbeat, Release, Arrived, Drain), "lease"),
+}
+INCOMING = "incoming"  # Folder of the files in which clients of this host give episodes
+SWEEP_S = 600.0  # How often what dead clients left there is removed
 FIGURES_S = 1.0  # How often the metrics are brought up to date
 
 log = get_logger("buffer")
+
+
+def lane_of(request: Message) -> str:
+    """The trainer's lane is that of all that is not named: few and cheap requests."""
+    return LANE_OF.get(type(request), "train")
 
 
 def _wait_ms(message: Lease | Claim | NextBatch) -> int:
@@ -160,7 +187,9 @@ class BufferServer:
         reply = await self._coordinator.poll(message, _wait_ms(message), "claim", is_empty, more_comes)
         if not isinstance(reply, Claims):
             return reply
-        blobs = await self._coordinator.blobs([place_of(item.episode_id) for item in reply.items])
+        blobs = await self._coordinator.blobs(
+            [place_of(item.episode_id) for item in reply.items], by_file=peer.reads_files
+        )
         # Between the claim and the reading a group may have been dropped, and its bytes freed.
         held = [(item, blob) for item, blob in zip(reply.items, blobs, strict=True) if blob is not None]
         return Claims([item for item, _ in held]), [blob for _, blob in held]
@@ -178,7 +207,9 @@ class BufferServer:
         return await self._coordinator.poll(message, _wait_ms(message), "batch", is_empty)
 
     async def _fetch(self, peer: Peer, message: Fetch, attachments: list[memoryview]) -> Answer:
-        blobs = await self._coordinator.blobs([place_of(episode_id) for episode_id in message.episode_ids])
+        blobs = await self._coordinator.blobs(
+            [place_of(episode_id) for episode_id in message.episode_ids], by_file=peer.reads_files
+        )
         found = [blob for blob in blobs if blob is not None]
         if len(found) < len(blobs):
             missing = message.episode_ids[blobs.index(None)]
@@ -227,6 +258,12 @@ def place_of(episode_id: str) -> tuple[str, int]:
     return group_id, int(sample)
 
 
+async def _keep_swept(files: ServerFiles) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        await asyncio.to_thread(files.sweep)
+
+
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
     """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
     job = ctx.job
@@ -246,6 +283,12 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         stack.callback(mark.close)
         # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it.
         folder = embedded.data_dir / EPISODES if embedded is not None else None
+        files = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            flush = rules.durability != "memory"
+            files = ServerFiles(folder.with_name(INCOMING), folder, flush=flush)
+            files.sweep()
         store = Store(
             address,
             job.job,
@@ -267,6 +310,9 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
             job=job.job,
             access=ctx.secret,
             handler=buffer.handle,
+            lanes=LANES,
+            lane_of=lane_of,
+            files=files,
         )
         await server.start()
         stack.push_async_callback(server.stop)
@@ -276,6 +322,9 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         board.figures = collector.figures
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)
+        if files is not None:
+            sweeping = asyncio.create_task(_keep_swept(files), name="buffer-sweep")
+            stack.callback(sweeping.cancel)
         ctx.ready()
         log.info("buffer serves", redis=str(address), durability=rules.durability, tasks=len(tasks.table))
         stopped = asyncio.create_task(ctx.stop.wait(), name="stop")

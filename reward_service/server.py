@@ -29,7 +29,7 @@ from areal_async.rpc.verdicts import Failure, Score, Verdict
 from areal_async.runtime.events import failpoint, record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from areal_async.trajectory import TrajectoryError, unpack
+from areal_async.trajectory import TrajectoryError, glance
 from reward_service import metrics
 from reward_service.backends import Call
 from reward_service.router import Router
@@ -38,8 +38,8 @@ from reward_service.sdk import RewardInput
 log = get_logger("reward")
 
 CLAIM_WAIT_MS = 2000  # How long the buffer may hold a claim until there is something to score
-CLAIM_PAUSE_S = 0.01  # Between two claims: at high rates episodes come in handfuls instead of one by one
-SEND_PAUSE_S = 0.005
+CLAIM_PAUSE_S = 0.025  # Between two claims: at high rates episodes come in handfuls instead of one by one
+SEND_PAUSE_S = 0.01
 RETRY_PAUSE_S = 0.5
 STOP_LIMIT_S = 2.0  # Time for calls under way and verdicts unsent when the service is told to stop
 MAX_VERDICTS = 512  # Verdicts in one message, unless one claim has more
@@ -304,9 +304,9 @@ def _calls(
 
 
 def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
-    """What a reward is given: the texts of the episode, the truth of its task. Raises TrajectoryError."""
-    episode = unpack(blob)
-    header = episode.header
+    """What a reward is given: the texts of the episode, the truth of its task. The rest of the episode, which
+    the buffer has checked, is read only if the reward asks for it. Raises TrajectoryError."""
+    header, n_sampled = glance(blob)
     return RewardInput(
         prompt=header.prompt_text,
         response=header.response_text,
@@ -316,7 +316,7 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
         reward_style=item.task.reward_style,
         extra_info=item.task.extra_info,
         metadata=header.metadata,
-        response_tokens=episode.n_sampled,
+        response_tokens=n_sampled,
         truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
         blob=blob,
     )

@@ -18,6 +18,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import secrets
@@ -32,8 +33,17 @@ from typing_extensions import Buffer
 
 from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import endpoints
+from areal_async.rpc.by_file import LEAST_BYTES, ClientFiles
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.frames import Kind, read_attachments, read_header, read_reply, write_frames
+from areal_async.rpc.frames import (
+    BY_FILE,
+    READS_FILES,
+    Kind,
+    read_attachments,
+    read_header,
+    read_reply,
+    write_frames,
+)
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, R, Request, Welcome, replies_to
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
@@ -54,12 +64,12 @@ class _Link(Enum):
 
 
 class _Pending:
-    """One call under way. `answer` is None while it backs off."""
+    """One call under way. `answer` is None before it is sent, and while it backs off."""
 
     __slots__ = ("answer", "frames", "resend_after_s", "sent_s")
 
-    def __init__(self, frames: list[Buffer]) -> None:
-        self.frames = frames
+    def __init__(self) -> None:
+        self.frames: list[Buffer] = []
         self.answer: asyncio.Future[tuple[Message, list[memoryview]]] | None = None
         self.sent_s = self.resend_after_s = 0.0
 
@@ -95,6 +105,7 @@ class Client:
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._in_line = asyncio.Semaphore(max_in_flight)
+        self._files: ClientFiles | None = None
         self._link = _Link.DOWN
         self._hello_id = 0
         self._hello_sent_s = 0.0
@@ -158,20 +169,34 @@ class Client:
         if self._socket is None:
             self._in_line.release()
             self._check_open()
-        number = next(self._ids)
+        number, flags = next(self._ids), 0
         try:
-            floor = next(iter(self._pending), number)
-            frames = write_frames(Kind.REQUEST, self._uid, number, floor, request, attachments)
-            pending = self._pending[number] = _Pending(frames)
+            pending = self._pending[number] = _Pending()  # at once: `floor` must not pass it
+            attachments, flags = await self._by_file(number, attachments)
+            floor = next(iter(self._pending))
+            pending.frames = write_frames(Kind.REQUEST, self._uid, number, floor, request, attachments, flags)
             reply, received = await self._until_answered(loop, pending, request, limit_s, deadline_s)
         finally:
             self._pending.pop(number, None)
             self._in_line.release()
+            if flags & BY_FILE and self._files is not None:
+                self._files.remove(f"{self._uid:x}.{number:x}")
         if not isinstance(reply, replies_to(type(request))):
             raise ProtocolError(
                 f"{self.endpoint} answered {type(request).__name__} with {type(reply).__name__}"
             )
         return reply, received  # type: ignore[return-value]
+
+    async def _by_file(self, number: int, attachments: Sequence[Buffer]) -> tuple[Sequence[Buffer], int]:
+        """The frames to send for `attachments`, and the flags that say what they are."""
+        if self._files is None:
+            return attachments, 0
+        if sum(memoryview(each).nbytes for each in attachments) >= LEAST_BYTES:
+            name = f"{self._uid:x}.{number:x}"
+            # Where the disk is full the socket still goes, and the server says so.
+            with contextlib.suppress(OSError):
+                return [await asyncio.to_thread(self._files.write, name, attachments)], BY_FILE | READS_FILES
+        return attachments, READS_FILES
 
     async def close(self) -> None:
         """Fail what is under way with `PeerGone` and leave no socket or task behind."""
@@ -301,6 +326,8 @@ class Client:
         try:
             reply = read_reply(copied[0])
             attachments = read_attachments(header, rest)
+            if header.flags & BY_FILE and self._files is not None and answer is not None:
+                attachments = self._files.read(attachments)
         except ProtocolError as error:
             if answer is not None and not answer.done():
                 answer.set_exception(error)
@@ -316,6 +343,7 @@ class Client:
             self._give_up(FaultError.of(reply))
         elif isinstance(reply, Welcome):
             self._link = _Link.UP
+            self._files = ClientFiles.find(reply.files)
             if not self._greeted.done():
                 self._greeted.set_result(reply)
             for pending in self._pending.values():

@@ -7,6 +7,9 @@ Header: magic `AA`, wire version, kind, number of attachments, client id, reques
 drawn at random when a `Client` is made and outlives its reconnects; request ids of a client only grow;
 `floor` is the lowest id the client still waits for, so a server may forget every reply below it.
 
+Two bits of the kind say how attachments pass (`by_file.py`): `BY_FILE`, that the first frame behind the head
+says where they lie, and `READS_FILES`, that the client can be answered so.
+
 Attachments come back as views into the received frames, of unspecified alignment. A sent attachment must not
 change until the call is over: large ones are handed to the socket without a copy.
 """
@@ -51,12 +54,17 @@ class Kind(IntEnum):
     """The client closes; the server forgets its replies."""
 
 
+BY_FILE, READS_FILES = 0x40, 0x80
+_KINDS = 0x3F
+
+
 class Header(NamedTuple):
     kind: int
     n_attachments: int
     client: int
     request: int
     floor: int
+    flags: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -71,6 +79,7 @@ def write_frames(
     floor: int,
     message: msgspec.Struct | None,
     attachments: Sequence[Buffer],
+    flags: int = 0,
 ) -> list[Buffer]:
     """Frames of one message, without any routing identity.
 
@@ -85,7 +94,7 @@ def write_frames(
             f"{type(message).__name__} has {len(body)} bytes; the limit is {MAX_BODY_BYTES}"
         )
     n = len(attachments)
-    head: Buffer = HEADER.pack(MAGIC, WIRE_VERSION, kind, n, client, request, floor) + body
+    head: Buffer = HEADER.pack(MAGIC, WIRE_VERSION, kind | flags, n, client, request, floor) + body
     if n > MAX_ATTACHMENTS:
         raise MessageTooLarge(f"{n} attachments; the limit is {MAX_ATTACHMENTS}")
     frames = [head, *map(_as_bytes, attachments)]
@@ -110,7 +119,7 @@ def read_header(head: bytes) -> Header:
     magic, version, kind, n, client, request, floor = HEADER.unpack_from(head)
     if magic != MAGIC or version != WIRE_VERSION:
         raise ProtocolError(f"not a message of wire version {WIRE_VERSION} (starts with {head[:4]!r})")
-    return Header(kind, n, client, request, floor)
+    return Header(kind & _KINDS, n, client, request, floor, kind & ~_KINDS)
 
 
 def read_request(head: bytes) -> Request[Any]:

@@ -86,9 +86,20 @@ class Task(Record, frozen=True):
 # --- every service -----------------------------------------------------------------------------------
 
 
+class FilesHere(Record, frozen=True):
+    """Folders of a server that clients of its host may use for attachments (`by_file.py`): those of its
+    clients, and those of its own. `token` is what a file of the first one says. `flush`: to disk."""
+
+    incoming: str
+    held: str
+    token: str
+    flush: bool
+
+
 class Welcome(Message, frozen=True):
     schema: int
     service: str
+    files: FilesHere | None = None
 
 
 class Hello(Request[Welcome], frozen=True):

@@ -9,6 +9,8 @@ Promises:
 - Requests under way are limited per client (`busy`), frames by size, queues by high-water marks.
 - After `stop`, no task, socket or ipc file is left; requests cut short were answered `unavailable`, and the
   last answers reached every peer that reads within `linger_ms`.
+- Requests begin in the order of their lanes (`lanes.py`): a flood of one kind holds up no other. What finds
+  its lane full is answered `busy`.
 
 It does not promise order between concurrent requests, and it never cancels a handler because its client left:
 the handler may be half-way through a write.
@@ -20,17 +22,21 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import zmq
 from typing_extensions import Buffer
 
 from areal_async.errors import FaultError, ProtocolError
 from areal_async.rpc import endpoints
+from areal_async.rpc.by_file import FilePart, ServerFiles, read_parts, write_parts
 from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import (
+    BY_FILE,
     MAX_MESSAGE_BYTES,
+    READS_FILES,
     Header,
     Kind,
     read_attachments,
@@ -38,6 +44,7 @@ from areal_async.rpc.frames import (
     read_request,
     write_frames,
 )
+from areal_async.rpc.lanes import Lane, Lanes
 from areal_async.rpc.reply_book import Admission, ReplyBook
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
@@ -46,6 +53,9 @@ log = logging.getLogger("areal.wire")
 
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
+READ_HERE_BYTES = 4 << 20  # Attachments in a file above it are read in a thread
+ONE_LANE = {"all": Lane()}
+FULL_RETRY_MS = 50
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
 ANSWERS_LINGER_MS = 2000
@@ -53,15 +63,27 @@ ANSWERS_LINGER_MS = 2000
 
 @dataclass(frozen=True)
 class Peer:
-    """Who asks, as said in its hello; `client` is the id that all its connections have."""
+    """Who asks, as said in its hello; `client` is the id that all its connections have. `reads_files`: it can
+    be answered with parts of the server's own files."""
 
     role: str
     name: str
     client: int = 0
+    reads_files: bool = False
 
 
-Answer = Message | tuple[Message, Sequence[Buffer]]
+Answer = Message | tuple[Message, Sequence[Buffer | FilePart]]
 Handler = Callable[[Peer, Any, list[memoryview]], Awaitable[Answer]]
+
+
+class Arrival(NamedTuple):
+    """A request that waits for its turn. `parts`: where its attachments lie, if they are in a file."""
+
+    peer: Peer
+    header: Header
+    message: Message
+    attachments: list[memoryview]
+    parts: Sequence[FilePart | None] = ()
 
 
 def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Handler:
@@ -82,7 +104,8 @@ class Server:
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
     it raises is the answer, anything else is logged and answered `internal`. A frame longer than
-    `max_part_bytes` ends its connection.
+    `max_part_bytes` ends its connection. `lane_of` names the lane of a request, one of `lanes`.
+    With `files`, clients of this host give large attachments in files, and are answered with `FilePart`s.
     """
 
     def __init__(
@@ -97,6 +120,9 @@ class Server:
         cached_replies: int = 4096,
         cached_bytes: int = 64 << 20,
         max_part_bytes: int = MAX_MESSAGE_BYTES,
+        lanes: Mapping[str, Lane] = ONE_LANE,
+        lane_of: Callable[[Message], str] = lambda request: "all",
+        files: ServerFiles | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
@@ -109,6 +135,10 @@ class Server:
         self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
         self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # At most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
+        self._lanes = Lanes[Arrival](lanes)
+        self._lane_of = lane_of
+        self._files = files
+        self._starting: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: PolledSocket | None = None
@@ -140,6 +170,10 @@ class Server:
         if self._socket is None or self._context is None:
             return
         self._stopping = True
+        if self._starting is not None:
+            self._starting.cancel()
+        for arrival in self._lanes.drain():
+            self._refuse(arrival, Fault("unavailable", "stopping", STOP_RETRY_MS))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         for task in self._tasks:
@@ -184,6 +218,7 @@ class Server:
         try:
             message = read_request(head)
             attachments = read_attachments(header, rest)
+            parts = read_parts(attachments[0]) if header.flags & BY_FILE and attachments else []
         except ProtocolError as error:
             self.counters["malformed"] += 1
             self._send(identity, self._frames(header, Fault("invalid", str(error))))
@@ -196,18 +231,23 @@ class Server:
         elif self._stopping:
             self._send(identity, self._frames(header, Fault("unavailable", "stopping", STOP_RETRY_MS)))
         else:
+            if header.flags & READS_FILES and not session.reads_files:
+                session = self.sessions[identity] = replace(session, reads_files=True)
             self.sessions.move_to_end(identity)
-            self._admit(identity, session, header, message, attachments)
+            self._admit(identity, Arrival(session, header, message, attachments, parts))
 
-    def _admit(
-        self, identity: bytes, session: Peer, header: Header, message: Message, attachments: list[memoryview]
-    ) -> None:
+    def _admit(self, identity: bytes, arrival: Arrival) -> None:
+        header = arrival.header
         admission = self._book.admit(header.client, header.request, header.floor)
         if admission is Admission.RUN:
-            self.counters["requests"] += 1
-            task = asyncio.get_running_loop().create_task(self._run(session, header, message, attachments))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            size_bytes = sum(part.size_bytes for part in arrival.parts if part is not None)
+            size_bytes += sum(map(len, arrival.attachments))
+            if self._lanes.push(self._lane_of(arrival.message), arrival, size_bytes):
+                self.counters["requests"] += 1
+                self._start_soon()
+            else:
+                self.counters["busy"] += 1
+                self._refuse(arrival, Fault("busy", f"{self._service} has its fill of these", FULL_RETRY_MS))
         elif admission is Admission.JOIN:
             self.counters["joined"] += 1
         elif admission is Admission.REPLAY:
@@ -215,8 +255,36 @@ class Server:
             self._send(identity, self._book.reply(header.client, header.request))
         elif admission is Admission.BUSY:
             self.counters["busy"] += 1
-            fault = Fault("busy", f"{session.name} has too many requests under way", BUSY_RETRY_MS)
+            fault = Fault("busy", f"{arrival.peer.name} has too many requests under way", BUSY_RETRY_MS)
             self._send(identity, self._frames(header, fault))
+
+    def _refuse(self, arrival: Arrival, fault: Fault) -> None:
+        """Answer a request that is not begun; a retry runs it."""
+        header = arrival.header
+        if self._book.finish(header.client, header.request, None):
+            self._send(self._identities.get(header.client), self._frames(header, fault))
+
+    def _start_soon(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().call_soon(self._start_next)
+
+    def _start_next(self) -> None:
+        """Begin one request. The socket is read and what is under way goes on before the next one: who has
+        just come may go first, and who waits for its answer waits for no more than one that begins."""
+        self._starting = None
+        if (following := self._lanes.pop()) is None:
+            return
+        lane, arrival = following
+        task = asyncio.get_running_loop().create_task(self._run(arrival))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._over, lane))
+        self._start_soon()
+
+    def _over(self, lane: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._lanes.done(lane)
+        if len(self._lanes) and not self._stopping:
+            self._start_soon()
 
     def _greet(self, identity: bytes, client: int, hello: Hello) -> Message:
         if hello.schema != SCHEMA:
@@ -231,7 +299,7 @@ class Server:
             self._drop_session(next(iter(self.sessions)))
         self.sessions[identity] = Peer(hello.role, hello.name, client)
         self._identities[client] = identity
-        return Welcome(SCHEMA, self._service)
+        return Welcome(SCHEMA, self._service, self._files.here if self._files is not None else None)
 
     def _drop_session(self, identity: bytes) -> None:
         session = self.sessions.pop(identity, None)
@@ -240,12 +308,13 @@ class Server:
 
     # --- answers -------------------------------------------------------------------------------------
 
-    async def _run(
-        self, session: Peer, header: Header, message: Message, attachments: list[memoryview]
-    ) -> None:
+    async def _run(self, arrival: Arrival) -> None:
+        session, header, message, attachments, parts = arrival
         reply: Message
-        reply_attachments: Sequence[Buffer] = ()
+        reply_attachments: Sequence[Buffer | FilePart] = ()
         try:
+            if parts:
+                attachments = await self._read_files(parts)
             answer = await self._handler(session, message, attachments)
             if isinstance(answer, tuple):
                 reply, reply_attachments = answer
@@ -253,6 +322,8 @@ class Server:
                 reply = answer
         except FaultError as error:
             reply = error.fault()
+        except ProtocolError as error:
+            reply = Fault("invalid", str(error))
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
@@ -270,10 +341,25 @@ class Server:
         if self._book.finish(header.client, header.request, None if passing else frames):
             self._send(self._identities.get(header.client), frames)
 
-    def _frames(self, header: Header, reply: Message, attachments: Sequence[Buffer] = ()) -> list[Buffer]:
+    async def _read_files(self, parts: Sequence[FilePart | None]) -> list[memoryview]:
+        size_bytes = sum(part.size_bytes for part in parts if part is not None)
+        if self._files is None or size_bytes > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"{self._service} takes no attachments of {size_bytes} bytes in a file")
+        if size_bytes > READ_HERE_BYTES:
+            return await asyncio.to_thread(self._files.read, parts)
+        return self._files.read(parts)
+
+    def _frames(
+        self, header: Header, reply: Message, attachments: Sequence[Buffer | FilePart] = ()
+    ) -> list[Buffer]:
         if isinstance(reply, Fault):
             self.counters["faults"] += 1
-        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, attachments)
+        if any(isinstance(each, FilePart) for each in attachments):
+            parts = write_parts([each if isinstance(each, FilePart) else None for each in attachments])
+            rest = [each for each in attachments if not isinstance(each, FilePart)]
+            head = (Kind.REPLY, header.client, header.request, 0)
+            return write_frames(*head, reply, [parts, *rest], BY_FILE)
+        return write_frames(Kind.REPLY, header.client, header.request, 0, reply, attachments)  # type: ignore[arg-type]
 
     def _send(self, identity: bytes | None, frames: Sequence[Buffer]) -> None:
         if identity is None or self._socket is None or not self._socket.send([identity, *frames]):

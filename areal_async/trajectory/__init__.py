@@ -1,12 +1,12 @@
 """The episode model that all services agree on: what one rollout produced, its codec and its invariants.
 
-build   EpisodeBuilder → Episode    ship, read back   pack, unpack
+build   EpisodeBuilder → Episode    ship, read back   pack, unpack, glance
 train   training_rows → Row         inspect           Episode.path, Episode.token_ids
                                     refuse            TrajectoryError and its kinds, untrainable
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder
-from areal_async.trajectory.codec import pack, unpack
+from areal_async.trajectory.codec import glance, pack, unpack
 from areal_async.trajectory.episode import Episode, PolicyVersions
 from areal_async.trajectory.layout import (
     CodecError,
@@ -33,6 +33,7 @@ __all__ = [
     "SegmentKind",
     "SizeError",
     "TrajectoryError",
+    "glance",
     "pack",
     "row_profile",
     "row_sizes",

@@ -5,8 +5,12 @@ acknowledged with both or with neither. What a crash leaves half done is removed
 keys are named in the set `…:staged` before they are written, and taken off it by the write that refers to
 them; files are those that nothing refers to.
 
-A file is complete and, but for tier `memory`, flushed to disk before its name is given out. With `everysec`
-what is freed stays for `GRACE_S`: a Redis that lost its last second may refer to it again. A name is never
+An episode that came in a file (`areal_async/rpc/by_file.py`) stays in it whatever its size: the file gets a
+second name in the folder, and no byte is copied.
+
+A file is complete and, but for tier `memory`, flushed to disk before its name is given out. What
+is freed stays for `GRACE_S`: whoever was just told where it lies may still open it, and with `everysec` a
+Redis that lost its last second may refer to it again. A name is never
 used twice.
 """
 
@@ -232,6 +236,21 @@ class BlobFiles:
             raise
         return placed, name
 
+    async def adopt(
+        self, path: Path, offsets: Sequence[int], blobs: Sequence[Bytes]
+    ) -> tuple[list[Bytes | BlobRef], str]:
+        """Keep the file at `path`, in which `blobs` lie, by a name of its own; returns what `write` does.
+        Raises OSError when that cannot be, which leaves nothing."""
+        self._count += 1
+        name = f"{self._token}-{self._count:x}"
+        self._under_way.add(name)
+        try:
+            await asyncio.to_thread(self._link, path, name)
+        except BaseException:
+            self._under_way.discard(name)
+            raise
+        return [BlobRef(name, len(blob), at) for blob, at in zip(blobs, offsets, strict=True)], name
+
     def settled(self, name: str, *, used: bool) -> None:
         """The ledger refers to the file now, or never will."""
         self._under_way.discard(name)
@@ -246,7 +265,7 @@ class BlobFiles:
         """Nothing refers to these files any more, as Redis has confirmed."""
         loop = asyncio.get_running_loop()
         for name in names:
-            if at_once or self._durability != "everysec":
+            if at_once:
                 self._removing[name] = None
                 loop.run_in_executor(None, self._unlink, name)
             else:
@@ -275,6 +294,11 @@ class BlobFiles:
             raise
         finally:
             os.close(fd)
+
+    def _link(self, path: Path, name: str) -> None:
+        os.link(path, self._folder / name, follow_symlinks=False)
+        if self._durability != "memory":
+            self._flush_folder()
 
     def _map(self, ref: BlobRef) -> memoryview | None:
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 import hiredis
 import msgspec
 
+from areal_async.rpc.by_file import Filed, FilePart
 from replay_buffer.ledger.index import LedgerRecords, WriteSet
 from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRecord, LeaseRecord, LedgerMeta
 from replay_buffer.redis.address import RedisAddress, StoreError, StoreUnavailable, StoreUnusable, refusal
@@ -113,7 +114,11 @@ class Store:
     async def place_large(self, blobs: Sequence[Bytes]) -> tuple[list[Bytes | BlobRef], str]:
         """Put what is large enough into a file, if there is a folder for that. Returns what to give to
         `submit`, and a name to give to `settled` after it. Raises OSError when the disk is full."""
-        return (list(blobs), "") if self._files is None else await self._files.write(blobs)
+        if self._files is None:
+            return list(blobs), ""
+        if isinstance(blobs, Filed):
+            return await self._files.adopt(blobs.path, blobs.offsets, blobs)
+        return await self._files.write(blobs)
 
     def settled(self, name: str, group_id: str) -> None:
         """It is decided what became of the file `name`, written for that group."""
@@ -134,8 +139,11 @@ class Store:
             written.add_done_callback(partial(self._free_files, parcel.files_freed))
         return written
 
-    async def blobs(self, wanted: Sequence[EpisodeKey]) -> list[Bytes | None]:
-        """The codec blobs of (group id, sample), in order; None for one that is not held."""
+    async def blobs(
+        self, wanted: Sequence[EpisodeKey], *, by_file: bool = False
+    ) -> list[Bytes | FilePart | None]:
+        """The codec blobs of (group id, sample), in order; None for one that is not held. `by_file`: of what
+        lies in files only where."""
         reads = self._connected
         refs = {place: ref for place in wanted if (ref := self._large.ref(*place)) is not None}
         small: dict[str, list[int]] = {}
@@ -152,9 +160,11 @@ class Store:
             if ref.chunks
         }
         answering = asyncio.gather(*(answer for _, _, answer in asked), *in_keys.values())
-        found: dict[EpisodeKey, Bytes | None] = {}
+        found: dict[EpisodeKey, Bytes | FilePart | None] = {}
         in_files = [(place, ref) for place, ref in refs.items() if not ref.chunks]
-        if self._files is not None and in_files:
+        if by_file:
+            found.update((place, FilePart(ref.name, ref.at, ref.size_bytes)) for place, ref in in_files)
+        elif self._files is not None and in_files:
             maps = await self._files.read([ref for _, ref in in_files])
             found.update(zip((place for place, _ in in_files), maps, strict=True))
         # Gathered, so that no answer is left unread when the connection breaks.

@@ -1,0 +1,189 @@
+"""Attachments that pass from process to process of one host as parts of files, and not through a socket.
+
+A server that keeps what it is given in files names two folders in its welcome (`FilesHere`). A client that
+finds its token there writes large attachments into a file of the first folder and sends where in it they lie;
+the server reads them from there, and may keep the file by another name without copying it. What the server
+holds in files of the second folder it answers by name, and the client maps it. All else, and every peer of
+another host, goes through the socket.
+
+Promises: a file that a client wrote is removed by it when its call is over, however it ends; one that a dead
+client left is removed by `sweep`. The server reads what it was given into memory of its own before it looks
+at it, so a file that is cut short under its eyes ends no process, and names lead nowhere but into the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from typing_extensions import Buffer
+
+from areal_async.errors import ProtocolError
+from areal_async.rpc.schema import FilesHere
+
+LEAST_BYTES = 128 << 10  # Attachments of a message from which on a file is cheaper than the socket
+ALIGN_BYTES = 4096
+STALE_S = 900.0  # A file that a client has not removed after so long has no client any more
+TOKEN = ".token"
+_NAME = re.compile(r"[0-9a-f]{1,16}\.[0-9a-f]{1,16}")
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file of one of the two folders."""
+
+    name: str
+    at: int
+    size_bytes: int
+
+
+class Filed(list[memoryview]):
+    """Attachments that came in the file at `path`, each at the offset of the same index."""
+
+    path: Path
+    offsets: list[int]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_read_parts = msgspec.msgpack.Decoder(list[tuple[str, int, int] | None]).decode
+
+
+def write_parts(parts: Sequence[FilePart | None]) -> bytes:
+    """The frame that says where attachments lie; None for those that follow as frames."""
+    return _encode(parts)
+
+
+def read_parts(frame: Buffer) -> list[FilePart | None]:
+    """The inverse of `write_parts`. Raises `ProtocolError`."""
+    try:
+        parts = [part and FilePart(*part) for part in _read_parts(frame)]
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ProtocolError(f"not the places of attachments: {error}") from error
+    if any(part and (part.at < 0 or part.size_bytes < 0) for part in parts):
+        raise ProtocolError("a place of an attachment is negative")
+    return parts
+
+
+class ServerFiles:
+    """The server's side: `incoming` is made when it is not there, `held` is where its own files lie."""
+
+    def __init__(self, incoming: Path, held: Path, *, flush: bool) -> None:
+        self._incoming = incoming
+        incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+        token = secrets.token_hex(8)
+        (incoming / TOKEN).write_text(token)
+        self.here = FilesHere(str(incoming), str(held), token, flush)
+
+    def read(self, parts: Sequence[FilePart | None]) -> Filed:
+        """Attachments that a client wrote. Blocks for the reading. Raises `ProtocolError`."""
+        names = {part.name if part else "" for part in parts}
+        name = names.pop() if len(names) == 1 else ""
+        if not _NAME.fullmatch(name):
+            raise ProtocolError("attachments are not all in one file of a client")
+        filed = Filed()
+        filed.path, filed.offsets = self._incoming / name, []
+        try:
+            fd = os.open(filed.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
+        try:
+            size_bytes = os.fstat(fd).st_size
+            for part in parts:
+                assert part is not None
+                held = (
+                    os.pread(fd, part.size_bytes, part.at) if part.at + part.size_bytes <= size_bytes else b""
+                )
+                if len(held) != part.size_bytes:
+                    raise ProtocolError("the file of the attachments is too short")
+                filed.append(memoryview(held))
+                filed.offsets.append(part.at)
+        except OSError as error:
+            raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        return filed
+
+    def sweep(self) -> None:
+        """Remove what dead clients have left."""
+        for entry in os.scandir(self._incoming):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.name != TOKEN and time.time() - entry.stat().st_mtime > STALE_S:
+                    os.unlink(entry.path)
+
+
+class ClientFiles:
+    """The client's side. `find` is None where the folders are not on this host."""
+
+    def __init__(self, here: FilesHere) -> None:
+        self._incoming, self._held, self._flush = Path(here.incoming), Path(here.held), here.flush
+
+    @classmethod
+    def find(cls, here: FilesHere | None) -> ClientFiles | None:
+        if here is None:
+            return None
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if Path(here.incoming, TOKEN).read_text() == here.token and os.access(here.incoming, os.W_OK):
+                return cls(here)
+        return None
+
+    def write(self, name: str, attachments: Sequence[Buffer]) -> bytes:
+        """Write them into the file `name`; returns the frame that says where they lie. Blocks. Raises
+        OSError, having left nothing."""
+        path, at, parts = self._incoming / name, 0, list[FilePart | None]()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            for attachment in attachments:
+                rest = memoryview(attachment).cast("B")
+                parts.append(FilePart(name, at, len(rest)))
+                start = at
+                at += -(-len(rest) // ALIGN_BYTES) * ALIGN_BYTES
+                while rest:
+                    written = os.pwrite(fd, rest, start)
+                    rest, start = rest[written:], start + written
+            if self._flush:
+                os.fsync(fd)
+        except BaseException:
+            self.remove(name)
+            raise
+        finally:
+            os.close(fd)
+        return write_parts(parts)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._incoming / name)
+
+    def read(self, frames: Sequence[Buffer]) -> list[memoryview]:
+        """The attachments of a reply: maps of the server's files, and the frames after the first. One whose
+        file is gone is empty: the server holds it no more. Raises `ProtocolError`."""
+        maps: dict[str, memoryview] = {}
+        following = iter(frames[1:])
+        try:
+            return [
+                memoryview(next(following)) if part is None else self._map(part, maps)
+                for part in read_parts(frames[0])
+            ]
+        except (IndexError, StopIteration, RuntimeError) as error:
+            raise ProtocolError("fewer attachments came than were announced") from error
+
+    def _map(self, part: FilePart, maps: dict[str, memoryview]) -> memoryview:
+        whole = maps.get(part.name)
+        if whole is None:
+            if os.path.basename(part.name) != part.name:
+                raise ProtocolError("an attachment lies outside of its folder")
+            try:
+                with (self._held / part.name).open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+                    whole = memoryview(mapped)
+            except (OSError, ValueError):
+                whole = memoryview(b"")
+            maps[part.name] = whole
+        view = whole[part.at : part.at + part.size_bytes]
+        return view if len(view) == part.size_bytes else memoryview(b"")

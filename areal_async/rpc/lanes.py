@@ -1,0 +1,84 @@
+"""Whose request a server begins next: lanes by role, each bounded, served by weighted turns. Pure.
+
+Promises: while a lane waits it gets at least its weight's share of what is begun, however much waits in the
+others; within a lane the order is that of arrival; a lane holds at most `most_waiting` requests and
+`most_bytes` of attachments, and what comes beyond that is refused; at most `most_running` of it are begun and
+not over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The limits of one lane. `weight`: requests of it in a turn, against those of the other lanes."""
+
+    weight: int = 1
+    most_waiting: int = 1 << 16
+    most_bytes: int = 1 << 40
+    """One request may exceed it when nothing else of its lane waits."""
+    most_running: int = 1 << 16
+
+
+class Lanes(Generic[T]):
+    """The requests that wait, by the name of their lane. Of the lanes that could go on, the one goes that is
+    furthest behind its share, the heavier first where they are level (smooth weighted round robin)."""
+
+    def __init__(self, lanes: Mapping[str, Lane]) -> None:
+        self._lanes = dict(sorted(lanes.items(), key=lambda item: -item[1].weight))
+        self._waiting: dict[str, deque[tuple[T, int]]] = {name: deque() for name in self._lanes}
+        self._bytes = dict.fromkeys(self._lanes, 0)
+        self._running = dict.fromkeys(self._lanes, 0)
+        self._credit = dict.fromkeys(self._lanes, 0)
+
+    def push(self, lane: str, item: T, size_bytes: int = 0) -> bool:
+        """Have `item` wait; False when its lane is full."""
+        limits, waiting = self._lanes[lane], self._waiting[lane]
+        if len(waiting) >= limits.most_waiting:
+            return False
+        if waiting and self._bytes[lane] + size_bytes > limits.most_bytes:
+            return False
+        waiting.append((item, size_bytes))
+        self._bytes[lane] += size_bytes
+        return True
+
+    def pop(self) -> tuple[str, T] | None:
+        """The next request and its lane, which now runs it until `done`; None when none may begin."""
+        able = [name for name, limits in self._lanes.items() if self._able(name, limits)]
+        if not able:
+            return None
+        for name in able:
+            self._credit[name] += self._lanes[name].weight
+        chosen = max(able, key=self._credit.__getitem__)
+        self._credit[chosen] -= sum(self._lanes[name].weight for name in able)
+        item, size_bytes = self._waiting[chosen].popleft()
+        self._bytes[chosen] -= size_bytes
+        self._running[chosen] += 1
+        if not self._waiting[chosen]:
+            self._credit[chosen] = 0  # What has nothing to do saves up no turns
+        return chosen, item
+
+    def done(self, lane: str) -> None:
+        """A request of `lane` is over."""
+        self._running[lane] -= 1
+
+    def drain(self) -> list[T]:
+        """Take out all that waits, which is never begun."""
+        taken = [item for waiting in self._waiting.values() for item, _ in waiting]
+        for name, waiting in self._waiting.items():
+            waiting.clear()
+            self._bytes[name] = 0
+        return taken
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _able(self, name: str, limits: Lane) -> bool:
+        return bool(self._waiting[name]) and self._running[name] < limits.most_running
