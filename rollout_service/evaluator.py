@@ -42,7 +42,7 @@ from rollout_service import metrics
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.gateway import Gateway
-from rollout_service.process import connect, make_gateway, make_renderer, prepare, sampling_of
+from rollout_service.process import connect, make_gateway, make_renderer, prepare, sampling_of, settle
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.statistics import ScoredSample, Statistics, statistics_of
 from rollout_service.worker.failures import within
@@ -345,6 +345,7 @@ async def main(ctx: ServiceContext) -> None:
 
     async def work() -> None:
         async with LocalScorer(job.reward, workers=1) as scorer:
+            settle()
             ctx.ready()
             await connect(receiver)
             evaluator = Evaluator(engine, scorer, workflow, render, job=job, gateway=gateway)

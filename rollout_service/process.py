@@ -3,6 +3,7 @@ snapshot."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from rollout_service.workflows import Renderer
 log = get_logger("rollout")
 
 CONNECT_WAIT_S = 15.0
+GARBAGE_OBJECTS = 10_000
+"""New objects between two searches for garbage. An episode leaves none, unless it fails."""
 
 
 class ModelFilesError(ArealError):
@@ -34,6 +37,15 @@ def prepare(torch_threads: int) -> None:
     torch.set_num_threads(torch_threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.disable_progress_bar()
+
+
+def settle() -> None:
+    """To be called when all is loaded. The garbage collector passes over what there is by now: torch and
+    transformers live as long as the process, and looking through them again and again takes a worker longer
+    than some of its own work."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
 
 
 def make_renderer(model: Path) -> Renderer:

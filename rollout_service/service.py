@@ -29,7 +29,7 @@ from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.metrics import EngineMetrics
-from rollout_service.process import connect, make_gateway, make_renderer, prepare
+from rollout_service.process import connect, make_gateway, make_renderer, prepare, settle
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker import WeightUpdates, Worker
 from rollout_service.worker.lease_client import unless_stopped
@@ -143,6 +143,7 @@ async def _serve(ctx: ServiceContext) -> None:
                 return
             REGISTRY.register(EngineMetrics(engine))
             board.figures = lambda: ServiceFigures(engine.version.version, engine.stats().tokens_total)
+            settle()
             ctx.ready()
             log.info("rollout worker serves", engine=job.rollout.engine, version=serving.version)
             await worker.run(ctx.stop, updates.run(), engine.watch())

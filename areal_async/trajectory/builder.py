@@ -6,16 +6,13 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from copy import copy
-from itertools import chain
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from areal_async.rpc.schema import POLICY
-from areal_async.trajectory.episode import Episode
+from areal_async.trajectory.episode import LOGPROB_SLACK, Episode, PolicyVersions
 from areal_async.trajectory.layout import (
     DEFAULT_LIMITS,
     F32,
@@ -40,10 +37,14 @@ from areal_async.trajectory.layout import (
     Units,
 )
 
-OFFSET, LENGTH, FLAGS = map(TABLE_COLUMNS.index, ("offset", "length", "flags"))
-
 Ints = Sequence[int] | NDArray[Any]
 Floats = Sequence[float] | NDArray[Any]
+
+PLAIN_UNITS = 256  # Above it, numpy checks whole columns in less time than a loop takes over their numbers
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
+_NO_REWARD, _NO_ANCHOR = array("f", [math.nan]).tobytes(), array("q", [NO_ANCHOR]).tobytes()
+_PROMPT, _SAMPLED = int(SegmentKind.PROMPT), int(SegmentKind.SAMPLED)
+_ONE_AGENT = (("main", 0),)
 
 
 def anchor_of(key: str | bytes) -> int:
@@ -68,21 +69,36 @@ class EpisodeBuilder:
         sample: int,
         attempt: int = 0,
         policies: Sequence[str] = (POLICY,),
-        agents: Iterable[tuple[str, int]] = (("main", 0),),
+        agents: Iterable[tuple[str, int]] = _ONE_AGENT,
     ) -> None:
         """`agents` are (name, index of the agent's policy in `policies`)."""
-        authors = [Agent(name, policy) for name, policy in agents]
-        self._header = EpisodeHeader(
-            job, task_id, group_id, sample, attempt, policies=list(policies), agents=authors
-        )
-        self._table: list[list[int]] = []  # One row a segment, as in `TABLE_COLUMNS`
-        self._reward: list[float] = []
-        self._anchor: list[int] = []
-        self._token_id = array("i")
-        self._logprob = array("f")
-        self._version = array("i")
-        self._mask = bytearray()
-        self._columns: dict[str, dict[int, array[float]]] = {}
+        self._identity = (job, task_id, group_id, sample, attempt)
+        self._policies = [*policies]
+        self._agents = [Agent(name, policy) for name, policy in agents]
+        self._calls: list[Call] = []
+        self._epochs: list[tuple[int, int]] = []
+        self._media: list[Media] = []
+        self._rewards: dict[str, float] = {}
+        self._metadata: dict[str, Any] = {}
+        self._prompt_text = self._response_text = ""
+        # The segment table by column, and what few segments have.
+        self._parent: list[int] = []
+        self._kind: list[int] = []
+        self._agent: list[int] = []
+        self._turn: list[int] = []
+        self._offset: list[int] = []
+        self._length: list[int] = []
+        self._flags: list[int] = []
+        self._reward: dict[int, float] = {}
+        self._anchor: dict[int, int] = {}
+        # The unit table by column: the bytes of each segment.
+        self._n_units = 0
+        self._token_id: list[bytes] = []
+        self._logprob: list[bytes] = []
+        self._version: list[bytes] = []
+        self._mask: list[bytes] = []
+        self._columns: dict[str, dict[int, bytes]] = {}
+        self._began: tuple[int, int] | None = None
 
     def prompt(self, ids: Ints, parent: int | None = None, agent: int = 0, turn: int = 0) -> int:
         """Add a PROMPT segment; returns its index. Without a parent it starts a path."""
@@ -95,13 +111,8 @@ class EpisodeBuilder:
         if kind == SegmentKind.SAMPLED:
             raise InvariantError("a sampled segment is added with sampled()")
         tokens = _ints(ids, "ids")
-        n = len(tokens)
-        segment = self._add(kind, n, parent, agent, turn)
-        self._token_id += tokens
-        self._logprob.frombytes(bytes(4 * n))
-        self._version.frombytes(b"\xff" * (4 * n))
-        self._mask += bytes(n)
-        return segment
+        n = len(tokens) // 4
+        return self._add(kind, parent, agent, turn, tokens, bytes(4 * n), b"\xff" * (4 * n), bytes(n))
 
     def sampled(
         self,
@@ -126,30 +137,27 @@ class EpisodeBuilder:
         was not sampled (forced text) has version -1.
         """
         tokens = _ints(ids, "ids")
-        n = len(tokens)
+        n = len(tokens) // 4
         probs = _floats(logprobs, "logprobs")
         if isinstance(versions, (int, np.integer)):
             vers = _ints((int(versions),), "versions") * n
         else:
             vers = _ints(versions, "versions")
         bits = b"\x01" * n if mask is None else _mask_bytes(mask)
-        if not n == len(probs) == len(vers) == len(bits):
+        if not len(tokens) == len(probs) == len(vers) == 4 * len(bits):
             raise InvariantError(
-                f"{n} ids, {len(probs)} logprobs, {len(vers)} versions, {len(bits)} mask values do not match"
+                f"{n} ids, {len(probs) // 4} logprobs, {len(vers) // 4} versions, {len(bits)} mask values "
+                "do not match"
             )
         runs = _epoch_runs(epoch, bits)
         if policy is None:
-            agents = self._header.agents
-            policy = agents[agent].policy if 0 <= agent < len(agents) else 0
-        start = len(self._token_id)
-        segment = self._add(SegmentKind.SAMPLED, n, parent, agent, turn)
-        self._token_id += tokens
-        self._logprob += probs
-        self._version += vers
-        self._mask += bits
-        self._header.calls.append(Call(segment, policy, sampling, finish_reason, logprobs_of))
-        epochs = self._header.epochs
+            policy = self._agents[agent].policy if 0 <= agent < len(self._agents) else 0
+        start, epochs = self._n_units, self._epochs
+        segment = self._add(_SAMPLED, parent, agent, turn, tokens, probs, vers, bits)
+        self._calls.append(Call(segment, policy, sampling, finish_reason, logprobs_of))
         for first, value in runs:
+            if not epochs:
+                self._began = value, int.from_bytes(vers[4 * first : 4 * first + 4], "little", signed=True)
             if not epochs or epochs[-1][1] != value:
                 epochs.append((start + first, value))
         return segment
@@ -157,10 +165,7 @@ class EpisodeBuilder:
     @property
     def began(self) -> tuple[int, int] | None:
         """Epoch and version of the weights that sampled the first unit to train; None before there is one."""
-        if not self._header.epochs:
-            return None
-        first, epoch = self._header.epochs[0]
-        return epoch, self._version[first]
+        return self._began
 
     def reward(self, segment: int, value: float) -> None:
         """Set the reward of a segment."""
@@ -168,7 +173,7 @@ class EpisodeBuilder:
 
     def episode_reward(self, name: str, value: float) -> None:
         """Set a named reward of the whole episode."""
-        self._header.rewards[name] = value
+        self._rewards[name] = value
 
     def anchor(self, segment: int, key: str | bytes) -> None:
         """Mark the state before a segment; equal keys can be compared across the episodes of a group."""
@@ -176,75 +181,184 @@ class EpisodeBuilder:
 
     def flag(self, segment: int, flags: SegmentFlag) -> None:
         """Add flags to a segment."""
-        self._table[self._index(segment)][FLAGS] |= int(flags)
+        self._flags[self._index(segment)] |= int(flags)
 
     def column(self, name: str, segment: int, values: Floats) -> None:
         """Set an optional f32 column for the units of one segment; elsewhere it is NaN (unknown)."""
         data = _floats(values, name)
-        if len(data) != (length := self._table[self._index(segment)][LENGTH]):
-            raise InvariantError(f"column {name}: {len(data)} values for {length} units")
+        if len(data) != 4 * (length := self._length[self._index(segment)]):
+            raise InvariantError(f"column {name}: {len(data) // 4} values for {length} units")
         self._columns.setdefault(name, {})[segment] = data
 
     def media(
         self, segment: int, digest: str, media_type: str, size_bytes: int, start: int = 0, n_units: int = 0
     ) -> None:
         """Refer to an attachment whose `n_units` placeholder units begin `start` units into `segment`."""
-        first = self._table[self._index(segment)][OFFSET] + start
-        self._header.media.append(Media(digest, media_type, size_bytes, segment, first, n_units))
+        first = self._offset[self._index(segment)] + start
+        self._media.append(Media(digest, media_type, size_bytes, segment, first, n_units))
 
     def text(self, prompt: str | None = None, response: str | None = None) -> None:
         """Set the readable prompt and/or response (what text rewards judge)."""
         if prompt is not None:
-            self._header = replace(self._header, prompt_text=prompt)
+            self._prompt_text = prompt
         if response is not None:
-            self._header = replace(self._header, response_text=response)
+            self._response_text = response
 
     def meta(self, **values: Any) -> None:
         """Add metadata; values must fit msgpack."""
-        self._header.metadata.update(values)
+        self._metadata.update(values)
 
     def build(self, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
         """The episode so far. Raises InvariantError or SizeError."""
-        n_segments = len(self._table)
+        job, task_id, group_id, sample, attempt = self._identity
+        header = EpisodeHeader(
+            job,
+            task_id,
+            group_id,
+            sample,
+            attempt,
+            policies=self._policies.copy(),
+            agents=self._agents.copy(),
+            calls=self._calls.copy(),
+            media=self._media.copy(),
+            rewards=self._rewards.copy(),
+            metadata=self._metadata.copy(),
+            prompt_text=self._prompt_text,
+            response_text=self._response_text,
+            epochs=self._epochs.copy(),
+        )
+        n_segments = len(self._parent)
         try:
-            table = array("i", chain.from_iterable(zip(*self._table, strict=True)))
-            reward = array("f", self._reward)
+            table = array(
+                "i",
+                self._parent
+                + self._kind
+                + self._agent
+                + self._turn
+                + self._offset
+                + self._length
+                + self._flags,
+            ).tobytes()
+            reward = _sparse(self._reward, "f", _NO_REWARD, n_segments)
+            anchor = _sparse(self._anchor, "q", _NO_ANCHOR, n_segments)
         except (TypeError, OverflowError) as error:
             raise InvariantError(f"segment table: {error}") from error
         segments = Segments(
-            np.frombuffer(table.tobytes(), I32).reshape(len(TABLE_COLUMNS), n_segments),
-            np.frombuffer(reward.tobytes(), F32),
-            np.frombuffer(array("q", self._anchor).tobytes(), I64),
+            np.frombuffer(table, I32).reshape(len(TABLE_COLUMNS), n_segments),
+            np.frombuffer(reward, F32),
+            np.frombuffer(anchor, I64),
         )
+        token_id, mask = b"".join(self._token_id), b"".join(self._mask)
+        logprob, version = b"".join(self._logprob), b"".join(self._version)
         units = Units(
-            np.frombuffer(self._token_id.tobytes(), I32),
-            np.frombuffer(bytes(self._mask), U8),
-            np.frombuffer(self._logprob.tobytes(), F32),
-            np.frombuffer(self._version.tobytes(), I32),
+            np.frombuffer(token_id, I32),
+            np.frombuffer(mask, U8),
+            np.frombuffer(logprob, F32),
+            np.frombuffer(version, I32),
             {name: self._dense(spans) for name, spans in self._columns.items()},
         )
-        # What is added from now on goes into lists of its own.
-        held = {name: copy(getattr(self._header, name)) for name in EpisodeHeader.__struct_fields__}
-        return Episode(EpisodeHeader(**held), segments, units, limits=limits)
+        if limits is DEFAULT_LIMITS and self._is_plain():
+            found = _versions(token_id, mask, logprob, version, self._length[0])
+            if found is not None:
+                return _checked(header, segments, units, self._length[1], *found)
+        return Episode(header, segments, units, limits=limits)
 
-    def _add(self, kind: int, n: int, parent: int | None, agent: int, turn: int) -> int:
-        parent = NO_PARENT if parent is None else parent
-        self._table.append([parent, int(kind), agent, turn, len(self._token_id), n, 0])
-        self._reward.append(math.nan)
-        self._anchor.append(NO_ANCHOR)
-        return len(self._table) - 1
+    def _is_plain(self) -> bool:
+        """Whether it is one prompt and one short answer by one policy, with nothing else to it, of which all
+        invariants hold that are not about units. `Episode` is what judges everything else."""
+        _, _, group_id, sample, attempt = self._identity
+        if not (
+            self._kind == [_PROMPT, _SAMPLED]
+            and self._parent == [NO_PARENT, 0]
+            and self._agent == self._turn == self._flags == [0, 0]
+            and self._n_units <= PLAIN_UNITS
+            and len(self._policies) == len(self._agents) == len(self._epochs) == 1
+            and not (self._columns or self._media or self._rewards or self._reward)
+        ):
+            return False
+        call = self._calls[0]
+        how = call.sampling
+        return bool(
+            group_id
+            and 0 <= sample <= _INT32_MAX
+            and 0 <= attempt <= _INT32_MAX
+            and call.policy == self._agents[0].policy == 0
+            and 0 <= self._epochs[0][1] <= _INT32_MAX
+            and 0 <= how.temperature < math.inf
+            and 0 < how.top_p <= 1
+            and how.top_k >= 0
+            and how.max_new_tokens >= 0
+            and 0 <= how.seed <= _INT64_MAX
+        )
 
-    def _dense(self, spans: dict[int, array[float]]) -> NDArray[np.float32]:
-        column = np.full(len(self._token_id), np.nan, F32)
+    def _add(
+        self,
+        kind: int,
+        parent: int | None,
+        agent: int,
+        turn: int,
+        token_id: bytes,
+        logprob: bytes,
+        version: bytes,
+        mask: bytes,
+    ) -> int:
+        segment, n = len(self._parent), len(mask)
+        self._parent.append(NO_PARENT if parent is None else parent)
+        self._kind.append(int(kind))
+        self._agent.append(agent)
+        self._turn.append(turn)
+        self._offset.append(self._n_units)
+        self._length.append(n)
+        self._flags.append(0)
+        self._n_units += n
+        self._token_id.append(token_id)
+        self._logprob.append(logprob)
+        self._version.append(version)
+        self._mask.append(mask)
+        return segment
+
+    def _dense(self, spans: dict[int, bytes]) -> NDArray[np.float32]:
+        column = np.full(self._n_units, np.nan, F32)
         for segment, data in spans.items():
-            offset = self._table[segment][OFFSET]
-            column[offset : offset + len(data)] = data
+            offset = self._offset[segment]
+            column[offset : offset + self._length[segment]] = np.frombuffer(data, F32)
         return column
 
     def _index(self, segment: int) -> int:
-        if not 0 <= segment < len(self._table):
+        if not 0 <= segment < len(self._parent):
             raise InvariantError(f"there is no segment {segment}")
         return segment
+
+
+# Episodes that are one prompt and one short answer: the invariants without a numpy call for each.
+
+
+def _versions(
+    token_id: bytes, mask: bytes, logprob: bytes, version: bytes, n_prompt: int
+) -> tuple[int, int] | None:
+    """Oldest and newest version of an answer after `n_prompt` units, all of it trained, once the invariants
+    of the units are known to hold; None where they may not."""
+    n_answer = len(mask) - n_prompt
+    if not n_answer or mask.find(0, n_prompt) >= 0 or mask.count(1) != n_answer:
+        return None
+    nats = memoryview(logprob).cast("f")[n_prompt:]
+    versions = memoryview(version).cast("i")[n_prompt:]
+    oldest = min(versions)
+    # A sum of f32 is finite exactly where each of them is.
+    holds = math.isfinite(sum(nats)) and max(nats) <= LOGPROB_SLACK and oldest >= 0
+    return (oldest, max(versions)) if holds and min(memoryview(token_id).cast("i")) >= 0 else None
+
+
+def _checked(
+    header: EpisodeHeader, segments: Segments, units: Units, n_sampled: int, oldest: int, newest: int
+) -> Episode:
+    """What `Episode(header, segments, units)` is for an episode of which every invariant is known to hold."""
+    episode = Episode.__new__(Episode)
+    episode.header, episode.segments, episode.units = header, segments, units
+    episode.n_sampled, episode.min_version, episode.max_version = n_sampled, oldest, newest
+    episode.min_epoch = header.epochs[0][1]
+    episode.versions = {header.policies[0]: PolicyVersions(oldest, newest, episode.min_epoch)}
+    return episode
 
 
 # What a caller hands in, as typed columns. Nothing is cut to fit: a float is no token id, and a value beyond
@@ -253,27 +367,43 @@ class EpisodeBuilder:
 
 def _epoch_runs(epoch: int | Ints, bits: bytes) -> list[tuple[int, int]]:
     """Runs (first unit, epoch) over the units of a segment whose bit is 1."""
+    n = len(bits)
     if isinstance(epoch, (int, np.integer)):
-        first = bits.find(1)
-        return [(first, int(epoch))] if first >= 0 else []
+        return _one_run(int(epoch), bits)
     epochs = _ints(epoch, "epoch")
-    if len(epochs) != len(bits):
-        raise InvariantError(f"{len(bits)} ids and {len(epochs)} epochs do not match")
+    if n and epochs == epochs[:4] * n:
+        return _one_run(int.from_bytes(epochs[:4], "little", signed=True), bits)
+    if len(epochs) != 4 * n:
+        raise InvariantError(f"{n} ids and {len(epochs) // 4} epochs do not match")
     units = np.flatnonzero(np.frombuffer(bits, U8))
-    values = np.frombuffer(epochs.tobytes(), I32)[units]
+    values = np.frombuffer(epochs, I32)[units]
     changes = np.ones(len(units), np.bool_)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return list(zip(units[changes].tolist(), values[changes].tolist(), strict=True))
 
 
-def _ints(values: Ints, what: str) -> array[int]:
+def _one_run(epoch: int, bits: bytes) -> list[tuple[int, int]]:
+    first = bits.find(1)
+    return [(first, epoch)] if first >= 0 else []
+
+
+def _sparse(values: dict[int, Any], code: str, nothing: bytes, n: int) -> bytes:
+    """`n` numbers of an array's type `code`, `nothing` where there is no value."""
+    if not values:
+        return nothing * n
+    dense = array(code, nothing * n)
+    for index, value in values.items():
+        dense[index] = value
+    return dense.tobytes()
+
+
+def _ints(values: Ints, what: str) -> bytes:
     """Values as i32; a float, or what does not fit, is refused rather than cut."""
-    out = array("i")
     try:
         if not isinstance(values, np.ndarray):
             if isinstance(values, (bytes, bytearray, memoryview)):
                 values = list(values)  # array() would read bytes as raw memory
-            return array("i", values)
+            return array("i", values).tobytes()
         if values.dtype.kind not in "iub" or values.ndim != 1:
             raise InvariantError(f"{what}: a 1-D integer array is needed, not {values.dtype} {values.shape}")
         if values.dtype != I32:
@@ -281,28 +411,25 @@ def _ints(values: Ints, what: str) -> array[int]:
             if not np.array_equal(narrow, values):
                 raise InvariantError(f"{what}: a value does not fit 32 bits")
             values = narrow
-        out.frombytes(values.tobytes())
+        return values.tobytes()
     except (TypeError, OverflowError) as error:
         raise InvariantError(f"{what}: {error}") from error
-    return out
 
 
-def _floats(values: Floats, what: str) -> array[float]:
+def _floats(values: Floats, what: str) -> bytes:
     """Values as f32."""
-    out = array("f")
     try:
         if not isinstance(values, np.ndarray):
-            return array("f", values)
+            return array("f", values).tobytes()
         if values.dtype.kind != "f" or values.ndim != 1:
             raise InvariantError(f"{what}: a 1-D float array is needed, not {values.dtype} {values.shape}")
-        out.frombytes(values.astype(F32, copy=False).tobytes())
+        return values.astype(F32, copy=False).tobytes()
     except (TypeError, OverflowError) as error:
         raise InvariantError(f"{what}: {error}") from error
-    return out
 
 
 def _mask_bytes(mask: Ints) -> bytes:
     try:
-        return bytes(_ints(mask, "mask").tolist())
+        return bytes(np.frombuffer(_ints(mask, "mask"), I32).tolist())
     except ValueError as error:
         raise InvariantError(f"mask: {error}") from error

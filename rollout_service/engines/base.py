@@ -188,7 +188,33 @@ def checked_request(
 ) -> tuple[npt.NDArray[np.int32], int]:
     """The prompt, i32[T], and the most units that its answer may have. Raises `RequestError` for a request
     that no engine can serve."""
-    sampling = request.sampling
+    check_sampling(request.sampling)
+    ids = checked_ids(request.prompt_ids, vocab_size=vocab_size, max_model_len=max_model_len)
+    return ids, min(request.sampling.max_new_tokens, max_model_len - ids.size)
+
+
+def checked_ids(
+    prompt_ids: Sequence[int] | npt.NDArray[Any], *, vocab_size: int, max_model_len: int
+) -> npt.NDArray[np.int32]:
+    """A prompt as i32[T] that nobody writes to: itself where it is that, else a copy.
+
+    Raises `RequestError`."""
+    ids = np.asarray(prompt_ids)
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise RequestError("a prompt must be a list of at least one token id")
+    if ids.size >= max_model_len:
+        raise RequestError(
+            f"a prompt of {ids.size} tokens leaves no room for an answer: "
+            f"rollout.max_model_len is {max_model_len}"
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        raise RequestError(f"token id {int(outside[0])} is not in the model's vocabulary of {vocab_size} ids")
+    return ids.astype(np.int32, copy=ids.flags.writeable)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises `RequestError` for parameters that no engine can sample with."""
     checks: Sequence[tuple[str, Any, bool, str]] = (
         ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
@@ -199,20 +225,6 @@ def checked_request(
     for name, value, good, rule in checks:
         if not good:
             raise RequestError(f"sampling.{name} is {value!r}; it must be {rule}")
-    ids = np.asarray(request.prompt_ids)
-    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise RequestError("a prompt must be a list of at least one token id")
-    if ids.size >= max_model_len:
-        raise RequestError(
-            f"a prompt of {ids.size} tokens leaves no room for an answer: "
-            f"rollout.max_model_len is {max_model_len}"
-        )
-    outside = (ids < 0) | (ids >= vocab_size)
-    if outside.any():
-        raise RequestError(
-            f"token id {int(ids[outside][0])} is not in the model's vocabulary of {vocab_size} ids"
-        )
-    return ids.astype(np.int32), min(sampling.max_new_tokens, max_model_len - ids.size)
 
 
 # --- ids to text, and where a stop string begins -----------------------------------------------------

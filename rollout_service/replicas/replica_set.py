@@ -57,6 +57,18 @@ MAX_SENT_AGAIN = 3
 """Times that one request is lost in an engine that lives, before that engine is taken for dead."""
 
 
+class _Counted:
+    """Tells a stream its pieces, and counts their units."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.units = 0
+        self._tell = tell
+
+    def __call__(self, piece: Piece) -> None:
+        self.units += len(piece)
+        self._tell(piece)
+
+
 class ReplicaSet:
     """Generates with `count` engines that `make(index)` gives, and exchanges their weights."""
 
@@ -195,14 +207,8 @@ class ReplicaSet:
     # --- requests ------------------------------------------------------------------------------------
 
     async def _generate(self, request: GenerateRequest, tell: Tell | None) -> GenerateResult:
-        sent_again = n_told = 0
-
-        def counting(piece: Piece) -> None:
-            nonlocal n_told
-            n_told += len(piece)
-            if tell is not None:
-                tell(piece)
-
+        sent_again = 0
+        told = None if tell is None else _Counted(tell)
         while True:
             try:
                 replica = await self._replica_for(request)
@@ -210,9 +216,9 @@ class ReplicaSet:
                 return nothing_sampled()
             engine = replica.engine
             try:
-                if tell is None:
+                if told is None:
                     return await engine.generate(request)
-                return await engine.generate(request, counting)
+                return await engine.generate(request, told)
             except EngineError as error:
                 if isinstance(error, DeadlinePassed):
                     raise
@@ -222,9 +228,9 @@ class ReplicaSet:
                     sent_again += 1
                 elif not self._was_lost(replica, engine, error):
                     raise
-                if n_told:
-                    told = f"{n_told} units of the answer had been streamed"
-                    raise EngineError(f"the engine was lost when {told}: {error}") from error
+                if told is not None and told.units:
+                    streamed = f"{told.units} units of the answer had been streamed"
+                    raise EngineError(f"the engine was lost when {streamed}: {error}") from error
                 metrics.RERUN.inc()
             finally:
                 if replica.engine is engine:  # a new one has been given nothing
@@ -241,12 +247,12 @@ class ReplicaSet:
 
     def _admit(self, request: GenerateRequest) -> EngineReplica | None:
         """The replica that takes a request now, None where it must wait."""
-        serving = [replica for replica in self.replicas if replica.serves]
         if len(self.replicas) == 1:  # reading its load for each request would cost more than it says
-            replica = next((replica for replica in serving if replica.has_room), None)
-            if replica is None:
+            replica = self.replicas[0]
+            if not replica.serves or not replica.has_room:
                 return None
         else:
+            serving = [replica for replica in self.replicas if replica.serves]
             going_on = [replica for replica in serving if not replica.updating] or serving
             index = choose([replica.load() for replica in going_on], self._affinity.find(request.session))
             if index is None:

@@ -34,7 +34,7 @@ from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.events import record
+from areal_async.runtime.events import record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
 from areal_async.trajectory import EpisodeBuilder, pack
@@ -204,17 +204,19 @@ class Worker:
 
     def _begin(self, lease: LeaseState, serving: VersionTag) -> None:
         group = lease.group
-        record(
-            "leased",
-            lease_id=group.lease_id,
-            group_id=group.group_id,
-            missing=group.missing,
-            **asdict(serving),
-        )
+        if recording():
+            record(
+                "leased",
+                lease_id=group.lease_id,
+                group_id=group.group_id,
+                missing=group.missing,
+                **asdict(serving),
+            )
         self.running += len(group.missing)
         self.tuner.runs(self.running)
+        loop = asyncio.get_running_loop()
         for sample in group.missing:
-            task = lease.episodes[sample] = asyncio.ensure_future(self._episode(lease, sample))
+            task = lease.episodes[sample] = loop.create_task(self._episode(lease, sample))
             # Not in the coroutine itself: one that is cancelled before it begins never runs.
             task.add_done_callback(partial(self._ended, lease, sample))
         if len(self.leases) == 1:
@@ -271,8 +273,9 @@ class Worker:
             deadline_s=None if limit_s is None else time.monotonic() + limit_s,
             gateway=self._gateway,
         )
+        work = self._workflow(ctx, group.task)
         try:
-            await within(limit_s, self._workflow(ctx, group.task))
+            await (work if limit_s is None else within(limit_s, work))
             blob = pack(builder.build())
         except Exception as error:
             self._failed(lease, sample, number, error)
@@ -309,7 +312,8 @@ class Worker:
     def _on_progress(self) -> None:
         """There may be room for more, or nothing left to do."""
         self._lease_client.wake()
-        self._wake_drain.set()
+        if self.draining or self._stopping:
+            self._wake_drain.set()
 
     # --- heartbeats and drains -----------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ follows a reply is tokenised by itself and appended (`turns.py` for chats).
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -44,10 +46,12 @@ REWARD = "reward"
 """Name of the reward that is the episode's score, where the job says `reward.name: environment`."""
 
 
+_SEED_PARTS = struct.Struct("<4Q")
+
+
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
     """63 bits for one call of one episode, a function of its arguments alone."""
-    parts = (group_seed, sample, attempt, call)
-    digest = hashlib.blake2b(b"".join(p.to_bytes(8, "little") for p in parts), digest_size=8).digest()
+    digest = hashlib.blake2b(_SEED_PARTS.pack(group_seed, sample, attempt, call), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -98,7 +102,6 @@ class Context:
         self.attempt = attempt
         self.sampling = sampling
         self.seed = seed
-        self.resources = WorkflowResources()
         self.engine = engine
         self._render = render
         self._request_prefix = f"{episode_id}/{lease_id}"
@@ -109,8 +112,14 @@ class Context:
         self._tool_calls = 0
         self._tool_errors = 0
         self._anchor: str | bytes | None = None
-        self._paths: dict[int, Ids] = {}  # The path up to and including each segment, as ids
+        self._paths: dict[int, Ids | tuple[int, bytes]] = {}
+        """The path down to each segment as ids, or its parent and its own ids until they are asked for."""
         self._chats: dict[int, Chat] = {}  # The conversation up to each segment, where the path is one
+
+    @cached_property
+    def resources(self) -> WorkflowResources:
+        """What the episodes of the worker share, where it has given any."""
+        return WorkflowResources()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -154,8 +163,7 @@ class Context:
             sampling["seed"] = call_seed(self.seed, self.sample, self.attempt, self._calls)
         anchor, self._anchor = self._anchor, None
         asked = msgspec.structs.replace(self.sampling, **sampling)
-        path = self._paths[parent]
-        request = self.request(str(self._calls), path, asked)
+        request = self.request(str(self._calls), self._path(parent), asked)
         self._calls += 1
         result = await self.engine.generate(request)
         if result.finish_reason == "abort":
@@ -173,7 +181,7 @@ class Context:
             logprobs_of=result.logprobs_of,
             mask=None if train else np.zeros(len(result.token_ids), np.uint8),
         )
-        self._paths[segment] = np.concatenate((path, result.token_ids))
+        self._paths[segment] = parent, result.token_ids.tobytes()
         if chat := self._chats.get(parent):
             self._chats[segment] = chat.said(self.decoded(result.token_ids))
         if anchor is not None:
@@ -220,7 +228,8 @@ class Context:
         if parent is None:
             chat = Chat(tuple(content), tuple(tools)) if is_chat(content) else None
             return self._root(kind, content, chat, agent, turn)
-        before = self._paths[parent]
+        if parent not in self._paths:
+            raise KeyError(parent)
         chat = None
         if isinstance(content, str):
             ids = self._render.following(content)
@@ -234,12 +243,12 @@ class Context:
                 return self._rewritten(chat, agent, turn, rewritten)
             ids = self._render.following(after)
             # A reply that ended with the end-of-turn token has said it already.
-            if len(ids) and before[-1] == ids[0] and self._render.special(int(ids[0])):
+            if len(ids) and self._path(parent)[-1] == ids[0] and self._render.special(int(ids[0])):
                 ids = ids[1:]
         else:
             ids = np.asarray(content, np.int32)
         segment = self.builder.observed(kind, ids, parent, agent, turn)
-        self._paths[segment] = np.concatenate((before, ids))
+        self._paths[segment] = parent, ids.tobytes()
         if chat is not None:
             self._chats[segment] = chat
         return segment
@@ -318,7 +327,7 @@ class Context:
     def room(self, segment: int) -> int:
         """How many tokens may follow `segment` before the path is as long as the engine takes."""
         limit = self.resources.max_model_len
-        return max(0, limit - len(self._paths[segment])) if limit is not None else 2**31 - 1
+        return max(0, limit - len(self._path(segment))) if limit is not None else 2**31 - 1
 
     def is_chat(self, segment: int) -> bool:
         """Whether the path of `segment` began with messages."""
@@ -357,4 +366,15 @@ class Context:
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
         """What the model reads first, as text; a `prompt` that begins the path is remembered as such."""
         known = self._render(prompt).text if prompt is not None else ""
-        return known or self.decoded(self._paths[segment])
+        return known or self.decoded(self._path(segment))
+
+    def _path(self, segment: int) -> Ids:
+        """The ids that the engine saw down to a segment, and those that it said in it."""
+        at, pieces = segment, []
+        while isinstance(path := self._paths[at], tuple):
+            at, ids = path
+            pieces.append(np.frombuffer(ids, np.int32))
+        if pieces:
+            path = self._paths[segment] = np.concatenate((path, *reversed(pieces)))
+            path.setflags(write=False)
+        return path

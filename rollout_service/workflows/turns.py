@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_async.errors import ArealError
-from areal_async.prompts import Tokenizer, message_texts, prompt_ids, prompt_text
+from areal_async.prompts import Tokenizer, message_texts, prompt_ids, prompt_text, text_ids
 from areal_async.trajectory.layout import FinishReason
 
 Message = Mapping[str, Any]
@@ -107,7 +107,7 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer, remember: int = 64) -> None:
         self.tokenizer = tokenizer
         self._remember = remember
-        self._known: dict[bytes, Rendered] = {}
+        self._known: dict[tuple[str, str | bytes], Rendered] = {}
 
     def __call__(self, prompt: Prompt) -> Rendered:
         """What begins a path: special tokens that the tokenizer puts first are there."""
@@ -120,17 +120,17 @@ class Renderer:
         return self._remembered("more", text).ids
 
     def _remembered(self, kind: str, prompt: Any) -> Rendered:
-        key = msgspec.msgpack.encode((kind, prompt))
-        if key not in self._known:
+        key = kind, prompt if isinstance(prompt, str) else msgspec.msgpack.encode(prompt)
+        if (known := self._known.get(key)) is None:
             if kind == "root":
                 ids, text = prompt_ids(self.tokenizer, prompt), prompt_text(self.tokenizer, prompt)
             else:
-                tokenizer: Any = self.tokenizer
-                ids, text = tokenizer(prompt, add_special_tokens=False)["input_ids"], prompt
+                ids, text = text_ids(self.tokenizer, prompt, special=False), prompt
             if len(self._known) >= self._remember:
                 del self._known[next(iter(self._known))]
-            self._known[key] = Rendered(np.asarray(ids, np.int32), text)
-        return self._known[key]
+            known = self._known[key] = Rendered(np.asarray(ids, np.int32), text)
+            known.ids.setflags(write=False)  # it is given out again and again
+        return known
 
     def special(self, token: int) -> bool:
         """Whether an id is one of the tokenizer's special tokens (an end of turn)."""

@@ -4,8 +4,9 @@ Promises: every request that was submitted comes out of `step`, `abort` or `fail
 request asks for changes no unit of another; `swap` keeps every request in flight, and each unit carries the
 tag of the weights whose logits it was drawn from.
 
-Rows 0 … n-1 of the KV cache belong to the n requests being computed. A finished request leaves a hole; the
-next prefill fills holes first, and what holes remain are closed with the last rows before a decode.
+A row of the KV cache is a prefix, and the requests that begin with it share it: the samples of a group are
+one row, computed once, until they have sampled different units. Then each gets a row of its own, a copy.
+Before a decode the rows in use are made dense, 0 … n-1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from rollout_service.engines.base import (
     GenerateRequest,
     GenerateResult,
     Weights,
-    checked_request,
+    check_sampling,
+    checked_ids,
     nothing_sampled,
     trim,
 )
@@ -71,6 +73,9 @@ class EngineCore:
         self.requests_total = 0
         self.waiting: deque[GenerateRequest] = deque()
         """Smallest priority first, among equals in the order they came."""
+        self._checked: npt.NDArray[np.int32] | None = (
+            None  # The last prompt that holds and that nobody writes to
+        )
         self._text = Detokenizer(model.tokenizer)
         self._eos = np.zeros(model.vocab_size, np.bool_)
         self._eos[[i for i in model.eos_ids if i < model.vocab_size]] = True
@@ -80,17 +85,24 @@ class EngineCore:
     def _reset(self) -> None:
         self._table = RequestTable(self.slots, self.max_model_len)
         self._kv = SlotKV(self.slots, self.max_model_len, self.model.device)
-        self._slot_of_row = np.zeros(self.slots, np.int64)
-        self._rows = 0
-        self._holes: list[int] = []
+        self._active = np.empty(0, np.int64)  # Slots of the requests being computed
+        self._row = np.zeros(self.slots, np.int64)
+        """The row of each slot: in it is all that its request has, but for the newest token."""
 
     # --- requests ------------------------------------------------------------------------------------
 
     def checked(self, request: GenerateRequest) -> GenerateRequest:
         """The request with its prompt as an int32 array. Raises `RequestError` for one that cannot be
         served. Safe on any thread."""
-        ids, _ = checked_request(request, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len)
-        return dataclasses.replace(request, prompt_ids=ids)
+        check_sampling(request.sampling)
+        prompt = request.prompt_ids
+        if prompt is self._checked:  # the samples of a group share it
+            return request
+        ids = checked_ids(prompt, vocab_size=self.model.vocab_size, max_model_len=self.max_model_len)
+        if ids is not prompt:
+            return dataclasses.replace(request, prompt_ids=ids)
+        self._checked = ids
+        return request
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a checked request."""
@@ -101,7 +113,7 @@ class EngineCore:
 
     @property
     def running(self) -> int:
-        return self._rows - len(self._holes)
+        return len(self._active)
 
     @property
     def idle(self) -> bool:
@@ -110,7 +122,7 @@ class EngineCore:
     @property
     def kv_used(self) -> float:
         """Share of the positions that the cache may grow to which hold something."""
-        return float(self._table.length[self._active()].sum()) / (self.slots * self.max_model_len)
+        return float(self._table.length[self._active].sum()) / (self.slots * self.max_model_len)
 
     def abort(self, request_ids: Iterable[str]) -> list[Finished]:
         """End requests now, with what they have. Unknown ids have finished already."""
@@ -120,16 +132,16 @@ class EngineCore:
             self.waiting.remove(request)
             done.append(Finished(request.request_id, nothing_sampled()))
         self.requests_total += len(done)
-        rows = [
-            row
-            for row in self._live_rows()
-            if (request := self._table.requests[self._slot_of_row[row]]) and request.request_id in wanted
+        slots = [
+            slot
+            for slot in self._active.tolist()
+            if (held := self._table.requests[slot]) and held.request_id in wanted
         ]
-        return done + self._finish(rows, ["abort"] * len(rows))
+        return done + self._finish(slots, ["abort"] * len(slots))
 
     def fail(self, error: EngineError) -> list[Finished]:
         """Give up what is being computed, and start over with an empty cache; what waits goes on waiting."""
-        active = [self._table.requests[slot] for slot in self._active()]
+        active = [self._table.requests[slot] for slot in self._active.tolist()]
         self._reset()
         self.requests_total += len(active)
         return [Finished(request.request_id, error) for request in active if request is not None]
@@ -138,7 +150,7 @@ class EngineCore:
         """What requests being computed have sampled beyond so many units, by request id. `told` then counts
         that too."""
         pieces = []
-        for slot in self._active():
+        for slot in self._active.tolist():
             request = self._table.requests[slot]
             assert request is not None
             if request.request_id not in told:
@@ -165,15 +177,13 @@ class EngineCore:
         self._stale_kv = False
         if self.update_mode == "keep":
             return
-        live = self._live_rows()
+        rows, first = np.unique(self._row[self._active], return_index=True)
         # The newest token is in no cache yet: the next decode step computes it, under the new weights too.
-        sequences = [
-            self._table.ids[slot, : self._table.length[slot] - 1] for slot in self._slot_of_row[live]
-        ]
-        order = sorted(range(len(live)), key=lambda i: len(sequences[i]))
+        sequences = [self._table.ids[slot, : self._table.length[slot] - 1] for slot in self._active[first]]
+        order = sorted(range(len(rows)), key=lambda i: len(sequences[i]))
         while order:
             batch = _budget([sequences[i] for i in order], self.prefill_tokens)
-            self._prefill([sequences[i] for i in order[:batch]], [live[i] for i in order[:batch]])
+            self._prefill([sequences[i] for i in order[:batch]], rows[order[:batch]])
             order = order[batch:]
 
     # --- steps ---------------------------------------------------------------------------------------
@@ -181,61 +191,79 @@ class EngineCore:
     def step(self) -> list[Finished]:
         """Begin what fits, then sample one unit for everything that has begun. Returns what finished."""
         done = self._admit() if self.waiting and self._table.free else []
-        self._close_holes()
-        return done + (self._decode() if self._rows else [])
+        return done + (self._decode() if self.running else [])
 
     def _admit(self) -> list[Finished]:
         """Prefill the first waiting requests in one pass and sample their first units. The samples of a
         group arrive together: one prompt is computed once, whatever number of requests begin with it."""
         count = min(len(self.waiting), len(self._table.free))
-        batch = _budget([self.waiting[i].prompt_ids for i in range(count)], self.prefill_tokens)
-        rows, sequences = [], []
-        for _ in range(batch):
-            request = self.waiting.popleft()
-            slot = self._table.add(request)
-            row = self._holes.pop() if self._holes else self._rows
-            self._rows = max(self._rows, row + 1)
-            self._slot_of_row[row] = slot
-            rows.append(row)
-            sequences.append(self._table.ids[slot, : self._table.prompt_len[slot]])
-        hidden_UTE, source, lengths = self._prefill(sequences, rows)
-        last_UE = hidden_UTE[torch.arange(len(lengths), device=lengths.device), lengths - 1]
-        return self._sample(rows, self.model.logits(last_UE).index_select(0, source))
+        count = _budget([self.waiting[i].prompt_ids for i in range(count)], self.prefill_tokens)
+        used = np.zeros(self.slots, np.bool_)
+        used[self._row[self._active]] = True
+        slots = np.array([self._table.add(self.waiting.popleft()) for _ in range(count)])
+        sequences = [self._table.ids[slot, : self._table.prompt_len[slot]] for slot in slots]
+        distinct, source = _distinct(sequences)
+        rows = np.flatnonzero(~used)[: len(distinct)]
+        self._row[slots] = rows[source]
+        self._active = np.concatenate((self._active, slots))
+        hidden_UTE = self._prefill(distinct, rows)
+        newest = torch.tensor([len(ids) - 1 for ids in distinct], device=hidden_UTE.device)
+        last_UE = hidden_UTE[torch.arange(len(distinct), device=hidden_UTE.device), newest]
+        return self._sample(slots, self.model.logits(last_UE), source)
 
-    def _prefill(
-        self, sequences: Sequence[npt.NDArray[np.int32]], rows: list[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute sequences into rows of the cache, equal ones once. Hidden states of the U distinct ones
-        `[U, T, E]`, for each given sequence which of them it is, and their lengths `[U]`."""
-        index: dict[bytes, int] = {}
-        source = [index.setdefault(ids.tobytes(), len(index)) for ids in sequences]
-        distinct = [np.frombuffer(ids, np.int32) for ids in index]
+    def _prefill(self, sequences: Sequence[npt.NDArray[np.int32]], rows: npt.NDArray[np.int64]) -> Tensor:
+        """Compute sequences into rows of the cache, equal ones once. Hidden states of the U distinct ones, in
+        the order in which they first occur, `[U, T, E]`."""
+        distinct, source = _distinct(sequences)
         length = max(len(ids) for ids in distinct)
         self._kv.reserve(length)
         device = self.model.device
-        source_t = torch.tensor(source, device=device)
-        hidden_UTE = self.model.hidden(
+        return self.model.hidden(
             torch.from_numpy(pad(distinct, length)).to(device),
             torch.arange(length, device=device).expand(len(distinct), -1),
-            Prefill(self._kv, torch.tensor(rows, device=device), source_t),
+            Prefill(self._kv, torch.from_numpy(rows).to(device), torch.from_numpy(source).to(device)),
         )
-        return hidden_UTE, source_t, torch.tensor([len(ids) for ids in distinct], device=device)
 
     def _decode(self) -> list[Finished]:
-        slots = self._slot_of_row[: self._rows]
+        slots = self._active
         ids, position = self._table.next_input(slots)
+        first = self._split(ids, position)
         longest = int(position.max()) + 1
         self._kv.reserve(longest)
         device = self.model.device
-        position_t = torch.from_numpy(position).to(device)
+        position_t = torch.from_numpy(position[first]).to(device)
         plan = Decode(self._kv, position_t, longest)
-        hidden = self.model.hidden(torch.from_numpy(ids).to(device)[:, None], position_t[:, None], plan)
-        return self._sample(range(self._rows), self.model.logits(hidden[:, 0]))
+        ids_t = torch.from_numpy(ids[first]).to(device)
+        hidden = self.model.hidden(ids_t[:, None], position_t[:, None], plan)
+        return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
 
-    def _sample(self, rows: Sequence[int], logits_NV: Tensor) -> list[Finished]:
-        """Draw a unit for each row and finish the rows that end with it."""
-        slots = self._slot_of_row[rows]
-        ids, logprobs = draw(logits_NV, self._table.draw(slots))
+    def _split(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Give each prefix among the active requests a row of its own, rows 0 … n-1; `ids` and `position` are
+        their newest tokens. Returns for each row one of its requests, as an index of the active ones."""
+        mixed = self._row[self._active] * self.model.vocab_size + ids
+        prefixes, first, prefix_of = np.unique(mixed, return_index=True, return_inverse=True)
+        n, row = len(prefixes), prefixes // self.model.vocab_size
+        stays = row < n
+        stays[1:] &= row[1:] != row[:-1]  # of those that part, the first stays
+        if not stays.all():
+            free = np.ones(n, np.bool_)
+            free[row[stays]] = False
+            source, target = torch.from_numpy(row[~stays]), torch.from_numpy(np.flatnonzero(free))
+            device = self.model.device
+            self._kv.move(source.to(device), target.to(device), int(position[first[~stays]].max()))
+            row[~stays] = target.numpy()
+        self._row[self._active] = row[prefix_of]
+        by_row = np.empty(n, np.int64)
+        by_row[row] = first
+        return by_row
+
+    def _sample(
+        self, slots: npt.NDArray[np.int64], logits_RV: Tensor, source: npt.NDArray[np.int64]
+    ) -> list[Finished]:
+        """Draw a unit for each slot from its row of the logits, and finish the slots that end with it."""
+        if len(source) != len(logits_RV) or (source[1:] < source[:-1]).any():
+            logits_RV = logits_RV.index_select(0, torch.from_numpy(source).to(logits_RV.device))
+        ids, logprobs = draw(logits_RV, self._table.draw(slots))
         self._table.append(slots, ids, logprobs, self.tag.version, self.tag.epoch)
         self.tokens_total += len(slots)
         stopped = self._eos[ids] | self._stop_strings(slots)
@@ -247,7 +275,7 @@ class EngineCore:
         reasons: list[FinishReason | None] = [
             None if broken[i] else "stop" if stopped[i] else "length" for i in at
         ]
-        return self._finish([rows[int(i)] for i in at], reasons)
+        return self._finish(slots[at].tolist(), reasons)
 
     def _stop_strings(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         hit = np.zeros(len(slots), np.bool_)
@@ -261,12 +289,11 @@ class EngineCore:
             hit[i] = any(stop in text for stop in request.sampling.stop)
         return hit
 
-    def _finish(self, rows: Sequence[int], reasons: Sequence[FinishReason | None]) -> list[Finished]:
-        """Take rows out; reason None means that the weights gave numbers nothing can be drawn from."""
-        slots = [int(self._slot_of_row[row]) for row in rows]
+    def _finish(self, slots: Sequence[int], reasons: Sequence[FinishReason | None]) -> list[Finished]:
+        """Take requests out; reason None means that the weights gave numbers nothing can be drawn from."""
         texts = self._text.decode([self._table.sampled(slot) for slot in slots])
         done = []
-        for row, slot, reason, text in zip(rows, slots, reasons, texts, strict=True):
+        for slot, reason, text in zip(slots, reasons, texts, strict=True):
             outcome: GenerateResult | EngineError = EngineError(
                 f"the weights of version {self.tag.version} give logits that are not finite"
             )
@@ -276,35 +303,19 @@ class EngineCore:
                 stop = request.sampling.stop
                 outcome = self._table.result(slot, reason, trim(text, stop) if stop else text)
             self._table.drop(slot)
-            self._holes.append(row)
             done.append(Finished(request.request_id, outcome))
+        self._active = self._active[~np.isin(self._active, slots)]
         self.requests_total += len(done)
         return done
 
-    # --- rows ----------------------------------------------------------------------------------------
 
-    def _live_rows(self) -> list[int]:
-        holes = set(self._holes)
-        return [row for row in range(self._rows) if row not in holes]
-
-    def _active(self) -> npt.NDArray[np.int64]:
-        return self._slot_of_row[self._live_rows()]
-
-    def _close_holes(self) -> None:
-        """Move the last rows into the holes, so that the rows in use are dense again."""
-        if not self._holes:
-            return
-        keep = self.running
-        live = [row for row in self._live_rows() if row >= keep]
-        holes = [row for row in self._holes if row < keep]
-        self._holes = []
-        self._rows = keep
-        if live:
-            longest = int(self._table.length[self._slot_of_row[live]].max())
-            device = self.model.device
-            source, target = torch.tensor(live, device=device), torch.tensor(holes, device=device)
-            self._kv.move(source, target, longest)
-            self._slot_of_row[holes] = self._slot_of_row[live]
+def _distinct(
+    sequences: Sequence[npt.NDArray[np.int32]],
+) -> tuple[list[npt.NDArray[np.int32]], npt.NDArray[np.int64]]:
+    """The distinct ones among sequences, as they first occur, and for each sequence which of them it is."""
+    index: dict[bytes, int] = {}
+    source = [index.setdefault(ids.tobytes(), len(index)) for ids in sequences]
+    return [np.frombuffer(ids, np.int32) for ids in index], np.array(source, np.int64)
 
 
 def _budget(sequences: Sequence[Any], most_tokens: int) -> int:

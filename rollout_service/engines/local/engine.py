@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -69,6 +70,7 @@ class LocalEngine:
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
         self._tells: dict[str, Tell] = {}
         self._told: dict[str, int] = {}  # Units that were told of each streamed request. The thread's
+        self._outbox: list[Callable[[], None]] = []  # For the thread, once the loop has come round
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._paused = False
@@ -107,21 +109,13 @@ class LocalEngine:
             raise EngineError("the engine has stopped")
         if request.request_id in self._calls:
             raise EngineError(f"request {request.request_id!r} is in flight already")
-        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - time.monotonic())
         call = asyncio.get_running_loop().create_future()
         self._calls[request.request_id] = call
         if tell is not None:
             self._tells[request.request_id] = tell
-        self._post(lambda: self._submit(request, telling=tell is not None))
+        self._post(partial(self._submit, request, telling=tell is not None))
         try:
-            async with asyncio.timeout(left_s) as limit:
-                return await call
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlinePassed(
-                f"request {request.request_id!r} had {left_s:.3g} s to its deadline, and was not done by then"
-            ) from None
+            return await (call if request.deadline_s is None else _by_deadline(call, request))
         finally:
             self._tells.pop(request.request_id, None)
             if self._calls.pop(request.request_id, None) is not None:
@@ -167,8 +161,7 @@ class LocalEngine:
 
     async def stop(self) -> None:
         self._stopping = True
-        with self._wake:
-            self._wake.notify()
+        self._hand_over()
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineError("the engine has stopped"))
@@ -184,9 +177,16 @@ class LocalEngine:
         return self._core
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Have the thread run `command` between two steps."""
+        """Have the thread run `command` between two steps. What is posted in one round of the event loop gets
+        there together: requests that begin together are prefilled together, and the thread wakes once."""
+        self._outbox.append(command)
+        if len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
         with self._wake:
-            self._inbox.append(command)
+            self._inbox += self._outbox
+            self._outbox.clear()
             self._wake.notify()
 
     async def _call(self, command: Callable[[], T]) -> T:
@@ -283,3 +283,19 @@ class LocalEngine:
         except Exception as error:
             log.error("engine step failed", error=f"{type(error).__name__}: {error}")
             self._deliver(self._started().fail(EngineError(f"the engine's step failed: {error!r}")))
+
+
+async def _by_deadline(call: asyncio.Future[GenerateResult], request: GenerateRequest) -> GenerateResult:
+    """What `call` gives by the deadline of its request. Raises `DeadlinePassed`."""
+    assert request.deadline_s is not None
+    left_s = max(0.0, request.deadline_s - time.monotonic())
+    limit = asyncio.timeout(left_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlinePassed(
+            f"request {request.request_id!r} had {left_s:.3g} s to its deadline, and was not done by then"
+        ) from None

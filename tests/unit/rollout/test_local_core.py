@@ -99,6 +99,62 @@ def test_samples_of_one_prompt_share_its_prefill(tiny: Any, monkeypatch: pytest.
     assert len({int(r.token_ids[0]) for r in done.values()}) > 1
 
 
+def crowded() -> list[GenerateRequest]:
+    """Samples of three prompts, of which many go on in the same way for a while, of different lengths."""
+    near = [{"temperature": 0.3}, {"temperature": 0.0}, {"temperature": 0.5}]
+    return [
+        request(i, [5, 6, 7 + i % 3], max_new_tokens=6 + i % 7, seed=i, **near[i % len(near)])
+        for i in range(24)
+    ]
+
+
+def test_a_prefix_is_computed_once_for_as_long_as_requests_share_it(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, asked, widths = endless.core(slots=24), crowded(), []
+    hidden = core.model.hidden
+    monkeypatch.setattr(
+        core.model, "hidden", lambda ids, *rest: (widths.append(len(ids)), hidden(ids, *rest))[1]
+    )
+    done = run(core, *asked)
+    distinct = []
+    for n in range(13):  # what is computed to sample unit n of those that have one
+        seen = [(*one.prompt_ids, *done[one.request_id].token_ids[:n]) for one in asked]
+        goes_on = [len(done[one.request_id].token_ids) > n for one in asked]
+        distinct.append(len({path for path, more in zip(seen, goes_on, strict=True) if more}))
+    # The first units come of the prefill, in the step that decodes the second ones.
+    assert widths == [n for n in distinct if n]
+    assert widths[0] == 3 < max(widths) < 24
+    for one in asked:
+        endless.assert_true(one, done[one.request_id])
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_requests_that_share_a_prefix_are_what_they_are_alone(endless: Any, mode: Any) -> None:
+    def after_an_update(core: EngineCore, *asked: GenerateRequest) -> dict[str, Any]:
+        submit(core, *asked)
+        done: dict[str, Any] = {}
+        with torch.inference_mode():
+            for step in range(100):
+                done |= {f.request_id: f.outcome for f in core.step()}
+                if step == 2:
+                    core.swap(endless.weights(1))
+                    core.rebuild()
+                if step == 4:
+                    done |= {f.request_id: f.outcome for f in core.abort(["0", "7", "13"])}
+        return done
+
+    asked = crowded()
+    together = after_an_update(endless.core(slots=24, update_mode=mode), *asked)
+    for one in asked:
+        alone = after_an_update(endless.core(slots=1, update_mode=mode), one)[one.request_id]
+        got = together[one.request_id]
+        assert got.token_ids.tolist() == alone.token_ids.tolist()
+        assert got.versions.tolist() == alone.versions.tolist()
+        assert got.finish_reason == alone.finish_reason
+        np.testing.assert_allclose(got.logprobs, alone.logprobs, atol=1e-4)
+
+
 def test_prompts_beyond_one_pass_are_prefilled_in_several(endless: Any) -> None:
     asked = [request(i, p, max_new_tokens=6, seed=i) for i, p in enumerate(prompts(12, longest=60))]
     core = endless.core(slots=12, prefill_tokens=24)

@@ -8,7 +8,15 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from areal_async.trajectory import EpisodeBuilder, InvariantError, Sampling, SegmentKind
+from areal_async.trajectory import (
+    Episode,
+    EpisodeBuilder,
+    InvariantError,
+    Sampling,
+    SegmentKind,
+    pack,
+    unpack,
+)
 from areal_async.trajectory.builder import anchor_of
 from areal_async.trajectory.layout import Call, SegmentFlag
 from tests.unit.trajectory.conftest import add_call, one_call, with_columns
@@ -135,6 +143,71 @@ def test_a_contradiction_is_refused_at_the_latest_in_build(builder, wrong):
 
     with pytest.raises(InvariantError):
         attempt()
+
+
+def plain(n_prompt=2, ids=(3, 4), logprobs=(-1.0, -0.5), versions=(6, 7), **how):
+    """One prompt and one answer, and nothing else."""
+    identity = {"group": "group#0", "sample": 1, "attempt": 0} | how.pop("identity", {})
+    b = EpisodeBuilder("job", "task", identity["group"], identity["sample"], identity["attempt"])
+    parent = b.prompt([1] * n_prompt)
+    b.text(prompt="a", response="b")
+    add_call(b, ids, logprobs, versions, parent=how.pop("parent", parent), **how)
+    return b
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"n_prompt": 0},
+        {"ids": range(600), "logprobs": [-1.0] * 600, "versions": 3},
+        {"epoch": 4},
+        {"epoch": [4, 5]},
+        {"mask": [1, 0]},
+        {"mask": [0, 0]},
+        {"logprobs": (1e-4, -3e38)},
+        {"ids": (), "logprobs": (), "versions": ()},
+    ],
+)
+def test_an_episode_of_one_answer_is_what_the_check_of_any_episode_makes_of_it(how):
+    built = plain(**how).build()
+    checked = Episode(built.header, built.segments, built.units)
+    assert built == checked
+    facts = [{k: v for k, v in vars(e).items() if k not in ("segments", "units")} for e in (built, checked)]
+    assert facts[0] == facts[1]
+    assert unpack(pack(built)) == built
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": (3, -1)},
+        {"logprobs": (-1.0, 0.5)},
+        {"logprobs": (-1.0, math.nan)},
+        {"logprobs": (-math.inf, -1.0)},
+        {"logprobs": (-math.inf, math.inf)},
+        {"versions": (6, -1)},
+        {"versions": (-2, -2), "mask": [0, 0]},
+        {"mask": [1, 2]},
+        {"epoch": -1},
+        {"policy": 1},
+        {"agent": 1},
+        {"turn": -1},
+        {"parent": 1},
+        {"sampling": Sampling(temperature=math.nan)},
+        {"sampling": Sampling(top_p=0.0)},
+        {"sampling": Sampling(top_k=-1)},
+        {"sampling": Sampling(max_new_tokens=-1)},
+        {"sampling": Sampling(seed=2**64)},
+        {"identity": {"group": ""}},
+        {"identity": {"sample": -1}},
+        {"identity": {"attempt": 2**31}},
+    ],
+)
+def test_an_episode_of_one_answer_is_refused_for_whatever_is_wrong_with_it(wrong):
+    assert plain().build().n_sampled == 2
+    with pytest.raises(InvariantError):
+        plain(**wrong).build()
 
 
 def test_build_may_be_repeated_and_what_it_returned_does_not_change(builder):
