@@ -1,11 +1,13 @@
 """Effective training time under random kills: what share of the wall time went into steps that count.
 
-    python benchmarks/effective_time.py [--steps 40] [--every 20] [--seed 0] [--out FILE.json]
+    python benchmarks/effective_time.py [--steps 40] [--every 20] [--seed 0] [--noise] [--out FILE.json]
+        [--set checkpoint.in_memory=false supervisor.spare_after_s=null …]
 
 One job, run from the command line again and again: undisturbed; with SIGKILL of rollout worker, reward
-service, buffer and Redis at random times; with SIGKILL of the trainer at such times; and with SIGKILL of
-every process at such times, each followed at once by `areal-async resume`, which is what a system does that
-knows no local restart. Runs of the first two kinds alternate. The first steps of each run are left out.
+service, buffer and Redis at random times; with SIGKILL of the trainer at such times; of any of all these;
+and with SIGKILL of every process at such times, each followed at once by `areal-async resume`, which is what
+a system does that knows no local restart. Runs of the first two kinds alternate. The first steps of each run
+are left out.
 
     effective training time = wall time of the undisturbed run / wall time of the disturbed one
 
@@ -13,6 +15,10 @@ over the same steps. From the return of the last victim (it serves; a trainer ha
 kill pass an exponential time of mean `--every` seconds, from the seed. Beside it, for a reader with another
 rate of failures, the seconds lost per kill of each role: what the steps around it took longer than a step of
 the undisturbed run does.
+
+With `--noise` the trainer does no step twice alike, as on a GPU: every advantage gets a little noise of its
+own, so a trainer that comes back abandons all versions after the state that it goes on from. What share of
+the groups was dropped is in the result.
 
 The trainer is what the job waits for, and has one core to itself; all the rest share what cores there are.
 """
@@ -58,8 +64,24 @@ def share_of_ones(given: RewardInput) -> float:
     return given.response.count("1") / max(1, len(given.response))
 """
 
-Kind = Literal["undisturbed", "others", "trainer", "whole job"]
-KINDS: tuple[Kind, ...] = ("undisturbed", "others", "trainer", "whole job")
+NOISE = """
+import torch
+
+from areal_async import advantage
+
+
+@advantage(needs_group=2)
+def noisy(rewards, groups):
+    labels, member = groups.unique(return_inverse=True)
+    zeros = rewards.new_zeros(len(labels))
+    mean = zeros.index_add(0, member, rewards) / zeros.index_add(0, member, rewards.new_ones(len(rewards)))
+    own = torch.Generator()
+    own.seed()
+    return (rewards - mean[member]).float() + 1e-4 * torch.randn(len(rewards), generator=own)
+"""
+
+Kind = Literal["undisturbed", "others", "trainer", "any role", "whole job"]
+KINDS: tuple[Kind, ...] = ("undisturbed", "others", "trainer", "any role", "whole job")
 
 
 @dataclass
@@ -85,10 +107,15 @@ class Run:
     max_staleness: int = 0
     episodes_dropped: int = 0
     resumes: int = 0
+    groups_dropped: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    dropped_share: float = 0.0
+    """Of all groups that ended."""
 
 
-def prepare(folder: Path, groups: int) -> Path:
+def prepare(folder: Path, groups: int, *, noise: bool) -> Path:
     """Tasks, a random model, a reward and the job file, in `folder`."""
+    (folder / "noise.py").write_text(NOISE, encoding="utf-8")
     train, _ = split_problems(0, 64)
     write_tasks(train, folder / "train.jsonl", "train")
     write_model(folder / "model", seed=0)
@@ -110,12 +137,11 @@ def prepare(folder: Path, groups: int) -> Path:
         "trainer": {
             "micro_batch_tokens": 8192,
             "optimizer": {"lr": 1e-4, "clip_grad_norm": 0.2},
-            "objective": {"prox": "reuse"},
+            "objective": {"prox": "reuse"} | ({"advantage": "noise.py:noisy"} if noise else {}),
         },
-        "checkpoint": {"every_steps": 10},
         "evaluation": {"sampling": {"max_new_tokens": 6}},
         "observe": {"metrics_port": 0},
-        "supervisor": {"restarts": 100},
+        "supervisor": {"restarts": 100, "spare_after_s": 3},
     }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job), encoding="utf-8")
@@ -201,17 +227,23 @@ class Job:
 
 def victims(kind: Kind, rng: random.Random) -> Iterator[str]:
     """Whom the next kills hit: of several roles each as often, in random order."""
-    roles = ROLES if kind == "others" else (kind,)
+    roles: Sequence[str] = {"others": ROLES, "any role": (*ROLES, "trainer")}.get(kind, (kind,))
     while True:
         yield from rng.sample(roles, len(roles))
 
 
 def measure(
-    kind: Kind, job_file: Path, steps: int, every_s: float, rng: random.Random, whom: Iterator[str]
+    kind: Kind,
+    job_file: Path,
+    steps: int,
+    every_s: float,
+    rng: random.Random,
+    whom: Iterator[str],
+    overrides: Sequence[str] = (),
 ) -> tuple[Run, list[float]]:
     """Run the job once; returns its figures and, for the counted steps, when each became done for good."""
     run_dir = job_file.parent / "runs" / "effective-time"
-    job = Job(job_file, run_dir, [f"trainer.steps={steps}"])
+    job = Job(job_file, run_dir, [f"trainer.steps={steps}", *overrides])
     run, began_s = Run(kind), time.monotonic()
     next_s: float | None = None
     try:
@@ -268,6 +300,10 @@ def read_times(run: Run, run_dir: Path, steps: int) -> list[float]:
     run.max_staleness = summary["max_staleness_seen"]
     run.episodes_dropped = summary["episodes_dropped"]
     run.resumes = summary["resumes"]
+    counts = summary["transitions"] or {}
+    run.groups_dropped = {reason: count for reason, count in counts.items() if reason.startswith("dropped:")}
+    dropped = sum(run.groups_dropped.values())
+    run.dropped_share = dropped / max(1, dropped + counts.get("committed", 0))
     return counted
 
 
@@ -299,6 +335,8 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
             "one_kill_every_s": wall_s / kills if kills else None,
             "lost_s_per_kill": (wall_s - base_s * len(mine)) / kills if kills else None,
             "steps_done_again": sum(run.trained_steps - run.steps for run in mine),
+            "groups_dropped_share": statistics.mean(run.dropped_share for run in mine),
+            "max_staleness": max(run.max_staleness for run in mine),
         }
     roles = {}
     for role in dict.fromkeys(kill.role for run in runs for kill in run.kills):
@@ -320,11 +358,13 @@ def show(result: dict[str, Any]) -> None:
     def text(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
-    print(f"{'killed':>12} {'effective':>10} {'wall s':>8} {'kills':>6} {'every s':>8} {'lost s/kill':>12}")
+    head = f"{'killed':>12} {'effective':>10} {'wall s':>8} {'kills':>6} {'every s':>8} {'lost s/kill':>12}"
+    print(head + f" {'again':>6} {'dropped':>8}")
     for kind, row in result["kinds"].items():
         print(
             f"{kind:>12} {row['effective']:>10.3f} {row['wall_s']:>8.1f} {row['kills']:>6} "
-            f"{text(row['one_kill_every_s'], '.1f'):>8} {text(row['lost_s_per_kill'], '.2f'):>12}"
+            f"{text(row['one_kill_every_s'], '.1f'):>8} {text(row['lost_s_per_kill'], '.2f'):>12} "
+            f"{row['steps_done_again']:>6} {row['groups_dropped_share']:>8.2%}"
         )
     print(f"\n{'role':>12} {'kills':>10} {'back after s':>14} {'lost s':>8}")
     for role, row in result["roles"].items():
@@ -341,17 +381,19 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=20.0, help="mean seconds between kills")
     parser.add_argument("--kinds", nargs="+", default=[*KINDS[:2], *KINDS], choices=KINDS, metavar="KIND")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", action="store_true", help="no step can be done again alike")
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="of the job file")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended, too
     runs: list[Run] = []
     pace_s = 0.0
     with tempfile.TemporaryDirectory(prefix="effective-time-") as folder:
-        job_file = prepare(Path(folder), options.groups)
+        job_file = prepare(Path(folder), options.groups, noise=options.noise)
         rng = random.Random(options.seed)
         whom = {kind: victims(kind, rng) for kind in KINDS}
         for kind in options.kinds:
-            run, times = measure(kind, job_file, options.steps, options.every, rng, whom[kind])
+            run, times = measure(kind, job_file, options.steps, options.every, rng, whom[kind], options.set)
             if kind == "undisturbed":
                 pace_s = run.wall_s / run.steps
             lost(run, times, pace_s)

@@ -23,7 +23,8 @@ def start_ranks(commands: Sequence[Sequence[str]], **options: Any) -> list[subpr
     with closing(RankGroup(len(commands), hang_s=math.inf)) as group:
         for rank, command in enumerate(commands):
             place = ServicePlace(rank_name(rank), "trainer", rank, MODULES["trainer"], metrics_port=0)
-            with group.starting(place) as (variables, fds):
-                env = {**environment, **variables}
+            with group.starting(place) as (variables, given):
+                env = {**environment, **variables, **{name: str(fd) for name, fd in given.items()}}
+                fds = list(given.values())
                 started.append(subprocess.Popen(command, text=True, env=env, pass_fds=fds, **options))
     return started

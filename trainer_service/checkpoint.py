@@ -9,6 +9,9 @@ The step waits for the copy of its state into the host's memory and for nothing 
 writes and hashes that rank's files while training goes on. Rank 0 gathers the hashes, writes the manifest and
 gives the folder its name. One checkpoint is written at a time; a second waits for it.
 
+What a trainer leaves in shared memory for the case that only its process dies is such a folder too, without
+the ledger's copy (`states.py` says when which is written).
+
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
 """
 
@@ -106,7 +109,8 @@ class Checkpoints:
     """The checkpoints of one run. All ranks make one, and call `begin` and `wait`, in the same order.
 
     `measured` gives the accuracies that are known by now, `pending` the versions whose evaluation is still to
-    come; both are for rank 0 and only asked where the best are kept."""
+    come; both are for rank 0 and only asked where the best are kept. With `in_memory`, `root` is in shared
+    memory."""
 
     def __init__(
         self,
@@ -119,8 +123,16 @@ class Checkpoints:
         keep_best: int = 0,
         measured: Callable[[], Iterable[Measured]] = tuple,
         pending: Callable[[], Collection[int]] = tuple,
+        in_memory: bool = False,
     ) -> None:
         self.root = root
+        self.size_bytes = 0
+        """Of all files of the newest that was written; on rank 0."""
+        self.cost_s = 0.0
+        """What the newest that was written has taken from this rank: the time for which the step stood still,
+        and the CPU time of the thread that wrote it."""
+        self._wrote_s = 0.0
+        self._in_memory = in_memory
         self._job, self._policy = job, policy
         self._keep, self._keep_best = keep, keep_best
         self._measured, self._pending = measured, pending
@@ -156,7 +168,7 @@ class Checkpoints:
         On rank 0 a thread calls `ledger`, which may wait, when the files of all ranks are written, and
         `durable` once the folder has its name. Raises what the checkpoint before has failed with."""
         begun_s = time.monotonic()
-        if self._work.is_running:
+        if self.is_writing:
             log.warning("the checkpoint before is still being written", step=step)
         self.wait()
         fresh = self.root / f".step-{step:06d}.tmp"
@@ -165,21 +177,28 @@ class Checkpoints:
         blocked_s = time.monotonic() - begun_s
 
         def work() -> None:
-            if (files := self._gathered(fresh, write)) is None:
-                return
-            folder = self._name(fresh, step, epoch, updates, files, ledger)
-            durable()
-            log.info(
-                "checkpoint written",
-                step=step,
-                folder=str(folder),
-                size_bytes=sum(entry.size_bytes for entry in files.values()),
-                blocked_s=round(blocked_s, 3),
-                written_s=round(time.monotonic() - begun_s, 3),
-            )
-            self.prune()
+            files = self._gathered(fresh, write)
+            if files is not None:
+                folder = self._name(fresh, step, epoch, updates, files, ledger)
+                durable()
+                self.size_bytes = sum(entry.size_bytes for entry in files.values())
+                (log.debug if self._in_memory else log.info)(
+                    "state left in memory" if self._in_memory else "checkpoint written",
+                    step=step,
+                    folder=str(folder),
+                    size_bytes=self.size_bytes,
+                    blocked_s=round(blocked_s, 3),
+                    written_s=round(time.monotonic() - begun_s, 3),
+                )
+                self.prune()
+            self.cost_s = blocked_s + self._wrote_s
 
         self._work.begin(work)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's part of one is still being written."""
+        return self._work.is_running
 
     def wait(self) -> None:
         """Wait until nothing is being written, on any rank. Raises `DiskFull` and other errors of writing;
@@ -212,7 +231,9 @@ class Checkpoints:
         def mine() -> dict[str, FileEntry]:
             with room_for("a checkpoint", self.root):
                 fresh.mkdir(parents=True, exist_ok=True)
-                return dict(write())
+                written = dict(write())
+            self._wrote_s = time.thread_time()
+            return written
 
         result, over = in_thread(mine), b""
         told: list[bytes] = []
@@ -248,7 +269,7 @@ class Checkpoints:
             )
             text = msgspec.json.format(msgspec.json.encode(manifest))
             (fresh / MANIFEST).write_bytes(text + b"\n")
-            failpoint("trainer.mid_checkpoint")
+            failpoint("trainer.mid_state" if self._in_memory else "trainer.mid_checkpoint")
             replace_folder(fresh, folder := self.root / f"step-{step:06d}")
         self._written[step] = epoch
         return folder

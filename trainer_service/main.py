@@ -32,6 +32,7 @@ from trainer_service.loop.learner import load_backend
 from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.sft import SftTrainer
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
+from trainer_service.states import left_in_memory
 from trainer_service.trained import companions_of
 
 BUFFER_PATIENCE_S = 600.0
@@ -130,20 +131,22 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         raise RankError(f"rank {names} of the trainer {late} (trainer.collective_s)") from error
 
 
-def _newest(ctx: ServiceContext, ranks: Ranks) -> Checkpoint | None:
-    """The checkpoint to go on from."""
-    folder = ctx.run_dir / "checkpoints"
-    restored = newest_usable(folder, job=ctx.job.job, policy=ctx.job.policy, ranks=ranks)
-    if restored is not None:
-        log.info("going on from a checkpoint", step=restored.manifest.step, folder=str(restored.folder))
-    return restored
+def _newest(ctx: ServiceContext, ranks: Ranks) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
+    job, policy = ctx.job.job, ctx.job.policy
+    restored = newest_usable(ctx.run_dir / "checkpoints", job=job, policy=policy, ranks=ranks)
+    left = left_in_memory(ctx.shm_dir, job=job, policy=policy, ranks=ranks, above=restored)
+    for found, what in ((restored, "checkpoint"), (left, "state in memory")):
+        if found is not None:
+            log.info(f"{what} to go on from", step=found.manifest.step, folder=str(found.folder))
+    return restored, left
 
 
 def _rl(
     ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None, closing: ExitStack
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
-    restored = _newest(ctx, ranks)
+    restored, left = _newest(ctx, ranks)
     buffer = closing.enter_context(
         SyncClient(
             ctx.buffer_endpoint,
@@ -175,12 +178,21 @@ def _rl(
         publisher=publisher,
         run_log=run_log,
         stopping=ctx.stopping,
+        shm_dir=ctx.shm_dir,
     )
-    return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored)
+    return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 
 
 def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None) -> bool:
-    trainer = SftTrainer(ctx.job, ranks, backend, run_dir=ctx.run_dir, run_log=run_log, stopping=ctx.stopping)
-    restored = _newest(ctx, ranks)
+    restored, left = _newest(ctx, ranks)
+    trainer = SftTrainer(
+        ctx.job,
+        ranks,
+        backend,
+        run_dir=ctx.run_dir,
+        run_log=run_log,
+        stopping=ctx.stopping,
+        shm_dir=ctx.shm_dir,
+    )
     ctx.ready()  # not before: a task that makes no example makes none the next time
-    return trainer.run(restored)
+    return trainer.run(left or restored)

@@ -20,6 +20,7 @@ Rule = Callable[[JobConfig], Iterator[Mistake]]
 
 UNIT_BYTES = 15  # Most bytes that one token takes in a stored episode
 EPISODE_BYTES = 1024  # Allowance for the header of a stored episode
+LONGEST_INTERVAL = 50  # Most steps between two checkpoints where `checkpoint.every_steps` is `auto`
 RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
 drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
@@ -36,11 +37,21 @@ def episode_limit_bytes(job: JobConfig) -> int:
     return job.rollout.max_model_len * UNIT_BYTES + EPISODE_BYTES
 
 
+def checkpoint_interval(job: JobConfig) -> int:
+    """The most steps between two checkpoints."""
+    every = job.checkpoint.every_steps
+    if every is None:
+        batch = job.buffer.batch_groups
+        heaviest = batch * job.rollout.group_size * episode_limit_bytes(job)
+        room = min(job.buffer.max_groups // batch, job.buffer.max_bytes // heaviest)
+        return min(LONGEST_INTERVAL, max(1, room - _beside_the_interval(job)), job.trainer.steps)
+    return min(every, job.trainer.steps)
+
+
 def held_groups(job: JobConfig) -> int:
     """The most groups before COMMITTED at once: what waits for the next checkpoint, what admission lets be
     outstanding, (η + 1)·B, and with reuse what was trained before the last checkpoint and again after it."""
-    interval = min(job.checkpoint.every_steps, job.trainer.steps)
-    return (interval + _beside_the_interval(job)) * job.buffer.batch_groups
+    return (checkpoint_interval(job) + _beside_the_interval(job)) * job.buffer.batch_groups
 
 
 def _beside_the_interval(job: JobConfig) -> int:
@@ -157,7 +168,7 @@ def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake(
             "buffer.max_groups",
             f"{job.buffer.max_groups} groups cannot hold what one checkpoint interval keeps: "
-            f"({min(job.checkpoint.every_steps, job.trainer.steps)} steps + max_staleness "
+            f"({checkpoint_interval(job)} steps + max_staleness "
             f"{job.buffer.max_staleness} + 1{reuse}) × batch_groups {batch} = {groups}",
             f"Set it to {groups} or more{fewer}",
             involved,
@@ -187,11 +198,12 @@ def _best_can_be_told(job: JobConfig) -> Iterator[Mistake]:
     field, every = "evaluation.every_steps", job.evaluation.every_steps
     if job.kind == "sft":
         field, every = "sft.evaluate_every", job.sft.evaluate_every
-    if (both := math.lcm(job.checkpoint.every_steps, every)) >= job.trainer.steps:
+    saved = job.checkpoint.every_steps or every  # by itself what is evaluated is saved
+    if (both := math.lcm(saved, every)) >= job.trainer.steps:
         yield Mistake(
             "checkpoint.keep_best",
             f"no step before the last is both evaluated and in a checkpoint: {field} {every} and "
-            f"checkpoint.every_steps {job.checkpoint.every_steps} meet every {both} steps, and there are "
+            f"checkpoint.every_steps {saved} meet every {both} steps, and there are "
             f"{job.trainer.steps}",
             f"Make checkpoint.every_steps a multiple of {field}, or set it to 0",
             (field, "checkpoint.every_steps", "trainer.steps"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from areal_async.config.base import Section
 from areal_async.config.reward import RewardSection
@@ -13,6 +13,7 @@ from areal_async.rpc.schema import POLICY, POLICY_NAME
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Steps = Annotated[int | None, BeforeValidator(lambda given: None if given == "auto" else given)]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -59,8 +60,13 @@ class WeightsSection(Section):
 class CheckpointSection(Section):
     """Weights, optimizer and the buffer's ledger, together on disk."""
 
-    every_steps: int = Field(default=50, ge=1)
-    """Steps between two checkpoints; the last step always makes one. Episodes are kept until then."""
+    every_steps: Steps = Field(default=None, ge=1)
+    """Steps between two checkpoints; the last step always makes one. Episodes are kept until then. `auto`,
+    or null: as often as it takes at most 1 % of the trainer's time, and at least every 50 steps or as many as
+    the buffer can hold."""
+    in_memory: bool = True
+    """Whether the trainer also leaves its state in shared memory, so that its death costs no more than the
+    step it was in. Takes twice the size of a checkpoint there, and is left out where that is not free."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Newest checkpoints kept."""
     keep_best: int = Field(default=0, ge=0, le=10_000)
@@ -138,6 +144,10 @@ class SupervisorSection(Section):
     death in a row. One that had served longer is started again at once."""
     longest_pause_s: float = Field(default=30.0, ge=0)
     """Longest pause before a service is started again, in seconds."""
+    spare_after_s: float | None = Field(default=30.0, ge=0)
+    """Once all services have served so many seconds a process is prepared, one for each rank of the trainer,
+    that stands in at once for a trainer, worker or evaluator that dies: about 0.4 GB of memory each. null
+    prepares none."""
 
 
 class OvertakenSection(Section):
@@ -212,6 +222,11 @@ class BufferSection(Section):
     """Most steps that one group is trained in. Above 1, groups trained before fill the places of a step that
     new ones leave free, while they are young enough."""
     on_overtaken: OvertakenSection = OvertakenSection()
+    on_abandoned: Literal["train", "drop"] = "train"
+    """What is done with groups sampled from versions that a trainer which came back did not make again bit by
+    bit, as on GPUs: `train` them by the log-probs they were sampled with, their age counted from the last
+    version that both trainers have in common, or `drop` them, counted. With `on_overtaken: mask` they are
+    dropped."""
     group: GroupSection = GroupSection()
     dynamic_filtering: bool = False
     """Drop a group whose rewards are all equal, counted, and generate another: it has no advantage to learn

@@ -65,29 +65,28 @@ class RankGroup:
         self._memory_killed_s: float | None = None  # When the kernel was last seen to kill for memory
 
     @contextmanager
-    def starting(self, place: ServicePlace) -> Iterator[tuple[dict[str, str], list[int]]]:
-        """The variables and the descriptors that the process of this rank is to be started with; none for one
-        that is no rank. Rank 0 is started first."""
-        given: list[int] = []
+    def starting(self, place: ServicePlace) -> Iterator[tuple[dict[str, str], dict[str, int]]]:
+        """The variables that the process of this rank is to be started with, and the descriptors, each by the
+        variable that names it; none for one that is no rank. Rank 0 is started first."""
+        given: dict[str, int] = {}
         if place.role != "trainer":
             yield {}, given
             return
         self.forget(place.name)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._lines[place.name] = _Line(read_fd)
-        given.append(write_fd)
-        variables = {PULSE_VARIABLE: str(write_fd)}
+        given[PULSE_VARIABLE] = write_fd
+        variables = {}
         if self._ranks > 1:
             if place.index == 0:
                 listening = socket.create_server((HOST, 0), backlog=max(128, self._ranks))
                 self._address = f"{HOST}:{listening.getsockname()[1]}"
-                given.append(listening.detach())
-                variables[LISTENING_VARIABLE] = str(given[-1])
+                given[LISTENING_VARIABLE] = listening.detach()
             variables[MEETING_VARIABLE] = self._address
         try:
             yield variables, given
         finally:
-            for fd in given:
+            for fd in given.values():
                 os.close(fd)
 
     def look(self, now_s: float) -> list[str]:

@@ -40,6 +40,7 @@ from areal_async.launch.plan import (
     worker_to_drain,
     workers_to_change,
 )
+from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.rpc.control_messages import DrainWorker
 from areal_async.runtime import events
 from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, ServicePlace
@@ -78,6 +79,7 @@ class Supervisor:
         on_restart: Callable[[str, str], None] = lambda name, text: None,
         buffer_wait_s: float = 10.0,
         same_interrupt_s: float = 0.5,
+        spare_modules: Sequence[str] = PRELOADED,
     ) -> None:
         self.job = job
         self.folders = folders
@@ -85,6 +87,13 @@ class Supervisor:
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
         self.children: dict[str, ChildProcess] = {}
         self._group = RankGroup(job.trainer.ranks, job.trainer.hang_s)
+        self._spares = Spares(
+            most=job.trainer.ranks,  # they die together
+            after_s=job.supervisor.spare_after_s,
+            environment=self._environment("trainer"),
+            output=folders.logs / "spare.log",
+            modules=spare_modules,
+        )
         self.metrics_ports: dict[str, int] = {}
         """The port of each service: what it reported when ready; until then the planned one."""
         self._on_serving = on_serving
@@ -141,6 +150,8 @@ class Supervisor:
             self._apply(self.lifecycle.silent(name, time.monotonic()))
         self._apply(self.lifecycle.tick(time.monotonic()))
         self._socket.carry_out(self._change_workers)
+        if not self.lifecycle.stopping:
+            self._spares.tend(time.monotonic(), calm=self.lifecycle.all_serve())
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
             self._forget(name)
         if self.lifecycle.stopping or not self.lifecycle.all_serve():
@@ -275,21 +286,30 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         place = next(place for place in self.services if place.name == name)
-        environment = service_environment(self.folders.run_id, thread_count(self.job, place.role))
-        if place.role != "buffer":
-            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
-            environment.pop(self.job.buffer.redis_login.password_env, None)
+        environment = self._environment(place.role)
         if self.lifecycle.states[name].served_before:
             environment[SERVED_VARIABLE] = "1"
         log_path = self.folders.logs / f"{name}.log"
         if name in self.children:
             self.children[name].close()
-        with self._group.starting(place) as (variables, fds):
-            self.children[name] = child = start_service(
-                place, self.folders.context, log_path, environment | variables, fds
-            )
+        with self._group.starting(place) as (variables, descriptors):
+            environment |= variables
+            child = self._spares.take(place, self.folders.context, log_path, environment, descriptors)
+            if child is None:
+                environment |= {variable: str(fd) for variable, fd in descriptors.items()}
+                child = start_service(
+                    place, self.folders.context, log_path, environment, list(descriptors.values())
+                )
+        self.children[name] = child
         self.metrics_ports[name] = place.metrics_port
         events.record("started", service=name, service_pid=child.pid)
+
+    def _environment(self, role: Role) -> dict[str, str]:
+        environment = service_environment(self.folders.run_id, thread_count(self.job, role))
+        if role != "buffer":
+            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            environment.pop(self.job.buffer.redis_login.password_env, None)
+        return environment
 
     def _write_places(self) -> None:
         folders = self.folders
@@ -330,7 +350,9 @@ class Supervisor:
         _write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
 
     def _sweep(self) -> None:
-        """Leave no process: no service (an error of ours may end `run` early), nor what they detached."""
+        """Leave no process: no service (an error of ours may end `run` early), nor what they detached, nor a
+        spare."""
+        self._spares.close()
         for child in self.children.values():
             child.kill()
         deadline_s = time.monotonic() + 1.0

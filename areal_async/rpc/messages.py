@@ -173,12 +173,15 @@ class OpenTrainer(Request[TrainerOpened], frozen=True):
     state is at (0, or that of the restored checkpoint); the ledger copy of that checkpoint is the attachment.
 
     The new epoch is above `after_epoch`, the last one that the trainer's folder knows of: the buffer may have
-    lost it with its Redis."""
+    lost it with its Redis. `memory_epoch` is the epoch that left the state in memory; 0 where it is on disk.
+    With a state in memory there is no copy, nothing becomes COMMITTED, and a ledger that has lost the step or
+    the epoch refuses."""
 
     policy: str
     trainer: str
     step: int
     after_epoch: int = 0
+    memory_epoch: int = 0
 
 
 class BatchEpisode(Record, frozen=True):

@@ -193,12 +193,17 @@ def start_service(
     """Start a service of a run; its readiness report names its `metrics_port`."""
     return ChildProcess(
         # -P: a folder of the user's that is called like a service must not stand in for it.
-        [sys.executable, "-P", "-m", place.module, "--context", str(context), "--name", place.name],
+        [sys.executable, "-P", "-m", place.module, *service_arguments(place, context)],
         environment=environment,
         output=log_path,
         pass_fds=pass_fds,
         ready_option="--ready-fd",
     )
+
+
+def service_arguments(place: ServicePlace, context: Path) -> list[str]:
+    """What the module of a service is given on its command line."""
+    return ["--context", str(context), "--name", place.name]
 
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup, NextBatch, Waiting
 from areal_async.rpc.schema import Message
 from areal_async.trajectory import row_sizes
+from replay_buffer.ledger.abandoned import on_lineage
 from replay_buffer.ledger.admission import room
 from replay_buffer.ledger.index import Index, has_place
 from replay_buffer.ledger.leasing import demand_of, pace_of, space
@@ -34,11 +35,9 @@ from replay_buffer.ledger.records import (
     EpisodeState,
     GroupRecord,
     GroupState,
-    Lineage,
     OvertakenWait,
     Training,
     Versions,
-    accepts,
 )
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.ledger.sampling import choose, overtaken_by_reuse
@@ -106,12 +105,6 @@ def refused(index: Index, policy: str, epoch: int) -> Decision | None:
         f"trainer epoch {epoch} is not the running one: the trainer of this job is "
         f"{running.trainer or 'not there yet'} (epoch {running.epoch})",
     )
-
-
-def on_lineage(tx: Transaction, policy: str, group: GroupRecord) -> bool:
-    """Whether every unit of `policy` in the group was sampled from weights that count."""
-    lineage = tx.consumer(policy).lineage
-    return all(is_on_lineage(lineage, episode, policy) for episode in group.episodes)
 
 
 Chosen = list[tuple[GroupRecord, str]]
@@ -185,10 +178,12 @@ class _Assembly:
         for group in self.tx.groups(plan.group_ids if plan is not None else ()):
             if not has_place(group, self.policy):
                 continue
-            if on_lineage(self.tx, self.policy, group):
-                good.append(group)
-            else:
+            if not on_lineage(self.tx, self.policy, group):
                 self._drop(group, "abandoned")
+            elif too_old(self.tx.rules, group, self.policy, self.step):
+                self._drop(group, "stale")  # as the version that it counts as since it was batched first
+            else:
+                good.append(group)
         return good
 
     def _drop(self, group: GroupRecord, reason: str) -> None:
@@ -256,6 +251,8 @@ class _Assembly:
             group = self.tx.group(group_id)
             if group is None or self._state(group) != GroupState.SCORED:
                 continue
+            if self.tx.rules.abandoned_trains and newest_of(group, self.policy) > self.step:
+                continue  # An earlier trainer was further than this one: the group's turn comes
             if on_lineage(self.tx, self.policy, group):
                 groups.append(group)
             else:
@@ -442,15 +439,14 @@ def too_old(rules: Rules, group: GroupRecord, policy: str, step: int) -> bool:
     return not group.missing and all(newest_version(episode, policy) < lowest for episode in group.episodes)
 
 
+def newest_of(group: GroupRecord, policy: str) -> int:
+    """The newest version of `policy` in a group; -1 for none."""
+    return max((newest_version(episode, policy) for episode in group.episodes), default=NO_VERSION)
+
+
 def newest_version(episode: EpisodeRecord, policy: str) -> int:
     """The newest version of `policy` in an episode; -1 for none."""
     return episode.versions[policy].newest if policy in episode.versions else NO_VERSION
-
-
-def is_on_lineage(lineage: Lineage, episode: EpisodeRecord, policy: str) -> bool:
-    """Whether every unit of `policy` in the episode was sampled from weights that count."""
-    versions = episode.versions.get(policy)
-    return versions is None or accepts(lineage, versions.epoch, versions.oldest, versions.newest)
 
 
 def plans_from(index: Index, policy: str, step: int) -> Plans:

@@ -8,16 +8,17 @@ import msgspec
 
 from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, LedgerCopy
 from areal_async.rpc.schema import Ok
+from replay_buffer.ledger.abandoned import is_on_lineage, recounted
 from replay_buffer.ledger.batching import (
-    is_on_lineage,
     masked_below,
-    newest_version,
+    newest_of,
     plans_from,
     refused,
     trained_in,
 )
 from replay_buffer.ledger.index import Index, has_place
 from replay_buffer.ledger.records import (
+    NO_VERSION,
     SCHEMA,
     EpisodeRecord,
     EpisodeState,
@@ -70,12 +71,11 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
     left_behind = any(
         old.last == step and new.last == step for old, new in zip(consumer.lineage, lineage, strict=True)
     )
-    tx.set_consumer(policy, lineage=lineage)
+    tx.set_consumer(policy, lineage=lineage, v_train=step + 1)
     if left_behind:
         _drop_abandoned(tx, policy, step + 1)
     tx.set_consumer(
         policy,
-        v_train=step + 1,
         episodes_trained=consumer.episodes_trained + trained,
         max_staleness_seen=staleness,
     )
@@ -83,22 +83,27 @@ def commit(index: Index, message: Commit, now_ms: int) -> Decision:
 
 
 def _drop_abandoned(tx: Transaction, policy: str, version: int) -> None:
-    """End every group not trained yet that holds units of weights that will not come again."""
-    lineage = tx.consumer(policy).lineage
+    """End every group not trained yet that holds units of weights that will not come again, or count them as
+    older, as the job says. `version` is the newest of the running epoch."""
+    consumer = tx.consumer(policy)
 
     def may_stay(episode: EpisodeRecord) -> bool:
-        if is_on_lineage(lineage, episode, policy):
+        if is_on_lineage(tx.rules, consumer, episode, policy):
             return True
         versions = episode.versions[policy]
-        return undecided(lineage, version, versions.epoch, versions.newest)
+        return undecided(consumer.lineage, version, versions.epoch, versions.newest)
 
     for group in list(tx.index.groups.values()):
-        if any(newest_version(episode, policy) >= version for episode in group.episodes):
+        training = group.training.get(policy)
+        leased = training.leased_version if training is not None else NO_VERSION
+        if leased >= version or newest_of(group, policy) >= version:
             held = tx.group(group.group_id)
             if held is None or policy not in held.training or held.state_for(policy) > GroupState.BATCHED:
                 continue
             if not all(map(may_stay, held.episodes)):
                 tx.drop_for(group.group_id, policy, "abandoned")
+            elif tx.rules.abandoned_trains:
+                recounted(tx, policy, held, version - 1)
 
 
 def export(index: Index, message: ExportLedger, now_ms: int) -> Decision:

@@ -25,6 +25,7 @@ from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_unfinished
 from replay_buffer.ledger.index import Index, due_ms
 from replay_buffer.ledger.pacing import later, start
 from replay_buffer.ledger.records import (
+    NO_VERSION,
     EpisodeRecord,
     EpisodeState,
     GroupRecord,
@@ -33,10 +34,18 @@ from replay_buffer.ledger.records import (
     Pace,
     Versions,
     accepts,
+    counted_as,
     undecided,
 )
 from replay_buffer.ledger.scoring import end_claim
-from replay_buffer.ledger.transaction import Decision, Transaction, take_back, try_failed, try_succeeded
+from replay_buffer.ledger.transaction import (
+    Decision,
+    Transaction,
+    counted,
+    take_back,
+    try_failed,
+    try_succeeded,
+)
 
 MAX_DRAINING = 256
 """Names of draining workers that are kept; a fleet whose workers never use a name again would fill Redis."""
@@ -404,10 +413,13 @@ def _of_versions(index: Index, policy: str, held: Versions, *, trained: bool) ->
     if not accepts(running.lineage, held.epoch, held.oldest, held.newest) and not undecided(
         running.lineage, running.v_train, held.epoch, held.newest
     ):
-        return "abandoned"
+        known = counted_as(running.lineage, running.v_train, held.epoch, held.oldest)
+        if not index.rules.abandoned_trains or known == NO_VERSION:
+            return "abandoned"
+    oldest = counted(index.rules, running, held)
     if (
-        held.oldest < rules.lowest_version(index.next_step(policy))
-        and held.oldest < rules.lowest_version(index.open_step(policy))
+        oldest < rules.lowest_version(index.next_step(policy))
+        and oldest < rules.lowest_version(index.open_step(policy))
         and not index.rules.overtaken_masks
     ):
         return "stale"

@@ -20,7 +20,8 @@ import msgspec
 from msgspec.structs import replace
 
 from areal_async.rpc.messages import TrainerOpened
-from replay_buffer.ledger.batching import is_on_lineage, plans_from, rewound
+from replay_buffer.ledger.abandoned import recounted
+from replay_buffer.ledger.batching import plans_from, rewound
 from replay_buffer.ledger.committing import Copy, commit_before
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.pacing import anew
@@ -33,9 +34,10 @@ from replay_buffer.ledger.records import (
     GroupRecord,
     GroupState,
     LedgerMeta,
+    accepts,
     reopened,
 )
-from replay_buffer.ledger.transaction import Decision, Transaction, fault, figures
+from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
 KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring")
 """Figures that a copy does not replace, or not as they are."""
@@ -49,6 +51,7 @@ class OpenedWith(msgspec.Struct, frozen=True):
     step: int
     copy: bytes | None = None
     after_epoch: int = 0
+    memory_epoch: int = 0
 
 
 def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
@@ -67,8 +70,8 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
             return fault("invalid", problem)
     tx = Transaction(index, now_ms)
     others = [other for other in index.consumers if other != policy and index.consumer(other).epoch]
-    if _continues(index, policy, step, copy):
-        _rewind(tx, policy, step)
+    if _continues(index, policy, step, copy, command.memory_epoch):
+        _rewind(tx, policy, step, on_disk=not command.memory_epoch)
     elif copy is not None and others:
         return fault(
             "invalid",
@@ -88,6 +91,9 @@ def open_trainer(index: Index, command: OpenedWith, now_ms: int) -> Decision:
     epoch = max(tx.consumer(policy).epoch, command.after_epoch) + 1
     lineage = reopened(tx.consumer(policy).lineage, epoch, step)
     tx.set_consumer(policy, epoch=epoch, trainer=command.trainer, lineage=lineage, overtaken=None)
+    for group in tx.groups(index.groups) if tx.rules.abandoned_trains else ():
+        if policy in group.training and group.state_for(policy) <= GroupState.BATCHED:
+            recounted(tx, policy, group, group.training[policy].leased_version)
     if (pace := tx.consumer(policy).pace) is not None:
         tx.set_consumer(policy, pace=anew(pace))
     return tx.decide(TrainerOpened(epoch, step))
@@ -107,13 +113,15 @@ def _problem(index: Index, command: OpenedWith, copy: Copy) -> str:
     return ""
 
 
-def _continues(index: Index, policy: str, step: int, copy: Copy | None) -> bool:
-    """Whether Redis is the copy's continuation, with every batch of `policy` from `step` on. It is not where
-    it has lost the very epoch that the copy is of: its steps may then be those of another lineage."""
+def _continues(index: Index, policy: str, step: int, copy: Copy | None, memory_epoch: int) -> bool:
+    """Whether Redis is the continuation of the copy, or of a state left in memory by `memory_epoch`, with
+    every batch of `policy` from `step` on. It is not where it has lost the very epoch that the state is of:
+    its steps may then be those of another lineage."""
     running = index.consumer(policy)
     # Where another policy's copy won, no trainer has had the running epoch: it only fences.
     newest = running.epoch if running.trainer else running.epoch - 1
-    known = copy is None or copy.meta.consumer(policy).epoch <= newest
+    of_epoch = memory_epoch if copy is None else copy.meta.consumer(policy).epoch
+    known = not of_epoch or of_epoch <= newest
     return known and running.checkpoint <= step <= running.v_train and _same_ledger(index, copy)
 
 
@@ -121,12 +129,14 @@ def _same_ledger(index: Index, copy: Copy | None) -> bool:
     return copy is None or copy.meta.ledger_id == index.meta.ledger_id
 
 
-def _rewind(tx: Transaction, policy: str, step: int) -> None:
-    """Back to `step` by the redo log: what was trained from there on is BATCHED again, for the same steps."""
+def _rewind(tx: Transaction, policy: str, step: int, *, on_disk: bool) -> None:
+    """Back to `step` by the redo log: what was trained from there on is BATCHED again, for the same steps.
+    What was trained before is COMMITTED where the state of `step` is on disk."""
     plans = plans_from(tx.index, policy, step)
     groups = [group for group in tx.index.groups.values() if policy in group.training]
     undone = sum(rewound(tx, group, policy, step, plans.get(group.group_id)) for group in groups)
-    commit_before(tx, policy, step)
+    if on_disk:
+        commit_before(tx, policy, step)
     trained = tx.consumer(policy).episodes_trained - undone
     tx.set_consumer(policy, v_train=step, episodes_trained=trained)
 
@@ -225,7 +235,7 @@ def _adopt_group(tx: Transaction, group: GroupRecord, held: GroupRecord | None) 
         handed_over=last.handed_over,
         begun_ms=tx.now_ms if last.leases else 0,
         since_ms=tx.now_ms,
-        **_refreshed(figures(group, episodes)),
+        **_refreshed(tx.figures(group, episodes)),
     )
     tx.count(f"{state.name.lower()}:adopted")
 
@@ -248,8 +258,9 @@ def _survivor(tx: Transaction, episode: EpisodeRecord, policies: Iterable[str]) 
     for policy in policies:
         consumer = tx.consumer(policy)
         lineage = reopened(consumer.lineage, consumer.epoch + 1, consumer.v_train)
-        if not is_on_lineage(lineage, episode, policy):
-            return MISSING
+        held = episode.versions.get(policy)
+        if held is not None and not accepts(lineage, held.epoch, held.oldest, held.newest):
+            return MISSING  # also where what is abandoned is trained: what is to come must fit under η
     if episode.state == EpisodeState.CLAIMED:
         return replace(episode, state=int(EpisodeState.STORED), claim_id="")
     return episode

@@ -71,6 +71,8 @@ class Rules:
     overtaken_masks: bool = False
     """A group is too old only when all its units are; the trainer masks those that are."""
     overtaken_ms: int = 60_000
+    abandoned_trains: bool = False
+    """Units of weights that a restarted trainer has left are trained, as older than they are."""
     group_policy: Literal["complete", "deadline_drop", "deadline_partial"] = "complete"
     group_deadline_ms: int | None = None
     min_samples: int = 1
@@ -124,6 +126,7 @@ class Rules:
             overtaken_waits=buffer.on_overtaken.policy == "wait",
             overtaken_masks=buffer.on_overtaken.policy == "mask",
             overtaken_ms=_ms(buffer.on_overtaken.limit_s),
+            abandoned_trains=buffer.on_abandoned == "train" and buffer.on_overtaken.policy != "mask",
             group_policy=buffer.group.policy,
             group_deadline_ms=None if buffer.group.deadline_s is None else _ms(buffer.group.deadline_s),
             min_samples=buffer.group.min_samples,

@@ -36,8 +36,10 @@ from replay_buffer.ledger.records import (
     NoScores,
     Streak,
     Training,
+    Versions,
+    counted_as,
 )
-from replay_buffer.ledger.rules import MAX_ATTEMPTS
+from replay_buffer.ledger.rules import MAX_ATTEMPTS, Rules
 
 Q, L, G, S, B, T, C, D = GroupState
 
@@ -256,7 +258,7 @@ class Transaction:
 
     def add_episodes(self, group: GroupRecord, arrived: dict[int, EpisodeRecord]) -> GroupRecord:
         """Replace MISSING episodes, and the group's figures."""
-        return self.set_group(group, **figures(group, _with(group, arrived)))
+        return self.set_group(group, **self.figures(group, _with(group, arrived)))
 
     def mask(self, group: GroupRecord, masked: dict[int, EpisodeRecord]) -> GroupRecord:
         """Give up some episodes, whose verdicts were no scores; their bytes go."""
@@ -265,7 +267,25 @@ class Transaction:
             self.count(f"episode_masked:{episode.no_score.partition(':')[0]}")
             self.free(group.group_id, (sample,))
         self.set_meta(episodes_dropped=self.meta.episodes_dropped + len(masked))
-        return self.set_group(group, **figures(group, _with(group, gone)))
+        return self.set_group(group, **self.figures(group, _with(group, gone)))
+
+    def figures(self, group: GroupRecord, episodes: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
+        """The fields of `group` with these episodes that follow from them."""
+        training = {
+            policy: replace(each, min_version=self.oldest(policy, episodes))
+            for policy, each in group.training.items()
+        }
+        return {
+            "episodes": episodes,
+            "training": training,
+            "size_bytes": sum([episode.size_bytes for episode in episodes]),
+        }
+
+    def oldest(self, policy: str, episodes: Iterable[EpisodeRecord]) -> int:
+        """The version as which the oldest units of `policy` in some episodes count; -1 for none."""
+        consumer = self.consumer(policy)
+        held = [episode.versions[policy] for episode in episodes if policy in episode.versions]
+        return min((counted(self.rules, consumer, each) for each in held), default=NO_VERSION)
 
     # --- end ---
 
@@ -300,22 +320,12 @@ def _masked(episode: EpisodeRecord) -> EpisodeRecord:
     )
 
 
-def figures(group: GroupRecord, episodes: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
-    """The fields of `group` with these episodes that follow from them."""
-    training = {
-        policy: replace(
-            each,
-            min_version=min(
-                (e.versions[policy].oldest for e in episodes if policy in e.versions), default=NO_VERSION
-            ),
-        )
-        for policy, each in group.training.items()
-    }
-    return {
-        "episodes": episodes,
-        "training": training,
-        "size_bytes": sum([episode.size_bytes for episode in episodes]),
-    }
+def counted(rules: Rules, consumer: Consumer, held: Versions) -> int:
+    """The version as which the oldest unit of an episode counts for a consumer."""
+    if not rules.abandoned_trains:
+        return held.oldest
+    known = counted_as(consumer.lineage, consumer.v_train, held.epoch, held.oldest)
+    return held.oldest if known == NO_VERSION else known
 
 
 # --- a fault that every episode meets ---

@@ -34,6 +34,7 @@ def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str
         "rollout__max_concurrent": 16,
         "buffer__durability": durability,
         "buffer__lease_s": 5.0,
+        "buffer__on_abandoned": "drop",  # the checker holds the run to its lineage
         "trainer__steps": steps,
         "trainer__record_batches": False,
         "checkpoint": {"every_steps": 5, "keep": 2},

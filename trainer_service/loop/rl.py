@@ -7,23 +7,24 @@ never be admitted to a version that does not exist.
 The step waits for the copies of its weights and its state into the host's memory; the rest is done by threads
 while the next step trains. One finishes the publication (`_finish`): it waits until the snapshot is announced
 and commits the step. A publication begins only when the one before is finished, so the buffer gives out no
-more than one batch ahead of the commits. Every `checkpoint.every_steps` and after the last step the state
+more than one batch ahead of the commits. As `checkpoint.every_steps` says and after the last step the state
 goes to disk together with the buffer's ledger as of the commit of that very step, which is exported right
-after it; only when that is on disk may the buffer free the bytes (`checkpoint.py`). An error of any of this
+after it; only when that is on disk may the buffer free the bytes (`checkpoint.py`). More often it is left in
+shared memory, from where a trainer goes on if only its process died (`states.py`). An error of any of this
 ends the trainer.
 
 Promises: `staleness_is_bounded` (a unit above η ends the trainer, on every rank); no gradient before the
 check of the engine's log-probs (`checks/logprobs.py`); each step is one publication; waiting and computing
-are timed apart. A trainer that is started again goes on from the newest checkpoint, or from version 0, under
-a new epoch: the buffer gives it the batches since then in their order, and is told of each redone version
-whether its weights are those that it was before.
+are timed apart. A trainer that is started again goes on from the newest state that it left in memory or on
+disk, or from version 0, under a new epoch: the buffer gives it the batches since then in their order, and is
+told of each redone version whether its weights are those that it was before.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ import torch
 from msgspec.structs import asdict
 
 from areal_async.config.job import JobConfig
+from areal_async.errors import FaultError
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer
@@ -60,6 +62,7 @@ from trainer_service.loop.learner import Learner, StepResult
 from trainer_service.loop.report import report_step
 from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
+from trainer_service.states import States
 from trainer_service.trained import write_trained
 
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
@@ -69,7 +72,8 @@ log = get_logger("trainer")
 
 class RlTrainer:
     """One rank of the trainer of a job of kind `rl`. `run_log` exists on rank 0 only; the others have a
-    `PieceWriter` for a `publisher`. Without one on any rank nothing is published."""
+    `PieceWriter` for a `publisher`. Without one on any rank nothing is published. `shm_dir` is the run's
+    folder in shared memory; None leaves no state there."""
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class RlTrainer:
         publisher: Publisher | PieceWriter | None,
         run_log: RunLog | None,
         stopping: threading.Event,
+        shm_dir: Path | None = None,
     ) -> None:
         self._job = job
         self._policy = job.policy
@@ -99,7 +104,7 @@ class RlTrainer:
         self._publisher = publisher
         self._run_log = run_log
         self._stopping = stopping
-        self._checkpoints = Checkpoints(
+        disk = Checkpoints(
             run_dir / "checkpoints",
             job=job.job,
             policy=job.policy,
@@ -109,6 +114,7 @@ class RlTrainer:
             measured=lambda: measured_in(run_log.path, job.policy) if run_log is not None else (),
             pending=self._to_be_evaluated,
         )
+        self._states = States.of(job, disk, ranks, shm_dir)
         self._finishing = Background("publish")
         self._epoch = 0
         self._published = PublishedVersions(run_dir)
@@ -116,12 +122,20 @@ class RlTrainer:
         self._evaluated = -1
         """The version of the restored checkpoint, if these very weights were evaluated before."""
 
-    def run(self, *, name: str, ready: Callable[[], None], restored: Checkpoint | None = None) -> bool:
+    def run(
+        self,
+        *,
+        name: str,
+        ready: Callable[[], None],
+        restored: Checkpoint | None = None,
+        left: Checkpoint | None = None,
+    ) -> bool:
         """Train to the last step; False when told to stop before. `ready` is called once snapshots are
         served.
 
-        `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back."""
-        step = self._open(name, restored)
+        `restored` is the checkpoint to go on from; its state is loaded here, and its ledger given back.
+        `left` is a later state in memory, to go on from if the buffer still has what came after it."""
+        step = self._open(name, restored, left)
         self._backend.prepare_save()
         if self._publisher is not None:
             self._publisher.prepare(self._weights())
@@ -135,40 +149,55 @@ class RlTrainer:
         self._export()
         finished = self._wait_for_evaluation()
         if self._ranks.first:
-            self._checkpoints.prune()
+            self._states.disk.prune()
         return finished
 
-    def _open(self, name: str, restored: Checkpoint | None) -> int:
+    def _open(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> int:
         """Become the job's trainer; returns the step to begin with."""
-        step = 0
-        if restored is not None:
-            step = restored.manifest.step
-            self._backend.load(restored.folder, restored.manifest.updates)
-            self._checkpoints.went_on_from(restored)
-            if self._ranks.first:
-                record_event("restored", policy=self._policy, step=step, folder=restored.folder.name)
-        ledger = restored.ledger() if restored is not None and self._ranks.first else b""
-        given = [ledger] if ledger else []
-        opening = OpenTrainer(self._policy, name, step, self._published.last_epoch)
-        opened = self._ranks.on_first(lambda: self._buffer.call(opening, attachments=given))
+        epochs = torch.zeros(2, dtype=torch.int64)  # ours, where we begin from a checkpoint or from `left`
+        opened = self._ranks.on_first(lambda: self._opened(name, restored, left))
         if opened is not None:
-            if opened.step != step:
-                raise TrainerError(
-                    f"the weights are those of step {step}, but the buffer is at {opened.step}"
-                )
-            self._epoch = opened.epoch
-            self._note("opened", step=step)
+            epochs[int(opened[1])] = opened[0]
+        self._ranks.broadcast(epochs)
+        self._epoch = int(epochs.max())
+        if not epochs[1]:
+            self._states.forget_memory()
+        begin = left if epochs[1] else restored
+        if begin is not None:
+            self._backend.load(begin.folder, begin.manifest.updates)
+            self._states.went_on_from(begin)
+        step = begin.manifest.step if begin is not None else 0
+        self._note("opened", step=step)
         if (
             self._run_log is not None
-            and restored is not None
-            and was_evaluated(self._run_log.path, VersionTag(self._policy, restored.manifest.epoch, step))
+            and begin is not None
+            and was_evaluated(self._run_log.path, VersionTag(self._policy, begin.manifest.epoch, step))
         ):
             self._evaluated = step
-        place = torch.tensor([self._epoch, step])
-        self._ranks.broadcast(place)
-        self._epoch, step = place.tolist()
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
         return step
+
+    def _opened(self, name: str, restored: Checkpoint | None, left: Checkpoint | None) -> tuple[int, bool]:
+        """The epoch that the buffer gives us, and whether it is for going on from `left`."""
+        for begin in filter(None, (left, restored)):
+            kind = "left" if begin is left else "restored"
+            record_event(kind, policy=self._policy, step=begin.manifest.step, folder=begin.folder.name)
+        if left is not None:
+            try:
+                return self._ask_to_open(name, left.manifest.step, memory_epoch=left.manifest.epoch), True
+            except FaultError as error:
+                if error.kind != "invalid":
+                    raise
+                log.warning("the state left in memory is passed over", error=str(error))
+        step = restored.manifest.step if restored is not None else 0
+        return self._ask_to_open(name, step, ledger=restored.ledger() if restored is not None else b""), False
+
+    def _ask_to_open(self, name: str, step: int, *, memory_epoch: int = 0, ledger: bytes = b"") -> int:
+        opening = OpenTrainer(self._policy, name, step, self._published.last_epoch, memory_epoch)
+        opened = self._buffer.call(opening, attachments=[ledger] if ledger else [])
+        if opened.step != step:
+            raise TrainerError(f"the weights are those of step {step}, but the buffer is at {opened.step}")
+        return opened.epoch
 
     def _note(self, event: str, **fields: Any) -> None:
         """Rank 0 speaks for all."""
@@ -220,24 +249,35 @@ class RlTrainer:
             "publish_s": ended_s - trained_s,
         }
         done = step + 1
-        ledger: Future[bytes] | None = None
-        if done % self._job.checkpoint.every_steps == 0 or done == self._job.trainer.steps:
-            ledger = Future()
+        place = self._states.due(
+            done, asked=bool(self._job.checkpoint.keep_best) and self._is_evaluated(done)
+        )
+        committed: Future[bytes] = Future()
         trained = _Trained(batch, result, seconds, publishing_s)
-        self._finishing.begin(lambda: self._finish(done, publication, trained, ledger))
-        if ledger is not None:
-            self._checkpoint(done, ledger)
+        self._finishing.begin(
+            lambda: self._finish(done, publication, trained, committed, export=place == "disk")
+        )
+        if place is not None:
+            self._states.leave(
+                place,
+                done,
+                epoch=self._epoch,
+                updates=self._backend.updates,
+                save=self._backend.save,
+                ledger=committed.result,  # nothing has its name before its step is committed
+                durable=(lambda: self._durable(done)) if place == "disk" else (lambda: None),
+            )
         return True
 
     def _check(self) -> None:
         """Raise what a thread has failed with."""
         self._finishing.check()
-        self._checkpoints.check()
+        self._states.check()
 
     def _wait(self) -> None:
         """Wait until all that was begun is published, committed and on disk, on every rank."""
         self._wait_for_commit(self._job.trainer.steps)
-        self._checkpoints.wait()
+        self._states.wait()
 
     def _wait_for_commit(self, step: int) -> None:
         """Wait until the step before `step` is published and committed, on every rank."""
@@ -274,10 +314,12 @@ class RlTrainer:
         version: int,
         publication: Publication | None,
         trained: _Trained | None = None,
-        ledger: Future[bytes] | None = None,
+        committed: Future[bytes] | None = None,
+        *,
+        export: bool = False,
     ) -> None:
-        """See the publication of `version` through, and on rank 0 commit the step that made it, if one did;
-        then export the ledger as of that commit, if it is asked for."""
+        """See the publication of `version` through, and on rank 0 commit the step that made it, if one did.
+        Then `committed` gets the ledger as of that commit if it is to be exported, otherwise no bytes."""
         try:
             with busy("publish"):
                 written = publication.result() if publication is not None else None
@@ -291,15 +333,17 @@ class RlTrainer:
             self._buffer.call(Commit(self._policy, self._epoch, version - 1, list(self._same_as)))
             self._note("committed", step=version - 1)
             failpoint("trainer.after_commit")
-            if ledger is not None:
-                _, copies = self._buffer.exchange(ExportLedger(self._policy, self._epoch, version))
-                ledger.set_result(bytes(copies[0]))
+            if committed is not None:
+                copies: Sequence[Any] = (b"",)
+                if export:
+                    _, copies = self._buffer.exchange(ExportLedger(self._policy, self._epoch, version))
+                committed.set_result(bytes(copies[0]))
             if self._run_log is not None:
                 seconds = {**trained.seconds, "publication_s": announced_s - trained.published_from_s}
                 report_step(self._run_log, trained.batch, trained.result, seconds, written)
         except BaseException as error:
-            if ledger is not None and not ledger.done():
-                ledger.set_exception(error)
+            if committed is not None and not committed.done():
+                committed.set_exception(error)
             raise
 
     def _announced(self, written: SnapshotInfo, version: int) -> None:
@@ -319,17 +363,6 @@ class RlTrainer:
                 )
         metrics.VERSION.labels(self._policy).set(version)
         board.figures = lambda: ServiceFigures(version)
-
-    def _checkpoint(self, step: int, ledger: Future[bytes]) -> None:
-        """Copy the state after `step` steps, and have it written."""
-        self._checkpoints.begin(
-            step,
-            epoch=self._epoch,
-            updates=self._backend.updates,
-            save=self._backend.save,
-            ledger=ledger.result,
-            durable=lambda: self._durable(step),
-        )
 
     def _durable(self, step: int) -> None:
         """The checkpoint has its name: the buffer may free what it covers."""

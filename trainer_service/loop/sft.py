@@ -40,6 +40,7 @@ from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, ModelError
 from trainer_service.loop.learner import train_step
 from trainer_service.ranks import Ranks
+from trainer_service.states import Place, States
 from trainer_service.trained import write_trained
 
 log = get_logger("trainer")
@@ -57,6 +58,7 @@ class SftTrainer:
         run_dir: Path,
         run_log: RunLog | None,
         stopping: threading.Event,
+        shm_dir: Path | None = None,
     ) -> None:
         self._job = job
         self._ranks = ranks
@@ -64,7 +66,7 @@ class SftTrainer:
         self._run_dir = run_dir
         self._run_log = run_log
         self._stopping = stopping
-        self._checkpoints = Checkpoints(
+        disk = Checkpoints(
             run_dir / "checkpoints",
             job=job.job,
             policy=job.policy,
@@ -73,6 +75,7 @@ class SftTrainer:
             keep_best=job.checkpoint.keep_best,
             measured=lambda: measured_in(run_log.path, job.policy) if run_log is not None else (),
         )
+        self._states = States.of(job, disk, ranks, shm_dir)
         normaliser = job.trainer.objective.normaliser
         self._objective = Objective(ObjectiveSection(loss="sft", correction="none", normaliser=normaliser))
         self._cost = load_row_cost(job.model)
@@ -90,11 +93,12 @@ class SftTrainer:
         self._backend.prepare_save()
         every = self._job.sft.evaluate_every
         accuracy = self.accuracy() if step % every == 0 else None
+        saved: Place | None = None
         if restored is None:
             self._write(step, accuracy=accuracy)
         for indices in itertools.islice(self._batches(), step, None):
             if self._stop_asked():
-                self._checkpoints.wait()
+                self._states.wait()
                 return False
             if self._good_enough(accuracy) or step == self._job.trainer.steps:
                 break
@@ -111,9 +115,10 @@ class SftTrainer:
                 accuracy=accuracy,
                 step_s=round(time.monotonic() - begun_s, 6),
             )
-            self._checkpoints.check()
-            if step % self._job.checkpoint.every_steps == 0:
-                self._checkpoint(step)
+            self._states.check()
+            saved = self._states.due(step, asked=bool(self._job.checkpoint.keep_best) and step % every == 0)
+            if saved is not None:
+                self._leave(saved, step)
             policy = self._job.policy
             if not self._ranks.first:
                 continue
@@ -123,9 +128,9 @@ class SftTrainer:
             metrics.TOKENS.labels(policy).inc(tokens)
         if step % every:
             self._write(step, accuracy=self.accuracy())
-        if step > begun and step % self._job.checkpoint.every_steps:
-            self._checkpoint(step)
-        self._checkpoints.wait()
+        if step > begun and saved != "disk":
+            self._leave("disk", step)
+        self._states.wait()
         files = companion_files(self._job.model, self._job.trainer.dtype)
         with busy("export"):
             write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
@@ -136,11 +141,11 @@ class SftTrainer:
         if restored is None:
             return 0
         self._backend.load(restored.folder, restored.manifest.updates)
-        self._checkpoints.went_on_from(restored)
+        self._states.went_on_from(restored)
         return restored.manifest.step
 
-    def _checkpoint(self, step: int) -> None:
-        self._checkpoints.begin(step, epoch=0, updates=self._backend.updates, save=self._backend.save)
+    def _leave(self, place: Place, step: int) -> None:
+        self._states.leave(place, step, epoch=0, updates=self._backend.updates, save=self._backend.save)
 
     def accuracy(self) -> float | None:
         """Share of held-out tasks answered exactly by greedy decoding; None without a held-out file."""

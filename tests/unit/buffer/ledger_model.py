@@ -153,6 +153,7 @@ class Model:
     min_scored: int
     trainers: dict[str, Trainer]
     held: Held = field(default_factory=Held)
+    trains_abandoned: bool = False
     may_mask: set[str] = field(default_factory=set)
     """Episodes of which a verdict is on its way that may mask them."""
 
@@ -258,7 +259,10 @@ class Model:
                 assert all(0 <= step - version <= mine.eta for version in trained), "staleness_is_bounded"
                 oldest = min((tag.version for tag in tags), default=-1)
                 assert episode.min_version == oldest, "versions_are_true"
-                assert tags <= lineage, "a unit of abandoned weights is in a batch"
+                assert self.trains_abandoned or tags <= lineage, "a unit of abandoned weights is in a batch"
+                for tag in tags - lineage:
+                    common = [t.version for t in lineage if t.epoch == tag.epoch and t.version < tag.version]
+                    assert step - max(common, default=step) <= mine.eta, "staleness_is_bounded"
                 assert episode.reward == self.held.scores[episode.episode_id]
                 held = self.held.blobs.get(group.group_id, ())
                 assert episode.sample in held, "bytes are held until the checkpoint"
@@ -271,7 +275,8 @@ class Model:
             gone = set(planned) - set(ids)
             assert gone, "a batch is never only put into another order"
             assert all(
-                (group_id, policy) in self.held.ended or not self.tags_of(group_id, policy) <= lineage
+                (group_id, policy) in self.held.ended
+                or (not self.trains_abandoned and not self.tags_of(group_id, policy) <= lineage)
                 for group_id in gone
             ), "a batch is only ever changed because of abandoned weights"
             mine.batches[step] = ids

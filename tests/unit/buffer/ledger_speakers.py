@@ -74,6 +74,7 @@ class Speakers(Promises):
             for name, each in self.consumers.items()
         }
         self.model = Model(N, rules.max_reuse, rules.overtaken_masks, rules.min_scored, trainers)
+        self.model.trains_abandoned = rules.abandoned_trains
         self.leases = []
         self.lease_tags: dict[str, dict[str, VersionTag]] = {}
         self.claims = []

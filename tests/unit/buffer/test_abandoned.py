@@ -1,8 +1,21 @@
-"""Units sampled from weights that a restarted trainer has left reach no batch."""
+"""Units sampled from weights that a restarted trainer has left reach no batch, or count as older there."""
 
 from __future__ import annotations
 
-from replay_buffer.ledger.records import START, Span, accepts, continued, pruned, reopened, undecided
+from functools import partial
+
+import pytest
+
+from replay_buffer.ledger.records import (
+    START,
+    Span,
+    accepts,
+    continued,
+    counted_as,
+    pruned,
+    reopened,
+    undecided,
+)
 from tests.unit.buffer.conftest import reasons
 
 
@@ -73,3 +86,117 @@ def test_only_what_the_running_epoch_has_equalled_so_far_is_undecided():
     assert not undecided(lineage, 2, 1, 2)
     assert not undecided(lineage, 2, 2, 4), "that epoch was left at another version"
     assert not undecided(lineage, 2, 3, 3), "that epoch is not known"
+
+
+@pytest.fixture
+def train(drive):
+    """A ledger that trains what is abandoned."""
+    return partial(drive, batch_groups=1, abandoned_trains=True)
+
+
+def test_abandoned_units_are_trained_and_count_as_the_last_version_in_common(train):
+    ledger = train(max_staleness=4)
+    ledger.steps(2)
+    (late,) = ledger.scored(1)
+    assert ledger.index.groups[late.group_id].training["policy"].min_version == 2
+    ledger.open(step=1)
+    ledger.batch(1)
+    ledger.commit(1, [])
+    assert ledger.count("dropped:abandoned") == 0
+    assert ledger.index.groups[late.group_id].training["policy"].min_version == 1
+    batch = ledger.batch(2)
+    assert [group.group_id for group in batch.groups] == [late.group_id]
+    assert batch.groups[0].episodes[0].min_version == 2, "the trainer finds in the bytes what the batch names"
+    ledger.commit(2)
+    assert ledger.index.consumer("policy").max_staleness_seen == 1
+
+
+def test_abandoned_units_are_never_trained_beyond_the_bound_of_what_they_count_as(train):
+    ledger = train(max_staleness=1)
+    ledger.steps(4)
+    (late,) = ledger.scored(1)
+    ledger.open(step=2)
+    for step in (2, 3):
+        ledger.batch(step)
+        ledger.commit(step, [])
+    ledger.waiting(4)
+    assert ledger.state(late) is None
+    assert ledger.count("dropped:stale") == 1, "version 4 of the first trainer counts as 2"
+
+
+def test_what_arrives_from_abandoned_weights_is_stored_and_counts_as_older(train):
+    ledger = train(max_staleness=4, group_size=2)
+    ledger.steps(2)
+    (group,) = ledger.lease(1)
+    ledger.put(group, [0], version=2, epoch=1)
+    ledger.open(step=1)
+    ledger.batch(1)
+    ledger.commit(1, [])
+    assert ledger.put(group, [1], version=2, newest=2, epoch=1).refused == []
+    ledger.judge(ledger.claim())
+    assert ledger.index.groups[group.group_id].training["policy"].min_version == 1
+    assert ledger.rebuilt().groups == ledger.index.groups
+    assert [held.group_id for held in ledger.batch(2).groups] == [group.group_id]
+
+
+def test_a_lease_of_an_abandoned_version_may_still_bring_what_counts_as_older(train):
+    ledger = train(max_staleness=1)
+    ledger.steps(2)
+    (group,) = ledger.lease(1, version=2)
+    ledger.open(step=1)
+    ledger.batch(1)
+    ledger.commit(1, [])
+    ledger.scored(1)
+    assert group.group_id in ledger.waiting(2).detail, "it would be too old for the step after this one"
+
+
+def test_what_a_trainer_had_published_beyond_this_one_is_no_part_of_an_earlier_step(train):
+    """Its plan has lost a group; no unit of a version that is yet to come stands in."""
+    ledger = train(max_staleness=4)
+    ledger.steps(3)
+    (late,) = ledger.scored(1)
+    ledger.open(step=1)
+    (redone,) = ledger.index.batches["policy", 1].group_ids
+    ledger.drop_by_name(ledger.index.groups[redone], "bytes_lost")
+    ledger.waiting(1)
+    (other,) = ledger.scored(1)
+    assert [group.group_id for group in ledger.batch(1).groups] == [other.group_id]
+    ledger.commit(1, [])
+    assert ledger.state(late) is not None
+
+
+def test_versions_that_are_made_again_count_as_themselves(train):
+    ledger = train(max_staleness=4)
+    ledger.steps(2)
+    (late,) = ledger.scored(1)
+    ledger.open(step=1)
+    ledger.batch(1)
+    ledger.commit(1, [1])
+    assert ledger.index.groups[late.group_id].training["policy"].min_version == 2
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "counts"),
+    [
+        (1, 3, 3),
+        (1, 5, 4),  # the second trainer went on from 4
+        (2, 5, 5),
+        (2, 9, 6),  # the fourth went on from 6
+        (3, 7, 6),  # all of the third's is gone: it had begun at 7
+        (4, 8, 8),
+        (5, 1, -1),
+    ],
+)
+def test_a_version_counts_as_the_last_that_its_epoch_has_in_common_with_the_lineage(epoch, version, counts):
+    lineage = START
+    for number, step in ((1, 0), (2, 4), (3, 7), (4, 6)):
+        lineage = reopened(lineage, number, step)
+    assert counted_as(lineage, 8, epoch, version) == counts
+    if counts >= 0:
+        assert counts <= version
+
+
+def test_what_the_steps_to_come_will_tell_counts_as_itself():
+    lineage = reopened(reopened(START, 1, 0), 2, 4)
+    assert counted_as(lineage, 4, 1, 6) == 6
+    assert counted_as(lineage, 5, 1, 6) == 4

@@ -108,6 +108,8 @@ RULES = {
     "freshest": (2, {"sampling": "freshest"}),
     "priority": (2, {"sampling": "priority", "overtaken_waits": False}),
     "replay": (2, {"max_reuse": 2}),
+    "abandoned trains": (2, {"abandoned_trains": True}),
+    "abandoned trains, with reuse": (1, {"abandoned_trains": True, "max_reuse": 2, "overtaken_waits": False}),
     "replay by priority": (3, {"max_reuse": 3, "sampling": "priority", "priority": "advantage"}),
     "no score masks": (2, {"on_error": MASK, "on_timeout": MASK, "on_abstain": AT_ONCE, "min_scored": 1}),
     "no score masks, with reuse": (

@@ -183,9 +183,9 @@ def lines(group, places):
     """The other ends of the pipes, by name."""
     ends = {}
     for place in places:
-        with group.starting(place) as (variables, _):
+        with group.starting(place) as (_, given):
             if place.role == "trainer":
-                ends[place.name] = os.dup(int(variables[line.PULSE_VARIABLE]))
+                ends[place.name] = os.dup(given[line.PULSE_VARIABLE])
     yield ends
     for fd in ends.values():
         os.close(fd)
@@ -194,23 +194,23 @@ def lines(group, places):
 def test_one_rank_alone_has_no_socket_and_others_a_fresh_one_at_each_start(job, places):
     alone = RankGroup(1, hang_s=10.0)
     (trainer,) = [place for place in services_of(job) if place.role == "trainer"]
-    with alone.starting(trainer) as (variables, fds):
-        assert list(variables) == [line.PULSE_VARIABLE]
-        assert len(fds) == 1
+    with alone.starting(trainer) as (variables, given):
+        assert variables == {}
+        assert list(given) == [line.PULSE_VARIABLE]
     alone.close()
     several, addresses = RankGroup(3, hang_s=10.0), []
     first, second = [place for place in places if place.role == "trainer"][:2]
     for _ in range(2):
-        with several.starting(first) as (variables, _):
+        with several.starting(first) as (variables, given):
             addresses.append(variables[line.MEETING_VARIABLE])
-            there = socket.socket(fileno=os.dup(int(variables[line.LISTENING_VARIABLE])))
+            there = socket.socket(fileno=os.dup(given[line.LISTENING_VARIABLE]))
             with there:
                 assert addresses[-1] == "{}:{}".format(*there.getsockname())
                 assert there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 assert there.getsockname()[0] == "127.0.0.1"
-        with several.starting(second) as (variables, _):
+        with several.starting(second) as (variables, given):
             assert variables[line.MEETING_VARIABLE] == addresses[-1]
-            assert line.LISTENING_VARIABLE not in variables
+            assert line.LISTENING_VARIABLE not in given
     assert addresses[0] != addresses[1]
     several.close()
 

@@ -13,8 +13,8 @@ from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
 from areal_async.config.job import JobConfig
-from areal_async.errors import SnapshotError
-from areal_async.rpc.messages import Commit, Waiting
+from areal_async.errors import FaultError, SnapshotError
+from areal_async.rpc.messages import Commit, OpenTrainer, Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.log import setup_logging
@@ -26,9 +26,12 @@ from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
 from tests.waiting import wait_for
+from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.ranks import join_ranks
+from trainer_service.states import States, left_in_memory
 
 
 @pytest.fixture
@@ -279,3 +282,43 @@ def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir
     told = [(line["edge"], line["detail"]) for line in waits]
     assert told == [("reward -> buffer", "0 of 4 workers alive")]
     assert not (tmp_path / "model").exists()
+
+
+class LosingBuffer(rank_process.RecordedBuffer):
+    """A ledger that has lost what the state in memory is of."""
+
+    def exchange(self, request, *, attachments=()):
+        if isinstance(request, OpenTrainer) and request.memory_epoch:
+            self.calls.append(("refused", request.step, request.memory_epoch))
+            raise FaultError("invalid", "a trainer at step 3 cannot join a ledger at step 1")
+        return super().exchange(request, attachments=attachments)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_trainer_goes_on_from_memory_or_from_disk_and_ends_with_the_same_weights(
+    tmp_path, model_dir, batches, lost, monkeypatch
+):
+    places = {1: "memory", 2: "disk", 3: "memory", 4: "disk"}
+    monkeypatch.setattr(States, "due", lambda states, step, asked=False: places[step])
+
+    def trained(out, buffer, shm=None, **options):
+        job = rank_process.job_of(model_dir, out)
+        trainer = rank_process.trainer_of(job, out, buffer, shm_dir=shm)
+        assert trainer.run(name="trainer", ready=lambda: None, **options)
+        return (out / "model" / "model.safetensors").read_bytes()
+
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    whole = trained(tmp_path / "whole", rank_process.RecordedBuffer(batches), shm)
+    in_memory = left_in_memory(shm, job="job", policy="policy", ranks=join_ranks(0, 1), above=None)
+    assert in_memory.manifest.step == 3
+    buffer = (LosingBuffer if lost else rank_process.RecordedBuffer)(batches)
+    two = tmp_path / "whole" / "checkpoints" / "step-000002"
+    restored = open_checkpoint(two, job="job", policy="policy")
+    again = trained(tmp_path / "again", buffer, shm, restored=restored, left=in_memory)
+    assert again == whole
+    begins = [call for call in buffer.calls if call[0] in ("refused", "open")]
+    if lost:
+        assert begins == [("refused", 3, 1), ("open", 2, b"ledger of 2")]
+    else:
+        assert begins == [("open", 3, b"")]

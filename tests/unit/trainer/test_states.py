@@ -1,0 +1,177 @@
+"""States that a trainer leaves in memory: how often, and what becomes of one that is cut short or damaged."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable, step_of
+from trainer_service.disk import write_hashed
+from trainer_service.errors import DiskFull
+from trainer_service.ranks import join_ranks
+from trainer_service.states import FOLDER, Cadence, States, has_room, left_in_memory
+
+OF = {"job": "job", "policy": "alice"}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def save(folder):
+    return lambda: {
+        "policy.bin": write_hashed(folder / "policy.bin", [b"weights of " + folder.name.encode()])
+    }
+
+
+def states_of(tmp_path, *, every=None, longest=50, memory=True, clock=None):
+    (tmp_path / "shm").mkdir(exist_ok=True)
+    ranks = join_ranks(0, 1)
+    disk = Checkpoints(tmp_path / "checkpoints", **OF, keep=2, ranks=ranks)
+    left = (
+        Checkpoints(tmp_path / "shm" / FOLDER, **OF, keep=1, ranks=ranks, in_memory=True) if memory else None
+    )
+    return States(
+        disk, left, ranks, every=every, longest=longest, steps=1000, clock=clock or Clock(), weights_bytes=10
+    )
+
+
+def leave(states, place, step):
+    states.leave(place, step, epoch=1, updates=step, save=save)
+    states.wait()
+
+
+def left(tmp_path, above=None):
+    return left_in_memory(tmp_path / "shm", **OF, ranks=join_ranks(0, 1), above=above)
+
+
+def test_what_is_dear_is_done_rarely_at_once_and_what_is_cheap_often_little_by_little():
+    cadence = Cadence(share=0.02)
+    assert cadence.is_due(0.0), "nothing is known of the cost yet"
+    cadence.begin(0.0)
+    cadence.cost(0.2)
+    assert not cadence.is_due(9.9)
+    assert cadence.is_due(10.0)
+    for _ in range(20):
+        cadence.cost(0.02)
+    assert cadence.is_due(2.0)
+    cadence.cost(1.0)
+    assert not cadence.is_due(49.0)
+
+
+def test_two_states_must_fit_and_leave_room():
+    roomy = {"free_bytes": 100, "total_bytes": 100, "available_bytes": 1000}
+    assert has_room(45, **roomy)
+    assert not has_room(46, **roomy)
+    assert not has_room(45, **roomy | {"available_bytes": 179})
+    assert not has_room(45, **roomy | {"free_bytes": 99})
+
+
+def test_both_places_get_their_share_and_every_step_of_the_job_file_is_kept(tmp_path):
+    clock = Clock()
+    states = states_of(tmp_path, clock=clock)
+    places = []
+    for step in range(1, 25):
+        place = states.due(step)
+        places.append(place)
+        if place is not None:
+            leave(states, place, step)
+            written = states.disk if place == "disk" else states.memory
+            written.cost_s = 0.04 if place == "memory" else 0.1
+        clock.now_s += 1.0
+    assert places[:5] == ["disk", "memory", None, "memory", None]
+    assert [step for step, place in enumerate(places, 1) if place == "disk"] == [1, 11, 21]
+    assert states_of(tmp_path, longest=3, memory=False).due(3) == "disk", "the buffer holds no more steps"
+    fixed = states_of(tmp_path, every=4)
+    assert [fixed.due(step) for step in (3, 4, 1000)] == ["memory", "disk", "disk"]
+    assert states_of(tmp_path, memory=False, every=4).due(3) is None
+
+
+def test_what_may_be_among_the_best_is_saved_where_the_interval_is_automatic(tmp_path):
+    states = states_of(tmp_path, memory=False)
+    leave(states, "disk", 1)
+    assert states.due(2) is None
+    assert states.due(2, asked=True) == "disk"
+
+
+def test_the_newest_state_is_found_unless_one_on_disk_is_as_new(tmp_path):
+    states = states_of(tmp_path)
+    assert left(tmp_path) is None
+    for step in (3, 4):
+        leave(states, "memory", step)
+    assert left(tmp_path).manifest.step == 4
+    assert [step_of(folder) for folder in named_checkpoints(states.memory.root)] == [4]
+    leave(states, "disk", 4)
+    on_disk = newest_usable(tmp_path / "checkpoints", **OF)
+    assert left(tmp_path, above=on_disk) is None, "one with its ledger is better"
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone", "manifest"])
+def test_a_damaged_state_is_as_good_as_none(tmp_path, damage):
+    states = states_of(tmp_path)
+    leave(states, "memory", 7)
+    folder = left(tmp_path).folder
+    file = folder / "policy.bin"
+    match damage:
+        case "bit":
+            file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "gone":
+            file.unlink()
+        case "manifest":
+            (folder / "manifest.json").write_text('{"schema": 2, "job"')
+    assert left(tmp_path) is None
+
+
+def test_a_trainer_killed_while_it_leaves_a_state_has_left_the_one_before(tmp_path):
+    """Twice in a row; and what was begun is taken away."""
+    script = textwrap.dedent("""
+        import pathlib, sys
+        from areal_async.runtime.events import arm
+        from tests.unit.trainer.test_states import leave, states_of
+        folder, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+        states = states_of(folder)
+        leave(states, "memory", step)
+        arm("trainer.mid_state")
+        leave(states, "memory", step + 1)
+    """)
+    for step in (3, 5):
+        run = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(step)], check=False)
+        assert run.returncode == -signal.SIGKILL
+        assert left(tmp_path).manifest.step == step
+    unfinished = list((tmp_path / "shm" / FOLDER).glob(".step-*"))
+    assert len(unfinished) == 1, "the first was removed by the second trainer"
+
+
+def test_a_full_shared_memory_ends_the_states_and_not_the_trainer(tmp_path):
+    states = states_of(tmp_path)
+
+    def full(folder):
+        def write():
+            raise DiskFull("no room")
+
+        return write
+
+    states.leave("memory", 1, epoch=1, updates=1, save=full)
+    states.wait()
+    assert states.memory is None
+    assert not (tmp_path / "shm" / FOLDER).exists()
+    states.leave("memory", 2, epoch=1, updates=2, save=full)
+    leave(states, "disk", 3)
+    assert newest_usable(tmp_path / "checkpoints", **OF).manifest.step == 3
+
+
+def test_without_room_for_two_none_is_left(tmp_path):
+    states = states_of(tmp_path)
+    states._guess_bytes = 1 << 60
+    leave(states, "disk", 1)
+    states.disk.size_bytes = 0
+    assert states.due(2) is None

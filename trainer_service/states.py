@@ -1,0 +1,234 @@
+"""When a trainer leaves its state, and where: in a checkpoint on disk, or in shared memory.
+
+A state in shared memory outlives the trainer's process and nothing else: it is in the run's own folder there
+(mode 0700, removed with the run). It is a checkpoint folder as on disk: it has its name only when all ranks
+have left their files and its step is committed, every file is verified by its hash before it is used, and the
+one before stays until then. It has no copy of the ledger, which outlives the trainer too, and the buffer
+frees nothing for it.
+
+Both are written by a thread beside the steps, from one copy of the state in the host's memory, so one of
+either kind is in the making at a time. `Cadence` says how often that is cheap enough.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from areal_async.config.checks import checkpoint_interval
+from areal_async.config.job import JobConfig
+from areal_async.runtime.log import get_logger
+from trainer_service.checkpoint import Checkpoint, Checkpoints, named_checkpoints, newest_usable, step_of
+from trainer_service.disk import FileEntry
+from trainer_service.errors import CheckpointError, DiskFull
+from trainer_service.ranks import Ranks
+
+FOLDER = "trainer-state"
+DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
+"""Most of a rank's time that checkpoints on disk may take where `checkpoint.every_steps` is `auto`, and
+states in memory: the step's standing still for the copy, and the CPU time of writing."""
+DISK_LEAST_S = 5.0
+"""Least time between two on disk: each also has the buffer copy its ledger and free what it covers."""
+FORGET = 0.25  # A cheaper one counts so much in what is expected of the next; a dearer one counts at once
+STATE_BYTES_PER_WEIGHT_BYTE = 6
+"""Upper bound for what is not known yet: bf16 weights on disk, fp32 weights and two moments in a state."""
+SPARE_SHARE = 0.1  # Of shared memory, what must stay free beside two states
+
+Place = Literal["disk", "memory"]
+log = get_logger("trainer")
+
+
+@dataclass
+class Cadence:
+    """How often something may be done that costs time: so that it takes at most `share` of it all. Times are
+    of one monotonic clock."""
+
+    share: float
+    least_s: float = 0.0
+    """The least time between two."""
+    expected_s: float = 0.0
+    """What the next is expected to cost."""
+    begun_s: float = -math.inf
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s - self.begun_s >= max(self.least_s, self.expected_s / self.share)
+
+    def begin(self, now_s: float) -> None:
+        self.begun_s = now_s
+
+    def cost(self, seconds: float) -> None:
+        """One has cost so much. A dear one makes the next rarer at once, cheap ones make it more frequent
+        little by little: the cost of a write swings with what else the machine does."""
+        self.expected_s = max(seconds, self.expected_s + FORGET * (seconds - self.expected_s))
+
+
+def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_bytes: int) -> bool:
+    """Whether two states fit into shared memory of `total_bytes`, and into what the machine has to give."""
+    return 2 * state_bytes <= min(free_bytes - SPARE_SHARE * total_bytes, available_bytes / 2)
+
+
+def left_in_memory(
+    shm_dir: Path, *, job: str, policy: str, ranks: Ranks, above: Checkpoint | None
+) -> Checkpoint | None:
+    """The state that a trainer of this run left in memory, if it is whole and of more steps than the
+    checkpoint `above`. All ranks call it. A damaged one is as good as none."""
+    try:
+        left = newest_usable(shm_dir / FOLDER, job=job, policy=policy, ranks=ranks)
+    except CheckpointError:  # it is named in the log
+        return None
+    if left is None or (above is not None and left.manifest.step <= above.manifest.step):
+        return None
+    return left
+
+
+class States:
+    """Leaves the states of one trainer. All ranks make one, and call `leave`, `wait` in the same order.
+
+    `every` is the number of steps between two checkpoints on disk; None: as often as they are cheap, and with
+    at most `longest` steps between. `memory` are the states in shared memory, None for none;
+    `weights_bytes` is the size of the model's files."""
+
+    def __init__(
+        self,
+        disk: Checkpoints,
+        memory: Checkpoints | None,
+        ranks: Ranks,
+        *,
+        every: int | None,
+        longest: int,
+        steps: int,
+        weights_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.disk, self.memory = disk, memory
+        self._ranks = ranks
+        self._every, self._longest, self._steps = every, longest, steps
+        self._clock = clock
+        self._guess_bytes = STATE_BYTES_PER_WEIGHT_BYTE * weights_bytes
+        self._cadences: dict[Place, Cadence] = {
+            "disk": Cadence(DISK_SHARE, DISK_LEAST_S),
+            "memory": Cadence(MEMORY_SHARE),
+        }
+        self._newest: Place | None = None
+        self._on_disk = 0
+
+    @classmethod
+    def of(cls, job: JobConfig, disk: Checkpoints, ranks: Ranks, shm_dir: Path | None) -> States:
+        """Those of a job; without `shm_dir`, the run's folder in shared memory, on disk alone."""
+        memory = None
+        if shm_dir is not None and job.checkpoint.in_memory:
+            root = shm_dir / FOLDER
+            memory = Checkpoints(root, job=job.job, policy=job.policy, keep=1, ranks=ranks, in_memory=True)
+        return cls(
+            disk,
+            memory,
+            ranks,
+            every=job.checkpoint.every_steps,
+            longest=checkpoint_interval(job),
+            steps=job.trainer.steps,
+            weights_bytes=sum(path.stat().st_size for path in job.model.glob("*.safetensors")),
+        )
+
+    def went_on_from(self, restored: Checkpoint) -> None:
+        """Count what is there: the trainer goes on from `restored`."""
+        for checkpoints in filter(None, (self.disk, self.memory)):
+            checkpoints.went_on_from(restored)
+        there = [step_of(folder) for folder in named_checkpoints(self.disk.root)]
+        self._on_disk = max((step for step in there if step <= restored.manifest.step), default=0)
+
+    def forget_memory(self) -> None:
+        """No state in memory is on the lineage of this trainer."""
+        if self.memory is not None and self._ranks.first:
+            shutil.rmtree(self.memory.root, ignore_errors=True)
+
+    def due(self, step: int, *, asked: bool = False) -> Place | None:
+        """Where the state after `step` steps is to be left; None for nowhere. `asked`: on disk, where
+        `every` does not say otherwise."""
+        if step == self._steps or (self._every is not None and step % self._every == 0):
+            return "disk"
+        if self._every is None and (asked or step - self._on_disk >= self._longest):
+            return "disk"
+        writing = any(each.is_writing for each in (self.disk, self.memory) if each is not None)
+        if not writing:
+            self._learn()
+        now_s = self._clock()
+        disk = self._every is None and self._cadences["disk"].is_due(now_s)
+        memory = self.memory is not None and self._cadences["memory"].is_due(now_s) and self._fits()
+        against = torch.tensor([writing, writing or not disk, writing or not memory], dtype=torch.int64)
+        self._ranks.max(against)  # one against it is enough: all ranks do the same
+        busy, no_disk, no_memory = against.tolist()
+        return None if busy else "memory" if not no_memory and no_disk else None if no_disk else "disk"
+
+    def leave(
+        self,
+        place: Place,
+        step: int,
+        *,
+        epoch: int,
+        updates: int,
+        save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
+        ledger: Callable[[], bytes] = bytes,
+        durable: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy the state after `step` steps and have it written (see `Checkpoints.begin`). What is written of
+        another place is waited for: both use one copy. A state that finds no room in memory ends this, and no
+        other is left there; every other error is raised."""
+        self._cadences[place].begin(self._clock())
+        self._settle_memory()
+        into = self.disk
+        if place == "disk":
+            self._on_disk = step
+        elif self.memory is None:
+            return
+        else:
+            self.disk.wait()
+            into = self.memory
+        self._newest = place
+        into.begin(step, epoch=epoch, updates=updates, save=save, ledger=ledger, durable=durable)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written, on any rank. Raises what a checkpoint has failed with."""
+        self._settle_memory()
+        self.disk.wait()
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that this rank could not write."""
+        self.disk.check()
+
+    def _settle_memory(self) -> None:
+        if self.memory is None:
+            return
+        try:
+            self.memory.wait()
+        except DiskFull as error:
+            log.warning("no more states are left in memory", error=str(error))
+            self.forget_memory()
+            self.memory = None
+
+    def _learn(self) -> None:
+        """Take in what the newest has cost, once."""
+        place, self._newest = self._newest, None
+        written = self.memory if place == "memory" else self.disk
+        if place is not None and written is not None:
+            self._cadences[place].cost(written.cost_s)
+
+    def _fits(self) -> bool:
+        if self.memory is None or not self._ranks.first:
+            return True
+        size = self.memory.size_bytes or self.disk.size_bytes or self._guess_bytes
+        usage = shutil.disk_usage(self.memory.root.parent)
+        own = self.memory.size_bytes  # what lies there now is taken away when the next is written
+        return has_room(
+            size,
+            free_bytes=usage.free + own,
+            total_bytes=usage.total,
+            available_bytes=psutil.virtual_memory().available + own,
+        )
