@@ -9,6 +9,7 @@ from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Arrived
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import sums_of
 from areal_async.runtime.service import run_service
 from areal_async.runtime.status import board
 from reward_service import metrics
@@ -32,7 +33,9 @@ async def main(ctx: ServiceContext) -> None:
                 error.restart_helps = True
             raise
         metrics.watch(router)
-        board.figures = lambda: ServiceFigures(workers_alive=router.alive)
+        board.figures = lambda: ServiceFigures(
+            workers_alive=router.alive, sums={"calls": sums_of(metrics.CALL_SECONDS)}
+        )
         buffer = await stack.enter_async_context(client)
         await buffer.call(Arrived(ctx.name))
         ctx.ready()

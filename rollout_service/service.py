@@ -23,12 +23,14 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import sums_of
 from areal_async.runtime.process import NO_RESTARTS, RestartPolicy
 from areal_async.runtime.status import board
+from areal_async.weights.metrics import FETCH_SECONDS
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
-from rollout_service.metrics import EngineMetrics
+from rollout_service.metrics import STALL, EngineMetrics
 from rollout_service.process import connect, make_gateway, make_renderer, prepare, settle
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker import WeightUpdates, Worker
@@ -36,6 +38,15 @@ from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.workflows import workflow_of
 
 log = get_logger("rollout")
+
+
+def figures_of(engine: ReplicaSet) -> ServiceFigures:
+    """What the worker says of its work."""
+    stats = engine.stats()
+    sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)} | (
+        {"passes": list(stats.passes)} if stats.passes else {}
+    )
+    return ServiceFigures(engine.version.version, stats.tokens_total, sums=sums)
 
 
 class NameTaken(ArealError):
@@ -142,7 +153,7 @@ async def _serve(ctx: ServiceContext) -> None:
             if serving is None:
                 return
             REGISTRY.register(EngineMetrics(engine))
-            board.figures = lambda: ServiceFigures(engine.version.version, engine.stats().tokens_total)
+            board.figures = lambda: figures_of(engine)
             settle()
             ctx.ready()
             log.info("rollout worker serves", engine=job.rollout.engine, version=serving.version)

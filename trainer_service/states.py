@@ -92,7 +92,7 @@ def left_in_memory(
 class States:
     """Leaves the states of one trainer. All ranks make one, and call `leave`, `wait` in the same order.
 
-    `every` is the number of steps between two checkpoints on disk; None: as often as they are cheap, and with
+    `every` is the number of steps between two checkpoints on disk; `auto`: as often as they are cheap, and with
     at most `longest` steps between. `memory` are the states in shared memory, None for none;
     `weights_bytes` is the size of the model's files."""
 
@@ -102,7 +102,7 @@ class States:
         memory: Checkpoints | None,
         ranks: Ranks,
         *,
-        every: int | None,
+        every: int | Literal["auto"],
         longest: int,
         steps: int,
         weights_bytes: int = 0,
@@ -152,15 +152,15 @@ class States:
     def due(self, step: int, *, asked: bool = False) -> Place | None:
         """Where the state after `step` steps is to be left; None for nowhere. `asked`: on disk, where
         `every` does not say otherwise."""
-        if step == self._steps or (self._every is not None and step % self._every == 0):
+        if step == self._steps or (self._every != "auto" and step % self._every == 0):
             return "disk"
-        if self._every is None and (asked or step - self._on_disk >= self._longest):
+        if self._every == "auto" and (asked or step - self._on_disk >= self._longest):
             return "disk"
         writing = any(each.is_writing for each in (self.disk, self.memory) if each is not None)
         if not writing:
             self._learn()
         now_s = self._clock()
-        disk = self._every is None and self._cadences["disk"].is_due(now_s)
+        disk = self._every == "auto" and self._cadences["disk"].is_due(now_s)
         memory = self.memory is not None and self._cadences["memory"].is_due(now_s) and self._fits()
         against = torch.tensor([writing, writing or not disk, writing or not memory], dtype=torch.int64)
         self._ranks.max(against)  # one against it is enough: all ranks do the same

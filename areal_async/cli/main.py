@@ -10,7 +10,16 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
-from areal_async.cli.tools import CheckpointRequest, PlanRequest, add_command, buffer, readable_errors, reward
+from areal_async.cli.tools import (
+    AdviseRequest,
+    CheckpointRequest,
+    PlanRequest,
+    SimulateRequest,
+    add_command,
+    buffer,
+    readable_errors,
+    reward,
+)
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
@@ -116,6 +125,8 @@ def validate(job_file: JobFile, overrides: Overrides = None) -> None:
 
 
 add_command(app, "plan", PlanRequest)
+add_command(app, "simulate", SimulateRequest)
+add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
 
 RunArgument = Annotated[

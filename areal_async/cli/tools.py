@@ -143,6 +143,34 @@ class PlanRequest(ToolRequest, frozen=True):
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False
 
 
+class SimulateRequest(ToolRequest, frozen=True):
+    """Predict how a job would run: steps per second, staleness, who idles, what is wasted."""
+
+    job_file: Annotated[str, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
+    ] = None
+    runs: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="RUN", help="A run that measured the costs; may be given again."),
+    ] = None
+    costs: Annotated[
+        str | None, typer.Option(metavar="YAML", help="The costs, instead of a run (docs/simulate.md).")
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are simulated, after a warm-up.")] = 100
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False
+
+
+class AdviseRequest(ToolRequest, frozen=True):
+    """Say what holds a run up, and what would balance it, by simulating it and its alternatives."""
+
+    run: RunArgument
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each simulation, after a warm-up.")] = 100
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a page.")] = False
+
+
 class CheckpointRequest(ToolRequest, frozen=True):
     """The model of a checkpoint as a Hugging Face directory."""
 
@@ -181,6 +209,8 @@ def module_of(request: ToolRequest) -> str:
         ReplayRequest: "trainer_service.tools.replay",
         TrialRequest: "reward_service.tools.trial",
         PlanRequest: "trainer_service.tools.plan",
+        SimulateRequest: "replay_buffer.tools.simulate",
+        AdviseRequest: "replay_buffer.tools.advise",
         CheckpointRequest: "trainer_service.tools.checkpoint_model",
     }
     return modules[type(request)]

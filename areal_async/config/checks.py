@@ -40,7 +40,7 @@ def episode_limit_bytes(job: JobConfig) -> int:
 def checkpoint_interval(job: JobConfig) -> int:
     """The most steps between two checkpoints."""
     every = job.checkpoint.every_steps
-    if every is None:
+    if every == "auto":
         batch = job.buffer.batch_groups
         heaviest = batch * job.rollout.group_size * episode_limit_bytes(job)
         room = min(job.buffer.max_groups // batch, job.buffer.max_bytes // heaviest)
@@ -198,7 +198,9 @@ def _best_can_be_told(job: JobConfig) -> Iterator[Mistake]:
     field, every = "evaluation.every_steps", job.evaluation.every_steps
     if job.kind == "sft":
         field, every = "sft.evaluate_every", job.sft.evaluate_every
-    saved = job.checkpoint.every_steps or every  # by itself what is evaluated is saved
+    saved = job.checkpoint.every_steps
+    if saved == "auto":
+        saved = every  # what is evaluated is saved
     if (both := math.lcm(saved, every)) >= job.trainer.steps:
         yield Mistake(
             "checkpoint.keep_best",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.config.reward import RewardSection
@@ -13,7 +13,7 @@ from areal_async.rpc.schema import POLICY, POLICY_NAME
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Steps = Annotated[int | None, BeforeValidator(lambda given: None if given == "auto" else given)]
+NumberOrAuto = Annotated[int, Field(ge=1, le=1_000_000_000)] | Literal["auto"]
 Accuracy = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -60,9 +60,9 @@ class WeightsSection(Section):
 class CheckpointSection(Section):
     """Weights, optimizer and the buffer's ledger, together on disk."""
 
-    every_steps: Steps = Field(default=None, ge=1)
-    """Steps between two checkpoints; the last step always makes one. Episodes are kept until then. `auto`,
-    or null: as often as it takes at most 1 % of the trainer's time, and at least every 50 steps or as many as
+    every_steps: NumberOrAuto = "auto"
+    """Steps between two checkpoints; the last step always makes one. Episodes are kept until then. `auto`:
+    as often as it takes at most 1 % of the trainer's time, and at least every 50 steps or as many as
     the buffer can hold."""
     in_memory: bool = True
     """Whether the trainer also leaves its state in shared memory, so that its death costs no more than the

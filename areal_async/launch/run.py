@@ -42,6 +42,7 @@ from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import serve_metrics
 from areal_async.runtime.status import board
 from areal_async.status.aggregator import DropReport, StatusAggregator
+from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
@@ -133,6 +134,7 @@ def _run(
             phases=supervisor.phases,
             show=show,
             threads=ThreadSplit(job, len(os.sched_getaffinity(0))),
+            load=LoadLog(run_log),
         )
         board.figures = lambda: ServiceFigures(run=msgspec.to_builtins(monitor.newest))
         monitor.start()

@@ -55,6 +55,8 @@ class ServiceFigures(Record, frozen=True):
     """Version that a rollout worker samples from; the newest that the trainer has published."""
     tokens: int | None = None  # Units that a rollout worker has sampled
     workers_alive: int | None = None  # Scoring processes of the reward service that are ready for calls
+    sums: dict[str, list[float]] = {}
+    """What it has counted since its start of how long things take, by name (docs/metrics.md, `load`)."""
     buffer: BufferStats | None = None  # As of about a second ago
     run: dict[str, Any] | None = None
     """How the run stands, the supervisor's: a `RunStatus` as plain values, once it watches."""

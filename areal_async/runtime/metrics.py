@@ -176,6 +176,16 @@ class Busy(Collector):
 busy = Busy()
 prometheus_client.REGISTRY.register(busy)
 
+
+def sums_of(histogram: prometheus_client.Histogram) -> list[float]:
+    """How many values a histogram has seen, and their sum, over all its labels."""
+    samples = [sample for metric in histogram.collect() for sample in metric.samples]
+    return [
+        float(sum(sample.value for sample in samples if sample.name.endswith(end)))
+        for end in ("_count", "_sum")
+    ]
+
+
 STALL = prometheus_client.Gauge(
     "areal_stall_seconds",
     "Seconds since the trainer last computed, by the edge that starves it; 0 while it does.",

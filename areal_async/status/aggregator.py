@@ -306,6 +306,15 @@ class StatusAggregator:
         """Busy share of a service from the first to the last finished step."""
         return self._services[name].rates.busy_while_training()
 
+    @property
+    def answers(self) -> dict[str, ServiceStatus]:
+        """What each service that has answered said last."""
+        return {name: one.status for name, one in self._services.items() if one.status is not None}
+
+    @property
+    def steps_done(self) -> int:
+        return self._progress.done
+
     def names(self, prefix: str) -> list[str]:
         return [name for name in self._services if name.startswith(prefix)]
 

@@ -22,6 +22,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import STALL
 from areal_async.runtime.status import status_endpoint
 from areal_async.status.aggregator import RunStatus, StatusAggregator
+from areal_async.status.load import LoadLog
 from areal_async.status.watchdog import Stall
 
 log = get_logger("watchdog")
@@ -74,6 +75,7 @@ class Monitor:
         clients: Callable[[], StatusClients],
         phases: Callable[[], Mapping[str, str]],
         show: Callable[[RunStatus], None],
+        load: LoadLog,
         threads: Callable[[RunStatus], Mapping[str, int]] = lambda status: {},
     ) -> None:
         """`threads`: how many CPU threads services are to compute with, by the prefixes of their names."""
@@ -83,6 +85,7 @@ class Monitor:
         self._show = show
         self._split = threads
         self._threads: Mapping[str, int] = {}
+        self._load = load
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -118,6 +121,8 @@ class Monitor:
                 self.newest = self._aggregator.status(time.monotonic())
                 self._report_stall(self.newest)
                 self._threads = self._split(self.newest)
+                with suppress(OSError):  # a full disk is for those to tell whose records are needed
+                    self._load.look(self._aggregator.answers, self._aggregator.steps_done, time.monotonic())
                 self._show(self.newest)
                 if self._stop.is_set():
                     return

@@ -161,6 +161,7 @@ class ReplicaSet:
             tokens_total=sum(tokens),
             requests_total=sum(requests),
             busy_s=max((stats.busy_s for stats in each), default=0.0),
+            passes=tuple(map(sum, zip(*(stats.passes for stats in each), strict=False))),
         )
 
     async def stop(self) -> None:

@@ -53,6 +53,8 @@ class BatchFigures:
     """Episodes that more than one version sampled."""
     share_reused: float
     """Episodes that were in a step before."""
+    sampled_quantiles: list[float]
+    """Sampled tokens of an episode: the least, the tenths between, and the most."""
 
 
 def plan_step(
@@ -146,4 +148,5 @@ def figures_of(batch: Batch) -> BatchFigures:
         share_stale=float((staleness > 0).mean()),
         share_multi_version=float(np.mean(multi)),
         share_reused=sum(len(group.episodes) for group in batch.groups if group.uses) / len(episodes),
+        sampled_quantiles=np.quantile([e.n_sampled for e in episodes], np.linspace(0, 1, 11)).tolist(),
     )

@@ -70,6 +70,7 @@ class EngineCore:
         self.prefill_tokens = prefill_tokens
         self.tag = VersionTag(POLICY, 0, 0)
         self.tokens_total = 0
+        self.prompt_tokens_total = 0  # Computed for those that began, equal prompts once
         self.requests_total = 0
         self.waiting: deque[GenerateRequest] = deque()
         """Smallest priority first, among equals in the order they came."""
@@ -207,6 +208,7 @@ class EngineCore:
         self._row[slots] = rows[source]
         self._active = np.concatenate((self._active, slots))
         hidden_UTE = self._prefill(distinct, rows)
+        self.prompt_tokens_total += sum(map(len, distinct))
         newest = torch.tensor([len(ids) - 1 for ids in distinct], device=hidden_UTE.device)
         last_UE = hidden_UTE[torch.arange(len(distinct), device=hidden_UTE.device), newest]
         return self._sample(slots, self.model.logits(last_UE), source)

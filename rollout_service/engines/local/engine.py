@@ -35,6 +35,7 @@ from rollout_service.engines.base import (
 )
 from rollout_service.engines.local.core import EngineCore, Finished
 from rollout_service.engines.local.model import LocalModel
+from rollout_service.engines.local.passes import PassSums
 
 log = get_logger("engine")
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class LocalEngine:
         self._wake = threading.Condition()
         self._paused = False
         self._stopping = False
+        self._passes = PassSums()
         self._core: EngineCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -157,6 +159,7 @@ class LocalEngine:
             tokens_total=core.tokens_total,
             requests_total=core.requests_total,
             busy_s=busy.seconds(self._activity),
+            passes=self._passes.sums,
         )
 
     async def stop(self) -> None:
@@ -214,7 +217,11 @@ class LocalEngine:
     def _step(self) -> None:
         follow_threads()
         core = self._started()
-        self._deliver(core.step())
+        begun_s, before = time.thread_time(), (core.tokens_total, core.prompt_tokens_total)
+        finished = core.step()
+        sampled, prompts = core.tokens_total - before[0], core.prompt_tokens_total - before[1]
+        self._passes.add(sampled, prompts, time.thread_time() - begun_s)
+        self._deliver(finished)
         if self._told and (pieces := core.grown(self._told)):
             assert self._loop is not None
             if not self._loop.is_closed():

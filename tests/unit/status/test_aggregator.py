@@ -10,8 +10,9 @@ from areal_async.errors import PeerGone
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
 from areal_async.status.aggregator import MESSAGE_LIFE_S, StatusAggregator
+from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor
-from areal_async.status.record import Tail
+from areal_async.status.record import RunLog, Tail
 
 NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
 
@@ -216,7 +217,7 @@ class Answers:
     async def close(self): ...
 
 
-def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job):
+def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job, tmp_path):
     trainer = told("trainer", {"kind": "step", "step": 4}, recorded=1, notice="odd", notices=1)
     shown = []
     monitor = Monitor(
@@ -224,6 +225,7 @@ def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job):
         clients=lambda: Answers(trainer=trainer),
         phases=lambda: {"trainer": "serving", "reward": "serving"},
         show=shown.append,
+        load=LoadLog(RunLog(tmp_path / "metrics.jsonl")),
     )
     monitor.start()
     monitor.look()

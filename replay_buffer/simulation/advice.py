@@ -1,0 +1,159 @@
+"""What holds a job up, and what would balance it: found by simulating it with a part that is faster, and with
+settings that are others. Pure, given costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.simulation.costs import Costs, Spread
+from replay_buffer.simulation.world import Prediction, Shape, predicted
+
+FASTER = 1.25  # How much faster each part is made, to see what the job gains
+SEEDS = (0, 1, 2)
+NOISE = 0.02
+"""Gains in steps per second below this are no gains, even where the seeds agree."""
+ETAS = (0, 1, 2, 4, 8)
+SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # Of the GPUs, that could generate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One variant of a job, over all seeds. `change` is what is other in it: a part, or overrides."""
+
+    change: str
+    steps_per_s: float
+    spread: float
+    """Largest minus smallest steps per second of the seeds, over their mean."""
+    prediction: Prediction
+    """With the first seed."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was found. Alternatives are sorted, the fastest first."""
+
+    now: Outcome
+    parts: list[Outcome]
+    """The job with each part 25 % faster, that which it gains most by first."""
+    alternatives: list[Outcome]
+    noise: float
+    """Relative differences in steps per second below this say nothing."""
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that holds the job up; empty where no part by itself does."""
+        first = self.parts[0]
+        return first.change if self.gain(first) > self.noise else ""
+
+    def gain(self, other: Outcome) -> float:
+        """Relative gain in steps per second over the job as it is."""
+        return other.steps_per_s / self.now.steps_per_s - 1
+
+    @property
+    def better(self) -> list[Outcome]:
+        """The alternatives that are faster by more than the noise, or as fast and fresher by a tenth of a
+        step at least."""
+        fresher = self.now.prediction.staleness_mean - 0.1
+        return [
+            each
+            for each in self.alternatives
+            if self.gain(each) > self.noise
+            or (self.gain(each) > -NOISE / 2 and each.prediction.staleness_mean < fresher)
+        ]
+
+
+def advise(rules: Rules, shape: Shape, costs: Costs, *, steps: int, off: float = 0.0) -> Advice:
+    """Simulate the job, its parts and its alternatives. `off`: by how much, relatively, the simulation misses
+    what the job really does: differences smaller than that are not trusted."""
+
+    def outcome(
+        change: str, rules: Rules, shape: Shape, costs: Costs, seeds: tuple[int, ...] = SEEDS
+    ) -> Outcome:
+        found = [predicted(rules, shape, costs, steps=steps, seed=seed) for seed in seeds]
+        speeds = [each.steps_per_s for each in found]
+        mean = statistics.mean(speeds)
+        return Outcome(change, mean, (max(speeds) - min(speeds)) / mean if mean else 0.0, found[0])
+
+    now = outcome("as it is", rules, shape, costs)
+    parts = [outcome(name, rules, shape, faster(costs), SEEDS[:1]) for name, faster in PARTS.items()]
+    alternatives = [outcome(change, r, s, costs, SEEDS[:1]) for change, r, s in variants(rules, shape, costs)]
+    return Advice(
+        now,
+        sorted(parts, key=lambda each: -each.steps_per_s),
+        sorted(alternatives, key=lambda each: -each.steps_per_s),
+        noise=max(NOISE, now.spread, off),
+    )
+
+
+def _spread(spread: Spread) -> Spread:
+    return spread.model_copy(
+        update={
+            "mean": None if spread.mean is None else spread.mean / FASTER,
+            "quantiles": tuple(each / FASTER for each in spread.quantiles),
+        }
+    )
+
+
+def _engine(costs: Costs) -> Costs:
+    names = ("pass_s", "request_s", "prefill_s", "prompt_token_s", "episode_s")
+    return _faster(costs, "engine", names)
+
+
+def _faster(costs: Costs, section: str, names: tuple[str, ...]) -> Costs:
+    part = getattr(costs, section)
+    changed = part.model_copy(update={name: getattr(part, name) / FASTER for name in names})
+    return costs.model_copy(update={section: changed})
+
+
+def _reward(costs: Costs) -> Costs:
+    scoring = costs.reward.model_copy(update={"episode_s": _spread(costs.reward.episode_s)})
+    return _faster(costs.model_copy(update={"reward": scoring}), "machine", ("reward_episode_s",))
+
+
+PARTS: dict[str, Callable[[Costs], Costs]] = {
+    "generation": _engine,
+    "training": lambda costs: _faster(costs, "trainer", ("step_s", "token_s", "batch_s")),
+    "scoring": _reward,
+    "publication": lambda costs: _faster(
+        costs, "publication", ("publish_s", "publication_s", "fetch_s", "pause_s")
+    ),
+    "the buffer": lambda costs: _faster(costs, "machine", ("buffer_episode_s",)),
+}
+
+
+def variants(rules: Rules, shape: Shape, costs: Costs) -> Iterator[tuple[str, Rules, Shape]]:
+    """Settings that the job could have, as the overrides that a command line takes."""
+    (name,) = rules.consumers
+    own = rules.consumers[name]
+    for eta in ETAS:
+        if eta != own.max_staleness:
+            changed = replace(own, max_staleness=eta)
+            yield f"buffer.max_staleness={eta}", replace(rules, consumers={name: changed}), shape
+    other = "full" if rules.pacing == "fresh" else "fresh"
+    yield f"buffer.pacing={other}", replace(rules, pacing=other), shape  # type: ignore[arg-type]
+    for factor in (0.5, 2.0):
+        concurrent = int(shape.max_concurrent * factor)
+        if concurrent >= shape.group_size:
+            yield f"rollout.max_concurrent={concurrent}", rules, replace(shape, max_concurrent=concurrent)
+    if costs.reward.episode_s.expected():
+        workers = 2 * shape.reward_workers
+        yield f"reward.workers={workers}", rules, replace(shape, reward_workers=workers)
+    if costs.machine.cores is None:
+        yield from _splits(rules, shape)
+
+
+def _splits(rules: Rules, shape: Shape) -> Iterator[tuple[str, Rules, Shape]]:
+    """The same GPUs, dealt out otherwise: one for each rank and each engine."""
+    gpus = shape.ranks + shape.workers * shape.replicas
+    seen = {shape.workers}
+    for share in SHARES:
+        workers = max(1, round(gpus * share / shape.replicas))
+        ranks = gpus - workers * shape.replicas
+        if workers in seen or ranks < 1:
+            continue
+        seen.add(workers)
+        change = f"rollout.workers={workers} trainer.ranks={ranks}"
+        yield change, rules, replace(shape, workers=workers, ranks=ranks)

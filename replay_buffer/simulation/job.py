@@ -1,0 +1,351 @@
+"""One job on a simulated clock. What is real: every decision of `replay_buffer.ledger` (leases, admission,
+pacing, staleness, batches, sampling), applied to its index, and the edges by which the buffer wakes who
+waits. How long things take is the `World`'s.
+
+A group is stored and scored as one piece, when its last episode is: no rule but those of partial groups
+sees the difference, and a group of sixteen costs what a group of one does. Nobody dies, and no lease
+expires.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from areal_async.rpc.messages import (
+    Batch,
+    Checkpointed,
+    Claim,
+    Commit,
+    EpisodeVerdict,
+    Lease,
+    LeasedGroup,
+    NextBatch,
+    PutVerdicts,
+)
+from areal_async.rpc.schema import Message, Task, VersionTag
+from areal_async.rpc.verdicts import Abstain, Score
+from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
+from replay_buffer.ledger.index import Edge, Index, LedgerRecords
+from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
+from replay_buffer.ledger.opening import OpenedWith
+from replay_buffer.ledger.records import GroupState, LedgerMeta, Versions
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.simulation.clock import Clock
+
+START_MS = 1_000_000
+NEVER_MS = 10**12
+ALL = 1 << 20
+SCORER = "reward-0"
+
+
+class World(Protocol):
+    """Who works on a simulated job. Workers are numbered from 0."""
+
+    @property
+    def workers(self) -> int: ...
+
+    def room(self, worker: int, step: int) -> int:
+        """How many more groups the worker takes now, while `step` is to be trained."""
+
+    def generate(self, worker: int, group_id: str, version: int) -> None:
+        """Make the group's episodes with the weights of `version`, then call `SimulatedJob.generated`."""
+
+    def score(self, group_id: str) -> None:
+        """Score what was generated, then call `SimulatedJob.scored`."""
+
+    def train(self, step: int, group_ids: Sequence[str]) -> None:
+        """Train a step, then call `SimulatedJob.trained`."""
+
+    def publish_ms(self) -> tuple[float, float]:
+        """For how long a publication keeps the trainer, and how long it then takes beside the next step."""
+
+    def exchange_ms(self, worker: int) -> float:
+        """From the end of a publication until the worker serves it."""
+
+    def served(self, worker: int, version: int) -> None:
+        """The worker serves `version` from now on."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a job had come to at one moment. Times in ms, `dropped` in groups."""
+
+    at_ms: float
+    steps: int
+    dropped: int
+    waited_ms: float  # In which the trainer waited for a batch
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was seen after the warm-up. `trained` and `dropped` are groups."""
+
+    steps: int
+    elapsed_ms: float
+    trained: int
+    dropped: int
+    max_staleness: int
+    """Of all steps, those of the warm-up too."""
+    mean_staleness: float
+    overlapped: int
+    """Steps, of all, that began while groups were generated: none in synchronous training."""
+    waited_ms: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Groups trained per second."""
+        return 1000 * self.trained / self.elapsed_ms if self.elapsed_ms else 0.0
+
+    @property
+    def steps_per_s(self) -> float:
+        return 1000 * self.steps / self.elapsed_ms if self.elapsed_ms else 0.0
+
+    @property
+    def waste(self) -> float:
+        """Groups dropped per group generated."""
+        return self.dropped / (self.trained + self.dropped) if self.dropped else 0.0
+
+    @property
+    def trainer_idle(self) -> float:
+        """Share of the time in which the trainer waited for a batch."""
+        return self.waited_ms / self.elapsed_ms if self.elapsed_ms else 0.0
+
+
+class EndlessTasks:
+    """Tasks without end or content."""
+
+    dataset_hash = "cafe0123"
+
+    def at(self, position: int) -> tuple[int, int]:
+        return position, 0
+
+    def task(self, row: int, pass_index: int) -> Task:
+        return Task(f"{self.dataset_hash}:{row}:{pass_index}", "", data_source="simulation")
+
+
+class SimulatedJob:
+    """A job of one trained policy under `rules`, which has its `clock` driven by `run`."""
+
+    def __init__(self, rules: Rules, world: World, clock: Clock, *, checkpoint_every: int = 1) -> None:
+        (self.policy,) = rules.consumers
+        self._own = rules.consumers[self.policy]
+        whole = replace(
+            rules,
+            group_size=1,
+            routing=None,
+            group_policy="complete",
+            dynamic_filtering=False,
+            lease_ms=NEVER_MS,
+            claim_ms=NEVER_MS,
+            max_bytes=1 << 50,
+        )
+        meta = LedgerMeta(ledger_id="simulated", dataset_hash=EndlessTasks.dataset_hash)
+        self.index = Index(whole, EndlessTasks(), LedgerRecords(meta), nonce="n")
+        self.clock = clock
+        self.serving = [0] * world.workers
+        self._world = world
+        self._checkpoint_every = checkpoint_every
+        self._edges: set[Edge] = set()
+        self._leases: dict[str, tuple[LeasedGroup, int, int]] = {}
+        """Of what is generated: lease, worker, and the version that its first unit is sampled from."""
+        self._claims: dict[str, EpisodeVerdict] = {}
+        self._refused = [False] * world.workers
+        """Who was given less than it asked for: it asks again when a place becomes free."""
+        self._step = 0  # The next that the trainer asks for
+        self._asked_ms: float | None = clock.now_ms  # Since when it waits; None while it computes
+        self._unpublished: int | None = None  # A step that is trained while the one before is published
+        self._asked = -1  # The last step that it has asked for
+        self._ages: list[float] = []  # Mean staleness of the groups of each step
+        self._max_staleness = 0
+        self._waited_ms = 0.0
+        self.overlapped = 0
+        self._send(OpenedWith(self.policy, "trainer", 0))
+
+    def run(self, steps: int, warm_up: int) -> Figures:
+        """Until `warm_up + steps` steps are committed, or nothing more can happen."""
+        collecting = gc.isenabled()
+        gc.disable()  # The records hold no cycles
+        try:
+            self._let_go_on()
+            self._run_to(warm_up)
+            before = self._tally()
+            self._run_to(warm_up + steps)
+            after = self._tally()
+        finally:
+            if collecting:
+                gc.enable()
+        done = after.steps - before.steps
+        ages = self._ages[before.steps : after.steps]
+        return Figures(
+            steps=done,
+            elapsed_ms=after.at_ms - before.at_ms,
+            trained=done * self._own.batch_groups,
+            dropped=after.dropped - before.dropped,
+            max_staleness=self._max_staleness,
+            mean_staleness=sum(ages) / len(ages) if ages else 0.0,
+            overlapped=self.overlapped,
+            waited_ms=after.waited_ms - before.waited_ms,
+        )
+
+    def _run_to(self, steps: int) -> None:
+        while self.v_train < steps and self.clock.tick():
+            self._let_go_on()
+
+    def _tally(self) -> Tally:
+        counts = self.index.meta.counts
+        dropped = sum(times for reason, times in counts.items() if reason.startswith("dropped:"))
+        waited = self._waited_ms + (self.clock.now_ms - self._asked_ms if self._asked_ms is not None else 0.0)
+        return Tally(self.clock.now_ms, self.v_train, dropped, waited)
+
+    @property
+    def v_train(self) -> int:
+        """Steps committed."""
+        return self.index.consumer(self.policy).v_train
+
+    # --- the buffer ---
+
+    def _send(self, command: Command) -> Message:
+        due_ms = self.index.next_deadline_ms
+        if due_ms is not None and due_ms <= self._now_ms:
+            self._take(ExpireDeadlines())
+        return self._take(command)
+
+    def _take(self, command: Command) -> Message:
+        decision = decide(self.index, command, self._now_ms)
+        if decision.writes is not None:
+            self._edges |= self.index.apply(decision.writes)
+        return decision.reply
+
+    @property
+    def _now_ms(self) -> int:
+        return START_MS + int(self.clock.now_ms)
+
+    def _let_go_on(self) -> None:
+        """Whoever waits for what has become possible asks again, as after an edge of the front."""
+        while self._edges:
+            edges, self._edges = self._edges, set()
+            if "batch" in edges:
+                self._ask()
+            if "lease" in edges:
+                self._lease_all()
+            if "claim" in edges:
+                self._claim()
+
+    # --- workers ---
+
+    def _lease_all(self) -> None:
+        """Whoever has most room was the first to wait. What one worker is refused, no other that serves the
+        same weights or older ones is given."""
+        self._refused = [False] * len(self.serving)
+        rooms = [self._world.room(worker, self.v_train) for worker in range(len(self.serving))]
+        for worker in sorted(range(len(rooms)), key=lambda w: -rooms[w]):
+            if not rooms[worker]:
+                break
+            self.lease(worker)
+            if self._refused[worker] and self.serving[worker] == max(self.serving):
+                self._refused = [True] * len(self.serving)
+                break
+
+    def lease(self, worker: int) -> None:
+        """Have the worker ask for as many groups as it has room for."""
+        room = 0 if self._refused[worker] else self._world.room(worker, self.v_train)
+        if not room:
+            return
+        version = self.serving[worker]
+        epoch = self.index.consumer(self.policy).epoch
+        message = Lease(f"rollout-{worker}", room, [VersionTag(self.policy, epoch, version)])
+        granted: Sequence[LeasedGroup] = self._send(message).groups  # type: ignore[attr-defined]
+        self._refused[worker] = len(granted) < room
+        for lease in granted:
+            self._leases[lease.group_id] = lease, worker, version
+            self._world.generate(worker, lease.group_id, version)
+
+    def generated(self, group_id: str) -> None:
+        """The group's last episode is there."""
+        lease, worker, first = self._leases.pop(group_id)
+        epoch = self.index.consumer(self.policy).epoch
+        versions = {self.policy: Versions(first, max(first, self.serving[worker]), epoch)}
+        self._send(StoreEpisodes(lease.lease_id, group_id, (Arrival(0, 100, 8, 4, versions),)))
+        self.lease(worker)
+
+    def _claim(self) -> None:
+        for item in self._send(Claim(SCORER, ALL)).items:  # type: ignore[attr-defined]
+            group_id = item.episode_id.rpartition(".")[0]
+            self._claims[group_id] = EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0))
+            self._world.score(group_id)
+
+    def scored(self, group_id: str, *, kept: bool = True) -> None:
+        """The group has its last verdict; unless `kept`, they have it dropped."""
+        verdict = self._claims.pop(group_id)
+        if not kept:
+            verdict = EpisodeVerdict(verdict.episode_id, verdict.claim_id, Abstain())
+        self._send(PutVerdicts(SCORER, [verdict]))
+
+    # --- the trainer ---
+
+    def _ask(self) -> None:
+        if self._asked_ms is None:
+            return
+        # Without replay, fewer scored groups than a step has give none: not asking again saves the search.
+        scored, own = self.index.group_counts[GroupState.SCORED], self._own
+        if self._asked == self._step and self.index.rules.max_reuse == 1 and scored < own.batch_groups:
+            return
+        self._asked = self._step
+        epoch = self.index.consumer(self.policy).epoch
+        batch = self._send(NextBatch(self.policy, epoch, self._step))
+        if isinstance(batch, Batch):
+            self._waited_ms += self.clock.now_ms - self._asked_ms
+            self._asked_ms = None
+            self.overlapped += self.index.group_counts[GroupState.LEASED] > 0
+            ages = [self._step - group.episodes[0].min_version for group in batch.groups]
+            self._ages.append(sum(ages) / len(ages))
+            self._max_staleness = max(self._max_staleness, *ages)
+            self._world.train(self._step, [group.group_id for group in batch.groups])
+        elif (due_ms := self.index.overtaken_due_ms) is not None:
+            self.clock.after(max(1, due_ms - self._now_ms), self._ask)
+
+    def trained(self) -> None:
+        """The trainer has done its step; it is published when the one before is."""
+        if self._step == self.v_train:
+            self._publish(self._step)
+        else:
+            self._unpublished = self._step
+
+    def _publish(self, step: int) -> None:
+        keeps_ms, beside_ms = self._world.publish_ms()
+        _soon(self.clock, keeps_ms, partial(self._published, step, beside_ms))
+
+    def _published(self, step: int, beside_ms: float) -> None:
+        self._step, self._asked_ms = step + 1, self.clock.now_ms
+        _soon(self.clock, beside_ms, partial(self._committed, step))
+        self._ask()
+
+    def _committed(self, step: int) -> None:
+        epoch = self.index.consumer(self.policy).epoch
+        self._send(Commit(self.policy, epoch, step))
+        if (step + 1) % self._checkpoint_every == 0:
+            self._send(Checkpointed(self.policy, epoch, step + 1))
+        for worker in range(len(self.serving)):
+            self.clock.after(self._world.exchange_ms(worker), partial(self._serve, worker, step + 1))
+        if (waiting := self._unpublished) is not None:
+            self._unpublished = None
+            self._publish(waiting)
+        self._ask()
+
+    def _serve(self, worker: int, version: int) -> None:
+        self.serving[worker] = max(self.serving[worker], version)
+        self._refused[worker] = False
+        self._world.served(worker, version)
+        self.lease(worker)
+
+
+def _soon(clock: Clock, delay_ms: float, event: partial[None]) -> None:
+    """`event` now if there is nothing to wait for: what happens at one moment keeps its order."""
+    if delay_ms > 0:
+        clock.after(delay_ms, event)
+    else:
+        event()

@@ -1,0 +1,239 @@
+"""What the parts of earlier runs have cost, from their records of kind `step` and `load` (docs/metrics.md).
+
+Services that share the cores of a machine hold each other up, and how long a step took says how long it had
+to wait for a core too. So where trainer and engines compute on CPUs, costs are CPU time, and the simulation
+deals out the cores anew; on GPUs they are time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_async.config.devices import first_threads
+from areal_async.config.job import JobConfig
+from areal_async.errors import RunFolderError
+from areal_async.launch.runs import Run
+from areal_async.status.record import lives_of, read_run_log
+from replay_buffer.simulation.costs import (
+    Costs,
+    EngineCosts,
+    MachineCosts,
+    PublicationCosts,
+    RewardCosts,
+    Spread,
+    TrainerCosts,
+)
+
+TERMS = 4  # See rollout_service/engines/local/passes.py
+NO_WAIT = 0.1  # Quantile of the waits for a batch that is taken for those whose batch was there
+ROUNDED = 4  # Digits
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a run has used up between its first `load` record and its last."""
+
+    job: JobConfig
+    steps: Sequence[Record]  # The step records between them
+    seconds: float
+    cores: int
+    first: Record
+    last: Record
+
+    @classmethod
+    def of(cls, run: Run) -> Window:
+        """Raises `RunFolderError` for a run too short to say anything."""
+        life = lives_of(list(read_run_log(run.folder / "metrics.jsonl")))[-1]
+        loads = [record for record in life if record["kind"] == "load" and record["steps"] > 0]
+        # A service that was started again counts from 0: what went before it is left out.
+        while len(loads) > 1 and set(loads[0]["services"]) != set(loads[-1]["services"]):
+            del loads[0]
+        steps = [record for record in life if record["kind"] == "step"]
+        if len(loads) > 1:
+            steps = [r for r in steps if loads[0]["time_s"] < r["time_s"] <= loads[-1]["time_s"]]
+        if len(loads) < 2 or not steps:
+            raise RunFolderError(
+                f"{run.folder} says nothing of what its steps cost: it needs two `load` records, which a run "
+                "writes every five seconds. Let it do more steps, or give the costs with --costs"
+            )
+        first, last = loads[0], loads[-1]
+        return cls(run.job, steps, last["time_s"] - first["time_s"], last["cores"], first, last)
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.last["steps"] - self.first["steps"])
+
+    def used(self, prefix: str, *path: str) -> float:
+        """How much a figure of the services of this name has grown, all of them together."""
+        return float(
+            sum(_at(self.last, name, path) - _at(self.first, name, path) for name in self.named(prefix))
+        )
+
+    def sums(self, prefix: str, what: str) -> list[float]:
+        """The same of sums; empty where there are none."""
+        told = [
+            (self.first["services"][name].get(what, ()), self.last["services"][name].get(what, ()))
+            for name in self.named(prefix)
+        ]
+        grown = [[b - a for a, b in zip(first, last, strict=False)] for first, last in told]
+        return [float(sum(each)) for each in zip(*grown, strict=False)]
+
+    def named(self, prefix: str) -> list[str]:
+        return [name for name in self.last["services"] if name.startswith(prefix)]
+
+    def counted(self, prefix: str) -> int:
+        """Transitions by reasons of this beginning."""
+        before, after = self.first["counts"], self.last["counts"]
+        return sum(count - before.get(name, 0) for name, count in after.items() if name.startswith(prefix))
+
+    def mean(self, name: str) -> float:
+        """Mean of a field of the step records."""
+        return sum(float(record[name]) for record in self.steps) / len(self.steps)
+
+
+def measured(runs: Sequence[Run]) -> Costs:
+    """The costs that runs of one job's parts, at settings that may differ, have had. The more their batches
+    differ, the better is known what a step costs by itself. Raises `RunFolderError`."""
+    windows = [Window.of(run) for run in runs]
+    newest = windows[-1]
+    shared = newest.job.trainer.device == "cpu" and newest.job.rollout.device == "cpu"
+    episodes = sum(window.counted("stored") for window in windows)
+    if episodes <= 0:
+        raise RunFolderError(f"{runs[-1].folder} has stored no episode between its `load` records")
+    pass_s, token_s, prefill_s, prompt_s, passes_s = _engine(windows)
+    overhead_s = (sum(w.used("rollout", "cpu_s") for w in windows) - passes_s) / episodes
+    _, calls_s = _sum_of(windows, "reward", "calls")
+    scoring_s = calls_s / episodes
+    desk_s = sum(window.used("reward", "cpu_s") for window in windows) / episodes - scoring_s
+    step_s, unit_s = _trainer(windows, shared=shared)
+    seconds = sum(window.seconds for window in windows)
+    updates, updates_s = _sum_of(windows, "rollout", "updates")
+    fetches, fetches_s = _sum_of(windows, "rollout", "fetches")
+    waits = [record["wait_s"] for window in windows for record in window.steps]
+    dropped = sum(w.counted("dropped:verdict") + w.counted("dropped:filter") for w in windows)
+    made = dropped + sum(window.counted("trained") for window in windows)
+    publish_s = newest.mean("publish_s")
+    return Costs(
+        prompt_tokens=Spread(
+            mean=_rounded((newest.mean("units") - newest.mean("tokens")) / newest.mean("episodes"))
+        ),
+        answer_tokens=Spread(quantiles=_quantiles(newest)),
+        engine=EngineCosts(
+            pass_s=_rounded(pass_s),
+            request_s=_rounded(token_s),
+            prefill_s=_rounded(prefill_s),
+            prompt_token_s=_rounded(prompt_s),
+            episode_s=_rounded(max(0.0, overhead_s)) if shared and passes_s else 0.0,
+            recompute=newest.job.rollout.update_mode == "recompute",
+        ),
+        trainer=TrainerCosts(
+            step_s=_rounded(step_s),
+            token_s=_rounded(unit_s),
+            batch_s=_rounded(float(np.quantile(waits, NO_WAIT))),
+            ranks=newest.job.trainer.ranks,
+        ),
+        reward=RewardCosts(
+            episode_s=Spread(mean=_rounded(scoring_s)), dropped_share=dropped / made if dropped else 0.0
+        ),
+        publication=PublicationCosts(
+            publish_s=0.0 if shared else _rounded(publish_s),
+            publication_s=_rounded(max(0.0, newest.mean("publication_s") - publish_s)),
+            fetch_s=_rounded(fetches_s / fetches) if fetches else 0.0,
+            pause_s=_rounded(updates_s / updates) if updates else 0.0,
+        ),
+        machine=MachineCosts(
+            cores=float(newest.cores),
+            buffer_episode_s=_rounded(sum(w.used("buffer", "cpu_s") for w in windows) / episodes),
+            reward_episode_s=_rounded(max(0.0, desk_s)),
+            others=_rounded(sum(w.used("supervisor", "cpu_s") for w in windows) / seconds),
+            threads=first_threads(newest.job.trainer.torch_threads),
+        )
+        if shared
+        else MachineCosts(),
+    )
+
+
+def _engine(windows: Sequence[Window]) -> tuple[float, float, float, float, float]:
+    """Seconds of a pass, of each request in it, of a pass over prompts, and of a prompt's token; and of all
+    passes together, 0 where the engine does not see them: then a token costs what it did at the load that
+    the runs had."""
+    told = [sums for window in windows if (sums := window.sums("rollout", "passes"))]
+    if not told:
+        tokens = sum(window.used("rollout", "tokens") for window in windows)
+        busy_s = sum(
+            window.used("rollout", "busy_s", "rollout") * window.job.rollout.replicas for window in windows
+        )
+        return 0.0, busy_s / max(1.0, tokens), 0.0, 0.0, 0.0
+    sums = [sum(each) for each in zip(*told, strict=True)]
+    products = np.zeros((TERMS, TERMS))
+    pairs = [(i, j) for i in range(TERMS) for j in range(i, TERMS)]
+    for (i, j), value in zip(pairs, sums, strict=False):
+        products[i, j] = products[j, i] = value
+    by_seconds = np.array(sums[len(pairs) :])
+    a, b, c, d = _least_squares(products, by_seconds)
+    return a, b, c, d, float(by_seconds[0])
+
+
+def _trainer(windows: Sequence[Window], *, shared: bool) -> tuple[float, float]:
+    """Seconds of a step by itself, and of each token. Where all batches were alike the two cannot be told
+    apart: all is the tokens' then."""
+    points = []
+    for window in windows:
+        threads = first_threads(window.job.trainer.torch_threads)
+        spent_s = (
+            window.used("trainer", "cpu_s") / window.steps_done / threads if shared else window.mean("busy_s")
+        )
+        points.append((window.mean("units"), spent_s))
+    units = np.array([each for each, _ in points])
+    if units.max() < 1.2 * units.min():
+        return 0.0, float(sum(spent for _, spent in points) / units.sum())
+    rows = np.stack([np.ones(len(points)), units], 1)
+    step_s, unit_s = _least_squares(rows.T @ rows, rows.T @ np.array([spent for _, spent in points]))
+    return step_s, unit_s
+
+
+def _least_squares(products: np.ndarray, by_value: np.ndarray) -> list[float]:
+    """The coefficients of least squares, none below 0: those that would be are left out, one by one."""
+    used = [i for i in range(len(by_value)) if products[i, i] > 0]
+    while used:
+        scale = np.sqrt(products.diagonal()[used])
+        scaled = products[np.ix_(used, used)] / np.outer(scale, scale)
+        found = np.linalg.lstsq(scaled, by_value[used] / scale, rcond=1e-9)[0] / scale
+        if found.min() >= 0:
+            break
+        used.pop(int(found.argmin()))
+        found = np.zeros(0)
+    result = [0.0] * len(by_value)
+    for i, value in zip(used, found if used else (), strict=True):
+        result[i] = float(value)
+    return result
+
+
+def _quantiles(window: Window) -> tuple[float, ...]:
+    """Those of the lengths of answers, the mean over steps."""
+    each = np.array([record["sampled_quantiles"] for record in window.steps])
+    quantiles = each.mean(0)
+    # Between quantiles is drawn evenly; whole tokens are not: what that changes in the mean is put right.
+    drawn = float((quantiles[1:] + quantiles[:-1]).mean() / 2)
+    return tuple(_rounded(q * window.mean("tokens") / window.mean("episodes") / drawn) for q in quantiles)
+
+
+def _sum_of(windows: Sequence[Window], service: str, what: str) -> tuple[float, float]:
+    told = [sums for window in windows if (sums := window.sums(service, what))]
+    return sum(sums[0] for sums in told), sum(sums[1] for sums in told)
+
+
+def _at(record: Record, name: str, path: Sequence[str]) -> float:
+    value: Any = record["services"][name]
+    for key in path:
+        value = value.get(key) or 0.0 if isinstance(value, dict) else 0.0
+    return float(value or 0.0)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{ROUNDED}g}")

@@ -1,0 +1,287 @@
+"""Workers, rewards and a trainer of which is known what they cost."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from areal_async.config.checks import checkpoint_interval
+from areal_async.config.job import JobConfig
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.simulation.clock import Clock
+from replay_buffer.simulation.costs import Costs
+from replay_buffer.simulation.engine import Answer, SimulatedEngine
+from replay_buffer.simulation.job import Figures, SimulatedJob
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large the parts of a job are."""
+
+    group_size: int
+    workers: int = 1
+    replicas: int = 1
+    """Engines of each worker."""
+    max_concurrent: int = 256
+    """Most episodes that one engine runs at once."""
+    longest_answer: int = 1 << 30
+    """Tokens after which an answer is cut."""
+    reward_workers: int = 1
+    ranks: int = 1
+    checkpoint_every: int = 1
+
+    @classmethod
+    def of(cls, job: JobConfig) -> Shape:
+        """The shape that a job file gives."""
+        return cls(
+            group_size=job.rollout.group_size,
+            workers=job.rollout.workers,
+            replicas=job.rollout.replicas,
+            max_concurrent=job.rollout.max_concurrent,
+            longest_answer=job.rollout.sampling.max_new_tokens,
+            reward_workers=job.reward.workers,
+            ranks=job.trainer.ranks,
+            checkpoint_every=checkpoint_interval(job),
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a job is predicted to do once it runs evenly. Shares are of the time."""
+
+    steps_per_s: float
+    step_s: float
+    episodes_per_s: float
+    tokens_per_s: float
+    """Sampled tokens that are trained, each second."""
+    staleness_mean: float
+    staleness_max: int
+    trainer_idle: float
+    """In which the trainer waits for a batch and for its bytes."""
+    rollout_idle: float
+    """In which an engine computes nothing, the mean of all of them."""
+    reward_idle: float
+    """In which a scoring process has nothing to score."""
+    wasted: float
+    """Groups dropped per group generated."""
+    running: float
+    """Mean episodes that run at once, on all engines."""
+    steps: int
+    """That were simulated, without the warm-up."""
+    events: int
+
+
+class Queue:
+    """Work for a number of servers, in the order in which it comes."""
+
+    def __init__(self, clock: Clock, servers: int, *, computes: bool) -> None:
+        self._clock = clock
+        self._servers = servers
+        self._start = clock.compute if computes else clock.after
+        self._busy = 0
+        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
+        self.used_ms = 0.0
+
+    def put(self, ms: float, done: Callable[[], object]) -> None:
+        """Have work of so long done."""
+        if self._busy < self._servers:
+            self._begin(ms, done)
+        else:
+            self._waiting.append((ms, done))
+
+    def _begin(self, ms: float, done: Callable[[], object]) -> None:
+        self._busy += 1
+        begun_ms = self._clock.now_ms
+        self._start(ms, lambda: self._end(begun_ms, done))
+
+    def _end(self, begun_ms: float, done: Callable[[], object]) -> None:
+        self.used_ms += self._clock.now_ms - begun_ms
+        self._busy -= 1
+        if self._waiting:
+            self._begin(*self._waiting.popleft())
+        done()
+
+
+class MeasuredWorld:
+    """The world of a job of a `shape` whose parts have `costs`. Lengths and scoring times depend on (seed,
+    group) alone, so two jobs that differ in η draw the same."""
+
+    def __init__(self, rules: Rules, shape: Shape, costs: Costs, *, seed: int = 0) -> None:
+        cores = costs.machine.cores
+        self._clock = Clock(math.inf if cores is None else max(0.1, cores - costs.machine.others))
+        self._shape, self._costs, self._seed = shape, costs, seed
+        slots = shape.max_concurrent
+        self._engines = [
+            [SimulatedEngine(self._clock, costs.engine, slots) for _ in range(shape.replicas)]
+            for _ in range(shape.workers)
+        ]
+        self._limit = slots * shape.replicas
+        self._running = [0] * shape.workers
+        self._rewards = Queue(self._clock, shape.reward_workers, computes=costs.reward.computes)
+        self._desk = Queue(self._clock, 1, computes=True)  # The reward service's own work
+        self._front = Queue(self._clock, 1, computes=True)
+        self._left: dict[str, list[int]] = {}  # Episodes to be generated and to be scored, by group
+        self._to_score: set[str] = set()
+        self._tokens: dict[str, float] = {}  # Of prompts and answers, by group
+        self._running_ms, self._running_since_ms = 0.0, 0.0
+        self._sampled = self._dealt = 0.0  # Tokens sampled, and groups that they are of
+        self.job = SimulatedJob(rules, self, self._clock, checkpoint_every=shape.checkpoint_every)
+
+    def predict(self, steps: int, warm_up: int) -> Prediction:
+        """Run `warm_up + steps` steps and say how the last `steps` went."""
+        self.job.run(warm_up, 0)
+        before = self._uses()
+        figures = self.job.run(steps, self.job.v_train)
+        uses = [after - earlier for after, earlier in zip(self._uses(), before, strict=True)]
+        return self._told(figures, *uses)
+
+    def _uses(self) -> tuple[float, float, float]:
+        self._count(0)
+        busy = sum(engine.busy_ms for engines in self._engines for engine in engines)
+        return busy, self._rewards.used_ms, self._running_ms
+
+    def _told(self, figures: Figures, busy: float, scoring: float, running: float) -> Prediction:
+        elapsed = max(figures.elapsed_ms, 1e-9)
+        shape, mean = self._shape, self._sampled / max(1.0, self._dealt)
+        return Prediction(
+            steps_per_s=figures.steps_per_s,
+            step_s=elapsed / 1000 / max(1, figures.steps),
+            episodes_per_s=figures.throughput * shape.group_size,
+            tokens_per_s=figures.throughput * mean,
+            staleness_mean=figures.mean_staleness,
+            staleness_max=figures.max_staleness,
+            trainer_idle=figures.trainer_idle + 1000 * self._costs.trainer.batch_s * figures.steps / elapsed,
+            rollout_idle=max(0.0, 1 - busy / elapsed / (shape.workers * shape.replicas)),
+            reward_idle=max(0.0, 1 - scoring / elapsed / shape.reward_workers),
+            wasted=figures.waste,
+            running=running / elapsed,
+            steps=figures.steps,
+            events=self._clock.events,
+        )
+
+    # --- the world of `SimulatedJob` ---
+
+    @property
+    def workers(self) -> int:
+        return self._shape.workers
+
+    def room(self, worker: int, step: int) -> int:
+        return max(0, math.ceil((self._limit - self._running[worker]) / self._shape.group_size))
+
+    def generate(self, worker: int, group_id: str, version: int) -> None:
+        shape, costs = self._shape, self._costs
+        rng = random.Random(f"{self._seed}:{group_id}")
+        prompt = costs.prompt_tokens.draw(rng)
+        tokens = [
+            max(1.0, min(costs.answer_tokens.draw(rng), shape.longest_answer))
+            for _ in range(shape.group_size)
+        ]
+        scoring_ms = [1000 * costs.reward.episode_s.draw(rng) for _ in tokens]
+        self._left[group_id] = [len(tokens), len(tokens)]
+        self._tokens[group_id] = sum(tokens) + prompt * len(tokens)
+        self._sampled += sum(tokens)
+        self._dealt += 1
+        self._count(len(tokens))
+        self._running[worker] += len(tokens)
+        engine = min(self._engines[worker], key=lambda one: one.load)
+        engine.submit(
+            [
+                Answer(length, prompt, partial(self._answered, worker, group_id, ms))
+                for length, ms in zip(tokens, scoring_ms, strict=True)
+            ],
+            shared_prompt=prompt,
+        )
+
+    def _count(self, change: int) -> None:
+        """Keep the sum of how many episodes have run, for how long."""
+        now_ms = self._clock.now_ms
+        self._running_ms += (now_ms - self._running_since_ms) * sum(self._running)
+        self._running_since_ms = now_ms
+
+    def _answered(self, worker: int, group_id: str, scoring_ms: float) -> None:
+        """An episode is done. It is scored from now on, whatever its group's others still do."""
+        self._count(-1)
+        self._running[worker] -= 1
+        left = self._left[group_id]
+        left[0] -= 1
+        machine = self._costs.machine
+        self._pass_through(
+            self._front,
+            machine.buffer_episode_s,
+            lambda: self._pass_through(
+                self._desk,
+                machine.reward_episode_s,
+                lambda: self._rewards.put(scoring_ms, partial(self._episode_scored, group_id)),
+            ),
+        )
+        if not left[0]:
+            self.job.generated(group_id)
+        else:
+            self.job.lease(worker)
+
+    def _pass_through(self, queue: Queue, seconds: float, done: Callable[[], object]) -> None:
+        if seconds:
+            queue.put(1000 * seconds, done)
+        else:
+            done()
+
+    def _episode_scored(self, group_id: str) -> None:
+        self._left[group_id][1] -= 1
+        self._may_be_scored(group_id)
+
+    def score(self, group_id: str) -> None:
+        self._to_score.add(group_id)
+        self._may_be_scored(group_id)
+
+    def _may_be_scored(self, group_id: str) -> None:
+        if group_id in self._to_score and not self._left[group_id][1]:
+            self._to_score.remove(group_id)
+            del self._left[group_id]
+            share = self._costs.reward.dropped_share
+            kept = not share or random.Random(f"kept:{self._seed}:{group_id}").random() >= share
+            self.job.scored(group_id, kept=kept)
+
+    def train(self, step: int, group_ids: Sequence[str]) -> None:
+        costs, machine = self._costs.trainer, self._costs.machine
+        tokens = sum(self._tokens[group_id] for group_id in group_ids)
+        seconds = costs.step_s + tokens * costs.token_s * costs.ranks / self._shape.ranks
+        # A thread more is one that wants a core for as long.
+        extra = machine.threads - 1 if machine.cores is not None else 0
+        self._clock.demand(extra)
+
+        def done() -> None:
+            self._clock.demand(-extra)
+            self.job.trained()
+
+        self._clock.after(1000 * costs.batch_s, lambda: self._clock.compute(1000 * seconds, done))
+
+    def publish_ms(self) -> tuple[float, float]:
+        costs = self._costs.publication
+        return 1000 * costs.publish_s, 1000 * costs.publication_s
+
+    def exchange_ms(self, worker: int) -> float:
+        return max(1.0, 1000 * self._costs.publication.fetch_s)
+
+    def served(self, worker: int, version: int) -> None:
+        for engine in self._engines[worker]:
+            engine.exchange(self._costs.publication.pause_s)
+
+
+def simulated(job: JobConfig, costs: Costs, *, steps: int, seed: int = 0) -> Prediction:
+    """What `job` is predicted to do, over `steps` steps after a warm-up."""
+    return predicted(Rules.of(job), Shape.of(job), costs, steps=steps, seed=seed)
+
+
+def predicted(
+    rules: Rules, shape: Shape, costs: Costs, *, steps: int, seed: int = 0, warm_up: int | None = None
+) -> Prediction:
+    """What a job of these rules and this shape is predicted to do. It is taken to have no end."""
+    (name,) = rules.consumers
+    endless = replace(rules, consumers={name: replace(rules.consumers[name], steps=1 << 40)})
+    if warm_up is None:
+        warm_up = max(20, min(100, 4 * (rules.consumers[name].max_staleness + 1)))
+    return MeasuredWorld(endless, shape, costs, seed=seed).predict(steps, warm_up)

@@ -1,0 +1,78 @@
+"""`areal-async simulate`: how a job would run, by the real ledger on a simulated clock."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_async.cli.tools import SimulateRequest, run_tool
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.load import load_job
+from areal_async.config.yamlfile import dump_yaml
+from areal_async.launch.runs import find_run
+from replay_buffer.simulation.costs import Costs, read_costs
+from replay_buffer.simulation.measured import measured
+from replay_buffer.simulation.world import Prediction, simulated
+
+
+def main(request: SimulateRequest) -> None:
+    """Print the prediction. Raises `ConfigError` and `RunFolderError`."""
+    job = load_job(Path(request.job_file), request.overrides or (), files=False)
+    if job.kind != "rl":
+        raise ConfigError(
+            request.job_file, [Mistake("kind", "a job of kind sft generates nothing", "Use rl")]
+        )
+    costs = costs_of(request)
+    begun_s = time.perf_counter()
+    prediction = simulated(job, costs, steps=request.steps, seed=request.seed)
+    took_s = time.perf_counter() - begun_s
+    if not prediction.steps:
+        problem = "no step is ever done: the limits leave no room for a batch, or everything is dropped"
+        raise ConfigError(request.job_file, [Mistake("buffer", problem, "Raise buffer.max_groups")])
+    if request.as_json:
+        found = {"prediction": asdict(prediction), "costs": costs.model_dump(), "took_s": round(took_s, 2)}
+        print(json.dumps(found, indent=2))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in told(prediction).items():
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"{prediction.events:,} events in {took_s:.1f} s", style="dim")
+    if request.runs:
+        console.print("\nWith these costs, which --costs takes too:")
+        console.print(dump_yaml(costs.model_dump(exclude_unset=True)), markup=False, end="")
+
+
+def costs_of(request: SimulateRequest) -> Costs:
+    """The costs that the command line names."""
+    if bool(request.runs) == bool(request.costs):
+        fix = "Name a run that measured them, --from RUN, or a file that gives them, --costs YAML"
+        problem = "costs are needed, from one place"
+        raise ConfigError("the command line", [Mistake("--from, --costs", problem, fix)])
+    if request.costs:
+        return read_costs(Path(request.costs))
+    return measured([find_run(Path(each)) for each in request.runs or ()])
+
+
+def told(prediction: Prediction) -> dict[str, str]:
+    """The prediction in words."""
+    p = prediction
+    return {
+        "steps": f"{p.steps_per_s:.4g} a second: one takes {p.step_s:.4g} s",
+        "throughput": f"{p.episodes_per_s:,.4g} episodes and {p.tokens_per_s:,.5g} sampled tokens a second",
+        "staleness": f"{p.staleness_mean:.2f} in the mean, {p.staleness_max} at most",
+        "trainer idle": f"{p.trainer_idle:.1%}",
+        "engines idle": f"{p.rollout_idle:.1%}; {p.running:,.1f} episodes run in the mean",
+        "scoring idle": f"{p.reward_idle:.1%}",
+        "wasted": f"{p.wasted:.2%} of the groups are dropped",
+    }
+
+
+if __name__ == "__main__":
+    run_tool(SimulateRequest, main)

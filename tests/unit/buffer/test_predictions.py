@@ -1,0 +1,265 @@
+"""Jobs with known costs on a simulated clock, against what arithmetic says of them."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+
+from areal_async.config.errors import ConfigError
+from areal_async.errors import RunFolderError
+from replay_buffer.ledger.rules import Rules
+from replay_buffer.simulation.advice import advise
+from replay_buffer.simulation.clock import Clock
+from replay_buffer.simulation.costs import Costs, EngineCosts, Spread, read_costs
+from replay_buffer.simulation.engine import Answer, SimulatedEngine
+from replay_buffer.simulation.world import MeasuredWorld, Shape, predicted
+
+GROUP, BATCH, TOKENS, PASS_S = 4, 8, 100, 0.01
+
+
+def costs(*, train_s=0.32, answers=None, engine=None, **sections):
+    """Of a job whose engine makes a batch that it runs whole in a second."""
+    units = GROUP * BATCH * TOKENS
+    return Costs.model_validate(
+        {
+            "prompt_tokens": {"mean": 0},
+            "answer_tokens": answers or {"mean": TOKENS},
+            "engine": {"pass_s": PASS_S, "request_s": 0} | (engine or {}),
+            "trainer": {"token_s": train_s / units},
+            **sections,
+        }
+    )
+
+
+def rules(eta, pacing="full", **others):
+    return Rules.alone(
+        group_size=GROUP, batch_groups=BATCH, max_staleness=eta, pacing=pacing, max_groups=10_000, **others
+    )
+
+
+def run(eta, given=None, *, concurrent=64, shape=None, pacing="full", steps=50, **others):
+    shape = shape or Shape(group_size=GROUP, max_concurrent=concurrent)
+    return predicted(rules(eta, pacing, **others), shape, given or costs(), steps=steps)
+
+
+def test_at_eta_0_a_step_takes_what_its_parts_take_one_after_the_other():
+    parts = {
+        "reward": {"episode_s": {"mean": 0.05}, "computes": False},
+        "publication": {"publish_s": 0.02, "publication_s": 0.03, "fetch_s": 0.1},
+    }
+    found = run(0, costs(**parts), shape=Shape(group_size=GROUP, reward_workers=GROUP * BATCH))
+    assert found.step_s == pytest.approx(1.0 + 0.05 + 0.32 + 0.02 + 0.03 + 0.1, rel=0.01)
+    assert (found.staleness_max, found.wasted) == (0, 0)
+    assert found.rollout_idle == pytest.approx(1 - 1.0 / found.step_s, rel=0.01)
+
+
+def test_generation_that_is_the_slower_side_never_waits():
+    found = run(4)
+    assert found.steps_per_s == pytest.approx(2.0, rel=0.01), "64 episodes a second are two batches"
+    assert found.rollout_idle == pytest.approx(0, abs=0.01)
+    assert found.trainer_idle == pytest.approx(1 - 0.32 * 2, abs=0.01)
+
+
+def test_a_trainer_that_is_the_slower_side_never_waits():
+    found = run(4, costs(train_s=2.0))
+    assert found.step_s == pytest.approx(2.0, rel=0.01)
+    assert found.trainer_idle == pytest.approx(0, abs=0.01)
+    assert found.staleness_mean > 3.9
+    fresh = run(4, costs(train_s=2.0), pacing="fresh")
+    assert fresh.step_s == pytest.approx(2.0, rel=0.02)
+    assert fresh.staleness_mean < 1.5
+
+
+def test_scoring_by_few_workers_is_a_limit_of_its_own():
+    found = run(4, costs(reward={"episode_s": {"mean": 0.1}, "computes": False}))
+    assert found.episodes_per_s == pytest.approx(10, rel=0.01)
+    assert found.reward_idle == pytest.approx(0, abs=0.01)
+
+
+def test_a_pass_takes_longer_with_more_requests():
+    engine = {"pass_s": 0.01, "request_s": 0.001}
+    found = run(4, costs(engine=engine), concurrent=64)
+    assert found.tokens_per_s == pytest.approx(64 / (0.01 + 0.064), rel=0.02)
+
+
+def test_ranks_share_a_step_and_engines_add_up():
+    shape = Shape(group_size=GROUP, workers=2, replicas=2, max_concurrent=32, ranks=4)
+    found = run(4, costs(train_s=8.0), shape=shape)
+    assert found.step_s == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_cores_are_shared(cores):
+    """One core does the work of both sides in turns: 0.5 s for a batch and 1 s for a step."""
+    engine = {"pass_s": 0, "request_s": 0.5 / (GROUP * BATCH * TOKENS)}
+    found = run(4, costs(train_s=1.0, engine=engine, machine={"cores": cores}))
+    assert found.step_s == pytest.approx(1.5 if cores == 1 else 1.0, rel=0.02)
+
+
+@pytest.mark.parametrize(("eta", "pacing"), [*product([0, 1, 4], ["full", "fresh"])])
+def test_staleness_is_bounded_whatever_things_cost(eta, pacing):
+    for train_s, concurrent in product((0.1, 1.0, 5.0), (8, 32, 128)):
+        given = costs(train_s=train_s, answers={"mean": TOKENS, "sigma": 1.0, "most": 500})
+        found = run(eta, given, concurrent=concurrent, pacing=pacing, steps=20)
+        assert found.steps == 20
+        assert found.staleness_max <= eta
+
+
+def test_every_group_ends_once():
+    given = costs(
+        answers={"mean": TOKENS, "sigma": 1.0}, reward={"episode_s": {"mean": 0.01}, "dropped_share": 0.2}
+    )
+    world = MeasuredWorld(rules(1), Shape(group_size=GROUP), given, seed=1)
+    found = world.predict(60, 10)
+    index = world.job.index
+    counts = index.meta.counts
+    dropped = sum(times for reason, times in counts.items() if reason.startswith("dropped:"))
+    assert counts["queued"] == counts["committed"] + dropped + len(index.groups)
+    assert counts["committed"] == 70 * BATCH
+    assert counts["dropped:verdict_abstain"] / counts["stored"] == pytest.approx(0.2, rel=0.2)
+    assert found.wasted >= 0.1
+
+
+def test_an_engine_answers_each_request_once_and_in_the_order_of_their_ends():
+    clock, seen = Clock(), []
+    engine = SimulatedEngine(clock, EngineCosts(pass_s=0.001, request_s=0.0, prompt_token_s=0.001), 2)
+    answers = [Answer(n, 1, lambda n=n: seen.append((n, clock.now_ms))) for n in (30, 10, 5)]
+    engine.submit(answers, shared_prompt=10)
+    while clock.tick():
+        pass
+    assert [n for n, _ in seen] == [10, 5, 30]
+    assert [at for _, at in seen] == pytest.approx([20, 25, 40]), "the prompt first, the third on a free slot"
+    assert engine.load == 0
+    assert engine.busy_ms == pytest.approx(40)
+
+
+def test_work_on_too_few_cores_takes_longer_and_waits_do_not():
+    clock, seen = Clock(cores=2), {}
+    for name in "abc":
+        clock.compute(10, lambda name=name: seen.setdefault(name, clock.now_ms))
+    clock.after(10, lambda: seen.setdefault("wait", clock.now_ms))
+    while clock.tick():
+        pass
+    assert seen == pytest.approx({"wait": 10, "a": 15, "b": 15, "c": 15})
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"train_s": 3.0}, "training"),
+        ({"train_s": 0.1}, "generation"),
+        ({"reward": {"episode_s": {"mean": 0.1}, "computes": False}}, "scoring"),
+    ],
+)
+def test_advice_names_what_holds_the_job_up(change, part):
+    advice = advise(rules(4), Shape(group_size=GROUP, max_concurrent=32), costs(**change), steps=20)
+    assert advice.bottleneck == part
+
+
+def test_advice_moves_gpus_to_the_slower_side_and_calls_no_noise_a_gain():
+    shape = Shape(group_size=GROUP, workers=6, ranks=2, max_concurrent=32)
+    advice = advise(rules(4), shape, costs(train_s=4.0), steps=20)
+    assert advice.better[0].change == "rollout.workers=2 trainer.ranks=6"
+    certain = advise(rules(4), shape, costs(train_s=4.0), steps=20, off=10.0)
+    assert not certain.bottleneck
+    assert all(certain.gain(each) < 0.01 for each in certain.better)
+
+
+def test_what_is_drawn_is_what_was_asked_for():
+    import random
+
+    rng = random.Random(1)
+    for spread in (Spread(mean=50, sigma=0.8), Spread(quantiles=(0, 10, 20, 170)), Spread(mean=9, most=5)):
+        drawn = [spread.draw(rng) for _ in range(20_000)]
+        assert sum(drawn) / len(drawn) == pytest.approx(spread.expected(), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", ["prompt_tokens: this field is missing", "Add it"]),
+        ("trainer: {token: 1}", ["trainer.token: there is no such field", "Did you mean token_s?"]),
+        ("engine: {pass_s: -1, request_s: 0}", ["engine.pass_s: -1 is too small", "Give at least 0"]),
+        ("engine: {pass_s: 0, request_s: 0}", ["engine: ", "cannot both be 0"]),
+        ("answer_tokens: {sigma: 1}", ["answer_tokens: ", "either mean or quantiles"]),
+        ("answer_tokens: {quantiles: [3, 2]}", ["no less than the one before"]),
+        ("reward: 3", ["reward: 3 is not a section"]),
+    ],
+)
+def test_a_mistake_in_a_costs_file_is_named_with_its_fix(tmp_path, text, words):
+    path = tmp_path / "costs.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_costs(path)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# --- costs from what a run has recorded ---
+
+
+def load(steps, *, episodes, passes=None, at_s=0.0, **cpu):
+    services = {
+        name: {"cpu_s": cpu.get(name, 0.0), "busy_s": {}, "tokens": 0}
+        for name in ("buffer", "trainer", "reward", "rollout-0", "supervisor")
+    }
+    if passes is not None:
+        services["rollout-0"] |= {"passes": passes, "tokens": int(passes[1])}
+    services["reward"]["calls"] = [float(episodes), 0.001 * episodes]
+    counts = {"stored": episodes, "trained": episodes // 4}
+    return {
+        "kind": "load",
+        "time_s": at_s,
+        "steps": steps,
+        "cores": 2,
+        "services": services,
+        "counts": counts,
+    }
+
+
+def recorded(folder, job, *records):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    from areal_async.launch.runs import Run
+
+    return Run(folder, job, None)
+
+
+def test_costs_are_found_in_what_a_run_has_recorded(tmp_path, job):
+    from replay_buffer.simulation.measured import measured
+    from rollout_service.engines.local.passes import PassSums
+
+    sums = PassSums()
+    for sampled, prompts in [(10, 0), (50, 40), (200, 0), (120, 8), (1, 0)]:
+        sums.add(sampled, prompts, 0.004 + 3e-5 * sampled + (0.002 if prompts else 0) + 1e-4 * prompts)
+    spent = sum((0.004 * 5, 3e-5 * 381, 0.002 * 2, 1e-4 * 48))
+    step = {
+        "kind": "step", "time_s": 7.0, "episodes": 32, "tokens": 96, "units": 288, "wait_s": 0.01,
+        "publish_s": 0.002, "publication_s": 0.012, "busy_s": 0.4, "sampled_quantiles": [1, 3, 5],
+    }  # fmt: skip
+    before = load(1, episodes=32, passes=[0.0] * 14, at_s=5.0)
+    after = load(
+        3, episodes=96, passes=list(sums.sums), at_s=10.0,
+        trainer=0.6, buffer=0.064, reward=0.192, **{"rollout-0": spent + 0.128},
+    )  # fmt: skip
+    found = measured([recorded(tmp_path / "run", job, before, step, after)])
+    engine = found.engine
+    assert (engine.pass_s, engine.request_s) == pytest.approx((0.004, 3e-5))
+    assert (engine.prefill_s, engine.prompt_token_s) == pytest.approx((0.002, 1e-4))
+    assert engine.episode_s == pytest.approx(0.002, rel=0.01)
+    assert found.trainer.token_s == pytest.approx(0.3 / 288, rel=0.01)
+    assert found.machine.buffer_episode_s == pytest.approx(0.001)
+    assert found.reward.episode_s.mean == pytest.approx(0.001)
+    assert found.machine.reward_episode_s == pytest.approx(0.002)
+    assert found.prompt_tokens.mean == pytest.approx(6)
+    assert found.answer_tokens.expected() == pytest.approx(3, rel=0.02)
+    assert found.publication.publication_s == pytest.approx(0.01)
+
+
+def test_a_run_that_has_recorded_too_little_says_so(tmp_path, job):
+    from replay_buffer.simulation.measured import measured
+
+    run = recorded(tmp_path / "run", job, load(3, episodes=32))
+    with pytest.raises(RunFolderError, match="two `load` records"):
+        measured([run])
