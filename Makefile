@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart packages wheelhouse wheelhouse-check reverb-env engines test test-quick test-engines lint format clean
+.PHONY: help quickstart packages wheelhouse wheelhouse-check reverb-env trl-env engines test test-quick test-engines lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
@@ -68,6 +68,14 @@ reverb-env: .reverb-env/.complete
 .reverb-env/.complete:
 	python3.11 -m venv .reverb-env
 	.reverb-env/bin/pip install -q "dm-reverb==0.14.0" "tensorflow-cpu==2.15.*" "numpy<2"
+	touch $@
+
+# TRL, for benchmarks/against_trl.py: torch and transformers of the versions that ours has, and what the reward imports.
+trl-env: .trl-env/.complete
+
+.trl-env/.complete: constraints.txt
+	$(PYTHON) -m venv .trl-env
+	.trl-env/bin/pip install -q --constraint constraints.txt torch "trl==1.16.0" "datasets==5.2.0" msgspec pydantic
 	touch $@
 
 # SGLang and vLLM pin requirements that exclude each other and ours, so each has an environment of its own.
