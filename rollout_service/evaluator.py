@@ -329,7 +329,7 @@ async def main(ctx: ServiceContext) -> None:
     tasks = list(read_tasks(job.tasks.evaluation))
     workflow = workflow_of(job)
     render = make_renderer(job.model)
-    gateway = make_gateway(job, render, trains=False)
+    gateway = make_gateway(ctx, trains=False)
     wanted = engine_job(job)
     slots = job.evaluation.max_concurrent
     engine = ReplicaSet(

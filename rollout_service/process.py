@@ -11,10 +11,11 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import ArealError, RpcTimeout
+from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.status import board
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
@@ -66,17 +67,20 @@ def sampling_of(section: SamplingSection) -> Sampling:
     )
 
 
-def make_gateway(job: JobConfig, render: Renderer, *, trains: bool, index: int = 0) -> Gateway:
-    """Agents' access to this process's policy; it listens once an episode opens it. A configured port is that
-    of the first worker; what is not trained on (evaluation) takes a free one."""
-    section = job.rollout.gateway
+def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
+    """Agents' access to this process's policy, started once an episode opens it. A configured port is that of
+    the first worker; what is not trained on (evaluation) takes a free one."""
+    job, section = ctx.job, ctx.job.rollout.gateway
     return Gateway(
         section if trains else section.model_copy(update={"port": 0}),
-        render.tokenizer,
         job=job.job,
+        name=ctx.name,
+        model=job.model,
+        socket_dir=ctx.socket_dir,
         max_model_len=job.rollout.max_model_len,
         trains=trains,
-        offset=index,
+        offset=ctx.index,
+        restarts=RestartPolicy.of(job.supervisor),
     )
 
 

@@ -129,7 +129,7 @@ async def _serve(ctx: ServiceContext) -> None:
     prepare(first_threads(job.rollout.torch_threads))
     workflow = workflow_of(job)
     render = make_renderer(job.model)
-    gateway = make_gateway(job, render, trains=True, index=ctx.index)
+    gateway = make_gateway(ctx, trains=True)
     engine = make_replicas(
         ctx,  # what it tells comes only once it is started, and `worker` is there
         on_serving=lambda share: worker.tuner.serving(share),

@@ -8,7 +8,6 @@ for itself.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,8 +15,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
-from rollout_service.engines.base import GenerateResult
+from areal_async.trajectory import SegmentKind
 from rollout_service.gateway.requests import Conversation, Ids, Message, load_json
 from rollout_service.gateway.template import ChatTemplate, RenderedPrompt, SampledText, canonical
 
@@ -31,11 +29,10 @@ the template renders what we said in another way now."""
 class RecordedAnswer:
     """A recorded answer."""
 
-    segment: int
+    answer: tuple[int, int]
+    """Number of its call, and its index among that call's answers."""
     path: Ids
     """Ids up to and including the answer."""
-    depth: int
-    """Answers before it on its path."""
     given: RenderedPrompt
     said: SampledText
     tool_ids: tuple[str, ...] = ()
@@ -58,18 +55,10 @@ class CallPlan:
 
 @dataclass(slots=True)
 class ConversationTree:
-    """The recorded answers of one episode, over all its sessions. It does not hold the
-    episode's builder, whose life it has."""
+    """The recorded answers of one episode, over all its sessions."""
 
     template: ChatTemplate
-    calls: int = 0
-    """Calls that are recorded."""
-    requests: int = 0
-    """Calls that have begun."""
-    roots: Counter[str] = field(default_factory=Counter)
     _turns: dict[Key, list[RecordedAnswer]] = field(default_factory=dict)
-    _prompts: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    """Segment of a parent's segment (-1: a root) and the ids after it."""
 
     # --- before the call -----------------------------------------------------------------------------
 
@@ -91,65 +80,21 @@ class ConversationTree:
                     tools = any(message["role"] == "tool" for message in asked.messages[last:])
                     kind = SegmentKind.TOOL if tools else SegmentKind.ENVIRONMENT
                     return CallPlan(np.concatenate((turn.path, new)), turn, kind, rendered, None, keys)
-        return CallPlan(self.template.ids(rendered.text), None, SegmentKind.PROMPT, rendered, root, keys)
+        return CallPlan(self.template.root_ids(rendered.text), None, SegmentKind.PROMPT, rendered, root, keys)
 
     # --- after the call ------------------------------------------------------------------------------
-
-    def record(
-        self,
-        builder: EpisodeBuilder,
-        plan: CallPlan,
-        sampling: Sequence[Sampling],
-        results: Sequence[GenerateResult],
-    ) -> list[int]:
-        """Add a call's answers to the episode as branches of one prompt; returns their segments."""
-        parent = -1 if plan.parent is None else plan.parent.segment
-        new = plan.ids if plan.parent is None else plan.ids[len(plan.parent.path) :]
-        depth = 0 if plan.parent is None else plan.parent.depth + 1
-        place = (parent, new.tobytes())
-        if len(new) == 0 and plan.parent is not None:
-            prompt = parent
-        elif place in self._prompts:
-            prompt = self._prompts[place]
-        else:
-            above = None if plan.parent is None else parent
-            prompt = self._prompts[place] = builder.observed(plan.kind, new, above, turn=depth)
-            if plan.root is not None:
-                self.roots[plan.root] += 1
-        segments = [
-            builder.sampled(
-                result.token_ids,
-                result.logprobs,
-                result.versions,
-                parent=prompt,
-                sampling=asked,
-                finish_reason=result.finish_reason,
-                epoch=result.epochs,
-                turn=depth,
-                logprobs_of=result.logprobs_of,
-            )
-            for asked, result in zip(sampling, results, strict=True)
-        ]
-        if not self.calls:
-            builder.text(prompt=plan.given.text)
-        self.calls += 1
-        builder.meta(
-            roots=sum(self.roots.values()), roots_by_reason=dict(self.roots), gateway_calls=self.calls
-        )
-        return segments
 
     def remember(
         self,
         plan: CallPlan,
-        segment: int,
+        answer: tuple[int, int],
         ids: Ids,
         said: SampledText,
         reply: Message,
         tool_ids: tuple[str, ...],
     ) -> None:
         """Note that an answer may be gone on from, once the agent has been told it."""
-        depth = 0 if plan.parent is None else plan.parent.depth + 1
-        turn = RecordedAnswer(segment, np.concatenate((plan.ids, ids)), depth, plan.given, said, tool_ids)
+        turn = RecordedAnswer(answer, np.concatenate((plan.ids, ids)), plan.given, said, tool_ids)
         self._turns.setdefault(linked(plan.keys[-1], reply), []).append(turn)
 
 

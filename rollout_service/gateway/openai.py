@@ -170,7 +170,7 @@ class ChatCall:
         return self._chunk(_delta(index, {"content": text}))
 
     def finish(self, completion: CompletionResult, rests: Sequence[str]) -> bytes:
-        """`rests` is what each answer's text has beyond its deltas."""
+        """`rests` is what each answer's text has beyond its deltas. `DONE` comes after it."""
         events = []
         for index, (choice, rest) in enumerate(zip(completion.choices, rests, strict=True)):
             if rest:
@@ -182,7 +182,7 @@ class ChatCall:
         if self._body.stream_options.include_usage:
             heading = self._heading("chat.completion.chunk")
             events.append(server_sent({**heading, "choices": [], "usage": usage(completion)}))
-        return b"".join([*events, b"data: [DONE]\n\n"])
+        return b"".join(events)
 
     def _heading(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created_s, "model": self._body.model}
@@ -324,6 +324,9 @@ def _finish_reason(choice: SampledChoice) -> str:
 def usage(completion: CompletionResult) -> dict[str, Any]:
     prompt, sampled = completion.prompt_tokens, completion.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+DONE = b"data: [DONE]\n\n"  # The event after the last one of a stream
 
 
 def server_sent(data: dict[str, Any]) -> bytes:

@@ -17,6 +17,8 @@ Ids = npt.NDArray[np.int32]
 Message = dict[str, Any]
 """What a chat template takes: role, content (text), and tool_calls with `arguments` as an object."""
 
+ENDED = "the episode of this API key has ended"
+
 # --- refusals ----------------------------------------------------------------------------------------
 
 

@@ -1,35 +1,41 @@
-"""One episode's access to the policy over HTTP: its key, its limits, and its calls.
+"""One agent's access to the policy over HTTP, on the gateway's side: its limits, and its calls.
 
-Promises: a session's key works until the session ends and never again. A call's answers are in the episode
-when, and only when, the agent was sent all of them: whoever sends them calls `record` then. Weight updates in
-mid-generation are the engine's business and change nothing here.
+Promises: a call's answers are recorded when, and only when, the agent was sent all of them: whoever sends
+them calls `record` then. A call that nobody waits for any more is aborted. Weight updates in mid-generation
+are the engine's business and change nothing here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from areal_async.config.rollout import GatewaySection
-from areal_async.trajectory import EpisodeBuilder, Sampling
-from rollout_service import metrics
-from rollout_service.engines.base import (
-    DeadlinePassed,
-    EngineError,
-    GenerateResult,
-    RequestError,
+from areal_async.errors import WireError
+from areal_async.rpc.client import Client
+from areal_async.rpc.gateway_messages import (
+    DropCall,
+    OpenSession,
+    RecordCall,
+    Sample,
+    SampledAnswer,
+    SampleRefused,
+    TakePieces,
 )
+from areal_async.trajectory import Sampling
 from rollout_service.gateway.conversation import CallPlan, ConversationTree
 from rollout_service.gateway.requests import (
+    ENDED,
     ApiError,
     CompletionRequest,
     CompletionResult,
-    GatewayError,
     Ids,
     Message,
     SampledChoice,
@@ -39,149 +45,123 @@ from rollout_service.gateway.requests import (
 )
 from rollout_service.gateway.template import SampledText, StreamedText, canonical
 from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, parse
-from rollout_service.workflows.context import call_seed
 
-if TYPE_CHECKING:
-    from rollout_service.workflows.context import Context
-
-T = TypeVar("T")
-
-CALLS_FROM = 1 << 48  # Seeds of calls are numbered from here on, apart from those of `ctx.generate`
-ENDED = "the episode of this API key has ended"
-
-
-@dataclass(frozen=True, slots=True)
-class _SampledAnswer:
-    """An answer that the engine gave: how it was asked for, what the agent is told."""
-
-    sampling: Sampling
-    result: GenerateResult
-    said: SampledText
-    choice: SampledChoice
+PIECES_WAIT_MS = 20_000
+WORKER_GRACE_S = 30.0  # For the worker's word beyond the deadline of a call
 
 
 @dataclass(slots=True)
 class GatewayCall:
     """The answers of one call, and what recording them takes."""
 
+    number: int
     completion: CompletionResult
     plan: CallPlan
-    sampled: list[_SampledAnswer]
+    said: list[SampledText]
 
 
-Pieces = asyncio.Queue[tuple[int, Ids]]
-"""The index and the newest ids of an answer, again and again, for the one client that streams it."""
+@dataclass(eq=False, slots=True)
+class RunningCall:
+    """A call under way, until it is recorded or dropped."""
+
+    number: int
+    asked: CompletionRequest
+    task: asyncio.Task[GatewayCall]
+    recorded: bool = False
 
 
 class Session:
-    """An agent's access to the policy during one episode. `ctx.gateway()` makes it."""
+    """The calls of one key."""
 
     def __init__(
         self,
-        episode: Context,
+        opened: OpenSession,
         tree: ConversationTree,
+        worker: Client,
         section: GatewaySection,
         *,
-        job: str,
-        address: str,
         max_model_len: int,
         trains: bool,
     ) -> None:
-        self.api_key = f"areal-{job}-{secrets.token_urlsafe(24)}"
-        self.origin = address  # `http://127.0.0.1:PORT`
-        self.job = job
         self.tree = tree
-        self._episode = episode
+        self._opened = opened
+        self._worker = worker
         self._section = section
         self._max_model_len = max_model_len
         self._trains = trains
-        self.running = 0  # Answers in the making
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._running = 0  # Answers in the making
+        self._calls: dict[RunningCall, None] = {}
+        self._recording: set[asyncio.Task[Any]] = set()
         self._ended = False
-        self._broken: Exception | None = None
 
-    # --- for the agent -------------------------------------------------------------------------------
-
-    @property
-    def openai_base_url(self) -> str:
-        return f"{self.origin}/v1"
-
-    @property
-    def builder(self) -> EpisodeBuilder:
-        """The episode, for rewards, anchors, metadata and texts."""
-        return self._episode.builder
-
-    @property
-    def calls(self) -> int:
-        """Calls recorded in the episode."""
-        return self.tree.calls
-
-    # --- for the server ------------------------------------------------------------------------------
-
-    def start(self, asked: CompletionRequest, pieces: Pieces | None = None) -> asyncio.Task[GatewayCall]:
-        """The task that answers `asked`, to be cancelled when the caller is gone. `pieces` gets what is
-        sampled on its way. Raises `ApiError`."""
-        self.check_open()
-        task = asyncio.ensure_future(self._answered(asked, pieces))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def check_open(self) -> None:
+    def start(self, number: int, asked: CompletionRequest, *, stream: bool = False) -> RunningCall:
+        """Begin to answer `asked`; `let_go` is to be called in the end. Raises `ApiError`."""
         if self._ended:
             raise ApiError(401, ENDED, code="invalid_api_key")
+        task = asyncio.ensure_future(self._answered(number, asked, stream))
+        call = RunningCall(number, asked, task)
+        self._calls[call] = None
+        return call
+
+    def let_go(self, call: RunningCall) -> bool:
+        """End a call, whatever has become of it. True for one that had, or would have had, an answer that is
+        not recorded."""
+        del self._calls[call]
+        if call.recorded:
+            return False
+        task = call.task
+        abandoned = not task.done() or not (task.cancelled() or task.exception())
+        task.cancel()
+        self._keep(self._worker.call(DropCall(self._opened.key, call.number)))
+        return abandoned
 
     def stream_text(self, asked: CompletionRequest) -> StreamedText:
         """What may be told of an answer to `asked` while it is sampled."""
-        stop = self._episode.sampling.stop if asked.stop is None else asked.stop
+        stop = self._opened.sampling.stop if asked.stop is None else asked.stop
         template = self.tree.template
         return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
 
-    async def close(self) -> None:
-        """End every call, and the key."""
-        self._ended = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def pieces(self, call: RunningCall) -> list[tuple[int, Ids]]:
+        """What was sampled of a streamed call since the last time, with the index of its answer."""
+        taken, (ids, *_) = await self._exchange(
+            TakePieces(self._opened.key, call.number, PIECES_WAIT_MS), timeout_s=WORKER_GRACE_S
+        )
+        if not taken.lengths:
+            return []
+        ends = np.cumsum(taken.lengths)[:-1]
+        return list(zip(taken.answers, np.split(np.frombuffer(ids, np.int32), ends), strict=True))
 
-    def check_whole(self) -> None:
-        """Raises `GatewayError` when an answer that the agent was sent is not in the episode."""
-        if self._broken is not None:
-            raise GatewayError(
-                f"an answer that the agent was sent could not be recorded: {self._broken}"
-            ) from self._broken
+    async def close(self) -> None:
+        """End every call, and the key. What an agent was sent is recorded when this returns."""
+        self._ended = True
+        tasks = [call.task for call in self._calls]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._recording, return_exceptions=True)
 
     # --- a call --------------------------------------------------------------------------------------
 
-    async def _answered(self, asked: CompletionRequest, pieces: Pieces | None) -> GatewayCall:
-        n = asked.n
-        if self.running + n > self._section.max_calls:
+    async def _answered(self, number: int, asked: CompletionRequest, stream: bool) -> GatewayCall:
+        n, limit_s = asked.n, self._section.call_timeout_s
+        if self._running + n > self._section.max_calls:
             raise ApiError(
                 429,
-                f"{self.running} answers of this session are being made and {n} more were asked for, the "
+                f"{self._running} answers of this session are being made and {n} more were asked for, the "
                 f"limit is {self._section.max_calls} (rollout.gateway.max_calls)",
                 code="rate_limit_exceeded",
             )
-        self.running += n
+        self._running += n
         try:
-            async with asyncio.timeout(self._section.call_timeout_s):
-                return await self._sampled(asked, pieces)
+            async with asyncio.timeout(limit_s):
+                return await self._sampled(number, asked, stream)
         except TimeoutError:
             raise ApiError(
-                504,
-                f"no answer within {self._section.call_timeout_s:g} s (rollout.gateway.call_timeout_s)",
-                code="timeout",
+                504, f"no answer within {limit_s:g} s (rollout.gateway.call_timeout_s)", code="timeout"
             ) from None
-        except RequestError as error:
-            raise ApiError(400, str(error)) from error
-        except DeadlinePassed as error:
-            raise ApiError(504, str(error), code="timeout") from error
-        except EngineError as error:
-            raise ApiError(503, str(error), code="engine_unavailable") from error
         finally:
-            self.running -= n
+            self._running -= n
 
-    async def _sampled(self, asked: CompletionRequest, pieces: Pieces | None) -> GatewayCall:
+    async def _sampled(self, number: int, asked: CompletionRequest, stream: bool) -> GatewayCall:
         plan = self.tree.plan(asked.prompt)
         if len(plan.ids) >= self._max_model_len:
             raise bad(
@@ -190,30 +170,43 @@ class Session:
                 f"rollout.max_model_len is {self._max_model_len}",
                 code="context_length_exceeded",
             )
-        samplings = self._sampling(asked)
-        results = await every(
-            [self._one(plan, sampling, index, pieces) for index, sampling in enumerate(samplings)]
+        parent, sampling = plan.parent, self._sampling(asked)
+        request = Sample(
+            self._opened.key,
+            number,
+            sampling,
+            asked.n,
+            asked.seed,
+            None if parent is None else parent.answer,
+            0 if parent is None else len(parent.path),
+            plan.kind,
+            plan.root or "",
+            stream,
         )
-        if any(result.finish_reason == "abort" for result in results):
-            raise ApiError(503, "the engine ended the request", code="engine_unavailable")
-        pairs = zip(samplings, results, strict=True)
-        sampled = [self._shown(asked, sampling, result) for sampling, result in pairs]
-        choices = tuple(one.choice for one in sampled)
-        return GatewayCall(CompletionResult(len(plan.ids), choices), plan, sampled)
+        limit_s = self._section.call_timeout_s + WORKER_GRACE_S
+        reply, attachments = await self._exchange(
+            request, timeout_s=limit_s, attachments=[plan.ids.tobytes()]
+        )
+        if isinstance(reply, SampleRefused):
+            raise ApiError(reply.status, reply.message, code=reply.code)
+        ends = np.cumsum([answer.units for answer in reply.answers])[:-1]
+        ids = np.split(np.frombuffer(attachments[0], np.int32), ends)
+        logprobs = np.split(np.frombuffer(attachments[1], np.float32), ends)
+        stop = sampling.stop
+        shown = [self._shown(asked, stop, *one) for one in zip(reply.answers, ids, logprobs, strict=True)]
+        completion = CompletionResult(len(plan.ids), tuple(choice for choice, _ in shown))
+        return GatewayCall(number, completion, plan, [said for _, said in shown])
 
-    async def _one(
-        self, plan: CallPlan, sampling: Sampling, index: int, pieces: Pieces | None
-    ) -> GenerateResult:
-        number, self.tree.requests = self.tree.requests, self.tree.requests + 1
-        request = self._episode.request(f"gateway-{number}", plan.ids, sampling)
-        engine = self._episode.engine
-        if pieces is None:
-            return await engine.generate(request)
-        return await engine.generate(request, lambda ids: pieces.put_nowait((index, ids)))
+    async def _exchange(self, request: Any, **how: Any) -> tuple[Any, Sequence[Any]]:
+        try:
+            reply, attachments = await self._worker.exchange(request, **how)
+        except WireError as error:
+            raise ApiError(503, f"the worker does not answer: {error}", code="engine_unavailable") from error
+        return reply, attachments or (b"",)
 
-    def _sampling(self, asked: CompletionRequest) -> list[Sampling]:
-        """Parameters of each of the answers asked for. Raises `ApiError` for what must not be trained on."""
-        job, episode = self._episode.sampling, self._episode
+    def _sampling(self, asked: CompletionRequest) -> Sampling:
+        """Parameters of the answers but for seeds. Raises `ApiError` for what must not be trained on."""
+        job = self._opened.sampling
         changes: dict[str, Any] = {}
         if self._section.sampling == "agent":
             named = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
@@ -224,24 +217,23 @@ class Session:
             changes["stop"] = asked.stop
         if asked.max_tokens is not None:
             changes["max_new_tokens"] = min(asked.max_tokens, job.max_new_tokens)
-        number = CALLS_FROM + self.tree.requests
-        if asked.seed is not None:
-            # The episode's own seed stays part of it: the samples of a group must differ.
-            number = (1 << 63) + asked.seed % (1 << 63)
-        base = call_seed(episode.seed, episode.sample, episode.attempt, number)
-        return [
-            msgspec.structs.replace(job, **changes, seed=call_seed(base, choice, 0, 0))
-            for choice in range(asked.n)
-        ]
+        return msgspec.structs.replace(job, **changes) if changes else job
 
-    def _shown(self, asked: CompletionRequest, sampling: Sampling, result: GenerateResult) -> _SampledAnswer:
-        """What the agent is told."""
-        template, ids = self.tree.template, result.token_ids
+    def _shown(
+        self,
+        asked: CompletionRequest,
+        stop: Sequence[str],
+        result: SampledAnswer,
+        ids: Ids,
+        logprobs: npt.NDArray[np.float32],
+    ) -> tuple[SampledChoice, SampledText]:
+        """What the agent is told of an answer."""
+        template = self.tree.template
         end = template.end_of(ids, result.finish_reason)
         body = template.body(ids[:-1] if end else ids)
         content, called = result.text, tuple[ParsedCall, ...]()
         if asked.parse_tools:
-            cut = min((at for stop in sampling.stop if (at := body.find(stop)) >= 0), default=None)
+            cut = min((at for one in stop if (at := body.find(one)) >= 0), default=None)
             parsed = parse(body[:cut], template.format, asked.prompt.tools)
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
@@ -249,43 +241,35 @@ class Session:
         calls = tuple(
             ToolCall(f"call_{secrets.token_hex(12)}", name, arguments) for name, arguments in written
         )
-        choice = SampledChoice(content, calls, result.finish_reason, ids, result.logprobs)
-        return _SampledAnswer(
-            sampling, result, SampledText(template.decode(ids), content, written, end), choice
-        )
+        choice = SampledChoice(content, calls, result.finish_reason, ids, logprobs)
+        return choice, SampledText(template.decode(ids), content, written, end)
 
     # --- a call that the agent was sent --------------------------------------------------------------
 
-    def record(self, call: GatewayCall) -> None:
-        """Make the answers part of the episode, so that they may be gone on from. Nothing waits
-        in here: an episode has all of a call; one that has ended, nothing of it."""
-        if self._ended:
-            return
-        try:
-            self._record(call.plan, call.sampled)
-        except Exception as error:
-            # The agent goes on from an answer that is not there: such an episode must not be trained on.
-            self._broken = error
-            raise
+    async def record(self, call: RunningCall) -> None:
+        """Have the worker make the answers part of the episode, so that they may be gone on from. Raises
+        `WireError` when it did not."""
+        call.recorded, made = True, call.task.result()
+        for index, (choice, said) in enumerate(zip(made.completion.choices, made.said, strict=True)):
+            reply = reply_message(choice.content, choice.tool_calls)
+            tool_ids = tuple(one.id for one in choice.tool_calls)
+            answer = (made.number, index)
+            self.tree.remember(made.plan, answer, choice.token_ids, said, reply, tool_ids)
+        responses = [choice.content for choice in made.completion.choices]
+        sent = RecordCall(self._opened.key, made.number, made.plan.given.text, responses)
+        # In a task of its own: a client that leaves now has had its answer.
+        await asyncio.shield(self._keep(self._worker.call(sent)))
 
-    def _record(self, plan: CallPlan, sampled: Sequence[_SampledAnswer]) -> None:
-        before = sum(self.tree.roots.values())
-        asked, results = [one.sampling for one in sampled], [one.result for one in sampled]
-        segments = self.tree.record(self.builder, plan, asked, results)
-        if sum(self.tree.roots.values()) > before and plan.root is not None:
-            metrics.GATEWAY_ROOTS.labels(plan.root).inc()
-        for segment, one in zip(segments, sampled, strict=True):
-            choice = one.choice
-            self.builder.text(response=choice.content)
-            self.tree.remember(
-                plan,
-                segment,
-                choice.token_ids,
-                one.said,
-                reply_message(choice.content, choice.tool_calls),
-                tuple(call.id for call in choice.tool_calls),
-            )
-            metrics.GATEWAY_TOKENS.inc(len(choice.token_ids))
+    def _keep(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._recording.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._recording.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waited for it has it
 
 
 def reply_message(content: str, calls: Sequence[ToolCall]) -> Message:
@@ -304,14 +288,3 @@ def _check_trainable(changes: dict[str, Any]) -> None:
                 f"tokens sampled with {name} {value} cannot be trained on. Leave it out, or set "
                 "rollout.gateway.sampling: job in the job file, to have it ignored",
             )
-
-
-async def every(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all return; the first to raise ends the others, and its error is raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

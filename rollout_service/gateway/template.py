@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from rollout_service.gateway.requests import ApiError, Conversation, Ids, Messag
 from rollout_service.gateway.toolcalls import MARKERS, Format, format_of, parse
 
 _SENTINEL = "areal-turn-7f3a"  # Text that no template changes, to see what a template puts after an answer
+_KNOWN_TEXTS, _KNOWN_CHARS = 256, 1 << 16  # Renderings whose ids are kept, and how long each may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +75,42 @@ class ChatTemplate:
         self._special_ids = frozenset(specials)
         self._marker_ids = frozenset(i for i, text in specials.items() if text in MARKERS[self.format])
         self._closing: str | None = None
+        # The compiled part of a fast tokenizer: the wrapper around it takes as long again.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._known_ids = lru_cache(_KNOWN_TEXTS)(self._plain_ids)
 
     # --- ids and text --------------------------------------------------------------------------------
 
     def ids(self, text: str, after: str = "") -> Ids:
         """Ids of `text`, with no special tokens added. `after` is the end token that stands right before it:
         some tokenizers treat the start of a text in their own way."""
-        ids = self._plain_ids(text)
         if after:
-            anchor = self._plain_ids(after)
-            both = self._plain_ids(after + text)
+            anchor, both = self._known_ids(after), self._plain_ids(after + text)
             if both[: len(anchor)] == anchor:
-                ids = both[len(anchor) :]
-        return np.asarray(ids, np.int32)
+                return np.asarray(both[len(anchor) :], np.int32)
+        return np.asarray(self._plain_ids(text), np.int32)
+
+    def root_ids(self, text: str) -> Ids:
+        """`ids` of a whole rendering. The samples of a group begin with the same one: it is kept for them."""
+        return np.asarray(
+            self._known_ids(text) if len(text) < _KNOWN_CHARS else self._plain_ids(text), np.int32
+        )
 
     def _plain_ids(self, text: str) -> list[int]:
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int] | Ids, *, special: bool = True) -> str:
         """Text of `ids`, with the special tokens or without."""
+        given = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if self._backend is not None:
+            return str(self._backend.decode(given, skip_special_tokens=not special))
         text = self.tokenizer.decode(
-            [int(i) for i in ids], skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            given, skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
         return str(text)
 
@@ -109,7 +126,8 @@ class ChatTemplate:
     def body(self, ids: Ids) -> str:
         """What the model wrote: without special tokens, but with those that make tool calls."""
         at = self.marker_at(ids)
-        return self.decode(ids[:at], special=False) + self.decode(ids[at:])
+        said = self.decode(ids[:at], special=False)
+        return said + self.decode(ids[at:]) if at < len(ids) else said
 
     def end_of(self, ids: Ids, finish_reason: str) -> str:
         """Text of the end token that an answer ended with, "" when it ended otherwise."""

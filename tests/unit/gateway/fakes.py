@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import openai
 import torch
@@ -18,9 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from areal_async.config.rollout import GatewaySection
 from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.secret import RunSecret
+from areal_async.runtime.http_server import HttpServer
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell
 from rollout_service.gateway import Gateway
+from rollout_service.gateway.access import GatewaySetup
+from rollout_service.gateway.server import Front
 from rollout_service.workflows import Context, Renderer
 
 DEADLINE_S = 120.0
@@ -188,19 +195,66 @@ def openai_of(session: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key, max_retries=0)
 
 
+class InLoop:
+    """A gateway in the test's own loop, where a job has a process. `front` is its HTTP side."""
+
+    def __init__(self, tokenizer: Any, setup: GatewaySetup) -> None:
+        setup = msgspec.structs.replace(setup, listening_fd=os.dup(setup.listening_fd))
+        self.front = Front(setup, tokenizer)
+        self._task = asyncio.ensure_future(self.front.serve())
+
+    async def wait(self) -> int:
+        await asyncio.wait([self._task])
+        return -9
+
+    async def stop(self, grace_s: float = 0.0) -> int:
+        self._task.cancel()
+        return await self.wait()
+
+
+class Started:
+    """Gateways with this tokenizer, and those that were started of them."""
+
+    def __init__(self, tokenizer: Any, **section: Any) -> None:
+        self.tokenizer, self.section = tokenizer, section
+        self.all: list[InLoop] = []
+
+    def start(self, setup: GatewaySetup) -> InLoop:
+        self.all.append(InLoop(self.tokenizer, setup))
+        return self.all[-1]
+
+    @property
+    def server(self) -> HttpServer:
+        return self.all[-1].front.server
+
+
+@contextmanager
+def made_gateway(tokenizer: Any, **how: Any) -> Iterator[Gateway]:
+    """A gateway that starts in this loop; `how` is of its section and its own."""
+    own = {
+        name: how.pop(name)
+        for name in ("trains", "header_s", "max_model_len", "start", "model")
+        if name in how
+    }
+    started = Started(tokenizer)
+    with TemporaryDirectory(prefix="areal-") as folder:
+        RunSecret.make(Path(folder))
+        own = {"max_model_len": 4096, "model": Path(), "start": started.start, **own}
+        gateway = Gateway(GatewaySection(**how), job="job", name="w", socket_dir=Path(folder), **own)
+        gateway.started = started  # type: ignore[attr-defined]
+        yield gateway
+
+
 @asynccontextmanager
-async def serving(
-    engine: Any, tokenizer: Any, *, trains: bool = True, header_s: float = 10.0, **section: Any
-) -> AsyncIterator[Any]:
+async def serving(engine: Any, tokenizer: Any, **how: Any) -> AsyncIterator[Any]:
     """A gateway, a context and an open session, within a deadline."""
-    how: Any = {"job": "job", "max_model_len": 4096, "trains": trains, "header_s": header_s}
-    gateway = Gateway(GatewaySection(**section), tokenizer, **how)
-    ctx = make_context(engine, tokenizer, gateway)
-    try:
-        async with asyncio.timeout(DEADLINE_S), ctx.gateway() as session:
-            yield gateway, ctx, session
-    finally:
-        await gateway.close()
+    with made_gateway(tokenizer, **how) as gateway:
+        ctx = make_context(engine, tokenizer, gateway)
+        try:
+            async with asyncio.timeout(DEADLINE_S), ctx.gateway() as session:
+                yield gateway, ctx, session
+        finally:
+            await gateway.close()
 
 
 def assert_recorded_is_what_the_engine_said(episode: Any, log: list[Any]) -> None:

@@ -145,7 +145,7 @@ async def test_an_answer_whose_client_left_meanwhile_is_not_recorded(stream: boo
     engine = Late(tokenizer, ["late{END}", "early{END}"])
     async with serving(engine, tokenizer) as (gateway, ctx, session), http_of(session) as http:
         engine.client = await asyncio.to_thread(raw_client, session, CHAT | {"stream": stream})
-        await until(lambda: engine.log and not session.running and not gateway.server.state.tasks)
+        await until(lambda: engine.log and not session.running and not gateway.started.server.state.tasks)
         assert session.calls == 0
         assert (await http.post(ROUTE, json=CHAT)).status_code == 200
         assert session.calls == 1
@@ -165,7 +165,7 @@ async def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, to
         async with ctx.gateway() as session:
             body = CHAT | {"logprobs": True, "n": 8}
             client = await asyncio.to_thread(raw_client, session, body, receive_bytes=4096)
-            server = gateway.server
+            server = gateway.started.server
             await until(lambda: any(c.transport.get_write_buffer_size() for c in server.connections))
             assert session.calls == 0, "some of it is still here"
             if reads:

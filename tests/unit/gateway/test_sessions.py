@@ -23,6 +23,7 @@ from tests.unit.gateway.fakes import (
     Talking,
     assert_recorded_is_what_the_engine_said,
     http_of,
+    made_gateway,
     make_context,
     serving,
 )
@@ -72,12 +73,12 @@ async def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -
             assert session.calls == 1
             return weakref.ref(session.builder)
 
-    gateway = Gateway(GatewaySection(), tokenizer, job="job", max_model_len=4096)
-    kept = [await episode(gateway, Talking(tokenizer)) for _ in range(3)]
-    # A connection that is closing may still hold its last request for a moment.
-    async with asyncio.timeout(20):
-        await until(lambda: gc.collect() is not None and all(one() is None for one in kept))
-    await gateway.close()
+    with made_gateway(tokenizer) as gateway:
+        kept = [await episode(gateway, Talking(tokenizer)) for _ in range(3)]
+        # A connection that is closing may still hold its last request for a moment.
+        async with asyncio.timeout(20):
+            await until(lambda: gc.collect() is not None and all(one() is None for one in kept))
+        await gateway.close()
 
 
 async def test_a_path_that_is_not_served_is_not_repeated(tokenizer: Any) -> None:
@@ -89,9 +90,9 @@ async def test_a_path_that_is_not_served_is_not_repeated(tokenizer: Any) -> None
 
 
 async def test_nothing_listens_before_an_episode_asks_and_after_the_end(tokenizer: Any) -> None:
-    gateway = Gateway(GatewaySection(), tokenizer, job="j", max_model_len=64)
-    assert gateway.address == ""
-    await gateway.close()
+    with made_gateway(tokenizer) as gateway:
+        assert gateway.address == ""
+        await gateway.close()
     async with serving(Scripted(tokenizer), tokenizer) as (gateway, _, session):
         port = int(session.origin.rpartition(":")[2])
         await gateway.close()
@@ -138,7 +139,7 @@ async def test_a_call_past_its_deadline_is_aborted_and_leaves_no_trace(tokenizer
         async with http_of(session) as http:
             reply = await http.post(ROUTE, json=CHAT)
             assert reply.status_code == 504
-        assert engine.cancelled == 1
+        await until(lambda: engine.cancelled == 1)
         assert session.calls == 0
 
 
@@ -203,7 +204,7 @@ async def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:
                 for stream in (False, True)
             ]
             await until(lambda: len(engine.begun) == 2)
-        assert engine.cancelled == 2
+        await until(lambda: engine.cancelled == 2)
         assert [(await call).status_code for call in calls] == [401, 401]
         assert session.calls == 0
         await http.aclose()

@@ -1,0 +1,23 @@
+"""`python -m rollout_service.gateway`: the gateway of the worker that starts it, and sets it up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+
+import msgspec
+from transformers import AutoTokenizer
+
+from areal_async.runtime.log import setup_logging
+from rollout_service.gateway.access import GatewaySetup
+from rollout_service.gateway.server import Front
+
+if __name__ == "__main__":
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=GatewaySetup)
+    setup_logging(setup.job, f"{setup.name}-gateway")
+    front = Front(setup, AutoTokenizer.from_pretrained(setup.model, local_files_only=True))
+    # What was imported stays: to look through it again and again took a third of a call.
+    gc.collect()
+    gc.freeze()
+    asyncio.run(front.serve())

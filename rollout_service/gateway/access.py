@@ -1,0 +1,331 @@
+"""A worker's side of the gateway: the keys of its episodes, the engine, and what is recorded.
+
+Promises: the gateway's process is started when an episode first asks for it, and started again when it dies;
+the address stays the same. A session's key works until the session ends and never again. When the process
+dies, the calls under way are lost, and an episode that had any fails: nobody knows what its agent was sent.
+The others go on, their conversations as new paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary, finalize
+
+import msgspec
+import numpy as np
+
+from areal_async.config.rollout import GatewaySection
+from areal_async.errors import FaultError, PeerGone, RpcTimeout
+from areal_async.rpc.client import Client
+from areal_async.rpc.gateway_messages import (
+    CountCalls,
+    DropCall,
+    EndSession,
+    Pieces,
+    RecordCall,
+    Sample,
+    SampleRefused,
+    ServeAgents,
+    TakePieces,
+)
+from areal_async.rpc.schema import Ok
+from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.server import Answer, Peer, Server, by_type
+from areal_async.runtime.http_server import listen
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts, exit_text
+from areal_async.trajectory import EpisodeBuilder
+from rollout_service import metrics
+from rollout_service.gateway.recording import Record, Session, bytes_of
+from rollout_service.gateway.requests import ENDED, GatewayError
+
+if TYPE_CHECKING:
+    from rollout_service.workflows.context import Context
+
+log = get_logger("gateway")
+
+START_S = 120.0  # Longest time to the gateway's first word: it imports and reads a tokenizer
+END_S = 10.0  # Longest wait for the end of a session
+AT_ONCE = 1 << 16  # Calls under way are limited by connections and `max_calls`, not by the sockets between
+RESTARTS = RestartPolicy(limit=5)
+
+
+class GatewaySetup(msgspec.Struct, frozen=True):
+    """What the gateway's process is told on its standard input."""
+
+    job: str
+    name: str
+    """The worker's name: sockets in `socket_dir` are named after it."""
+    section: dict[str, Any]
+    model: str
+    max_model_len: int
+    trains: bool
+    header_s: float
+    socket_dir: str
+    listening_fd: int
+    life: int
+    """Starts before this one."""
+
+    @property
+    def worker_endpoint(self) -> str:
+        return f"ipc://{self.socket_dir}/{self.name}.engine"
+
+    @property
+    def gateway_endpoint(self) -> str:
+        return f"ipc://{self.socket_dir}/{self.name}.gateway"
+
+
+class Started(Protocol):
+    """A gateway that was started, as `ChildProcess` is one."""
+
+    async def wait(self) -> int: ...
+
+    async def stop(self, grace_s: float = 0.0) -> int | None: ...
+
+
+def start_process(setup: GatewaySetup) -> ChildProcess:
+    """The gateway in a process of its own, which writes to this one's log."""
+    return ChildProcess(
+        [sys.executable, "-P", "-m", "rollout_service.gateway"],
+        output=sys.stderr.fileno(),
+        given=msgspec.json.encode(setup),
+        pass_fds=[setup.listening_fd],
+        on_orphaned="kill",
+    )
+
+
+class Gateway:
+    """The gateway of a worker; its episodes open sessions in it."""
+
+    def __init__(
+        self,
+        section: GatewaySection,
+        *,
+        job: str,
+        name: str,
+        model: Path,
+        socket_dir: Path,
+        max_model_len: int,
+        trains: bool = True,
+        offset: int = 0,
+        header_s: float = 10.0,
+        restarts: RestartPolicy = RESTARTS,
+        start: Callable[[GatewaySetup], Started] = start_process,
+    ) -> None:
+        """`model` has the tokenizer; `trains`: what is recorded will be trained on; `offset` is added to a
+        configured port; `socket_dir` has the run's secret."""
+        self.section = section
+        self._setup = GatewaySetup(
+            job, name, section.model_dump(mode="json"), str(model), max_model_len, trains, header_s,
+            str(socket_dir), -1, 0,
+        )  # fmt: skip
+        self._port = section.port and section.port + offset
+        self._restarts = Restarts(restarts)
+        self._start_one = start
+        self._listening: socket.socket | None = None
+        self._server: Server | None = None
+        self._client: Client | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._serving = asyncio.Event()
+        self._failed: Exception | None = None  # Why there will be none
+        self._sessions: dict[bytes, Session] = {}
+        # Nothing of an episode's paths may hold its builder, or they would stay for ever.
+        self._records: WeakKeyDictionary[EpisodeBuilder, Record] = WeakKeyDictionary()
+        self._episodes = 0
+        self._forgotten: list[int] = []
+        self.address = ""
+
+    @asynccontextmanager
+    async def session(self, episode: Context) -> AsyncIterator[Session]:
+        """Access for an episode, until the block ends. Raises `GatewayError` when the port is taken, when the
+        gateway cannot be started, and when what the agent was sent is not what was recorded."""
+        await self._up()
+        session = Session(episode, self._record_of(episode.builder), self._setup.job, self.address)
+        self._sessions[session.digest] = session
+        metrics.GATEWAY_SESSIONS.set(len(self._sessions))
+        try:
+            forget, self._forgotten = self._forgotten, []
+            while not await self._told(session.opening(forget)):
+                await self._up()
+            yield session
+        finally:
+            try:
+                if session.broken is None:
+                    await self._told(EndSession(session.digest))
+            finally:
+                del self._sessions[session.digest]
+                metrics.GATEWAY_SESSIONS.set(len(self._sessions))
+                session.close()
+            session.check_whole()
+
+    async def close(self) -> None:
+        """End every session, and the gateway."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        for session in self._sessions.values():
+            session.close()
+        if self._server is not None:
+            await self._server.stop()
+        if self._listening is not None:
+            self._listening.close()
+
+    def _record_of(self, builder: EpisodeBuilder) -> Record:
+        record = self._records.get(builder)
+        if record is None:
+            self._episodes += 1
+            record = self._records[builder] = Record(self._episodes)
+            finalize(builder, self._forgotten.append, self._episodes).atexit = False
+        return record
+
+    async def _told(self, request: Any) -> bool:
+        """Whether the gateway has answered; it has not when it is dead, which is dealt with elsewhere."""
+        if self._client is None:
+            return False
+        with suppress(PeerGone, RpcTimeout, FaultError):
+            await self._client.call(request, timeout_s=END_S)
+            return True
+        return False
+
+    # --- the process ---------------------------------------------------------------------------------
+
+    async def _up(self) -> None:
+        """Wait until the gateway serves. Raises `GatewayError`."""
+        if self._running is None:
+            try:
+                self._listening = listen(self.section.host, self._port)
+            except OSError as error:
+                raise GatewayError(
+                    f"the gateway cannot listen on {self.section.host} port {self._port}: {error}. Set "
+                    "rollout.gateway.port to a free port, or to 0 to have one picked."
+                ) from error
+            host, port = self._listening.getsockname()[:2]
+            self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            self._running = asyncio.ensure_future(self._run())
+        serving = asyncio.ensure_future(self._serving.wait())
+        try:
+            await asyncio.wait((serving, self._running), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
+        if not self._serving.is_set():
+            raise GatewayError(f"there is no gateway: {self._failed or 'it was closed'}") from self._failed
+
+    async def _run(self) -> None:
+        """Keep the gateway going until it cannot be."""
+        assert self._listening is not None
+        secret = RunSecret.read(Path(self._setup.socket_dir))
+        self._server = Server(
+            self._setup.worker_endpoint,
+            service="worker",
+            job=self._setup.job,
+            access=secret,
+            handler=by_type("worker", self._handlers()),
+            max_in_flight_per_peer=AT_ONCE,
+        )
+        try:
+            await self._server.start()
+            life, pause_s = 0, 0.0
+            while True:
+                await asyncio.sleep(pause_s)
+                fd = self._listening.fileno()
+                setup = msgspec.structs.replace(self._setup, life=life, listening_fd=fd)
+                status, served_s = await self._one_life(setup, secret)
+                life += 1
+                lost = sum(bool(session.open) for session in self._sessions.values())
+                log.warning("the gateway died", how=exit_text(status), episodes_lost=lost)
+                again_s = self._restarts.died(time.monotonic(), served_s=served_s, status=status)
+                if again_s is None:
+                    raise GatewayError(f"its process {exit_text(status)}, too often to start it again")
+                pause_s = again_s
+        except Exception as error:
+            self._failed = error
+            for session in self._sessions.values():
+                session.broken = session.broken or GatewayError(f"there is no gateway: {error}")
+                session.close()
+
+    async def _one_life(self, setup: GatewaySetup, secret: RunSecret) -> tuple[int, float | None]:
+        """The exit status of a gateway, once it has ended, and when it began to serve."""
+        process, served_s = self._start_one(setup), None
+        ended = asyncio.ensure_future(process.wait())
+        client = Client(
+            setup.gateway_endpoint,
+            job=setup.job,
+            role="rollout",
+            name=setup.name,
+            access=secret,
+            max_in_flight=AT_ONCE,
+        )
+        greeted = asyncio.ensure_future(client.connect(START_S))
+        try:
+            await asyncio.wait((greeted, ended), return_when=asyncio.FIRST_COMPLETED)
+            if greeted.done():
+                greeted.result()
+                for session in list(self._sessions.values()):
+                    if session.broken is None:
+                        await client.call(session.opening(), timeout_s=END_S)
+                await client.call(ServeAgents(), timeout_s=END_S)
+                self._client, served_s = client, time.monotonic()
+                self._serving.set()
+                log.info("gateway serves", address=self.address)
+            return await asyncio.shield(ended), served_s
+        finally:
+            self._serving.clear()
+            self._client = None
+            for session in self._sessions.values():
+                if session.open:
+                    session.broken = GatewayError(
+                        "the gateway died during a call: what of it the agent was sent is not known"
+                    )
+                    session.close()
+            greeted.cancel()
+            ended.cancel()
+            await asyncio.gather(greeted, ended, return_exceptions=True)
+            await client.close()
+            await process.stop()
+
+    # --- what the gateway asks -----------------------------------------------------------------------
+
+    def _handlers(self) -> Any:
+        return {
+            Sample: self._on_sample,
+            TakePieces: self._on_take_pieces,
+            RecordCall: self._on_record,
+            DropCall: self._on_drop,
+            CountCalls: self._on_count,
+        }
+
+    async def _on_sample(self, _: Peer, request: Sample, attachments: list[memoryview]) -> Answer:
+        session = self._sessions.get(request.key)
+        if session is None:
+            return SampleRefused(401, ENDED, "invalid_api_key")
+        return await session.sample(request, np.frombuffer(attachments[0], np.int32))
+
+    async def _on_take_pieces(self, _: Peer, request: TakePieces, __: list[memoryview]) -> Answer:
+        session = self._sessions.get(request.key)
+        call = session.open.get(request.call) if session is not None else None
+        taken = [] if call is None else await call.take_pieces(request.wait_ms / 1000)
+        ids = [piece for _index, piece in taken]
+        reply = Pieces([index for index, _piece in taken], [len(piece) for piece in ids])
+        return (reply, [bytes_of(ids, np.int32)]) if ids else reply
+
+    async def _on_record(self, _: Peer, request: RecordCall, __: list[memoryview]) -> Answer:
+        if (session := self._sessions.get(request.key)) is not None:
+            session.record(request)
+        return Ok()
+
+    async def _on_drop(self, _: Peer, request: DropCall, __: list[memoryview]) -> Answer:
+        if (session := self._sessions.get(request.key)) is not None:
+            session.drop(request.call)
+        return Ok()
+
+    async def _on_count(self, _: Peer, request: CountCalls, __: list[memoryview]) -> Answer:
+        for outcome, number in request.outcomes.items():
+            metrics.GATEWAY_CALLS.labels(outcome).inc(number)
+        return Ok()
