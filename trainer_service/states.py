@@ -92,7 +92,7 @@ def left_in_memory(
 class States:
     """Leaves the states of one trainer. All ranks make one, and call `leave`, `wait` in the same order.
 
-    `every` is the number of steps between two checkpoints on disk; `auto`: as often as they are cheap, and with
+    `every` is the number of steps between two checkpoints on disk; `auto`: as often as they are cheap, with
     at most `longest` steps between. `memory` are the states in shared memory, None for none;
     `weights_bytes` is the size of the model's files."""
 
