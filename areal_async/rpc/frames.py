@@ -1,14 +1,15 @@
 """The frames of one message on a socket.
 
     head         32 bytes of header, then the msgpack body
-    attachment … each a frame of its own, large ones never copied in Python
+    attachment … each a frame of its own, large ones never copied in Python; many small ones in one frame
 
 Header: magic `AA`, wire version, kind, number of attachments, client id, request id, floor. A client id is
 drawn at random when a `Client` is made and outlives its reconnects; request ids of a client only grow;
 `floor` is the lowest id the client still waits for, so a server may forget every reply below it.
 
-Two bits of the kind say how attachments pass (`by_file.py`): `BY_FILE`, that the first frame behind the head
-says where they lie, and `READS_FILES`, that the client can be answered so.
+Three bits of the kind say how attachments pass. `PACKED`: in one frame, u32 their number, u32 size of each,
+then their bytes, each at the next multiple of 8. `BY_FILE` (`by_file.py`): the first frame behind the head
+says where they lie. `READS_FILES`: the client can be answered so.
 
 Attachments come back as views into the received frames, of unspecified alignment. A sent attachment must not
 change until the call is over: large ones are handed to the socket without a copy.
@@ -35,7 +36,7 @@ REPLIES: tuple[type[Message], ...] = tuple(
     dict.fromkeys([Fault, *(reply for request in REQUESTS for reply in replies_to(request))])
 )
 MAGIC = b"AA"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 HEADER = struct.Struct("<2sBBIQQQ")
 MAX_ATTACHMENTS = 65_536
 MAX_BODY_BYTES = 64 << 20
@@ -54,8 +55,11 @@ class Kind(IntEnum):
     """The client closes; the server forgets its replies."""
 
 
-BY_FILE, READS_FILES = 0x40, 0x80
-_KINDS = 0x3F
+PACKED, BY_FILE, READS_FILES = 0x20, 0x40, 0x80
+_KINDS = 0x1F
+SMALL_BYTES = 8 << 10
+"""Mean size of attachments up to which one frame of all is cheaper, copied, than a frame of each."""
+MOST_PACKED_BYTES = 4 << 20
 
 
 class Header(NamedTuple):
@@ -94,16 +98,46 @@ def write_frames(
             f"{type(message).__name__} has {len(body)} bytes; the limit is {MAX_BODY_BYTES}"
         )
     n = len(attachments)
-    head: Buffer = HEADER.pack(MAGIC, WIRE_VERSION, kind | flags, n, client, request, floor) + body
     if n > MAX_ATTACHMENTS:
         raise MessageTooLarge(f"{n} attachments; the limit is {MAX_ATTACHMENTS}")
-    frames = [head, *map(_as_bytes, attachments)]
-    if (size := sum(memoryview(frame).nbytes for frame in frames[1:])) > MAX_MESSAGE_BYTES:
+    frames = [*map(_as_bytes, attachments)]
+    if (size := sum(map(len, frames))) > MAX_MESSAGE_BYTES:
         raise MessageTooLarge(f"attachments of {size} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    return frames
+    if n > 1 and size <= min(n * SMALL_BYTES, MOST_PACKED_BYTES) and not flags & BY_FILE:
+        frames, flags = [_packed(frames)], flags | PACKED
+    head: Buffer = HEADER.pack(MAGIC, WIRE_VERSION, kind | flags, n, client, request, floor) + body
+    return [head, *frames]
 
 
-def _as_bytes(attachment: Buffer) -> Buffer:
+_PADDING = [bytes(-size % 8) for size in range(8)]
+
+
+def _packed(attachments: Sequence[bytes | memoryview]) -> bytes:
+    n = len(attachments)
+    table = struct.pack(f"<{n + 1}I", n, *map(len, attachments))
+    parts: list[Buffer] = [table, _PADDING[len(table) % 8]]
+    for attachment in attachments:
+        parts += (attachment, _PADDING[len(attachment) % 8])
+    return b"".join(parts)
+
+
+def _unpacked(frame: Buffer, n: int) -> list[memoryview]:
+    view = memoryview(frame)
+    at = 4 * (n + 1)
+    if len(view) < at or int.from_bytes(view[:4], "little") != n:
+        raise ProtocolError(f"a frame of {len(view)} bytes is not {n} attachments")
+    sizes = struct.unpack_from(f"<{n}I", view, 4)
+    at += -at % 8
+    attachments = []
+    for size in sizes:
+        attachments.append(view[at : at + size])
+        at += size + -size % 8
+    if at != len(view):
+        raise ProtocolError(f"a frame of {len(view)} bytes is not {n} attachments of {at} bytes")
+    return attachments
+
+
+def _as_bytes(attachment: Buffer) -> bytes | memoryview:
     if isinstance(attachment, bytes):
         return attachment
     view = memoryview(attachment)
@@ -138,7 +172,9 @@ def _read_body(decoder: msgspec.msgpack.Decoder[T], head: bytes) -> T:
 
 
 def read_attachments(header: Header, frames: Sequence[Buffer]) -> list[memoryview]:
-    """Views of the attachments, which are `frames`, those behind the head."""
+    """Views of the attachments, which are `frames`, those behind the head. Raises `ProtocolError`."""
+    if header.flags & PACKED and len(frames) == 1:
+        return _unpacked(frames[0], header.n_attachments)
     if len(frames) != header.n_attachments:
         raise ProtocolError(f"{len(frames)} attachments came, {header.n_attachments} were announced")
     return [memoryview(frame) for frame in frames]

@@ -9,7 +9,7 @@ import zmq
 
 from areal_async.rpc import endpoints
 from areal_async.rpc.endpoints import Access
-from areal_async.rpc.frames import HEADER, Kind, write_frames
+from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Commit
 from areal_async.rpc.schema import SCHEMA, Hello
 
@@ -22,7 +22,7 @@ sent last, the rest can never be handed over, and is waited for in vain."""
 def shapes(rng: random.Random) -> list[bytes]:
     """One message: any frames at all, and near misses of the right ones."""
     head = HEADER.pack(
-        b"AA", 2, rng.choice([0, 1, 2, 3, 4, 9, 255]), rng.choice([0, 0, 1, 3, 2**32 - 1]), 5, 7, 0
+        b"AA", WIRE_VERSION, rng.choice([0, 1, 2, 3, 4, 9, 255]), rng.choice([0, 0, 1, 3, 2**32 - 1]), 5, 7, 0
     )
     bodies: list[Callable[[], bytes]] = [
         lambda: b"",

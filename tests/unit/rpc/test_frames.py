@@ -13,6 +13,9 @@ from areal_async.rpc.frames import (
     MAX_ATTACHMENTS,
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
+    PACKED,
+    SMALL_BYTES,
+    WIRE_VERSION,
     Kind,
     read_attachments,
     read_header,
@@ -91,7 +94,7 @@ def test_a_head_of_another_kind_is_a_protocol_error(head):
 @given(st.binary(max_size=200))
 @settings(max_examples=500)
 def test_hostile_bodies_give_a_typed_error(body):
-    head = HEADER.pack(b"AA", 2, 1, 0, 1, 1, 0) + body
+    head = HEADER.pack(b"AA", WIRE_VERSION, 1, 0, 1, 1, 0) + body
     for read in (read_request, read_reply):
         with contextlib.suppress(ProtocolError):
             read(head)
@@ -103,7 +106,7 @@ def test_deep_nesting_and_odd_keys_give_a_typed_error():
     map_key = b"\x82\xa4type\xa5Score\x81\x01\x02\x03"
     for body in (deep, in_any, map_key, b"\xc1", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):
-            read_reply(HEADER.pack(b"AA", 2, 1, 0, 1, 1, 0) + body)
+            read_reply(HEADER.pack(b"AA", WIRE_VERSION, 1, 0, 1, 1, 0) + body)
 
 
 @pytest.mark.parametrize("n", [0, 2, 2**31])
@@ -111,3 +114,21 @@ def test_other_attachments_than_were_announced_give_a_typed_error(n):
     head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Fault("busy", ""), [b"one"])
     with pytest.raises(ProtocolError):
         read_attachments(read_header(bytes(head))._replace(n_attachments=n), rest)
+
+
+def test_many_small_attachments_are_one_frame_and_a_damaged_one_gives_a_typed_error():
+    sent = [bytes([n]) * n for n in range(7)]
+    head, *rest = write_frames(Kind.REQUEST, 1, 1, 0, Stats(), sent)
+    header = read_header(bytes(head))
+    assert len(rest) == 1
+    assert header.kind == Kind.REQUEST
+    assert header.flags == PACKED
+    assert [bytes(view) for view in read_attachments(header, rest)] == sent
+    frame = bytes(rest[0])
+    for damaged in (b"", frame[:-1], frame + bytes(8), b"\xff" * len(frame)):
+        with pytest.raises(ProtocolError):
+            read_attachments(header, [damaged])
+    for n in (6, 8, 2**32 - 1):
+        with pytest.raises(ProtocolError):
+            read_attachments(header._replace(n_attachments=n), rest)
+    assert len(write_frames(Kind.REQUEST, 1, 1, 0, Stats(), [bytes(SMALL_BYTES + 1)] * 2)) == 3

@@ -14,7 +14,7 @@ import zmq
 import areal_async
 from areal_async.errors import SnapshotError
 from areal_async.rpc import endpoints
-from areal_async.rpc.frames import HEADER, Kind, write_frames
+from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
 from areal_async.weights.manifest import unseal
 from tests.unit.rpc.peers import SECRET, serving
@@ -116,7 +116,7 @@ async def test_nothing_is_pickled_a_pickle_on_the_socket_is_refused(ipc, tmp_pat
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         endpoints.connect(socket, endpoint, SECRET)
-        head = HEADER.pack(b"AA", 2, Kind.REQUEST, 0, 5, 2, 0)
+        head = HEADER.pack(b"AA", WIRE_VERSION, Kind.REQUEST, 0, 5, 2, 0)
         socket.send_multipart(write_frames(Kind.REQUEST, 5, 1, 0, Hello(SCHEMA, "j", "r", "n"), ()))
         socket.send_pyobj(Bomb(tmp_path / "exploded"))
         socket.send(head + bomb)

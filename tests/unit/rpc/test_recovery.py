@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.errors import FaultError, ProtocolError, RpcTimeout
-from areal_async.rpc.frames import HEADER, Kind, write_frames
+from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
 from tests.unit.rpc.peers import Wire, client_of, serving
@@ -86,7 +86,7 @@ async def test_a_lost_reply_is_asked_for_again(ipc):
         head = (await router.receive())[1]
     request = HEADER.unpack_from(head)[5]
     await router.send([identity, b"noise"])
-    await router.send([identity, HEADER.pack(b"AA", 2, Kind.REPLY, 0, uid, request, 0) + b"\xc1"])
+    await router.send([identity, HEADER.pack(b"AA", WIRE_VERSION, Kind.REPLY, 0, uid, request, 0) + b"\xc1"])
     with pytest.raises(ProtocolError):
         await call
     await client.close()
@@ -262,7 +262,7 @@ def test_nothing_a_peer_sends_ends_the_server(messages, greeted):
                 await wire.hello()
             for frames in messages:
                 await wire.send(list(frames))
-            head = HEADER.pack(b"AA", 2, Kind.REQUEST, 3, 5, 9, 0) + b"\xa0garbage"
+            head = HEADER.pack(b"AA", WIRE_VERSION, Kind.REQUEST, 3, 5, 9, 0) + b"\xa0garbage"
             await wire.send([head, *(messages[0] if messages else [])])
             kind, request, reply = await wire.reply()
             assert (kind, request, reply.kind) == (Kind.REPLY, 9, "invalid")
