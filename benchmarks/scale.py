@@ -179,7 +179,7 @@ async def process(role: str, order: dict[str, Any]) -> None:
     """The process of some workers, of the scorer or of the trainer; prints its latencies at the end."""
     shared, endpoint = Shared(Path(order["shared"])), order["endpoint"]
     if order["sockets"]:
-        ClientFiles.find = lambda here: None  # type: ignore[assignment,method-assign]
+        ClientFiles.find = lambda here: None  # type: ignore[method-assign]
     seconds: dict[str, list[float]] = defaultdict(list)
     names = [f"worker-{order['first'] + i}" for i in range(order["count"])] if role == "rollout" else [role]
     clients = [Client(endpoint, job=JOB, role=role, name=name, access=secret_at(endpoint)) for name in names]

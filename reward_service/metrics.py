@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -63,13 +64,18 @@ OVERDUE = Counter(
 _kinds: dict[str, set[str]] = defaultdict(set)
 
 
+# Series are looked up once: every verdict comes through here.
+_verdicts = cache(VERDICTS.labels)
+_scores = cache(SCORE.labels)
+
+
 def count(label: str, verdict: Verdict) -> None:
     """Count a verdict of the reward `label`."""
-    VERDICTS.labels(label, kind_of(verdict)).inc()
+    _verdicts(label, kind_of(verdict)).inc()
     if sandbox := verdict.sandbox:
         SANDBOXED.labels(label, sandbox if sandbox in ("isolated", "none") else "other").inc()
     if isinstance(verdict, Score):
-        SCORE.labels(label).observe(verdict.value)
+        _scores(label).observe(verdict.value)
     elif isinstance(verdict, Failure):
         kind, kinds = verdict.kind, _kinds[label]
         if len(kind) <= LONGEST_KIND and len(kinds) < MOST_KINDS:

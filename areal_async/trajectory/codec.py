@@ -188,11 +188,8 @@ def _table_of(n_frames: int) -> struct.Struct:
     return struct.Struct(f"<{2 * n_frames}Q")
 
 
-def _opened(
-    buffer: Buffer, limits: EpisodeLimits, *, whole: bool = True
-) -> tuple[memoryview, list[tuple[int, int]]]:
-    """The bytes of a blob whose prefix, frame table and, where it is read as a `whole`, checksum hold, and
-    (offset, size) of each frame."""
+def _opened(buffer: Buffer, limits: EpisodeLimits) -> tuple[memoryview, list[tuple[int, int]]]:
+    """The bytes of a blob whose prefix, frame table and checksum hold, and (offset, size) of each frame."""
     view = memoryview(buffer).toreadonly()
     if view.itemsize != 1 or view.ndim != 1:
         view = view.cast("B")
@@ -211,7 +208,7 @@ def _opened(
     body_at = _PREFIX.size + n_frames * _FRAME_BYTES
     if not CORE_FRAMES <= n_frames <= CORE_FRAMES + limits.columns or size < body_at:
         raise CodecError(f"a blob of {size} bytes cannot hold {n_frames} frames")
-    if whole and zlib.crc32(view[_PREFIX.size :]) != crc:
+    if zlib.crc32(view[_PREFIX.size :]) != crc:
         raise CodecError("the checksum does not match: the bytes were altered")
     places = _table_of(n_frames).unpack_from(view, _PREFIX.size)
     spans = list(zip(places[::2], places[1::2], strict=True))
@@ -229,10 +226,18 @@ def glance(buffer: Buffer, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> tuple[E
     """The header of a blob and how many units have mask 1, for who needs no more of an episode that was
     read as a whole where it was taken in. Checks what it reads, and not the rest: no checksum, no invariant
     of units or segments. Raises TrajectoryError."""
-    view, spans = _opened(buffer, limits, whole=False)
-    head_at, head_bytes = spans[0]
+    view = memoryview(buffer)
+    table = _table_of(CORE_FRAMES)
+    if len(view) < _PREFIX.size + table.size or view[: len(MAGIC)] != MAGIC:
+        raise CodecError(f"{len(view)} bytes are not an episode")
+    _, schema, _, declared, _, _ = _PREFIX.unpack_from(view)
+    if schema != TRAJECTORY_SCHEMA:
+        raise SchemaError(f"a blob of schema {schema}, this process reads {TRAJECTORY_SCHEMA}")
+    places = table.unpack_from(view, _PREFIX.size)
+    (head_at, head_bytes), (mask_at, mask_bytes) = places[:2], places[-2:]
+    if declared != len(view) or max(head_at + head_bytes, mask_at + mask_bytes) > declared:
+        raise CodecError(f"the blob has {len(view)} bytes, less than it says")
     head = _decode_head(view[head_at : head_at + head_bytes], limits)
-    mask_at, mask_bytes = spans[CORE_FRAMES - 1]
-    if head.header.schema != TRAJECTORY_SCHEMA or mask_bytes != head.units:
-        raise CodecError("the head of the blob is not that of its frames")
+    if mask_bytes != head.units:
+        raise CodecError(f"the mask has {mask_bytes} bytes for {head.units} units")
     return head.header, bytes(view[mask_at : mask_at + mask_bytes]).count(1)
