@@ -29,7 +29,7 @@ from typing_extensions import Buffer
 from areal_async.errors import ProtocolError
 from areal_async.rpc.schema import FilesHere
 
-LEAST_BYTES = 128 << 10  # Attachments of a message from which on a file is cheaper than the socket
+LEAST_BYTES = 32 << 10  # Attachments of a message from which on a file is cheaper than the socket
 ALIGN_BYTES = 4096
 STALE_S = 900.0  # A file that a client has not removed after so long has no client any more
 TOKEN = ".token"
