@@ -64,7 +64,7 @@ from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
 
 LONGEST_WAIT_MS = 30_000
 LARGE_PUT_BYTES = 4 << 20  # A put above it is read in a thread, so that it does not hold up everybody else
-PUTS_RUNNING = 16  # Puts that Redis may have yet to confirm: what it does for others waits behind no more
+PUTS_RUNNING = 8  # Puts that Redis may have yet to confirm: what it does for others waits behind no more
 LANES = {
     "score": Lane(8),
     "train": Lane(4),
