@@ -138,7 +138,7 @@ def rows_to_compare(
             kept &= ~approximate
         return kept
 
-    return [*cut_rows(episode, index, comparable, policy, places).values()]
+    return cut_rows(episode, index, comparable, policy, places)
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:

@@ -6,7 +6,8 @@ manifest and the buffer say. A violation is fatal. So is a unit that was not sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,27 +23,64 @@ from areal_async.trajectory import (
     unpack,
     untrainable,
 )
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 NO_VERSIONS = PolicyVersions(-1, -1, -1)
+Temperature = float | dict[int, float]
+"""Of the sampled units of an episode: one value, or one for each segment."""
 
 
-def rows_of_episode(
-    blob: Any,
-    entry: BatchEpisode,
-    index: int,
-    lowest_version: int = 0,
-    *,
-    policy: str,
-    places: Collection[int] | None = None,
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The bytes of an episode, and what is to be trained of it."""
+
+    blob: Any
+    entry: BatchEpisode
+    """What the manifest says of it."""
+    index: int
+    """Its place in the manifest."""
+    places: Collection[int] | None = None
+    """Its rows that are trained here; None for all."""
+
+
+def rows_of_episodes(
+    fetched: Iterable[Fetched], lowest_version: int = 0, *, policy: str
 ) -> list[TrainingRow]:
-    """The rows of one blob, or those at `places` alone; `index` is the episode's place in the manifest,
-    `entry` what that says of it. Units below `lowest_version` are masked, and a row of nothing else is left
-    out.
+    """The rows to train of these episodes, in order. Units below `lowest_version` are masked, and a row of
+    nothing else is left out.
 
-    Raises `BatchError` when the blob cannot be read or is not what the manifest names, and
+    Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
+    sources: list[tuple[Fetched, int]] = []  # Of each row the episode, and which of its rows it is
+    whole: list[Row] = []
+    temperatures: list[Temperature] = []
+    cut: dict[int, dict[int, TrainingRow]] = {}
+    items = list(fetched)
+    for item in items:
+        episode = _read(item.blob, item.entry, policy)
+        temperature = call_temperatures(episode, policy)
+        for place, row in enumerate(_training_rows(episode)):
+            sources.append((item, place))
+            whole.append(row)
+            temperatures.append(temperature)
+    keep = _joined([row.mask for row in whole], np.uint8).astype(np.bool_)
+    keep &= _joined([row.versions for row in whole], np.int32) >= lowest_version
+    rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures)
+    for (item, place), found in zip(sources, rows, strict=True):
+        if found is not None:
+            cut.setdefault(item.index, {})[place] = found
+    for item in items:
+        _check_sizes(item.entry, cut.get(item.index, {}))
+    return [
+        found
+        for (item, place), found in zip(sources, rows, strict=True)
+        if found is not None and (item.places is None or place in item.places)
+    ]
+
+
+def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
+    """The episode of a blob, if it is the one of the manifest and was sampled from what is trained."""
     try:
         episode = unpack(blob)
     except TrajectoryError as error:
@@ -59,7 +97,18 @@ def rows_of_episode(
             f"{why}: that is no sample of what is trained, and the importance ratios would be wrong. The "
             "buffer must never let this through; the step is not trained."
         )
-    rows = cut_rows(episode, index, lambda row: row.mask & (row.versions >= lowest_version), policy)
+    return episode
+
+
+def _training_rows(episode: Episode) -> list[Row]:
+    try:
+        return training_rows(episode)
+    except TrajectoryError as error:
+        raise BatchError(f"episode {episode.episode_id} cannot be read: {error}") from error
+
+
+def _check_sizes(entry: BatchEpisode, rows: Mapping[int, TrainingRow]) -> None:
+    """Raise `BatchError` unless the rows, by place, are as large as the manifest says."""
     cut = {place: (row.packed_length, len(row.position)) for place, row in rows.items()}
     planned = {place: size for place, size in enumerate(entry.rows) if size != (0, 0)}
     if cut != planned:
@@ -68,7 +117,6 @@ def rows_of_episode(
             f"the batch names (tokens, units) {planned.get(place)} as row {place} of episode "
             f"{entry.episode_id}, but the bytes fetched hold {cut.get(place)}"
         )
-    return [row for place, row in rows.items() if places is None or place in places]
 
 
 def cut_rows(
@@ -76,38 +124,69 @@ def cut_rows(
     index: int,
     mask_of: Callable[[Row], NDArray],
     policy: str,
-    places: Collection[int] | None = None,
-) -> dict[int, TrainingRow]:
-    """The rows of an episode, or those at `places` alone, by their place among all of them, with those units
-    to train that `mask_of` (bool or u8 [T] of a row) leaves; a row without any is left out. `index` is the
-    episode's place in the manifest."""
+    places: Collection[int],
+) -> list[TrainingRow]:
+    """The rows of an episode at `places` with those units to train that `mask_of` (bool or u8 [T] of a row)
+    leaves; a row without any is left out. `index` is the episode's place in the manifest."""
     temperature = call_temperatures(episode, policy)
-    try:
-        rows = {
-            place: row
-            for place, row in enumerate(training_rows(episode))
-            if places is None or place in places
-        }
-    except TrajectoryError as error:
-        raise BatchError(f"episode {episode.episode_id} cannot be read: {error}") from error
-    cut = {
-        place: row_of(
-            index,
-            row.token_ids,
-            mask_of(row),
-            row.logprobs,
-            row.versions,
-            temperature if isinstance(temperature, float) else _per_token(temperature, row),
-        )
-        for place, row in rows.items()
-    }
-    return {place: row for place, row in cut.items() if row is not None}
+    rows = [row for place, row in enumerate(_training_rows(episode)) if place in places]
+    keep = _joined([mask_of(row) for row in rows], np.bool_)
+    found = _cut(rows, [index] * len(rows), keep.astype(np.bool_), [temperature] * len(rows))
+    return [row for row in found if row is not None]
 
 
-def call_temperatures(episode: Episode, policy: str) -> float | dict[int, float]:
+def _cut(
+    rows: Sequence[Row],
+    episodes: Sequence[int],
+    keep: NDArray[np.bool_],
+    temperatures: Sequence[Temperature],
+) -> list[TrainingRow | None]:
+    """Each row cut after its last unit that `keep` leaves, which is of all rows' tokens one after the other;
+    None for one without any. All units are cut out at once, and a row's arrays are views of that."""
+    if not rows:
+        return []
+    lengths = np.array([len(row.token_ids) for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    at = np.flatnonzero(keep)
+    ends = np.searchsorted(at, starts + lengths).tolist()
+    position = at - np.repeat(starts, np.diff([0, *ends]))
+    if len(at) and keep[starts].any():
+        raise BatchError("a row begins with a sampled unit: there is no token before it to predict it from")
+    behaviour = _joined([row.logprobs for row in rows], np.float32)[at]
+    version = _joined([row.versions for row in rows], np.int32)[at]
+    temperature = np.concatenate(
+        [
+            np.full(len(row.token_ids), value, np.float32)
+            if isinstance(value, float)
+            else _per_token(value, row)
+            for row, value in zip(rows, temperatures, strict=True)
+        ]
+        if any(isinstance(value, dict) for value in temperatures)
+        else [np.repeat(np.array(temperatures, np.float32), lengths)]
+    )[at]
+    found: list[TrainingRow | None] = []
+    first = 0
+    for row, episode, end in zip(rows, episodes, ends, strict=True):
+        if first == end:
+            found.append(None)
+            continue
+        own = slice(first, end)
+        ids = row.token_ids[: position[end - 1] + 1]
+        found.append(TrainingRow(episode, ids, position[own], behaviour[own], version[own], temperature[own]))
+        first = end
+    return found
+
+
+def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def call_temperatures(episode: Episode, policy: str) -> Temperature:
     """What the logits of the episode's sampled units are divided by: one value, or one per segment; 0 for a
     greedy call, whose units are context. Raises `BatchError` for a call of another policy."""
     header = episode.header
+    if len(header.calls) == 1 and header.policies == [policy]:
+        return float(header.calls[0].sampling.temperature)
     if header.policies and any(header.policies[call.policy] != policy for call in header.calls):
         raise BatchError(
             f"episode {episode.episode_id} was sampled by {header.policies}; only {policy!r} is trained"
@@ -125,6 +204,9 @@ def _per_token(temperature: dict[int, float], row: Row) -> NDArray[np.float32]:
 
 def check_staleness(rows: Sequence[TrainingRow], *, step: int, max_staleness: int) -> None:
     """Raise `StalenessViolation` unless every unit has 0 ≤ step - version ≤ max_staleness."""
+    versions = _joined([row.version for row in rows], np.int32)
+    if not len(versions) or (versions.min() >= step - max_staleness and versions.max() <= step):
+        return
     for row in rows:
         low, high = int(row.version.min()), int(row.version.max())
         if step - low > max_staleness:

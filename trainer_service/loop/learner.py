@@ -24,7 +24,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.off_policy import StepStatistics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.checks.logprobs import LogprobCheck
-from trainer_service.data.episode_rows import check_staleness, rows_of_episode
+from trainer_service.data.episode_rows import Fetched, check_staleness, rows_of_episodes
 from trainer_service.data.flops import RowCost, load_row_cost
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
 from trainer_service.data.rows import TrainingRow
@@ -103,18 +103,14 @@ class Learner:
             step, eta = batch.step, self._job.buffer.max_staleness
             place = self._backend.place
             minibatches = [
-                [
-                    row
-                    for index, places in (share[place.data_rank] if place.reads else {}).items()
-                    for row in rows_of_episode(
-                        blobs[plan.episodes[index].episode_id],
-                        plan.episodes[index],
-                        index,
-                        batch.lowest_version,
-                        policy=batch.policy,
-                        places=places,
-                    )
-                ]
+                rows_of_episodes(
+                    [
+                        Fetched(blobs[plan.episodes[index].episode_id], plan.episodes[index], index, places)
+                        for index, places in (share[place.data_rank] if place.reads else {}).items()
+                    ],
+                    batch.lowest_version,
+                    policy=batch.policy,
+                )
                 for share in plan.shares
             ]
             check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)

@@ -8,14 +8,18 @@ from msgspec.structs import replace
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
 from tests.unit.trainer.conftest import entry_of
-from trainer_service.data.episode_rows import call_temperatures, check_staleness, rows_of_episode
+from trainer_service.data.episode_rows import Fetched, call_temperatures, check_staleness, rows_of_episodes
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 
 def _rows(episode, index=0, **changes):
-    return rows_of_episode(pack(episode), entry_of(episode, **changes), index, policy="policy")
+    return _rows_of(pack(episode), entry_of(episode, **changes), index=index)
+
+
+def _rows_of(blob, entry, lowest_version=0, *, index=0, places=None):
+    return rows_of_episodes([Fetched(blob, entry, index, places)], lowest_version, policy="policy")
 
 
 def _builder():
@@ -51,16 +55,16 @@ def branching_episodes(draw):
 @given(branching_episodes(), st.integers(0, 6))
 def test_the_manifest_says_what_is_packed_whatever_is_masked(episode, lowest):
     entry = entry_of(episode, lowest_version=lowest)
-    rows = rows_of_episode(pack(episode), entry, 0, lowest, policy="policy")
+    rows = _rows_of(pack(episode), entry, lowest)
     trained = [place for place, size in enumerate(entry.rows) if size != (0, 0)]
     assert [(row.packed_length, len(row.position)) for row in rows] == [entry.rows[p] for p in trained]
     for place, row in zip(trained, rows, strict=True):
-        (alone,) = rows_of_episode(pack(episode), entry, 0, lowest, policy="policy", places=[place])
+        (alone,) = _rows_of(pack(episode), entry, lowest, places=[place])
         assert alone.token_ids.tolist() == row.token_ids.tolist()
     wrong = [[*entry.rows, (1, 1)], *([*entry.rows[:place], (0, 0)] for place in trained[-1:])]
     for rows in wrong:
         with pytest.raises(BatchError, match=r"the batch names \(tokens, units\)"):
-            rows_of_episode(pack(episode), replace(entry, rows=rows), 0, lowest, policy="policy")
+            _rows_of(pack(episode), replace(entry, rows=rows), lowest)
 
 
 @given(branching_episodes())
@@ -122,7 +126,7 @@ def test_bytes_that_are_not_what_the_manifest_names_are_refused():
         with pytest.raises(BatchError, match="the bytes fetched hold"):
             _rows(episode, **changes)
     with pytest.raises(BatchError, match="cannot be read"):
-        rows_of_episode(pack(episode)[:-3], entry_of(episode), 0, policy="policy")
+        _rows_of(pack(episode)[:-3], entry_of(episode))
 
 
 def test_each_unit_is_trained_at_the_temperature_of_its_call():
@@ -172,6 +176,21 @@ def test_calls_of_other_policies_cannot_be_trained():
         call_temperatures(unpack(pack(other.build())), "policy")
 
 
+@given(st.lists(branching_episodes(), min_size=1, max_size=4), st.integers(0, 6))
+def test_episodes_are_read_together_as_they_are_one_by_one(episodes, lowest):
+    fetched = [
+        Fetched(pack(episode), entry_of(episode, lowest_version=lowest), index)
+        for index, episode in enumerate(episodes)
+    ]
+    together = rows_of_episodes(fetched, lowest, policy="policy")
+    alone = [row for item in fetched for row in rows_of_episodes([item], lowest, policy="policy")]
+    assert len(together) == len(alone)
+    for mine, other in zip(together, alone, strict=True):
+        assert mine.episode == other.episode
+        for name in ("token_ids", "position", "behaviour", "version", "temperature"):
+            assert getattr(mine, name).tolist() == getattr(other, name).tolist()
+
+
 def _versioned(*versions):
     n = len(versions)
     mask = np.array([0] + [1] * n, np.uint8)
@@ -200,13 +219,13 @@ def test_units_below_the_lowest_version_are_in_no_row():
     _sampled(builder, range(3), first, version=2)
     episode = builder.build()
     entry = entry_of(episode)
-    (row,) = rows_of_episode(pack(episode), entry, 0, policy="policy")
+    (row,) = _rows_of(pack(episode), entry)
     assert row.version.tolist() == [1, 1, 2, 2, 2]
     with pytest.raises(StalenessViolation):
         check_staleness([row], step=3, max_staleness=1)
     entry = entry_of(episode, lowest_version=2)
-    (row,) = rows_of_episode(pack(episode), entry, 0, 2, policy="policy")
+    (row,) = _rows_of(pack(episode), entry, 2)
     assert (row.version.tolist(), row.position.tolist()) == ([2, 2, 2], [5, 6, 7])
     check_staleness([row], step=3, max_staleness=1)
     entry = entry_of(episode, lowest_version=3)
-    assert rows_of_episode(pack(episode), entry, 0, 3, policy="policy") == []
+    assert _rows_of(pack(episode), entry, 3) == []

@@ -9,7 +9,7 @@ from areal_async.config.job import ObjectiveSection, OptimizerSection
 from areal_async.weights.pieces import whole_tensors
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.data.episode_rows import rows_of_episode
+from trainer_service.data.episode_rows import Fetched, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE
 from trainer_service.data.step_plan import plan_step
 from trainer_service.errors import DivergenceError
@@ -30,13 +30,13 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
         cost=TOKENS_ALONE,
     )
     rows = [
-        [
-            row
-            for index in minibatch[0]
-            for row in rows_of_episode(
-                blobs[plan.episodes[index].episode_id], plan.episodes[index], index, policy="policy"
-            )
-        ]
+        rows_of_episodes(
+            [
+                Fetched(blobs[plan.episodes[index].episode_id], plan.episodes[index], index)
+                for index in minibatch[0]
+            ],
+            policy="policy",
+        )
         for minibatch in plan.shares
     ]
     if shuffle is not None:
