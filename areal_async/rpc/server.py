@@ -76,7 +76,7 @@ Answer = Message | tuple[Message, Sequence[Buffer | FilePart]]
 Handler = Callable[[Peer, Any, list[memoryview]], Awaitable[Answer]]
 
 
-class Arrival(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A request that waits for its turn. `parts`: where its attachments lie, if they are in a file."""
 
     peer: Peer
@@ -135,7 +135,7 @@ class Server:
         self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
         self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # At most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
-        self._lanes = Lanes[Arrival](lanes)
+        self._lanes = Lanes[WaitingRequest](lanes)
         self._lane_of = lane_of
         self._files = files
         self._starting: asyncio.Handle | None = None
@@ -234,9 +234,9 @@ class Server:
             if header.flags & READS_FILES and not session.reads_files:
                 session = self.sessions[identity] = replace(session, reads_files=True)
             self.sessions.move_to_end(identity)
-            self._admit(identity, Arrival(session, header, message, attachments, parts))
+            self._admit(identity, WaitingRequest(session, header, message, attachments, parts))
 
-    def _admit(self, identity: bytes, arrival: Arrival) -> None:
+    def _admit(self, identity: bytes, arrival: WaitingRequest) -> None:
         header = arrival.header
         admission = self._book.admit(header.client, header.request, header.floor)
         if admission is Admission.RUN:
@@ -258,7 +258,7 @@ class Server:
             fault = Fault("busy", f"{arrival.peer.name} has too many requests under way", BUSY_RETRY_MS)
             self._send(identity, self._frames(header, fault))
 
-    def _refuse(self, arrival: Arrival, fault: Fault) -> None:
+    def _refuse(self, arrival: WaitingRequest, fault: Fault) -> None:
         """Answer a request that is not begun; a retry runs it."""
         header = arrival.header
         if self._book.finish(header.client, header.request, None):
@@ -308,7 +308,7 @@ class Server:
 
     # --- answers -------------------------------------------------------------------------------------
 
-    async def _run(self, arrival: Arrival) -> None:
+    async def _run(self, arrival: WaitingRequest) -> None:
         session, header, message, attachments, parts = arrival
         reply: Message
         reply_attachments: Sequence[Buffer | FilePart] = ()
