@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--trl-only", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="choose TRL's settings and the learning rates")
-    parser.add_argument("--rates", default="6e-5,1.2e-4,2.4e-4,4.8e-4", help="that the sweep tries")
+    parser.add_argument("--rates", default="6e-5,9e-5,1.2e-4,1.8e-4", help="that the sweep tries")
     parser.add_argument("--lr", type=float, help="of ours, instead of the sweep's")
     parser.add_argument("--trl-lr", type=float, help="of TRL, instead of the sweep's")
     parser.add_argument("--loaded", action="store_true", help="run though other programs are at work")
