@@ -62,7 +62,7 @@ def bodies_of(group: str, options: argparse.Namespace) -> list[bytes]:
 # --- the worker --------------------------------------------------------------------------------------
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
     """A byte-level tokenizer with the words of the conversation, as a Hugging Face directory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -80,7 +80,7 @@ def write_tokenizer(folder: Path) -> None:
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=TEMPLATE,
+        chat_template=template,
     ).save_pretrained(folder)
 
 

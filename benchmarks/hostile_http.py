@@ -109,6 +109,7 @@ class Subject:
 
     def usage(self) -> dict[str, float]:
         process = psutil.Process(self.process.pid)
+        process = next(iter(process.children()), process)  # the gateway is its worker's child
         log = self.log.read_bytes()
         return {
             "descriptors": process.num_fds(),

@@ -7,12 +7,16 @@ import asyncio
 import json
 import sys
 from contextlib import AsyncExitStack
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from gateway import write_tokenizer
+from transformers import AutoTokenizer
 
 from areal_async.config.rollout import GatewaySection
 from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.log import setup_logging
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
@@ -23,42 +27,38 @@ from rollout_service.workflows.turns import Renderer
 SAID = "<tool_call>[[["
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    chat_template = "{% if tools %}<tool_call>{% endif %}"
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return bytes(ids).decode("utf-8", "replace")
-
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **_: Any) -> str:
-        return "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
+TEMPLATE = (
+    "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
 
 
 class Same:
     version = VersionTag("policy", 0, 0)
 
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = np.asarray(ids, np.int32)
+
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 1, 0.0, 0, 0, 0.0)
 
     async def generate(self, request: GenerateRequest, tell: object = None) -> GenerateResult:
-        ids = np.frombuffer(SAID.encode(), np.uint8).astype(np.int32)[: request.sampling.max_new_tokens]
+        ids = self.ids[: request.sampling.max_new_tokens]
         zeros = np.zeros(len(ids), np.int32)
-        text = SAID[: len(ids)]
-        return GenerateResult(ids, zeros.astype(np.float32), zeros, zeros, "length", text)
+        return GenerateResult(ids, zeros.astype(np.float32), zeros, zeros, "length", SAID)
 
 
-async def main() -> None:
-    gateway = Gateway(GatewaySection(), Bytes(), job="hostile", max_model_len=1 << 20)
-    render = Renderer(Bytes())
+async def main(folder: Path) -> None:
+    write_tokenizer(folder, TEMPLATE)
+    RunSecret.make(folder)
+    how = {"job": "hostile", "name": "w", "model": folder, "socket_dir": folder}
+    gateway = Gateway(GatewaySection(), **how, max_model_len=1 << 20)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    render, engine = Renderer(tokenizer), Same(tokenizer(SAID)["input_ids"])
     async with AsyncExitStack() as stack:
         keys = []
         for sample in range(2):
             ctx = Context(
-                Same(),  # type: ignore[arg-type]
+                engine,  # type: ignore[arg-type]
                 render,
                 EpisodeBuilder("hostile", "t", "t#0", sample),
                 episode_id=f"t#0.{sample}",
@@ -75,4 +75,5 @@ async def main() -> None:
 
 if __name__ == "__main__":
     setup_logging("hostile", "gateway")
-    asyncio.run(main())
+    with TemporaryDirectory() as scratch:
+        asyncio.run(main(Path(scratch)))

@@ -44,7 +44,7 @@ from rollout_service.gateway.conversation import ConversationTree
 from rollout_service.gateway.openai import DONE, ChatCall, server_sent
 from rollout_service.gateway.recording import digest_of
 from rollout_service.gateway.requests import ENDED, ApiError, check_json, encoded, too_deep
-from rollout_service.gateway.session import GatewayCall, RunningCall, Session
+from rollout_service.gateway.session import AgentCalls, GatewayCall, RunningCall
 from rollout_service.gateway.template import ChatTemplate
 
 MODEL_ID = "policy"
@@ -64,7 +64,7 @@ class Front:
         self.section = GatewaySection.model_validate(setup.section)
         self._setup = setup
         self._template = ChatTemplate(tokenizer, self.section.tool_format)
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, AgentCalls] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._trees: dict[int, ConversationTree] = {}
         self._numbers = itertools.count(setup.life << 40)
@@ -128,7 +128,7 @@ class Front:
             self._trees.pop(episode, None)
         if opened.key not in self._sessions:
             tree = self._trees.setdefault(opened.episode, ConversationTree(self._template))
-            self._sessions[opened.key] = Session(
+            self._sessions[opened.key] = AgentCalls(
                 opened,
                 tree,
                 self._worker,
@@ -156,7 +156,7 @@ class Front:
     def next_call(self) -> int:
         return next(self._numbers)
 
-    def find(self, key: str) -> Session:
+    def find(self, key: str) -> AgentCalls:
         """The session of an API key. Raises `ApiError`."""
         name = digest_of(key)
         if (session := self._sessions.get(name)) is not None:
@@ -214,11 +214,11 @@ class Pages:
 
     # --- one call ------------------------------------------------------------------------------------
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> AgentCalls:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         return self._front.find(token.strip() if scheme.lower() == "bearer" else "")
 
-    async def _read(self, request: Request) -> tuple[Session, dict[str, Any]]:
+    async def _read(self, request: Request) -> tuple[AgentCalls, dict[str, Any]]:
         session = self._session(request)
         limit = self._front.section.max_body_bytes
         try:
@@ -249,7 +249,7 @@ class Pages:
         request: Request,
         send: Send,
         gone: asyncio.Future[None],
-        session: Session,
+        session: AgentCalls,
         running: RunningCall,
         asked: ChatCall,
     ) -> None:
@@ -263,7 +263,7 @@ class Pages:
         await self._sent(request, session, running)
         await send(END)
 
-    async def _sent(self, request: Request, session: Session, running: RunningCall) -> None:
+    async def _sent(self, request: Request, session: AgentCalls, running: RunningCall) -> None:
         """All that a reply says is on its way."""
         if await connection_of(request).delivered():
             await session.record(running)
@@ -273,7 +273,7 @@ class Pages:
         request: Request,
         send: Send,
         gone: asyncio.Future[None],
-        session: Session,
+        session: AgentCalls,
         running: RunningCall,
         asked: ChatCall,
     ) -> None:

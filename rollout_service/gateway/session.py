@@ -70,7 +70,7 @@ class RunningCall:
     recorded: bool = False
 
 
-class Session:
+class AgentCalls:
     """The calls of one key."""
 
     def __init__(

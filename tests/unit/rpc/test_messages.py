@@ -16,6 +16,7 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
     inspect.FloatType: st.floats(allow_nan=False),
     inspect.StrType: text,
     inspect.BoolType: st.booleans(),
+    inspect.BytesType: st.binary(max_size=16),
     inspect.NoneType: st.none(),
     inspect.AnyType: st.recursive(
         st.none() | st.booleans() | st.integers(-5, 5) | text,
@@ -31,6 +32,8 @@ def values(info: inspect.Type) -> st.SearchStrategy[Any]:
         return st.builds(info.cls, **{field.name: values(field.type) for field in info.fields})
     if isinstance(info, inspect.ListType):
         return st.lists(values(info.item_type), max_size=3)
+    if isinstance(info, inspect.VarTupleType):
+        return st.lists(values(info.item_type), max_size=3).map(tuple)
     if isinstance(info, inspect.TupleType):
         return st.tuples(*map(values, info.item_types))
     if isinstance(info, inspect.DictType):
