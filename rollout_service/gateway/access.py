@@ -43,7 +43,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts, exit_text
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
-from rollout_service.gateway.recording import EpisodeRecord, Session, bytes_of
+from rollout_service.gateway.recording import RecordedCalls, Session, bytes_of
 from rollout_service.gateway.requests import ENDED, GatewayError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Gateway:
         self._failed: Exception | None = None  # Why there will be none
         self._sessions: dict[bytes, Session] = {}
         # Nothing of an episode's paths may hold its builder, or they would stay for ever.
-        self._records: WeakKeyDictionary[EpisodeBuilder, EpisodeRecord] = WeakKeyDictionary()
+        self._records: WeakKeyDictionary[EpisodeBuilder, RecordedCalls] = WeakKeyDictionary()
         self._episodes = 0
         self._forgotten: list[int] = []
         self.address = ""
@@ -177,11 +177,11 @@ class Gateway:
         if self._listening is not None:
             self._listening.close()
 
-    def _record_of(self, builder: EpisodeBuilder) -> EpisodeRecord:
+    def _record_of(self, builder: EpisodeBuilder) -> RecordedCalls:
         record = self._records.get(builder)
         if record is None:
             self._episodes += 1
-            record = self._records[builder] = EpisodeRecord(self._episodes)
+            record = self._records[builder] = RecordedCalls(self._episodes)
             finalize(builder, self._forgotten.append, self._episodes).atexit = False
         return record
 

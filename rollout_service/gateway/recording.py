@@ -48,7 +48,7 @@ CALLS_FROM = 1 << 48  # Seeds of calls are numbered from here on, apart from tho
 
 
 @dataclass(slots=True)
-class EpisodeRecord:
+class RecordedCalls:
     """What of an episode's calls is recorded, over all its sessions. It does not hold the builder."""
 
     episode: int
@@ -91,7 +91,7 @@ class _OpenCall:
 class Session:
     """An agent's access to the policy during one episode. `ctx.gateway()` makes it."""
 
-    def __init__(self, episode: Context, record: EpisodeRecord, job: str, address: str) -> None:
+    def __init__(self, episode: Context, record: RecordedCalls, job: str, address: str) -> None:
         self.api_key = f"areal-{job}-{secrets.token_urlsafe(24)}"
         self.origin = address  # `http://127.0.0.1:PORT`
         self.digest = digest_of(self.api_key)
