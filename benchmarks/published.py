@@ -17,7 +17,11 @@ answer included, takes the generating share of the step; training takes the rest
 of the GPUs. Rewards cost nothing, a publication 1 % of the synchronous step. An asynchronous job has the
 same GPUs, of which a part generates, with as many requests for each engine as the synchronous batch gave
 it. An eighth of each cluster and of its batch is simulated: what an engine or a rank does is the same.
-Some minutes of one core.
+
+A step is trained when its whole batch is there, as here: a system whose trainer begins with the first
+mini-batch of a step that is still being generated overlaps more at small η than is predicted. A stale share s
+is taken for η = 1 with at most 1 + s batches outstanding, what is trained among them. Some minutes of
+one core.
 """
 
 from __future__ import annotations
@@ -232,6 +236,7 @@ def predictions() -> Iterator[dict[str, Any]]:
             for given in choices(VERL)
         ]
         what = f"{gpus // 2} + {gpus // 2} GPUs, stale share {share:g}"
+        what += ", beside 128 synchronous ones" if gpus != VERL.gpus else ""
         yield {"row": asdict(VERL), "what": what, **range_of(VERL, steps_s)}
     for row in NEMO:
         for split in (0.5, 0.625):

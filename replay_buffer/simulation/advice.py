@@ -20,7 +20,7 @@ SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # Of the GPUs, that could g
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Variant:
     """One variant of a job, over all seeds. `change` is what is other in it: a part, or overrides."""
 
     change: str
@@ -35,10 +35,10 @@ class Outcome:
 class Advice:
     """What was found. Alternatives are sorted, the fastest first."""
 
-    now: Outcome
-    parts: list[Outcome]
+    now: Variant
+    parts: list[Variant]
     """The job with each part 25 % faster, that which it gains most by first."""
-    alternatives: list[Outcome]
+    alternatives: list[Variant]
     noise: float
     """Relative differences in steps per second below this say nothing."""
 
@@ -48,12 +48,12 @@ class Advice:
         first = self.parts[0]
         return first.change if self.gain(first) > self.noise else ""
 
-    def gain(self, other: Outcome) -> float:
+    def gain(self, other: Variant) -> float:
         """Relative gain in steps per second over the job as it is."""
         return other.steps_per_s / self.now.steps_per_s - 1
 
     @property
-    def better(self) -> list[Outcome]:
+    def better(self) -> list[Variant]:
         """The alternatives that are faster by more than the noise, or as fast and fresher by a tenth of a
         step at least."""
         fresher = self.now.prediction.staleness_mean - 0.1
@@ -71,11 +71,11 @@ def advise(rules: Rules, shape: Shape, costs: Costs, *, steps: int, off: float =
 
     def outcome(
         change: str, rules: Rules, shape: Shape, costs: Costs, seeds: tuple[int, ...] = SEEDS
-    ) -> Outcome:
+    ) -> Variant:
         found = [predicted(rules, shape, costs, steps=steps, seed=seed) for seed in seeds]
         speeds = [each.steps_per_s for each in found]
         mean = statistics.mean(speeds)
-        return Outcome(change, mean, (max(speeds) - min(speeds)) / mean if mean else 0.0, found[0])
+        return Variant(change, mean, (max(speeds) - min(speeds)) / mean if mean else 0.0, found[0])
 
     now = outcome("as it is", rules, shape, costs)
     parts = [outcome(name, rules, shape, faster(costs), SEEDS[:1]) for name, faster in PARTS.items()]

@@ -77,7 +77,7 @@ class EngineCosts(Section):
     prefill_s: float = Field(default=0.0, ge=0)
     """Seconds of a pass over prompts, besides its tokens."""
     episode_s: float = Field(default=0.0, ge=0)
-    """Seconds that the worker takes from its engine for each episode: rendering, packing, sending."""
+    """Seconds of the worker's own work for each episode, one after the other: rendering, packing, sending."""
     recompute: bool = True
     """Whether an exchange of weights has what is under way computed again (rollout.update_mode)."""
 

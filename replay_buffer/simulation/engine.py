@@ -16,7 +16,7 @@ DONE = 1e-6  # Tokens by which a request may be short of its last and has it all
 
 
 @dataclass(slots=True)
-class Answer:
+class SimulatedAnswer:
     """A request: tokens that it samples, those of its prompt, and what is called when it has them."""
 
     tokens: float
@@ -35,8 +35,10 @@ class SimulatedEngine:
         self._clock = clock
         self._costs = costs
         self._slots = slots
-        self._waiting: deque[Answer] = deque()
-        self._running: list[tuple[float, int, Answer]] = []  # By where `_moved` is at their last token
+        self._waiting: deque[SimulatedAnswer] = deque()
+        self._running: list[
+            tuple[float, int, SimulatedAnswer]
+        ] = []  # By where `_moved` is at their last token
         self._order = itertools.count()
         self._moved = 0.0
         self._from_work_ms = 0.0  # It moves on from here of the clock's work
@@ -56,19 +58,12 @@ class SimulatedEngine:
         since = self._busy_since_ms
         return self._busy_ms + (self._clock.now_ms - since if since is not None else 0.0)
 
-    def submit(self, answers: Sequence[Answer], *, shared_prompt: float) -> None:
+    def submit(self, answers: Sequence[SimulatedAnswer], *, shared_prompt: float) -> None:
         """Take requests whose prompt, so many tokens, is computed once for all of them."""
         self._move()
         self._hold(self._costs.prefill_s + shared_prompt * self._costs.prompt_token_s)
         self._waiting.extend(answers)
         self._go_on()
-
-    def hold(self, seconds: float) -> None:
-        """Do something else for so long."""
-        if self._running:
-            self._move()
-            self._hold(seconds)
-            self._go_on()
 
     def exchange(self, pause_s: float) -> None:
         """Take other weights; what runs goes on under them."""
@@ -126,7 +121,6 @@ class SimulatedEngine:
             done.append(answer)
         if not self._running:
             self._contexts = 0.0
-        self._hold(self._costs.episode_s * len(done))
         self._go_on()
         for answer in done:
             answer.done()

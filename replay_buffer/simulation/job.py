@@ -1,6 +1,6 @@
 """One job on a simulated clock. What is real: every decision of `replay_buffer.ledger` (leases, admission,
 pacing, staleness, batches, sampling), applied to its index, and the edges by which the buffer wakes who
-waits. How long things take is the `World`'s.
+waits. How long things take is the `SimulatedWorld`'s.
 
 A group is stored and scored as one piece, when its last episode is: no rule but those of partial groups
 sees the difference, and a group of sixteen costs what a group of one does. Nobody dies, and no lease
@@ -42,7 +42,7 @@ ALL = 1 << 20
 SCORER = "reward-0"
 
 
-class World(Protocol):
+class SimulatedWorld(Protocol):
     """Who works on a simulated job. Workers are numbered from 0."""
 
     @property
@@ -130,7 +130,9 @@ class EndlessTasks:
 class SimulatedJob:
     """A job of one trained policy under `rules`, which has its `clock` driven by `run`."""
 
-    def __init__(self, rules: Rules, world: World, clock: Clock, *, checkpoint_every: int = 1) -> None:
+    def __init__(
+        self, rules: Rules, world: SimulatedWorld, clock: Clock, *, checkpoint_every: int = 1
+    ) -> None:
         (self.policy,) = rules.consumers
         self._own = rules.consumers[self.policy]
         whole = replace(

@@ -14,7 +14,7 @@ from areal_async.config.job import JobConfig
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.clock import Clock
 from replay_buffer.simulation.costs import Costs
-from replay_buffer.simulation.engine import Answer, SimulatedEngine
+from replay_buffer.simulation.engine import SimulatedAnswer, SimulatedEngine
 from replay_buffer.simulation.job import Figures, SimulatedJob
 
 
@@ -123,6 +123,7 @@ class MeasuredWorld:
         self._running = [0] * shape.workers
         self._rewards = Queue(self._clock, shape.reward_workers, computes=costs.reward.computes)
         self._desk = Queue(self._clock, 1, computes=True)  # The reward service's own work
+        self._loops = [Queue(self._clock, 1, computes=True) for _ in range(shape.workers)]
         self._front = Queue(self._clock, 1, computes=True)
         self._left: dict[str, list[int]] = {}  # Episodes to be generated and to be scored, by group
         self._to_score: set[str] = set()
@@ -190,7 +191,7 @@ class MeasuredWorld:
         engine = min(self._engines[worker], key=lambda one: one.load)
         engine.submit(
             [
-                Answer(length, prompt, partial(self._answered, worker, group_id, ms))
+                SimulatedAnswer(length, prompt, partial(self._answered, worker, group_id, ms))
                 for length, ms in zip(tokens, scoring_ms, strict=True)
             ],
             shared_prompt=prompt,
@@ -203,6 +204,11 @@ class MeasuredWorld:
         self._running_since_ms = now_ms
 
     def _answered(self, worker: int, group_id: str, scoring_ms: float) -> None:
+        """An episode is sampled: its worker has to do the rest."""
+        sent = partial(self._sent, worker, group_id, scoring_ms)
+        self._pass_through(self._loops[worker], self._costs.engine.episode_s, sent)
+
+    def _sent(self, worker: int, group_id: str, scoring_ms: float) -> None:
         """An episode is done. It is scored from now on, whatever its group's others still do."""
         self._count(-1)
         self._running[worker] -= 1

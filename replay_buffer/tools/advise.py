@@ -13,7 +13,7 @@ from rich.table import Table
 from areal_async.cli.tools import AdviseRequest, run_tool
 from areal_async.launch.runs import find_run
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.simulation.advice import Advice, Outcome, advise
+from replay_buffer.simulation.advice import Advice, Variant, advise
 from replay_buffer.simulation.measured import Window, measured
 from replay_buffer.simulation.world import Shape, predicted
 
@@ -67,7 +67,7 @@ def _table(seen: dict[str, float], advice: Advice) -> Table:
     return table
 
 
-def _row(mark: str, outcome: Outcome) -> tuple[Any, ...]:
+def _row(mark: str, outcome: Variant) -> tuple[Any, ...]:
     p = outcome.prediction
     name = mark + ("simulated as it is" if not mark else outcome.change)
     speeds = f"{outcome.steps_per_s:.3g}", f"{p.staleness_mean:.2f}"

@@ -32,7 +32,7 @@ Temperature = float | dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class EpisodeBytes:
     """The bytes of an episode, and what is to be trained of it."""
 
     blob: Any
@@ -45,14 +45,14 @@ class Fetched:
 
 
 def rows_of_episodes(
-    fetched: Iterable[Fetched], lowest_version: int = 0, *, policy: str
+    fetched: Iterable[EpisodeBytes], lowest_version: int = 0, *, policy: str
 ) -> list[TrainingRow]:
     """The rows to train of these episodes, in order. Units below `lowest_version` are masked, and a row of
     nothing else is left out.
 
     Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
-    sources: list[tuple[Fetched, int]] = []  # Of each row the episode, and which of its rows it is
+    sources: list[tuple[EpisodeBytes, int]] = []  # Of each row the episode, and which of its rows it is
     whole: list[Row] = []
     temperatures: list[Temperature] = []
     cut: dict[int, dict[int, TrainingRow]] = {}

@@ -181,12 +181,14 @@ Share = dict[int, list[int]]
 """What one rank trains: index of an episode -> which of its rows, both ascending."""
 
 
-def deal_rows(costs: Sequence[Sequence[int]], ranks: int) -> list[Share]:
+def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None) -> list[Share]:
     """The share of each rank, where `costs` are those of each episode's rows; 0 for one that is not trained.
+    `groups` [E] says which episodes are of one group; without it each is alone.
 
-    The costliest piece goes first, to the rank with the least. A piece is a whole episode, so that one rank
-    alone fetches it, unless that would put the rank above the ideal: the larger of the ranks' mean and the
-    costliest row. Then its rows are dealt singly. Every row that costs something is in exactly one share, and
+    The costliest piece goes first, to the rank with the least. A piece is a whole group, which shares what it
+    begins with on one rank alone, unless that would put the rank above the ideal: the larger of the ranks'
+    mean and the costliest row. Then its episodes are dealt singly, and where one of those is still too much,
+    which several ranks then fetch, its rows. Every row that costs something is in exactly one share, and
     every episode in at least one, if without rows: whoever has it fetches its bytes and checks them. No share
     costs more than the ranks' mean and the costliest row together. Ties go to the lower index.
 
@@ -194,23 +196,32 @@ def deal_rows(costs: Sequence[Sequence[int]], ranks: int) -> list[Share]:
     shares: list[Share] = [{} for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     total, largest = sum(map(sum, costs)), max((cost for rows in costs for cost in rows), default=0)
-    pieces = [(-sum(rows), episode, WHOLE) for episode, rows in enumerate(costs)]
+    members: dict[int, list[int]] = {}
+    for episode, group in enumerate(range(len(costs)) if groups is None else groups):
+        members.setdefault(group, []).append(episode)
+    pieces = [(-sum(sum(costs[e]) for e in held), held[0], GROUP, group) for group, held in members.items()]
     heapq.heapify(pieces)
     while pieces:
-        negative, episode, row = heapq.heappop(pieces)
+        negative, episode, row, group = heapq.heappop(pieces)
         load, rank = loads[0]
         after = load - negative
-        rows = [place for place, cost in enumerate(costs[episode]) if cost] if row == WHOLE else [row]
+        held = members[group] if row == GROUP else [episode]
+        rows = [
+            (e, place) for e in held for place, cost in enumerate(costs[e]) if cost and row in (place, *ALL)
+        ]
         if len(rows) > 1 and after * ranks > max(total, largest * ranks):
-            for place in rows:
-                heapq.heappush(pieces, (-costs[episode][place], episode, place))
+            for e, place in rows if len(held) == 1 else ((e, WHOLE) for e in held):
+                heapq.heappush(
+                    pieces, (-sum(costs[e]) if place == WHOLE else -costs[e][place], e, place, group)
+                )
             continue
         heapq.heapreplace(loads, (after, rank))
-        shares[rank].setdefault(episode, []).extend(rows)
+        for e in held:
+            shares[rank].setdefault(e, []).extend(place for owner, place in rows if owner == e)
     return [{episode: sorted(share[episode]) for episode in sorted(share)} for share in shares]
 
 
-WHOLE = -1  # Row of a piece that is a whole episode
+WHOLE, GROUP = ALL = (-1, -2)  # Row of a piece that is a whole episode, or a whole group
 
 
 def spread(lengths: Sequence[int], costs: Sequence[int], budget: int, passes: int) -> list[list[int]]:

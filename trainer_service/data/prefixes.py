@@ -32,6 +32,9 @@ DENSE_TOKENS = 256
 LEAST_BRANCH = 64
 """Shorter prefixes of larger trees are repeated: a call of attention costs more than they do."""
 
+SEEN_PER_TOKEN = 4
+"""Branches of large trees copy the keys of their prefixes: so many of them count as one token of a budget."""
+
 Runs = list[tuple[int, int]]
 """`(count, length)` of each stretch of neighbouring trees of equal length."""
 
@@ -53,8 +56,14 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """What counts against a budget of tokens: units too, each of which has a hidden state of its own."""
-        return max(self.n_tokens, self.n_units)
+        """What counts against a budget of tokens."""
+        return _room(self.n_tokens, self.n_units, sum(row.packed_length for row in self.rows))
+
+
+def _room(tokens: int, units: int, fed: int) -> int:
+    """Tokens in a pack, of rows that are `fed` tokens one by one. Units have a hidden state each, and a tree
+    of equal rows has more of them than tokens."""
+    return max(tokens, units, fed // SEEN_PER_TOKEN if tokens > DENSE_TOKENS else 0)
 
 
 def plant(
@@ -109,14 +118,16 @@ def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]
 def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree]:
     """Trees of neighbouring rows, of which each has `shared` tokens in common with the one before it."""
     trees: list[Tree] = []
-    tokens = units = 0
+    tokens = units = fed = 0
     for row, n in zip(rows, shared, strict=True):
-        if not n or max(tokens + row.packed_length - n, units + len(row.position)) > budget:
+        length = row.packed_length
+        if not n or _room(tokens + length - n, units + len(row.position), fed + length) > budget:
             trees.append(Tree([]))
-            n = tokens = units = 0
+            n = tokens = units = fed = 0
         trees[-1].rows.append(replace(row, shared=n) if n else row)
-        tokens += row.packed_length - n
+        tokens += length - n
         units += len(row.position)
+        fed += length
     return trees
 
 

@@ -125,7 +125,8 @@ def _deal(
 ) -> list[Share]:
     """The rows of some groups, dealt to ranks."""
     indices = np.flatnonzero(np.isin(groups, members)).tolist()
-    shares = deal_rows([[cost.of(*size) for size in episodes[index].rows] for index in indices], ranks)
+    costs = [[cost.of(*size) for size in episodes[index].rows] for index in indices]
+    shares = deal_rows(costs, ranks, groups[indices].tolist())
     return [{indices[place]: rows for place, rows in share.items()} for share in shares]
 
 

@@ -24,7 +24,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.off_policy import StepStatistics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
 from trainer_service.checks.logprobs import LogprobCheck
-from trainer_service.data.episode_rows import Fetched, check_staleness, rows_of_episodes
+from trainer_service.data.episode_rows import EpisodeBytes, check_staleness, rows_of_episodes
 from trainer_service.data.flops import RowCost, load_row_cost
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
 from trainer_service.data.rows import TrainingRow
@@ -105,7 +105,9 @@ class Learner:
             minibatches = [
                 rows_of_episodes(
                     [
-                        Fetched(blobs[plan.episodes[index].episode_id], plan.episodes[index], index, places)
+                        EpisodeBytes(
+                            blobs[plan.episodes[index].episode_id], plan.episodes[index], index, places
+                        )
                         for index, places in (share[place.data_rank] if place.reads else {}).items()
                     ],
                     batch.lowest_version,

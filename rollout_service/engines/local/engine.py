@@ -35,13 +35,32 @@ from rollout_service.engines.base import (
 )
 from rollout_service.engines.local.core import EngineCore, Finished
 from rollout_service.engines.local.model import LocalModel
-from rollout_service.engines.local.passes import PassSums
 
 log = get_logger("engine")
 T = TypeVar("T")
 
 IDLE_WAIT_S = 1.0
 STOP_TIMEOUT_S = 2.0
+TERMS = 4
+
+
+class PassSums:
+    """What the engine's passes cost. A pass that samples n tokens and computes p tokens of prompts takes
+    about a + b·n + c·[p > 0] + d·p seconds of its thread's CPU time; kept is what least squares need for
+    a, b, c and d, so that two readings differ by the sums of the passes between them.
+
+    `sums`: the products of the terms (1, n, [p > 0], p), i ≤ j, in the order (0, 0), (0, 1), … (3, 3); then
+    each term times the seconds."""
+
+    def __init__(self) -> None:
+        self.sums = (0.0,) * (TERMS * (TERMS + 1) // 2 + TERMS)
+
+    def add(self, sampled: int, prompt_tokens: int, seconds: float) -> None:
+        """Count a pass."""
+        x = (1.0, float(sampled), float(prompt_tokens > 0), float(prompt_tokens))
+        products = [x[i] * x[j] for i in range(TERMS) for j in range(i, TERMS)]
+        added = (*products, *(term * seconds for term in x))
+        self.sums = tuple(a + b for a, b in zip(self.sums, added, strict=True))
 
 
 class LocalEngine:

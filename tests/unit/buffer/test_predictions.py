@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import product
 
 import pytest
+from msgspec.structs import replace
 
+from areal_async.cli.tools import AdviseRequest, SimulateRequest
 from areal_async.config.errors import ConfigError
+from areal_async.config.yamlfile import dump_yaml
 from areal_async.errors import RunFolderError
+from areal_async.launch.runs import Run
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import advise
 from replay_buffer.simulation.clock import Clock
 from replay_buffer.simulation.costs import Costs, EngineCosts, Spread, read_costs
-from replay_buffer.simulation.engine import Answer, SimulatedEngine
+from replay_buffer.simulation.engine import SimulatedAnswer, SimulatedEngine
+from replay_buffer.simulation.measured import measured
 from replay_buffer.simulation.world import MeasuredWorld, Shape, predicted
+from replay_buffer.tools import advise as advise_tool
+from replay_buffer.tools import simulate
+from rollout_service.engines.local.engine import PassSums
 
 GROUP, BATCH, TOKENS, PASS_S = 4, 8, 100, 0.01
 
@@ -125,7 +134,7 @@ def test_every_group_ends_once():
 def test_an_engine_answers_each_request_once_and_in_the_order_of_their_ends():
     clock, seen = Clock(), []
     engine = SimulatedEngine(clock, EngineCosts(pass_s=0.001, request_s=0.0, prompt_token_s=0.001), 2)
-    answers = [Answer(n, 1, lambda n=n: seen.append((n, clock.now_ms))) for n in (30, 10, 5)]
+    answers = [SimulatedAnswer(n, 1, lambda n=n: seen.append((n, clock.now_ms))) for n in (30, 10, 5)]
     engine.submit(answers, shared_prompt=10)
     while clock.tick():
         pass
@@ -168,8 +177,6 @@ def test_advice_moves_gpus_to_the_slower_side_and_calls_no_noise_a_gain():
 
 
 def test_what_is_drawn_is_what_was_asked_for():
-    import random
-
     rng = random.Random(1)
     for spread in (Spread(mean=50, sigma=0.8), Spread(quantiles=(0, 10, 20, 170)), Spread(mean=9, most=5)):
         drawn = [spread.draw(rng) for _ in range(20_000)]
@@ -221,29 +228,30 @@ def load(steps, *, episodes, passes=None, at_s=0.0, **cpu):
 def recorded(folder, job, *records):
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    from areal_async.launch.runs import Run
-
     return Run(folder, job, None)
 
 
-def test_costs_are_found_in_what_a_run_has_recorded(tmp_path, job):
-    from replay_buffer.simulation.measured import measured
-    from rollout_service.engines.local.passes import PassSums
-
+def measured_run(folder, job):
+    """A run of two steps whose parts cost what the tests below say."""
     sums = PassSums()
     for sampled, prompts in [(10, 0), (50, 40), (200, 0), (120, 8), (1, 0)]:
         sums.add(sampled, prompts, 0.004 + 3e-5 * sampled + (0.002 if prompts else 0) + 1e-4 * prompts)
     spent = sum((0.004 * 5, 3e-5 * 381, 0.002 * 2, 1e-4 * 48))
     step = {
         "kind": "step", "time_s": 7.0, "episodes": 32, "tokens": 96, "units": 288, "wait_s": 0.01,
-        "publish_s": 0.002, "publication_s": 0.012, "busy_s": 0.4, "sampled_quantiles": [1, 3, 5],
+        "step_s": 0.5, "publish_s": 0.002, "publication_s": 0.012, "busy_s": 0.4, "staleness_mean": 1.0,
+        "sampled_quantiles": [1, 3, 5],
     }  # fmt: skip
     before = load(1, episodes=32, passes=[0.0] * 14, at_s=5.0)
     after = load(
         3, episodes=96, passes=list(sums.sums), at_s=10.0,
         trainer=0.6, buffer=0.064, reward=0.192, **{"rollout-0": spent + 0.128},
     )  # fmt: skip
-    found = measured([recorded(tmp_path / "run", job, before, step, after)])
+    return recorded(folder, job, before, step, after)
+
+
+def test_costs_are_found_in_what_a_run_has_recorded(tmp_path, job):
+    found = measured([measured_run(tmp_path / "run", job)])
     engine = found.engine
     assert (engine.pass_s, engine.request_s) == pytest.approx((0.004, 3e-5))
     assert (engine.prefill_s, engine.prompt_token_s) == pytest.approx((0.002, 1e-4))
@@ -258,8 +266,38 @@ def test_costs_are_found_in_what_a_run_has_recorded(tmp_path, job):
 
 
 def test_a_run_that_has_recorded_too_little_says_so(tmp_path, job):
-    from replay_buffer.simulation.measured import measured
-
     run = recorded(tmp_path / "run", job, load(3, episodes=32))
     with pytest.raises(RunFolderError, match="two `load` records"):
         measured([run])
+
+
+def test_a_job_is_predicted_from_a_costs_file_and_what_is_missing_is_said(tmp_path, capsys):
+    for name in ("job", "costs"):
+        (tmp_path / f"{name}.yaml").touch()
+    text = "job: j\nmodel: m\ntasks: {train: t.jsonl}\nrollout: {group_size: 4}\nbuffer: {batch_groups: 8}\n"
+    (tmp_path / "job.yaml").write_text(text)
+    (tmp_path / "costs.yaml").write_text(dump_yaml(costs().model_dump()))
+    job_file = str(tmp_path / "job.yaml")
+    asked = SimulateRequest(job_file, costs=str(tmp_path / "costs.yaml"), steps=10, as_json=True)
+    simulate.main(asked)
+    told = json.loads(capsys.readouterr().out)["prediction"]
+    assert told["steps"] == 10
+    assert told["staleness_max"] <= 4
+    simulate.main(replace(asked, as_json=False))
+    assert "trainer idle" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--from RUN, or a file"):
+        simulate.main(SimulateRequest(job_file))
+
+
+def test_advice_on_a_run_says_what_it_saw_and_how_far_off_the_simulation_is(
+    tmp_path, job, monkeypatch, capsys
+):
+    run = measured_run(tmp_path / "run", job)
+    monkeypatch.setattr(advise_tool, "find_run", lambda path: run)
+    advise_tool.main(AdviseRequest("run", 10))
+    said = capsys.readouterr().out
+    assert "the run" in said
+    assert "0.4" in said, "two steps in five seconds"
+    assert "no ground" in said or "too much to go by" in said, "these records are made up"
+    advise_tool.main(AdviseRequest("run", 10, as_json=True))
+    assert json.loads(capsys.readouterr().out)["seen"]["steps_per_s"] == pytest.approx(0.4)

@@ -40,6 +40,8 @@ def test_the_commands_and_their_options_are_these():
         "run": ["--overwrite", "--plain", "job_file", "overrides"],
         "resume": ["--plain", "overrides", "target"],
         "scale": ["--timeout", "--workers", "run"],
+        "simulate": ["--costs", "--from", "--json", "--seed", "--steps", "job_file", "overrides"],
+        "advise": ["--json", "--steps", "run"],
         "drain": ["--outside", "--timeout", "run", "worker"],
         "validate": ["job_file", "overrides"],
         "export": ["--adapter", "--out", "--step", "run"],

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 from areal_async.cli import tools
 from areal_async.cli.main import app
 from areal_async.cli.tools import (
+    AdviseRequest,
     CheckpointRequest,
     ExportRequest,
     PeekRequest,
     ReplayRequest,
+    SimulateRequest,
     StatsRequest,
     TrialRequest,
     module_of,
@@ -26,6 +28,9 @@ from areal_async.config.errors import ConfigError
     ("arguments", "request_"),
     [
         ("buffer stats R", StatsRequest("R")),
+        ("simulate J a=1 --from R --from Q", SimulateRequest("J", ["a=1"], runs=["R", "Q"])),
+        ("simulate J --costs C --json", SimulateRequest("J", costs="C", as_json=True)),
+        ("advise R --steps 3", AdviseRequest("R", 3)),
         ("buffer stats R --json", StatsRequest("R", as_json=True)),
         ("buffer peek R g#0.1 --state SCORED", PeekRequest("R", name="g#0.1", state="SCORED")),
         ("buffer export R o.parquet --steps 1:2", ExportRequest("R", "o.parquet", steps="1:2")),

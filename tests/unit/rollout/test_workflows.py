@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from areal_async.prompts import prompt_ids, prompt_text
+from areal_async.prompts import prompt_ids, prompt_text, text_ids
 from areal_async.registry import WORKFLOWS
 from areal_async.rpc.schema import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
@@ -96,6 +96,16 @@ CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3
 def test_messages_without_a_template_are_joined_by_newlines(tokenizer: Any) -> None:
     assert prompt_text(tokenizer, CHAT) == "1+2=\n3"
     assert tokenizer.decode(prompt_ids(tokenizer, CHAT)) == "1+2=\n3"
+
+
+def test_text_becomes_the_ids_that_its_tokenizer_gives_whatever_that_was_set_to(tokenizer: Any) -> None:
+    text = "12+34=46"
+    for _ in range(2):
+        assert len(text_ids(tokenizer, text)) >= 5
+        for special in (True, False):
+            want = tokenizer(text, add_special_tokens=special)["input_ids"]
+            tokenizer(text, truncation=True, max_length=2)  # leaves its back end cutting
+            assert text_ids(tokenizer, text, special=special) == want
 
 
 def test_messages_go_through_the_chat_template_once(tokenizer: Any) -> None:

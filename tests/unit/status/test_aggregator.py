@@ -1,6 +1,7 @@
 """What is worked out of a run's records and of what its services say of themselves."""
 
 import asyncio
+import os
 import time
 
 import msgspec
@@ -355,3 +356,17 @@ def test_a_stall_says_what_a_service_waits_for(aggregator, name, subject, what):
             aggregator.feed_status(each, answer, now_s)
     stall = aggregator.stall(1000.0)
     assert what in stall.detail
+
+
+def test_what_a_run_uses_up_is_recorded_now_and_then_while_steps_are_done(tmp_path):
+    log = RunLog(tmp_path / "metrics.jsonl")
+    load = LoadLog(log)
+    answers = {"trainer": said("trainer", pid=os.getpid())}
+    for steps, now_s in ((1, 10.0), (2, 11.0), (2, 20.0), (3, 21.0), (4, 40.0), (4, 50.0)):
+        load.look(answers, steps, now_s)
+    load.look({"trainer": said("trainer", pid=2**30)}, 5, 60.0)  # It has just ended
+    records = list(Tail(log.path).records())
+    assert [record["kind"] for record in records] == ["load"] * 3
+    assert [record["steps"] for record in records] == [1, 2, 4]
+    assert records[0]["services"]["trainer"]["cpu_s"] > 0
+    assert records[0]["cores"] >= 1

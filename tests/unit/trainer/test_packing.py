@@ -79,9 +79,10 @@ def test_ranks_that_wait_for_a_long_row_do_as_much_meanwhile():
     assert passes(20, OneOf(2, [40, 4])) == [20, 20, 20, 20], "as many passes as another needs"
 
 
-@given(st.lists(st.lists(st.integers(0, 100), max_size=6), max_size=30), st.integers(1, 6))
-def test_every_row_goes_to_exactly_one_rank_and_loads_are_balanced(costs, ranks):
-    shares = deal_rows(costs, ranks)
+@given(st.lists(st.lists(st.integers(0, 100), max_size=6), max_size=30), st.integers(1, 6), st.integers(1, 5))
+def test_every_row_goes_to_exactly_one_rank_and_loads_are_balanced(costs, ranks, group_size):
+    groups = [episode // group_size for episode in range(len(costs))]
+    shares = deal_rows(costs, ranks, groups)
     assert len(shares) == ranks
     placed = [(episode, row) for share in shares for episode, rows in share.items() for row in rows]
     assert sorted(placed) == [
@@ -91,10 +92,20 @@ def test_every_row_goes_to_exactly_one_rank_and_loads_are_balanced(costs, ranks)
     loads = [sum(costs[episode][row] for episode, rows in share.items() for row in rows) for share in shares]
     every = [cost for rows in costs for cost in rows]
     assert max(loads) <= sum(every) / ranks + max(every, default=0)
-    assert deal_rows([list(rows) for rows in costs], ranks) == shares
+    assert deal_rows([list(rows) for rows in costs], ranks, groups) == shares
     for share in shares:
         assert list(share) == sorted(share)
         assert all(rows == sorted(rows) for rows in share.values())
+
+
+def test_a_group_stays_whole_unless_a_rank_would_have_more_than_its_part():
+    """So that what its episodes begin with is computed on one rank alone."""
+    even = [[3], [3], [3], [3], [2], [2], [2], [2]]
+    assert deal_rows(even, 2, [0, 1, 0, 1, 2, 3, 2, 3]) == [
+        {0: [0], 2: [0], 4: [0], 6: [0]},
+        {1: [0], 3: [0], 5: [0], 7: [0]},
+    ]
+    assert deal_rows([[4], [4], [4], [4]], 2, [0, 0, 0, 1]) == [{0: [0], 2: [0]}, {1: [0], 3: [0]}]
 
 
 def test_an_episode_stays_whole_unless_a_rank_would_have_more_than_its_part():

@@ -69,13 +69,18 @@ def _steps(out):
     return [record for record in read_run_log(out / "metrics.jsonl") if record["kind"] == "step"]
 
 
+def _fed(step):
+    """Tokens of a step if every row were packed whole: where prefixes are repeated depends on the ranks."""
+    return step["packed_tokens"] + step["shared_tokens"]
+
+
 def _same_training(one, two):
     for mine, other in zip(_steps(one), _steps(two), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert mine["correction"]["w_max"] == pytest.approx(other["correction"]["w_max"], rel=1e-4)
         assert mine["correction"]["units"] == other["correction"]["units"]
-        assert mine["packed_tokens"] <= other["packed_tokens"]  # a rank short of rows runs empty passes
+        assert _fed(mine) <= _fed(other)  # a rank short of rows runs empty passes
     _same_weights(one, two)
 
 
@@ -96,7 +101,7 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     )
     assert fetched > sum(map(len, recorded.blobs.values())), "no episode was trained on two ranks"
     # Else a rank that leaves a collective early would not be noticed.
-    assert any(one["packed_tokens"] < two["packed_tokens"] for one, two in both), "no rank was short of rows"
+    assert any(_fed(one) < _fed(two) for one, two in both), "no rank was short of rows"
     checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job", policy="policy")
     assert checkpoint.manifest.ranks == 2
     rank_process.run(0, 1, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
@@ -122,7 +127,8 @@ def test_two_ranks_train_the_adapters_that_one_does(tmp_path, model_dir, batches
     assert all(".lora_" in name for name in first)
     for name, tensor in first.items():
         assert tensor.abs().max() > 0, "B begins as zeros"
-        torch.testing.assert_close(tensor, second[name], atol=1e-5, rtol=0)
+        # Trees are cut elsewhere and round differently; AdamW makes a small gradient's error a share of lr.
+        torch.testing.assert_close(tensor, second[name], atol=5e-5, rtol=0)
 
 
 def test_training_goes_on_identically_after_a_restart(tmp_path, model_dir, batches, one_rank):

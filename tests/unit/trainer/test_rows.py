@@ -8,7 +8,12 @@ from msgspec.structs import replace
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
 from tests.unit.trainer.conftest import entry_of
-from trainer_service.data.episode_rows import Fetched, call_temperatures, check_staleness, rows_of_episodes
+from trainer_service.data.episode_rows import (
+    EpisodeBytes,
+    call_temperatures,
+    check_staleness,
+    rows_of_episodes,
+)
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import row_of
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
@@ -19,7 +24,7 @@ def _rows(episode, index=0, **changes):
 
 
 def _rows_of(blob, entry, lowest_version=0, *, index=0, places=None):
-    return rows_of_episodes([Fetched(blob, entry, index, places)], lowest_version, policy="policy")
+    return rows_of_episodes([EpisodeBytes(blob, entry, index, places)], lowest_version, policy="policy")
 
 
 def _builder():
@@ -179,7 +184,7 @@ def test_calls_of_other_policies_cannot_be_trained():
 @given(st.lists(branching_episodes(), min_size=1, max_size=4), st.integers(0, 6))
 def test_episodes_are_read_together_as_they_are_one_by_one(episodes, lowest):
     fetched = [
-        Fetched(pack(episode), entry_of(episode, lowest_version=lowest), index)
+        EpisodeBytes(pack(episode), entry_of(episode, lowest_version=lowest), index)
         for index, episode in enumerate(episodes)
     ]
     together = rows_of_episodes(fetched, lowest, policy="policy")

@@ -9,7 +9,7 @@ from areal_async.config.job import ObjectiveSection, OptimizerSection
 from areal_async.weights.pieces import whole_tensors
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.data.episode_rows import Fetched, rows_of_episodes
+from trainer_service.data.episode_rows import EpisodeBytes, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE
 from trainer_service.data.step_plan import plan_step
 from trainer_service.errors import DivergenceError
@@ -32,7 +32,7 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
     rows = [
         rows_of_episodes(
             [
-                Fetched(blobs[plan.episodes[index].episode_id], plan.episodes[index], index)
+                EpisodeBytes(blobs[plan.episodes[index].episode_id], plan.episodes[index], index)
                 for index in minibatch[0]
             ],
             policy="policy",
