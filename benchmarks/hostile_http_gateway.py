@@ -50,8 +50,9 @@ class Same:
 async def main(folder: Path) -> None:
     write_tokenizer(folder, TEMPLATE)
     RunSecret.make(folder)
-    how = {"job": "hostile", "name": "w", "model": folder, "socket_dir": folder}
-    gateway = Gateway(GatewaySection(), **how, max_model_len=1 << 20)
+    gateway = Gateway(
+        GatewaySection(), job="hostile", name="w", model=folder, socket_dir=folder, max_model_len=1 << 20
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     render, engine = Renderer(tokenizer), Same(tokenizer(SAID)["input_ids"])
     async with AsyncExitStack() as stack:

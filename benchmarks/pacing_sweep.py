@@ -60,14 +60,21 @@ def compare(scenario: Scenario, seeds: int, more: int, steps: int) -> Cell:
     return Cell(
         scenario,
         len(full),
-        _ratio(full, fresh),
-        *(sum(f.mean_staleness for f in seen) / len(seen) for seen in (full, fresh)),
-        *(
-            sum(f.dropped for f in seen) / max(1, sum(f.dropped + f.trained for f in seen))
-            for seen in (full, fresh)
-        ),
-        max(f.max_staleness for f in (*full, *fresh)),
+        throughput=_ratio(full, fresh),
+        full=_staleness(full),
+        fresh=_staleness(fresh),
+        waste_full=_waste(full),
+        waste_fresh=_waste(fresh),
+        max_staleness=max(f.max_staleness for f in (*full, *fresh)),
     )
+
+
+def _staleness(seen: Sequence[Figures]) -> float:
+    return sum(f.mean_staleness for f in seen) / len(seen)
+
+
+def _waste(seen: Sequence[Figures]) -> float:
+    return sum(f.dropped for f in seen) / max(1, sum(f.dropped + f.trained for f in seen))
 
 
 def _run(scenario: Scenario, seed: int, steps: int, full: list[Figures], fresh: list[Figures]) -> None:

@@ -235,7 +235,7 @@ def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job, t
     assert monitor.newest == shown[-1]
 
 
-def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job):
+def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job, tmp_path):
     names = ("trainer", "trainer-1", "rollout-0", "buffer")
     answers = Answers(**{name: said(name) for name in names})
     monitor = Monitor(
@@ -243,6 +243,7 @@ def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job):
         clients=lambda: answers,
         phases=lambda: dict.fromkeys(names, "serving"),
         show=lambda status: None,
+        load=LoadLog(RunLog(tmp_path / "metrics.jsonl")),
         threads=lambda status: {"trainer": 3, "rollout": 2},
     )
     monitor.start()
