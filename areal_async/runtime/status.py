@@ -106,6 +106,14 @@ class StatusBoard:
         self._notices = 0
         self._lock = threading.Lock()
 
+    def follow_threads(self) -> None:
+        """Have torch compute with the threads that were told, from here on. For the thread that computes,
+        between two steps: torch's count is a thread's own."""
+        import torch  # most services have no use for it
+
+        if self.threads and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
     def waits(self, subject: str, what: str) -> None:
         """Say that it waits for `what` of `subject`; nothing: it does not any more."""
         with self._lock:

@@ -3,14 +3,33 @@
 Under `on_abandoned: drop` they end, by name. Under `train` they stay: their behaviour log-probs are known,
 and the correction makes up for what the weights have become since, whichever those were. For the staleness
 bound such a unit counts as the last version that its epoch has in common with the trainer's lineage
-(`counted_as` in `records.py`): it never counts as younger than it is.
+(`counted_as`): it never counts as younger than it is.
 """
 
 from __future__ import annotations
 
-from replay_buffer.ledger.records import NO_VERSION, Consumer, EpisodeRecord, GroupRecord, accepts, counted_as
+from typing import TYPE_CHECKING
+
+from replay_buffer.ledger.records import NO_VERSION, Consumer, EpisodeRecord, GroupRecord, Lineage, accepts
 from replay_buffer.ledger.rules import Rules
-from replay_buffer.ledger.transaction import Transaction
+
+if TYPE_CHECKING:
+    from replay_buffer.ledger.transaction import Transaction
+
+
+def counted_as(lineage: Lineage, step: int, min_epoch: int, version: int) -> int:
+    """The version as which units count that `min_epoch` sampled at `version`, where `step` is the newest of
+    the running epoch: their own on the lineage, and while the steps to come will tell; else the last version
+    that their epoch has in common with the lineage. So their staleness is never underestimated. -1 where no
+    such version is known."""
+    for span in lineage:
+        if span.epoch == min_epoch:
+            if version < span.first:
+                return NO_VERSION
+            return version if span.last is None or span.last == step else min(version, span.last)
+    return (
+        min([version, *later]) if (later := [s.first for s in lineage if s.epoch > min_epoch]) else NO_VERSION
+    )
 
 
 def on_lineage(tx: Transaction, policy: str, group: GroupRecord) -> bool:

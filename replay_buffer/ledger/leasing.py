@@ -20,6 +20,7 @@ from areal_async.rpc.messages import (
     Release,
 )
 from areal_async.rpc.schema import Ok, VersionTag
+from replay_buffer.ledger.abandoned import counted_as
 from replay_buffer.ledger.admission import Demand, allowed, capacity, room
 from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_unfinished
 from replay_buffer.ledger.index import Index, due_ms
@@ -34,7 +35,6 @@ from replay_buffer.ledger.records import (
     Pace,
     Versions,
     accepts,
-    counted_as,
     undecided,
 )
 from replay_buffer.ledger.scoring import end_claim

@@ -198,8 +198,8 @@ class BatchPlan(LedgerRecord, frozen=True, array_like=True, gc=False):
 # A trainer that comes back from a checkpoint at version `c` starts a new epoch. What its predecessor
 # published up to `c` is still true; of what it published after `c`, as much as the new epoch publishes
 # again bit by bit. The rest is abandoned: units sampled under it are not trained, or count as older than they
-# are (`counted_as`). An episode is judged by its oldest epoch and its version range alone, which errs on the
-# safe side for an episode that spans a restart.
+# are (`counted_as` in `abandoned.py`). An episode is judged by its oldest epoch and its version range alone,
+# which errs on the safe side for an episode that spans a restart.
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -249,21 +249,6 @@ def undecided(lineage: Lineage, step: int, min_epoch: int, max_version: int) -> 
     """Whether an episode with units beyond version `step`, the newest of the running epoch, is of an earlier
     epoch that this one has equalled so far: the steps to come will tell."""
     return max_version > step and any(span.epoch == min_epoch and span.last == step for span in lineage)
-
-
-def counted_as(lineage: Lineage, step: int, min_epoch: int, version: int) -> int:
-    """The version as which units count that `min_epoch` sampled at `version`, where `step` is the newest of
-    the running epoch: their own on the lineage, and while the steps to come will tell; else the last version
-    that their epoch has in common with the lineage. So their staleness is never underestimated. -1 where no
-    such version is known."""
-    for span in lineage:
-        if span.epoch == min_epoch:
-            if version < span.first:
-                return NO_VERSION
-            return version if span.last is None or span.last == step else min(version, span.last)
-    return (
-        min([version, *later]) if (later := [s.first for s in lineage if s.epoch > min_epoch]) else NO_VERSION
-    )
 
 
 def pruned(lineage: Lineage, oldest: int) -> Lineage:

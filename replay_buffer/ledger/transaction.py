@@ -19,6 +19,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from areal_async.rpc.schema import Fault, FaultKind, Message
+from replay_buffer.ledger.abandoned import counted_as
 from replay_buffer.ledger.index import Index, WriteSet
 from replay_buffer.ledger.records import (
     MISSING,
@@ -37,7 +38,6 @@ from replay_buffer.ledger.records import (
     Streak,
     Training,
     Versions,
-    counted_as,
 )
 from replay_buffer.ledger.rules import MAX_ATTEMPTS, Rules
 

@@ -44,7 +44,6 @@ from areal_async.runtime.events import record as record_event
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
-from areal_async.runtime.threads import follow_threads
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
@@ -206,7 +205,7 @@ class RlTrainer:
 
     def _one_step(self, step: int) -> bool:
         begun_s = time.monotonic()
-        follow_threads()
+        board.follow_threads()
         failpoint("trainer.before_batch")
         batch = self._loader.next_batch(self._epoch, step)
         if batch is None:

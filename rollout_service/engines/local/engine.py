@@ -22,7 +22,7 @@ import torch
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from areal_async.runtime.threads import follow_threads
+from areal_async.runtime.status import board
 from rollout_service.engines.base import (
     DeadlinePassed,
     EngineError,
@@ -234,7 +234,7 @@ class LocalEngine:
         self._started().submit(request)
 
     def _step(self) -> None:
-        follow_threads()
+        board.follow_threads()
         core = self._started()
         begun_s, before = time.thread_time(), (core.tokens_total, core.prompt_tokens_total)
         finished = core.step()

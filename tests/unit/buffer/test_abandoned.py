@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
+from replay_buffer.ledger.abandoned import counted_as
 from replay_buffer.ledger.records import (
     START,
     Span,
     accepts,
     continued,
-    counted_as,
     pruned,
     reopened,
     undecided,

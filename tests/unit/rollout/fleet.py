@@ -111,7 +111,8 @@ class FakeServer:
         running = min(len(self.running), self.fleet.capacity)
         waiting = len(self.running) - running
         capacity = self.fleet.capacity
-        return EngineStats(running, waiting, capacity, 0.0, self.tokens, self.requests, 0.0, self.decoded)
+        counts = (running, waiting, capacity, 0.0, self.tokens, self.requests, 0.0)
+        return EngineStats(*counts, decoded=self.decoded)
 
     async def stop(self) -> None:
         self.dead = True

@@ -31,7 +31,7 @@ def save(folder):
     }
 
 
-def states_of(tmp_path, *, every=None, longest=50, memory=True, clock=None):
+def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None):
     (tmp_path / "shm").mkdir(exist_ok=True)
     ranks = join_ranks(0, 1)
     disk = Checkpoints(tmp_path / "checkpoints", **OF, keep=2, ranks=ranks)
