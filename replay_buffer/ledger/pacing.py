@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from replay_buffer.ledger.records import Pace
 
 GAIN = 2.0
-LEAK = 0.015
+LEAK = 0.02
 WINDOW = 16
 """Steps over which is looked back: for the fewest groups that lay unneeded, and for a worker held back."""
 SHARE = 4
