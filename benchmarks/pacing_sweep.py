@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 
 from staleness_simulation import CHANGING, CONDITIONS, DISTRIBUTIONS, REGIMES, Figures, Scenario, Simulation
-from staleness_sweep import RUNNING, table, write_docs
+from staleness_sweep import RUNNING, table, write_docs, write_result
 
 ETAS = (2, 4, 8)
 """At η = 1 both hold one batch ahead."""
@@ -171,22 +171,17 @@ def main() -> None:
     if options.docs:
         write_docs(options.docs, tables)
     if options.out:
-        head = json.dumps(
-            {
-                "command": " ".join(["python", *sys.argv]),
-                "seeds": options.seeds,
-                "seeds_near_the_line": options.more,
-                "steps": options.steps,
-                "warm_up_steps": WARM_UP,
-                "summary": summary,
-                "broken": broken,
-                "columns": COLUMNS,
-            },
-            indent=2,
-            ensure_ascii=False,
-        ).removesuffix("\n}")
-        rows = ",\n".join("    " + json.dumps(as_row(c)) for c in cells)
-        options.out.write_text(f'{head},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
+        result = {
+            "command": " ".join(["python", *sys.argv]),
+            "seeds": options.seeds,
+            "seeds_near_the_line": options.more,
+            "steps": options.steps,
+            "warm_up_steps": WARM_UP,
+            "summary": summary,
+            "broken": broken,
+            "columns": COLUMNS,
+        }
+        write_result(options.out, result, [as_row(c) for c in cells])
     if broken:
         raise SystemExit("broken:\n  " + "\n  ".join(broken))
 

@@ -18,7 +18,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -212,6 +212,13 @@ def as_row(cell: Cell) -> list[float | int | str | None]:
     ]  # fmt: skip
 
 
+def write_result(file: Path, result: Mapping[str, object], rows: Iterable[Sequence[object]]) -> None:
+    """Write `result` as JSON, with `rows` in it, a line each."""
+    head = json.dumps(result, indent=2, ensure_ascii=False).removesuffix("\n}")
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    file.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
@@ -278,9 +285,7 @@ def main() -> None:
             "summary": summary,
             "columns": COLUMNS,
         }
-        head = json.dumps(result, indent=2, ensure_ascii=False).removesuffix("\n}")
-        rows = ",\n".join("    " + json.dumps(as_row(c)) for c in everything)
-        options.out.write_text(f'{head},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
+        write_result(options.out, result, [as_row(c) for c in everything])
     if broken:
         raise SystemExit("broken:\n  " + "\n  ".join(broken))
 

@@ -96,7 +96,7 @@ def enough(
 
 
 def anew(pace: Pace) -> Pace:
-    """For a trainer that comes back: what it waits for at first says nothing."""
+    """The pace of a trainer that comes back: what it waits for at first says nothing."""
     return replace(pace, waits_for=-1, supplied=-1, held_back=-1, spares=())
 
 

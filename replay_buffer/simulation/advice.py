@@ -28,7 +28,7 @@ class Variant:
     spread: float
     """Largest minus smallest steps per second of the seeds, over their mean."""
     prediction: Prediction
-    """With the first seed."""
+    """The prediction with the first seed."""
 
 
 @dataclass(frozen=True)

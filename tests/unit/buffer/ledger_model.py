@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from areal_async.rpc.schema import VersionTag
 from replay_buffer.ledger.records import GroupState, Versions
+from replay_buffer.ledger.rules import Rules
 
 
 @dataclass
@@ -156,6 +157,12 @@ class Model:
     trains_abandoned: bool = False
     may_mask: set[str] = field(default_factory=set)
     """Episodes of which a verdict is on its way that may mask them."""
+
+    @classmethod
+    def of(cls, n: int, rules: Rules, trainers: dict[str, Trainer]) -> Model:
+        """The model of a job under these rules."""
+        promised = (rules.max_reuse, rules.overtaken_masks, rules.min_scored)
+        return cls(n, *promised, trainers, trains_abandoned=rules.abandoned_trains)
 
     # --- who trains what ---
 

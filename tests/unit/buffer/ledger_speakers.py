@@ -73,8 +73,7 @@ class Speakers(Promises):
             name: Trainer(name, each.max_staleness, each.batch_groups, Trained(name))
             for name, each in self.consumers.items()
         }
-        self.model = Model(N, rules.max_reuse, rules.overtaken_masks, rules.min_scored, trainers)
-        self.model.trains_abandoned = rules.abandoned_trains
+        self.model = Model.of(N, rules, trainers)
         self.leases = []
         self.lease_tags: dict[str, dict[str, VersionTag]] = {}
         self.claims = []
