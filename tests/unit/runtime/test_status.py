@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from areal_async.errors import PeerGone, RpcTimeout
 from areal_async.rpc.control_messages import ServiceFigures
@@ -48,6 +49,25 @@ async def test_a_service_whose_thread_is_held_up_answers(ctx):
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(asyncio.run, ask(ctx))
         assert answer.result(60).name == "rollout-0", "this loop stands still meanwhile"
+
+
+def test_torch_computes_with_as_many_threads_as_a_service_was_told(ctx):
+    board = StatusBoard()
+    answer_status(ctx, board)
+    before = torch.get_num_threads()
+
+    async def tell(threads):
+        clients = StatusClients(ctx.socket_dir, ctx.job.job, ctx.secret)
+        await clients.ask(ctx.name, threads)
+        await clients.close()
+
+    try:
+        for told, expected in ((0, before), (before + 2, before + 2), (0, before + 2)):
+            asyncio.run(tell(told))
+            board.follow_threads()
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are():
