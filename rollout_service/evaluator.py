@@ -4,8 +4,9 @@
 
 Promises: every snapshot pinned for evaluation is answered once, with an "evaluation" record in the run log
 or with the reason why there is none; one engine holds one version, so every answer of a record comes from
-the version it names; an engine that samples nothing for `rollout.stuck_s` is taken for dead, and a process
-started anew evaluates again; training waits for nothing here. Ends with status 0 after the final snapshot.
+the version it names; an engine that samples nothing for `rollout.stuck_s` is taken for dead, and where none
+can be had, the process that is started next evaluates; training waits for nothing here. Ends with status 0
+after the final snapshot.
 
 A record's `accuracy` is mean@n over the tasks that were scored (`statistics.py`): the mean reward where there
 is partial credit, which the record says. What is no score is counted beside it, never as 0.
@@ -258,9 +259,9 @@ async def _evaluate_one(
     began_s = time.monotonic()
     try:
         result = await evaluator.evaluate(await source.open(notice), tasks)
-    except ReplicaGone:
+    except EngineError:
         raise  # not acknowledged: it stays pinned until this process is started again and does it over
-    except (SnapshotError, EngineError, EvaluationError) as error:
+    except (SnapshotError, EvaluationError) as error:
         await _ack(source, notice.tag, error=str(error))
         if isinstance(error, SnapshotError) and not notice.final:
             log.warning("snapshot not evaluated", version=notice.tag.version, error=str(error))

@@ -45,6 +45,12 @@ class FinishedRun:
     def records(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in read_run_log(self.folder / "metrics.jsonl") if record["kind"] == kind]
 
+    def logs(self) -> str:
+        """What its processes complained of, for the message of a test."""
+        logs = sorted((self.folder / "logs").glob("*.log"))
+        lines = [line for log in logs for line in log.read_text().splitlines()]
+        return "\n".join(line for line in lines if '"level":"info"' not in line)[-20_000:]
+
     def weights(self, version: int) -> Path:
         """The folder whose `model.safetensors` or checkpoint holds the weights of `version`."""
         if version == 0:

@@ -99,7 +99,7 @@ def test_nothing_is_lost_and_nothing_is_too_old(job: Run) -> None:
     assert job.summary["steps"] == STEPS
     assert job.summary["episodes_trained"] == STEPS * GROUPS * GROUP_SIZE
     assert job.summary["episodes_dropped"] == 0
-    assert job.summary["restarts"] == {}
+    assert job.summary["restarts"] == {}, job.logs()
     assert job.summary["max_staleness_seen"] <= STALENESS
     assert max(step["staleness_max"] for step in job.records("step")) <= STALENESS
 

@@ -30,7 +30,7 @@ log = get_logger("engine")
 
 POLL_S = 0.1
 TAIL_LINES = 15
-TAIL_BYTES = 16 << 10
+LOG_BYTES = 256 << 10  # What is read of its log, from the end
 STARTS = 2  # Attempts to start a server, for the port may be taken between its choice and its use
 PORT_TAKEN = "ddress already in use"
 ATTACH_PAUSE_S = 0.2
@@ -63,11 +63,17 @@ class ServerProcess(ChildProcess):
 
     def tail(self) -> str:
         """The last lines that this server wrote."""
+        return "\n".join(self._written().splitlines()[-TAIL_LINES:])
+
+    def found_its_port_taken(self) -> bool:
+        """Whether it said so, of the port it was given or of one that it chose for processes of its own."""
+        return PORT_TAKEN in self._written()
+
+    def _written(self) -> str:
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_from, size - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
+            log.seek(max(self._log_from, size - LOG_BYTES))
+            return log.read().decode(errors="replace")
 
     async def wait_ready(self, serves: Callable[[], Awaitable[bool]], ready_s: float) -> None:
         """Return once `serves()` is true. Raises `EngineError` when the server ends or `ready_s` passes
@@ -163,7 +169,7 @@ async def started(
         except BaseException as error:
             await process.stop()
             await client.close()
-            taken = isinstance(error, EngineError) and PORT_TAKEN in process.tail()
+            taken = isinstance(error, EngineError) and process.found_its_port_taken()
             if not taken or attempt == STARTS:
                 raise
     raise AssertionError("the last attempt returns or raises")

@@ -20,7 +20,7 @@ from areal_async.rpc.verdicts import Abstain, Score, Verdict
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import RunLog
-from rollout_service.engines.base import EngineLost, EngineStats
+from rollout_service.engines.base import EngineError, EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
 from rollout_service.replicas import ReplicaGone, ReplicaSet
@@ -226,6 +226,28 @@ async def test_an_engine_that_dies_or_stands_still_leaves_no_record_and_no_ackno
         await run(endless, tmp_path, source, tasks, engine=engine, rollout={"stuck_s": 0.6})
     assert source.acks == []
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+class NoStart:
+    """An engine whose server does not come up."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def start(self, snapshot: Any) -> None:
+        raise EngineError("the server ended before it served")
+
+
+async def test_an_engine_that_does_not_start_leaves_its_snapshot_for_the_next_process(
+    endless: Any, tmp_path: Path
+) -> None:
+    source = ScriptedSource(notice(0), opens={0: endless.weights(0)})
+    with pytest.raises(EngineError, match="ended before it served"):
+        await run(endless, tmp_path, source, [Task("a", "1+1=")], engine=NoStart(endless.engine(slots=4)))
+    assert source.acks == []
 
 
 async def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothing_up(

@@ -79,6 +79,18 @@ async def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path)
     assert "earlier" not in str(caught.value)
 
 
+@pytest.mark.parametrize("said", ["EADDRINUSE: Address already in use", "out of memory"])
+async def test_a_port_that_another_took_is_told_from_other_ends(said: str, tmp_path: Path) -> None:
+    """A server says it of its processes' ports too, long before the end of its log."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "server.log").write_text("an earlier server: address already in use\n")
+    code = f"print({said!r}); print('a line of a long trace\\n' * 200); raise SystemExit(3)"
+    async with server(tmp_path, code) as process:
+        with pytest.raises(EngineError, match="ended before"):
+            await process.wait_ready(never, DEADLINE_S)
+        assert process.found_its_port_taken() == ("in use" in said)
+
+
 async def test_a_server_that_takes_too_long_is_ended_and_the_field_named(tmp_path: Path) -> None:
     async with server(tmp_path) as process:
         with pytest.raises(EngineError, match=r"rollout\.server\.ready_s"):
