@@ -35,6 +35,7 @@ from rollout_service.engines.base import (
     nothing_sampled,
     trim,
 )
+from rollout_service.engines.local.graphs import DecodeGraphs
 from rollout_service.engines.local.kv import Decode, Prefill, SlotKV
 from rollout_service.engines.local.model import LocalModel
 from rollout_service.engines.local.requests import RequestTable, draw, pad
@@ -86,6 +87,7 @@ class EngineCore:
     def _reset(self) -> None:
         self._table = RequestTable(self.slots, self.max_model_len)
         self._kv = SlotKV(self.slots, self.max_model_len, self.model.device)
+        self._graphs = DecodeGraphs(self.model, self._kv) if self.model.device.type == "cuda" else None
         self._active = np.empty(0, np.int64)  # Slots of the requests being computed
         self._row = np.zeros(self.slots, np.int64)
         """The row of each slot: in it is all that its request has, but for the newest token."""
@@ -232,12 +234,17 @@ class EngineCore:
         first = self._split(ids, position)
         longest = int(position.max()) + 1
         self._kv.reserve(longest)
-        device = self.model.device
-        position_t = torch.from_numpy(position[first]).to(device)
-        plan = Decode(self._kv, position_t, longest)
-        ids_t = torch.from_numpy(ids[first]).to(device)
-        hidden = self.model.hidden(ids_t[:, None], position_t[:, None], plan)
+        hidden = self._hidden(ids[first], position[first], longest)
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
+
+    def _hidden(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64], longest: int) -> Tensor:
+        """Last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""
+        if self._graphs is not None:
+            return self._graphs.hidden(ids, position, longest)
+        device = self.model.device
+        position_t = torch.from_numpy(position).to(device)
+        plan = Decode(self._kv, position_t, longest)
+        return self.model.hidden(torch.from_numpy(ids).to(device)[:, None], position_t[:, None], plan)
 
     def _split(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Give each prefix among the active requests a row of its own, rows 0 … n-1; `ids` and `position` are

@@ -73,10 +73,12 @@ class LocalModel:
             self._shapes = shapes
         for name, held in self._storage.items():
             parameter = self._tensors[name]
-            if isinstance(held, BoxOfFile) and held.shape == parameter.shape:
-                # A snapshot is in memory of its own that nobody writes to: with the right dtype on the right
-                # device, taking it over costs nothing. What was loaded before is never written to either.
-                parameter.data = tensors[held.name].to(parameter.device, parameter.dtype)
+            in_ram = parameter.device.type == "cpu"
+            if in_ram and isinstance(held, BoxOfFile) and held.shape == parameter.shape:
+                # A snapshot is in memory of its own that nobody writes to: with the right dtype, taking it
+                # over costs nothing. What was loaded before is never written to either. Elsewhere a snapshot
+                # is copied anyway, to where the recorded passes find the parameter.
+                parameter.data = tensors[held.name].to(parameter.dtype)
                 continue
             for piece in held.pieces(parameter.data, 0):
                 piece.tensor.copy_(tensors[piece.name][piece.box])

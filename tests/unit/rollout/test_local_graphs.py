@@ -1,0 +1,125 @@
+"""Decode passes as CUDA graphs, on a GPU: the same answers as without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal_async.trajectory import Sampling
+from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.local.core import EngineCore
+from rollout_service.engines.local.graphs import few
+from rollout_service.engines.local.model import LocalModel
+from tests.unit.families import FAMILIES
+from tests.unit.rollout.conftest import Tiny, save_model
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def core_of(tiny: Tiny, slots: int = 12) -> EngineCore:
+    core = EngineCore(LocalModel(tiny.directory, device="cuda:0"), slots=slots, max_model_len=96)
+    core.swap(tiny.weights(0))
+    return core
+
+
+def asked(temperature: Sequence[float]) -> list[GenerateRequest]:
+    """Samples of a few prompts, of different lengths: rows come, part and go."""
+    return [
+        GenerateRequest(
+            str(i),
+            [5, 6, 7 + i % 5],
+            Sampling(max_new_tokens=10 + 3 * i, seed=i, temperature=temperature[i % len(temperature)]),
+        )
+        for i in range(24)
+    ]
+
+
+def run(core: EngineCore, requests: list[GenerateRequest], swaps: Sequence[Any] = ()) -> dict[str, Any]:
+    """Every request's result; after each tenth step comes the next of `swaps`."""
+    for one in requests:
+        core.submit(core.checked(one))
+    done: dict[str, Any] = {}
+    waiting, steps = list(swaps), 0
+    with torch.inference_mode():
+        while not core.idle:
+            done |= {item.request_id: item.outcome for item in core.step()}
+            steps += 1
+            if steps % 10 == 0 and waiting:
+                core.swap(waiting.pop(0))
+                core.rebuild()
+    assert len(done) == len(requests)
+    return done
+
+
+@on_a_gpu
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_graphs_change_no_answer(family: str, tmp_path: Path) -> None:
+    config = FAMILIES[family]()
+    config.eos_token_id = None
+    made = save_model(tmp_path, config)
+    graphed, plain = core_of(made), core_of(made)
+    plain._graphs = None
+    requests = asked([0.0, 1.0, 0.3])
+    want = run(plain, requests)
+    for _ in range(2):  # shapes are recorded, then all are
+        got = run(graphed, requests)
+        for name, one in want.items():
+            assert got[name].token_ids.tolist() == one.token_ids.tolist()
+            np.testing.assert_allclose(got[name].logprobs, one.logprobs, atol=1e-4)
+    assert graphed._graphs is not None
+    recorded = sum(graph is not None for graph in graphed._graphs._graphs.values())
+    # The experts' float32 kernels look at numbers on the host.
+    assert recorded > 5 or hasattr(config, "num_experts_per_tok")
+
+
+@on_a_gpu
+def test_a_graph_computes_with_the_newest_weights(endless: Any) -> None:
+    core, requests = core_of(endless), asked([1.0, 0.0])
+    run(core, requests)
+    done = run(core, requests, [endless.weights(version) for version in range(1, 6)])
+    assert len({int(version) for got in done.values() for version in got.versions}) > 3
+    for one in requests:
+        assert isinstance(done[one.request_id], GenerateResult)
+        endless.assert_true(one, done[one.request_id])
+    core.fail(EngineError("the cache begins anew"))
+    core.swap(endless.weights(0))
+    again = run(core, requests)
+    for one in requests:
+        endless.assert_true(one, again[one.request_id])
+
+
+@on_a_gpu
+def test_a_model_that_cannot_be_recorded_runs_as_it_is(endless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(endless)
+    hidden = core.model.hidden
+    # A number on the host is what cannot be recorded.
+    monkeypatch.setattr(core.model, "hidden", lambda ids, *rest: (ids.sum().item(), hidden(ids, *rest))[1])
+    requests = asked([0.0, 1.0])
+    done = run(core, requests)
+    for one in requests:
+        endless.assert_true(one, done[one.request_id])
+    assert core._graphs is not None
+    assert not core._graphs._able
+
+
+def test_shapes_are_few_and_never_below() -> None:
+    assert [few(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 17, 100, 129)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        24,
+        128,
+        192,
+    ]
+    assert all(n <= few(n) < 2 * n for n in range(1, 3000))
+    assert len({few(n) for n in range(1, 257)}) == 16
