@@ -10,12 +10,15 @@ which is admission's formula with ahead / B in place of η. As few as keep the t
 from its own steps, when the batch of each can be made:
 
 - It waited, and in the last `WINDOW` steps a worker had asked for more than this rule gave: as many groups
-  are added as it would have trained in `GAIN` times the time that it waited, one batch at most.
+  are added as it would have trained in `GAIN` times the time that it waited, one batch at most. That time
+  counts as no more than a running mean of such times, for a lead that a single delay calls for is not
+  needed when the next comes.
 - Trained groups took the places of new ones (`buffer.max_reuse`): as many are added as did.
 - It had what it needed: `LEAK` of a batch is taken away, and besides that, once in `WINDOW` steps, a part of
   what lay scored and unneeded at each of them. So a job settles where its trainer waits for about LEAK / GAIN
-  of its time. Where generation is as fast as training, durations that vary empty the buffer now and then:
-  that a worker was held back some steps ago is then why too little is there now.
+  of its time, and for up to LEAK / (GAIN · SMOOTH) of it where its waits are rare and long. Where generation
+  is as fast as training, durations that vary empty the buffer now and then: that a worker was held back some
+  steps ago is then why too little is there now.
 
 Less than one batch is never held where η ≥ 1: the batch that is to follow must be under way while a step is
 trained.
@@ -27,13 +30,13 @@ from msgspec.structs import replace
 
 from replay_buffer.ledger.records import Pace
 
-GAIN = 2.0
-LEAK = 0.02
+GAIN = 4.0
+LEAK = 0.01
 WINDOW = 16
 """Steps over which is looked back: for the fewest groups that lay unneeded, and for a worker held back."""
 SHARE = 4
 SMOOTH = 0.2
-"""Weight of a new step in the means that are told."""
+"""Weight of a new step in all running means."""
 
 
 def start(batch_groups: int, max_staleness: int) -> float:
@@ -76,9 +79,11 @@ def enough(
         return fresh  # the first of a trainer: the pipeline was empty
     step_ms = max(1, now_ms - pace.supplied_ms - waited_ms)
     ahead, spares = pace.ahead, pace.spares
+    wait = waited_ms / step_ms
+    lately = pace.lately + SMOOTH * (wait - pace.lately)
     if waited_ms or reused:
         if pace.held_back >= 0 and step - pace.held_back <= WINDOW:
-            ahead += min(batch_groups, GAIN * waited_ms / step_ms * batch_groups + reused)
+            ahead += min(batch_groups, GAIN * min(wait, lately) * batch_groups + reused)
             spares = ()
     else:
         ahead -= LEAK * batch_groups
@@ -90,6 +95,7 @@ def enough(
         fresh,
         ahead=min(max(ahead, start(batch_groups, max_staleness)), float(batch_groups * max_staleness)),
         spares=spares,
+        lately=lately,
         step_ms=mean(pace.step_ms, step_ms),
         waited=mean(pace.waited, waited_ms / (step_ms + waited_ms)),
     )
@@ -97,7 +103,7 @@ def enough(
 
 def anew(pace: Pace) -> Pace:
     """The pace of a trainer that comes back: what it waits for at first says nothing."""
-    return replace(pace, waits_for=-1, supplied=-1, held_back=-1, spares=())
+    return replace(pace, waits_for=-1, supplied=-1, held_back=-1, lately=0.0, spares=())
 
 
 def later(pace: Pace, outage_ms: int) -> Pace:

@@ -283,7 +283,8 @@ class Pace(LedgerRecord, frozen=True, array_like=True, gc=False):
     supplied_ms: int = 0  # When there were
     held_back: int = -1  # The last step before whose batch a worker asked for more than the pace gave
     spares: tuple[int, ...] = ()  # Scored groups beyond the batch, at the last steps that did not wait
-    step_ms: float = 0.0  # Running means: a step without its wait,
+    lately: float = 0.0  # Running means: how long the trainer waited for a step's groups, in steps; from 0,
+    step_ms: float = 0.0  # a step without its wait,
     lead_ms: float = 0.0  # a group from its first lease to its last verdict,
     waited: float = 0.0  # the share of its time that the trainer waited for groups
 

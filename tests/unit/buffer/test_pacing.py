@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from staleness_simulation import REGIMES, Scenario, Simulation
 
 from replay_buffer.ledger import pacing
-from replay_buffer.ledger.pacing import GAIN, LEAK, SHARE, WINDOW, enough, lacks, may_hold
+from replay_buffer.ledger.pacing import GAIN, LEAK, SHARE, SMOOTH, WINDOW, enough, lacks, may_hold
 from replay_buffer.ledger.records import Pace
 
 B, ETA = 16, 4
-SETTLED = Pace(32.0, supplied=29, supplied_ms=10_000, held_back=30)
-"""Two steps ahead, with a step every second."""
+SETTLED = Pace(32.0, supplied=29, supplied_ms=10_000, held_back=30, lately=1.0)
+"""Two steps ahead, with a step every second, of a trainer that has waited before."""
 
 
 def after(pace: Pace, *, waited_ms: int = 0, spare: int = 0, reused: int = 0, step: int = 30) -> Pace:
@@ -28,6 +28,13 @@ def after(pace: Pace, *, waited_ms: int = 0, spare: int = 0, reused: int = 0, st
 def test_a_wait_adds_what_would_have_been_trained_in_several_times_it():
     assert after(SETTLED, waited_ms=100).ahead == pytest.approx(32 + GAIN * 0.1 * B)
     assert after(SETTLED, waited_ms=60_000).ahead == 32 + B, "one batch at most"
+
+
+def test_a_single_wait_counts_as_the_mean_that_it_makes():
+    first = after(replace(SETTLED, lately=0.0), waited_ms=200)
+    assert first.ahead == pytest.approx(32 + GAIN * SMOOTH * 0.2 * B)
+    again = after(first, waited_ms=200, step=31)
+    assert again.ahead - first.ahead > first.ahead - 32, "one that recurs is what a lead is for"
 
 
 def test_a_wait_adds_nothing_where_no_worker_was_held_back_lately():
