@@ -355,7 +355,8 @@ class SftSection(Section):
     batch_size: int = Field(default=64, ge=1, le=1_000_000)
     """Examples in one optimizer step."""
     evaluate_every: int = Field(default=25, ge=1)
-    """Steps between two held-out measurements (greedy exact match, by teacher forcing)."""
+    """Steps between two held-out measurements (greedy exact match, by teacher forcing); eight times as many
+    while `stop_between` is set and the last one was below half of its lower limit."""
     stop_between: tuple[Accuracy, Accuracy] | None = None
     """Lowest and highest held-out accuracy: the job ends at the first measurement within them. Early in
     training accuracy jumps between measurements, so a lower limit alone may be passed by far."""

@@ -45,6 +45,8 @@ from trainer_service.trained import write_trained
 
 log = get_logger("trainer")
 
+FAR_FACTOR = 8  # So many times as rarely accuracy is measured while it is far from the one asked for
+
 
 class SftTrainer:
     """One rank of the trainer of a job of kind `sft`."""
@@ -92,7 +94,7 @@ class SftTrainer:
         begun = step = self._restore(restored)
         self._backend.prepare_save()
         every = self._job.sft.evaluate_every
-        accuracy = self.accuracy() if step % every == 0 else None
+        accuracy = known = self.accuracy() if step % every == 0 else None
         saved: Place | None = None
         if restored is None:
             self._write(step, accuracy=accuracy)
@@ -106,7 +108,9 @@ class SftTrainer:
             with busy("train"):
                 loss, grad_norm, tokens = self._one_step(indices, step)
             step += 1
-            accuracy = self.accuracy() if step % every == 0 else None
+            measured = step % (every * FAR_FACTOR if self._far(known) else every) == 0
+            accuracy = self.accuracy() if measured else None
+            known = known if accuracy is None else accuracy
             self._write(
                 step,
                 loss=loss,
@@ -116,7 +120,7 @@ class SftTrainer:
                 step_s=round(time.monotonic() - begun_s, 6),
             )
             self._states.check()
-            saved = self._states.due(step, asked=bool(self._job.checkpoint.keep_best) and step % every == 0)
+            saved = self._states.due(step, asked=bool(self._job.checkpoint.keep_best) and measured)
             if saved is not None:
                 self._leave(saved, step)
             policy = self._job.policy
@@ -126,7 +130,7 @@ class SftTrainer:
             metrics.LOSS.labels(policy).set(loss)
             metrics.GRAD_NORM.labels(policy).set(grad_norm)
             metrics.TOKENS.labels(policy).inc(tokens)
-        if step % every:
+        if accuracy is None:
             self._write(step, accuracy=self.accuracy())
         if step > begun and saved != "disk":
             self._leave("disk", step)
@@ -200,6 +204,11 @@ class SftTrainer:
     def _good_enough(self, accuracy: float | None) -> bool:
         wanted = self._job.sft.stop_between
         return wanted is not None and accuracy is not None and wanted[0] <= accuracy <= wanted[1]
+
+    def _far(self, accuracy: float | None) -> bool:
+        """Whether a measured accuracy is so far below the one asked for that it need not be watched."""
+        wanted = self._job.sft.stop_between
+        return wanted is not None and accuracy is not None and accuracy < wanted[0] / 2
 
     def _stop_asked(self) -> bool:
         """Rank 0's word, so that all ranks stop at the same step."""

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.unit.trainer.conftest import write_model as write_tiny_model
 from trainer_service.checkpoint import named_checkpoints, newest_usable, open_checkpoint
 from trainer_service.errors import BatchError
 from trainer_service.loop.learner import load_backend
-from trainer_service.loop.sft import SftTrainer, examples, load_tokenizer
+from trainer_service.loop.sft import FAR_FACTOR, SftTrainer, examples, load_tokenizer
 from trainer_service.ranks import join_ranks
 from trainer_service.tools.checkpoint_model import write_checkpoint_model
 
@@ -98,6 +99,18 @@ def test_a_measurement_above_the_wanted_accuracy_does_not_stop_it(tmp_path):
     records = read_run_log(tmp_path / "metrics.jsonl")
     assert records[-1]["step"] == 60
     assert max(record.get("accuracy") or 0 for record in records) > 0.5
+
+
+def test_accuracy_is_measured_rarely_while_it_is_far_from_the_one_asked_for(tmp_path):
+    model = write_tiny_model(tmp_path / "start", hidden=64)
+    assert _trainer(tmp_path, model, stop_between=[0.8, 1.0], evaluate_every=1).run()
+    records = [r for r in read_run_log(tmp_path / "metrics.jsonl") if "accuracy" in r]
+    measured = [(record["step"], record["accuracy"]) for record in records]
+    gaps = {(step - before, far < 0.4) for (before, far), (step, _) in pairwise(measured)}
+    assert gaps <= {(1, False), *((gap, True) for gap in range(1, FAR_FACTOR + 1))}
+    assert (FAR_FACTOR, True) in gaps
+    assert measured[-1][1] >= 0.8
+    assert all(accuracy < 0.8 for _, accuracy in measured[:-1])
 
 
 def test_it_ends_with_its_steps_or_its_passes_and_measures_last(tmp_path, model_dir):
