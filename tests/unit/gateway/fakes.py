@@ -160,7 +160,9 @@ class Scripted:
 
 
 class Talking(Scripted):
-    """The same, telling what it says in pieces of three ids."""
+    """The same, telling what it says in pieces of three ids; waits for `heard` after the first."""
+
+    heard: asyncio.Event | None = None
 
     async def generate(self, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
         result = await super().generate(request)
@@ -170,6 +172,8 @@ class Talking(Scripted):
             tell(result.token_ids[at : at + 3])
             if self.fail is not None:
                 raise self.fail
+            if self.heard is not None:
+                await asyncio.wait_for(self.heard.wait(), 60.0)
         return result
 
 
