@@ -24,6 +24,9 @@ LONGEST_INTERVAL = 50  # Most steps between two checkpoints where `checkpoint.ev
 RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
 drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
+EVEN_TOKENS = 16
+"""With at most so many new tokens, in one turn, one group takes as long as another: prompt and queue are most
+of it. At η = 1 with a whole batch running, the quickstart (6 tokens) dropped none of 31,000 groups."""
 
 
 def check_fields(job: JobConfig) -> list[Mistake]:
@@ -362,12 +365,16 @@ def _engines(job: JobConfig) -> int:
     return job.rollout.workers * job.rollout.replicas
 
 
+def _durations_are_even(job: JobConfig) -> bool:
+    return job.rollout.workflow == "single_turn" and job.rollout.sampling.max_new_tokens <= EVEN_TOKENS
+
+
 def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:
     """Too many groups under way are overtaken by younger ones before they are finished. At η = 0 workers and
     trainer take turns. The rule is read off the tables of `docs/staleness.md`."""
     eta, batch, running = job.buffer.max_staleness, job.buffer.batch_groups, running_groups(job)
     most = RUNNING_PER_STALENESS * eta * batch
-    if eta == 0 or running <= most:
+    if eta == 0 or running <= most or (_durations_are_even(job) and running <= eta * batch):
         return
     needed = -(-running // (RUNNING_PER_STALENESS * batch))
     concurrent = int(most * job.rollout.group_size / _engines(job))

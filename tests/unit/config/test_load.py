@@ -151,6 +151,19 @@ def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder
     assert bool(advise(job)) == warned
 
 
+@pytest.mark.parametrize(
+    ("tokens", "workflow", "running", "warned"),
+    [(16, "single_turn", 32, False), (17, "single_turn", 32, True), (16, "single_turn", 33, True)]
+    + [(16, "tool_use", 32, True)],
+)
+def test_short_answers_take_alike_and_a_whole_batch_of_them_per_step_of_the_bound_is_no_warning(
+    folder, tokens, workflow, running, warned
+):
+    short = [f"rollout.sampling.max_new_tokens={tokens}", f"rollout.workflow={workflow}"]
+    job = load_job(folder / "job.yaml", [*overrides(2, 16, 1, 8 * running), *short])
+    assert bool(advise(job)) == warned
+
+
 @pytest.mark.parametrize("fields", [overrides(0, 16, 8, 64), [*overrides(1, 4, 2, 64), "kind=sft"]])
 def test_synchronous_and_supervised_training_overtake_nothing(folder, fields):
     assert advise(load_job(folder / "job.yaml", fields)) == []

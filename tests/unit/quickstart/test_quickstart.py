@@ -50,5 +50,5 @@ def test_both_job_files_are_valid_as_written(files):
     assert (warm.kind, warm.model) == ("sft", files / "base")
     # The second job starts from what the first one writes; here any model will do.
     job = load_job(files / "train.yaml", ["model=base"])
-    assert (job.kind, job.buffer.max_staleness) == ("rl", 2)
+    assert (job.kind, job.buffer.max_staleness) == ("rl", 1)
     assert advise(job) == []
