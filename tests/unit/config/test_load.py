@@ -153,8 +153,12 @@ def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder
 
 @pytest.mark.parametrize(
     ("tokens", "workflow", "running", "warned"),
-    [(16, "single_turn", 32, False), (17, "single_turn", 32, True), (16, "single_turn", 33, True)]
-    + [(16, "tool_use", 32, True)],
+    [
+        (16, "single_turn", 32, False),
+        (17, "single_turn", 32, True),
+        (16, "single_turn", 33, True),
+        (16, "tool_use", 32, True),
+    ],
 )
 def test_short_answers_take_alike_and_a_whole_batch_of_them_per_step_of_the_bound_is_no_warning(
     folder, tokens, workflow, running, warned
