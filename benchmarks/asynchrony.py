@@ -6,6 +6,10 @@ Needs a warm start: run `make quickstart` first. The trainer is pinned to one co
 another; the small services run wherever there is room. Runs alternate η, 0, η, 0, … and the first steps of
 each are left out. Asynchrony creates no throughput by itself: with U the busy share of the busier role in
 the synchronous run, the speedup is at most 1 / U; reported is the share of that ideal that was reached.
+
+That ideal supposes a core for every process. Where there are fewer, no run can use more than all of them, so
+beside it stands the CPU of a step, all processes together, and the steps per second at which it fills the
+cores; of that bound, too, the share that was reached.
 """
 
 from __future__ import annotations
@@ -21,12 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from against_trl_runs import CpuMeter
 
 from areal_async.runtime.process import RUN_VARIABLE
 from areal_async.status.record import read_run_log
 
 WARMUP_STEPS = 10
-FIGURES = ("steps_per_s", "trainer_busy", "rollout_busy", "max_staleness_seen", "episodes_dropped")
+FIGURES = (
+    "steps_per_s",
+    "trainer_busy",
+    "rollout_busy",
+    "core_s_per_step",
+    "max_staleness_seen",
+    "episodes_dropped",
+)
 PINNED = {"trainer": 0, "rollout-0": 1}
 
 
@@ -67,21 +79,28 @@ def measure(job_file: Path, eta: int, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "areal_async.cli.main", "run", str(job_file), *overrides]
     run_dir = job_file.parent.parent / name
     process = subprocess.Popen([*command, "--plain", "--overwrite"], stdout=subprocess.DEVNULL)
+    meter = CpuMeter(process.pid, "launcher")
+    meter.start()
     try:
         pin(run_dir / "run.lock")
         if process.wait(600):
             raise SystemExit(f"the run at η={eta} failed: see {run_dir}/logs")
     finally:
+        meter.end()
         process.kill()
     records = [record for record in read_run_log(run_dir / "metrics.jsonl") if record["kind"] == "step"]
     counted = records[WARMUP_STEPS:]
-    wall_s = counted[-1]["time_s"] - records[WARMUP_STEPS - 1]["time_s"]
+    begun_s, ended_s = records[WARMUP_STEPS - 1]["time_s"], counted[-1]["time_s"]
+    wall_s = ended_s - begun_s
+    used = meter.between(begun_s, ended_s)
+    del used["machine"]
     summary = json.loads((run_dir / "summary.json").read_text())
     return {
         "eta": eta,
         "steps_per_s": len(counted) / wall_s,
         "trainer_busy": sum(record["busy_s"] + record["publish_s"] for record in counted) / wall_s,
         "rollout_busy": summary["rollout_busy"],
+        "core_s_per_step": sum(used.values()) / len(counted),
         "max_staleness_seen": summary["max_staleness_seen"],
         "episodes_dropped": summary["episodes_dropped"],
     }
@@ -101,19 +120,12 @@ def main() -> None:
     figures = {}
     for eta in (options.eta, 0):
         mine = [run for run in runs if run["eta"] == eta]
-        figures[eta] = {
-            key: statistics.median(run[key] for run in mine)
-            for key in (
-                "steps_per_s",
-                "trainer_busy",
-                "rollout_busy",
-                "max_staleness_seen",
-                "episodes_dropped",
-            )
-        }
-    sync = figures[0]
+        figures[eta] = {key: statistics.median(run[key] for run in mine) for key in FIGURES}
+    sync, ahead = figures[0], figures[options.eta]
     u_sync = max(sync["trainer_busy"], sync["rollout_busy"])
-    speedup = figures[options.eta]["steps_per_s"] / sync["steps_per_s"]
+    speedup = ahead["steps_per_s"] / sync["steps_per_s"]
+    cores = len(os.sched_getaffinity(0))
+    most_per_s = cores / ahead["core_s_per_step"]
     result = {
         "runs": runs,
         "median": figures,
@@ -121,15 +133,20 @@ def main() -> None:
         "u_sync": u_sync,
         "ideal_speedup": 1 / u_sync,
         "share_of_ideal": speedup * u_sync,
+        "cores": cores,
+        "most_steps_per_s": most_per_s,
+        "share_of_cores": ahead["steps_per_s"] / most_per_s,
     }
-    print(f"{'η':>3} {'steps/s':>8} {'trainer':>8} {'rollout':>8} {'staleness':>10} {'dropped':>8}")
+    print("  η  steps/s  trainer  rollout  core-s/step  staleness  dropped")
     for run in runs:
         print(
             f"{run['eta']:>3} {run['steps_per_s']:>8.2f} {run['trainer_busy']:>8.0%} "
-            f"{run['rollout_busy']:>8.0%} {run['max_staleness_seen']:>10} {run['episodes_dropped']:>8}"
+            f"{run['rollout_busy']:>8.0%} {run['core_s_per_step']:>12.3f} "
+            f"{run['max_staleness_seen']:>10} {run['episodes_dropped']:>8}"
         )
     print(
-        f"speedup {speedup:.2f}; ideal 1/U_sync {1 / u_sync:.2f}; share of the ideal {speedup * u_sync:.2f}"
+        f"speedup {speedup:.2f}; ideal 1/U_sync {1 / u_sync:.2f}; share of the ideal {speedup * u_sync:.2f}\n"
+        f"{cores} cores allow {most_per_s:.2f} steps/s; share of them {result['share_of_cores']:.2f}"
     )
     if options.out:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
