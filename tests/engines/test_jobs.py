@@ -26,15 +26,14 @@ STEPS = 50
 FAR = 20
 """From this version on the weights differ enough from the first for a wrong version to show."""
 GROUPS, GROUP_SIZE, STALENESS = 64, 8, 1
+"""The job file's own."""
 SHORTENED = (
     f"trainer.steps={STEPS}",
-    f"buffer.max_staleness={STALENESS}",
     "trainer.record_batches=true",
     "checkpoint.every_steps=1",  # a worker may skip any version, so the weights of each are kept
     f"checkpoint.keep={STEPS}",
     f"evaluation.every_steps={STEPS}",
 )
-"""The quickstart's own bound of 4 costs too many steps for a test."""
 RISE = 0.06
 """Of held-out accuracy, on 512 problems: twice its standard error. Expected are 0.16 and more."""
 
