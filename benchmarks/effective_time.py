@@ -135,9 +135,11 @@ def prepare(folder: Path, groups: int, *, noise: bool) -> Path:
         "buffer": {"max_staleness": 4, "batch_groups": groups, "max_groups": 20 * groups},
         "reward": {"name": "reward.py:share_of_ones", "workers": 1},
         "trainer": {
-            "micro_batch_tokens": 8192,
+            # Three forward passes and small micro-batches: the trainer is to be the slower side.
+            "micro_batch_tokens": 1024,
+            "backend_args": {"recompute": "full"},
             "optimizer": {"lr": 1e-4, "clip_grad_norm": 0.2},
-            "objective": {"prox": "reuse"} | ({"advantage": "noise.py:noisy"} if noise else {}),
+            "objective": {"prox": "recompute"} | ({"advantage": "noise.py:noisy"} if noise else {}),
         },
         "evaluation": {"sampling": {"max_new_tokens": 6}},
         "observe": {"metrics_port": 0},
