@@ -39,7 +39,12 @@ JOBS = {
     "short-answers": ("buffer.max_staleness=4", "rollout.sampling.max_new_tokens=3"),
     "two-workers": ("buffer.max_staleness=1", "rollout.workers=2", "rollout.max_concurrent=96"),
 }
-ALWAYS = ("tasks.evaluation=null", "checkpoint.every_steps=1000", "observe.metrics_port=0")
+ALWAYS = (
+    "tasks.evaluation=null",
+    "checkpoint.every_steps=1000",
+    "buffer.max_groups=8192",  # no checkpoint frees any
+    "observe.metrics_port=0",
+)
 RELATIVE, POINTS, STALENESS = 0.10, 0.10, 0.10
 SHARES = ("trainer_idle", "rollout_idle")
 COMPARED = ("steps_per_s", "staleness_mean", *SHARES)
