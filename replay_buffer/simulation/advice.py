@@ -120,7 +120,7 @@ PARTS: dict[str, Callable[[Costs], Costs]] = {
     "publication": lambda costs: _faster(
         costs, "publication", ("publish_s", "publication_s", "fetch_s", "pause_s")
     ),
-    "the buffer": lambda costs: _faster(costs, "machine", ("buffer_episode_s",)),
+    "the buffer": lambda costs: _faster(costs, "machine", ("buffer_group_s",)),
 }
 
 

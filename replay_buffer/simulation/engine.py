@@ -29,7 +29,11 @@ class SimulatedEngine:
 
     A pass with n requests takes `pass_s + n · request_s`, and so every request moves on by one token in
     that time: `_moved` counts the tokens of one that would have run from the start. Between two changes of n
-    it moves evenly; what has the engine do something else makes it stand still."""
+    it moves evenly; what has the engine do something else makes it stand still.
+
+    Prompts are computed in passes between those: one takes all that came while the engine was at its last
+    pass, and gives each request its first token. Where prompts have no costs of their own, that token costs
+    what any other does."""
 
     def __init__(self, clock: Clock, costs: EngineCosts, slots: int) -> None:
         self._clock = clock
@@ -42,6 +46,8 @@ class SimulatedEngine:
         self._order = itertools.count()
         self._moved = 0.0
         self._from_work_ms = 0.0  # It moves on from here of the clock's work
+        self._prompts_from_ms = -1.0  # The clock's work when the newest pass over prompts begins
+        self._sampled = float(costs.prefill_s > 0 or costs.prompt_token_s > 0)  # Tokens of such a pass
         self._contexts = 0.0  # Tokens of the contexts under way, less `_moved` of each
         self._turn = 0
         self._busy_since_ms: float | None = None
@@ -61,7 +67,10 @@ class SimulatedEngine:
     def submit(self, answers: Sequence[SimulatedAnswer], *, shared_prompt: float) -> None:
         """Take requests whose prompt, so many tokens, is computed once for all of them."""
         self._move()
-        self._hold(self._costs.prefill_s + shared_prompt * self._costs.prompt_token_s)
+        if self._clock.work_ms > self._prompts_from_ms:  # It has begun: these prompts are in the next
+            self._prompts_from_ms = self._from_work_ms + (self._pass_ms if self._running else 0.0)
+            self._hold(self._costs.prefill_s)
+        self._hold(shared_prompt * self._costs.prompt_token_s)
         self._waiting.extend(answers)
         self._go_on()
 
@@ -91,7 +100,8 @@ class SimulatedEngine:
         """Begin what there is a slot for, and look when the next is done."""
         while self._waiting and len(self._running) < self._slots:
             answer = self._waiting.popleft()
-            heapq.heappush(self._running, (self._moved + answer.tokens, next(self._order), answer))
+            end = self._moved + max(0.0, answer.tokens - self._sampled)
+            heapq.heappush(self._running, (end, next(self._order), answer))
             self._contexts += answer.prompt - self._moved
         self._turn += 1
         if (self._busy_since_ms is None) == bool(self._running):

@@ -105,6 +105,7 @@ def measured(runs: Sequence[Run]) -> Costs:
     episodes = sum(window.counted("stored") for window in windows)
     if episodes <= 0:
         raise RunFolderError(f"{runs[-1].folder} has stored no episode between its `load` records")
+    groups = sum(window.counted("stored") / window.job.rollout.group_size for window in windows)
     pass_s, token_s, prefill_s, prompt_s, passes_s = _engine(windows)
     overhead_s = (sum(w.used("rollout", "cpu_s") for w in windows) - passes_s) / episodes
     _, calls_s = _sum_of(windows, "reward", "calls")
@@ -148,7 +149,7 @@ def measured(runs: Sequence[Run]) -> Costs:
         ),
         machine=MachineCosts(
             cores=float(newest.cores),
-            buffer_episode_s=_rounded(sum(w.used("buffer", "cpu_s") for w in windows) / episodes),
+            buffer_group_s=_rounded(sum(w.used("buffer", "cpu_s") for w in windows) / groups),
             reward_episode_s=_rounded(max(0.0, desk_s)),
             others=_rounded(sum(w.used("supervisor", "cpu_s") for w in windows) / seconds),
             threads=first_threads(newest.job.trainer.torch_threads),

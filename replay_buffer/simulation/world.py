@@ -217,7 +217,7 @@ class MeasuredWorld:
         machine = self._costs.machine
         self._pass_through(
             self._front,
-            machine.buffer_episode_s,
+            machine.buffer_group_s / self._shape.group_size,
             lambda: self._pass_through(
                 self._desk,
                 machine.reward_episode_s,

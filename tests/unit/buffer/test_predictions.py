@@ -139,9 +139,24 @@ def test_an_engine_answers_each_request_once_and_in_the_order_of_their_ends():
     while clock.tick():
         pass
     assert [n for n, _ in seen] == [10, 5, 30]
-    assert [at for _, at in seen] == pytest.approx([20, 25, 40]), "the prompt first, the third on a free slot"
+    assert [at for _, at in seen] == pytest.approx([19, 23, 39]), "the prompt gives the first token, the third waits"
     assert engine.load == 0
-    assert engine.busy_ms == pytest.approx(40)
+    assert engine.busy_ms == pytest.approx(39)
+
+
+def test_prompts_that_come_while_the_engine_is_busy_are_computed_in_one_pass():
+    clock, seen = Clock(), []
+    engine = SimulatedEngine(clock, EngineCosts(pass_s=0.001, request_s=0.0, prefill_s=0.005), 4)
+
+    def submit() -> None:
+        engine.submit([SimulatedAnswer(2, 1, lambda: seen.append(clock.now_ms))], shared_prompt=1)
+
+    submit()
+    clock.after(1, submit)
+    clock.after(2, submit)
+    while clock.tick():
+        pass
+    assert seen == pytest.approx([11, 11, 11]), "5 + 5 of prompts, and one token more of each"
 
 
 def test_work_on_too_few_cores_takes_longer_and_waits_do_not():
@@ -257,7 +272,7 @@ def test_costs_are_found_in_what_a_run_has_recorded(tmp_path, job):
     assert (engine.prefill_s, engine.prompt_token_s) == pytest.approx((0.002, 1e-4))
     assert engine.episode_s == pytest.approx(0.002, rel=0.01)
     assert found.trainer.token_s == pytest.approx(0.3 / 288, rel=0.01)
-    assert found.machine.buffer_episode_s == pytest.approx(0.001)
+    assert found.machine.buffer_group_s == pytest.approx(0.001 * job.rollout.group_size)
     assert found.reward.episode_s.mean == pytest.approx(0.001)
     assert found.machine.reward_episode_s == pytest.approx(0.002)
     assert found.prompt_tokens.mean == pytest.approx(6)
