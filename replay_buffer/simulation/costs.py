@@ -129,8 +129,8 @@ class MachineCosts(Section):
     threads: int = Field(default=1, ge=1)
     """Cores that a training step keeps busy."""
     buffer_group_s: float = Field(default=0.0, ge=0)
-    """CPU seconds of the buffer and Redis for each group: most of their work is one message of its own, whatever
-    number of episodes is in it."""
+    """CPU seconds of the buffer and Redis for each group: most of their work is for messages, and a group is
+    one, whatever number of episodes it has."""
     reward_episode_s: float = Field(default=0.0, ge=0)
     """CPU seconds of the reward service for each episode, besides the scoring itself."""
     others: float = Field(default=0.0, ge=0)
