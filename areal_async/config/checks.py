@@ -25,7 +25,7 @@ RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
 drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
 EVEN_TOKENS = 16
-"""With at most so many new tokens, in one turn, groups are taken to last alike: no answer can take many passes
+"""With at most so many new tokens, in one turn, groups are taken to last alike: no answer takes many passes
 more than another. Measured at 6: at η = 1, a whole batch running, the quickstart dropped none of 32,000."""
 
 
