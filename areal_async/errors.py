@@ -66,7 +66,7 @@ class FaultError(WireError):
         super().__init__(f"{kind}: {message}")
         self.kind: FaultKind = kind
         self.message = message
-        if kind in ("schema", "invalid", "stale"):
+        if kind in ("schema", "invalid", "forbidden", "stale"):
             self.restart_helps = None
         elif kind == "failed":
             self.restart_helps = False

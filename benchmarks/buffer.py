@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from buffer_service import Service, cpu_s, episode, job_in, secret_at, start_service, units_of
+from buffer_service import Service, cpu_s, episode, job_in, keys_at, start_service, units_of
 
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, OpenTrainer, Stats
@@ -122,7 +122,7 @@ class Bench:
             job=job.job,
             role="bench",
             name="bench",
-            access=secret_at(self.service.endpoint),
+            access=keys_at(self.service.endpoint, "trainer"),
         )
         self.client.connect()
         self.client.call(OpenTrainer("policy", "bench", 0))
@@ -170,7 +170,7 @@ class Bench:
     @property
     def service_redis(self) -> str:
         endpoint = self.service.endpoint
-        password = secret_at(endpoint).token("redis")
+        password = keys_at(endpoint, "buffer").token("redis")
         return f"unix://:{password}@{Path(endpoint.removeprefix('ipc://')).parent}/redis"
 
     def round(self, producers: int, systems: dict[str, list[dict[str, float]]], *, swap: bool) -> None:

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import redis
-from buffer_service import JOB, episode, secret_at
+from buffer_service import JOB, episode, keys_at
 
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes
@@ -28,7 +28,9 @@ LINGER_S, MAX_PUTS = 0.05, 4
 class Producer:
     def __init__(self, name: str, endpoint: str, redis_url: str) -> None:
         self.name = name
-        self.buffer = Client(endpoint, job=JOB, role="rollout", name=name, access=secret_at(endpoint))
+        self.buffer = Client(
+            endpoint, job=JOB, role="rollout", name=name, access=keys_at(endpoint, "rollout")
+        )
         self.redis = redis.Redis.from_url(redis_url)
         self.held: list[tuple[LeasedGroup, dict[int, bytes]]] = []
         self.sets = 0

@@ -15,8 +15,10 @@ import numpy as np
 import psutil
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.context import RunPlaces, ServicePlace, short_socket_dir
+from areal_async.launch.folders import TOPOLOGY, write_keys
+from areal_async.launch.one_host import make_host, topology_here
+from areal_async.rpc.secret import KeyRole, RoleKeys, RunSecret
+from areal_async.runtime.topology import ServicePlace
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 
 JOB = "load"
@@ -84,33 +86,24 @@ class Service:
             self.process.wait()
 
 
-def secret_at(endpoint: str) -> RunSecret:
-    """The secret of the service at `endpoint`."""
-    return RunSecret.read(Path(endpoint.removeprefix("ipc://")).parent)
+def keys_at(endpoint: str, role: KeyRole) -> RoleKeys:
+    """What a client of this role shows the service at `endpoint`."""
+    return RunSecret.read(Path(endpoint.removeprefix("ipc://")).parent).of(role)
 
 
 def start_service(folder: Path, job: JobConfig) -> Service:
     """The service as the supervisor would start it; returns once it serves."""
-    sockets = short_socket_dir(folder / "s")
+    host = make_host("local", run_dir=folder / "run", socket_dir=folder / "s", shm_dir=folder / "shm")
+    sockets = Path(host.socket_dir)
     for path in (sockets, folder / "run", folder / "shm"):
         path.mkdir(parents=True, exist_ok=True)
-    endpoint = f"ipc://{sockets}/buffer"
-    places = RunPlaces(
-        run_id=JOB,
-        supervisor_pid=os.getpid(),
-        run_dir=str(folder / "run"),
-        socket_dir=str(sockets),
-        shm_dir=str(folder / "shm"),
-        buffer_endpoint=endpoint,
-        weights_endpoint=f"ipc://{sockets}/weights",
-        services=[ServicePlace("buffer", "buffer", 0, "replay_buffer", 0)],
-        job=job.model_dump(mode="json"),
-    )
-    (folder / "context.json").write_bytes(msgspec.json.encode(places))
-    RunSecret.make(sockets)
+    place = ServicePlace("buffer", "buffer", 0, "replay_buffer", 0)
+    topology = topology_here(JOB, host, [place], job.model_dump(mode="json"), {})
+    (folder / TOPOLOGY).write_bytes(msgspec.json.encode(topology))
+    write_keys(RunSecret.make(sockets), sockets)
     log = folder / "buffer.log"
     read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "replay_buffer", "--context", str(folder / "context.json")]
+    command = [sys.executable, "-m", "replay_buffer", "--topology", str(folder / TOPOLOGY)]
     process = subprocess.Popen(
         [*command, "--name", "buffer", "--ready-fd", str(write_fd)],
         pass_fds=[write_fd],
@@ -121,7 +114,7 @@ def start_service(folder: Path, job: JobConfig) -> Service:
     os.close(read_fd)
     if not ready:
         sys.exit(log.read_text())
-    return Service(process, endpoint, log)
+    return Service(process, topology.buffer, log)
 
 
 def episode(task_id: str, group_id: str, sample: int, units: int, *, version: int, epoch: int) -> bytes:

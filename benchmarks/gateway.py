@@ -89,6 +89,7 @@ async def work(folder: Path, port: socket.socket) -> None:
     from transformers import AutoTokenizer
 
     from areal_async.config.rollout import GatewaySection
+    from areal_async.launch.one_host import make_host
     from areal_async.rpc.schema import VersionTag
     from areal_async.rpc.secret import RunSecret
     from areal_async.trajectory import EpisodeBuilder, Sampling
@@ -115,9 +116,10 @@ async def work(folder: Path, port: socket.socket) -> None:
                     await asyncio.sleep(0)
             return said
 
-    RunSecret.make(folder)
+    host = make_host("local", run_dir=folder, socket_dir=folder, shm_dir=folder)
+    keys = RunSecret.generate().of("rollout")
     gateway = Gateway(
-        GatewaySection(), job="bench", name="w", model=folder, socket_dir=folder, max_model_len=1 << 16
+        GatewaySection(), job="bench", name="w", model=folder, host=host, keys=keys, max_model_len=1 << 16
     )
     render, engine, recorded = Renderer(tokenizer), Same(), 0
 

@@ -15,6 +15,7 @@ from gateway import write_tokenizer
 from transformers import AutoTokenizer
 
 from areal_async.config.rollout import GatewaySection
+from areal_async.launch.one_host import make_host
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.log import setup_logging
@@ -49,9 +50,15 @@ class Same:
 
 async def main(folder: Path) -> None:
     write_tokenizer(folder, TEMPLATE)
-    RunSecret.make(folder)
+    host = make_host("local", run_dir=folder, socket_dir=folder, shm_dir=folder)
     gateway = Gateway(
-        GatewaySection(), job="hostile", name="w", model=folder, socket_dir=folder, max_model_len=1 << 20
+        GatewaySection(),
+        job="hostile",
+        name="w",
+        model=folder,
+        host=host,
+        keys=RunSecret.generate().of("rollout"),
+        max_model_len=1 << 20,
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     render, engine = Renderer(tokenizer), Same(tokenizer(SAID)["input_ids"])

@@ -66,7 +66,7 @@ async def main(ctx: ServiceContext) -> None:
     if ctx.role == "buffer":
         buffer = RecordedBuffer(Path(os.environ[VARIABLE]))
         server = Server(
-            ctx.buffer_endpoint, service="buffer", job=ctx.job.job, access=ctx.secret, handler=buffer.handle
+            ctx.buffer.endpoint, service="buffer", job=ctx.job.job, access=ctx.keys, handler=buffer.handle
         )
         await server.start()
     ctx.ready()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from buffer_service import JOB, cpu_s, episode, job_in, secret_at, start_service
+from buffer_service import JOB, cpu_s, episode, job_in, keys_at, start_service
 
 from areal_async.rpc.by_file import ClientFiles
 from areal_async.rpc.client import Client
@@ -53,6 +53,7 @@ from areal_async.rpc.messages import (
     Stats,
 )
 from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.secret import KeyRole
 from areal_async.rpc.verdicts import Score
 
 WORKERS_EACH = 125  # Workers of one process
@@ -175,14 +176,16 @@ async def train(timed: Timed, shared: Shared, fetches: bool) -> None:
             await client.call(Checkpointed("policy", 1, step))
 
 
-async def process(role: str, order: dict[str, Any]) -> None:
+async def process(role: KeyRole, order: dict[str, Any]) -> None:
     """The process of some workers, of the scorer or of the trainer; prints its latencies at the end."""
     shared, endpoint = Shared(Path(order["shared"])), order["endpoint"]
     if order["sockets"]:
         ClientFiles.find = lambda here: None  # type: ignore[method-assign]
     seconds: dict[str, list[float]] = defaultdict(list)
     names = [f"worker-{order['first'] + i}" for i in range(order["count"])] if role == "rollout" else [role]
-    clients = [Client(endpoint, job=JOB, role=role, name=name, access=secret_at(endpoint)) for name in names]
+    clients = [
+        Client(endpoint, job=JOB, role=role, name=name, access=keys_at(endpoint, role)) for name in names
+    ]
     for client in clients:
         await client.connect(60)
     timed = [Timed(client, shared, seconds) for client in clients]
@@ -239,7 +242,11 @@ async def measure(options: argparse.Namespace, workers: int, units: int, outstan
         children = []
         try:
             async with Client(
-                service.endpoint, job=JOB, role="bench", name="bench", access=secret_at(service.endpoint)
+                service.endpoint,
+                job=JOB,
+                role="bench",
+                name="bench",
+                access=keys_at(service.endpoint, "trainer"),
             ) as client:
                 await client.call(OpenTrainer("policy", "trainer", 0))
                 for first in range(0, workers, WORKERS_EACH):
@@ -348,7 +355,7 @@ async def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as"]:
-        asyncio.run(process(sys.argv[2], json.loads(sys.argv[3])))
+        asyncio.run(process(sys.argv[2], json.loads(sys.argv[3])))  # type: ignore[arg-type]
         sys.exit()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=numbers, default=[1, 10, 100, 500, 1000])

@@ -18,6 +18,7 @@ import asyncio
 import json
 import multiprocessing as mp
 import os
+import secrets
 import shutil
 import statistics
 import tempfile
@@ -34,7 +35,7 @@ from blake3 import blake3
 
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.secret import CurveKeys, RunSecret
+from areal_async.rpc.secret import CurveKeys
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table, map_file
 from areal_async.weights.channels.fetching import Download
 from areal_async.weights.channels.serving import ChunkServer
@@ -175,7 +176,7 @@ def measure_ours(
 
 
 def measure(mib: int, receivers: Sequence[int], repeat: int) -> dict[str, Any]:
-    keys = RunSecret.generate().keys
+    keys = CurveKeys.shared(secrets.token_bytes(32))
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="areal-bench-", dir=shm if shm.is_dir() else None))
     try:

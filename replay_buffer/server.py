@@ -272,7 +272,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
     rules, tasks, clock = Rules.of(job), TaskOrder.of(job), RedisClock()
     embedded = None
     if job.buffer.redis == "embedded":
-        password = ctx.secret.token("redis")
+        password = ctx.keys.token("redis")
         embedded = EmbeddedRedis(
             ctx.run_dir / "buffer", ctx.socket_dir / "redis", rules.durability, password=password
         )
@@ -307,10 +307,10 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         await coordinator.start()
         buffer = BufferServer(coordinator, job.job, store)
         server = Server(
-            ctx.buffer_endpoint,
+            ctx.buffer.endpoint,
             service="buffer",
             job=job.job,
-            access=ctx.secret,
+            access=ctx.keys,
             handler=buffer.handle,
             lanes=LANES,
             lane_of=lane_of,

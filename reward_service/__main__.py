@@ -22,7 +22,7 @@ log = get_logger("reward")
 
 async def main(ctx: ServiceContext) -> None:
     """Serve the job: start its rewards, connect to its buffer, and run the loops of `RewardServer`."""
-    client = Client(ctx.buffer_endpoint, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.secret)
+    client = Client(ctx.buffer, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.keys)
     async with contextlib.AsyncExitStack() as stack:
         try:
             router = await stack.enter_async_context(Router(ctx.job.reward))

@@ -138,9 +138,7 @@ async def _serve(ctx: ServiceContext) -> None:
     receiver = make_receiver(ctx, "serve", tensors=engine_part(job.rollout.engine).needs == "tensors")
 
     try:
-        async with Client(
-            ctx.buffer_endpoint, job=job.job, role="rollout", name=ctx.name, access=ctx.secret
-        ) as buffer:
+        async with Client(ctx.buffer, job=job.job, role="rollout", name=ctx.name, access=ctx.keys) as buffer:
             await buffer.call(Arrived(ctx.name))
             worker = Worker(buffer, engine, workflow, render, job=job, name=ctx.name, gateway=gateway)
             updates = WeightUpdates(receiver, engine, on_change=worker.weights_changed)

@@ -149,11 +149,11 @@ def _rl(
     restored, left = _newest(ctx, ranks)
     buffer = closing.enter_context(
         SyncClient(
-            ctx.buffer_endpoint,
+            ctx.buffer,
             job=ctx.job.job,
             role="trainer",
             name=ctx.name,
-            access=ctx.secret,
+            access=ctx.keys,
             timeout_s=BUFFER_PATIENCE_S,
         )
     )

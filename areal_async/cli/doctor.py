@@ -10,7 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from areal_async.launch.folders import SHM_ROOT, leftovers, volatile_roots
+from areal_async.launch.folders import leftovers
+from areal_async.launch.one_host import SHM_ROOT, volatile_roots
 from areal_async.launch.preflight import find_redis_server, no_sandbox, redis_server_version
 
 MIN_REDIS = (6, 2)

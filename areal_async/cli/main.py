@@ -176,7 +176,7 @@ def doctor(
     """Look whether this machine is ready, and say what to do where it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
-        from areal_async.launch.folders import volatile_roots
+        from areal_async.launch.one_host import volatile_roots
 
         console = Console(soft_wrap=True)
         for folder in remove_leftovers(volatile_roots()) if clean else ():

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError, RunFolderError, RunInterrupted
+from areal_async.rpc.endpoints import LOOPBACK
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)
@@ -110,7 +111,7 @@ class ServeRequest(ToolRequest, frozen=True):
         typer.Option(metavar="YAML", help="What the reward takes, e.g. '{most: 100}'; jobs may change it."),
     ] = None
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0 picks one.")] = (
-        "127.0.0.1:8700"
+        f"{LOOPBACK}:8700"
     )
     workers: Annotated[int, typer.Option(min=1, help="Scoring processes.")] = 1
     timeout_s: Annotated[

@@ -33,11 +33,12 @@ class TasksSection(Section):
 class WeightsSection(Section):
     """The way of new weights from the trainer to the engines."""
 
-    channel: str = "shm"
+    channel: str = "auto"
     """How new weights reach the engines: `shm` is shared memory on one host; `zmq` sends them to other hosts
-    in chunks, which receivers hand on to each other; `disk` is a directory that all hosts see; `nccl` is
-    `shm`, and the trainer sends the tensors from its own device to SGLang servers that serve already. A
-    channel of another package is named by its entry point, one of your own as `path.py:name`."""
+    in chunks, which receivers hand on to each other; `auto` is `shm` where one host has all of the job and
+    `zmq` elsewhere; `disk` is a directory that all hosts see; `nccl` is `shm`, and the trainer sends the
+    tensors from its own device to SGLang servers that serve already. A channel of another package is named by
+    its entry point, one of your own as `path.py:name`."""
     channel_args: dict[str, Any] = Field(default_factory=dict)
     """What the channel takes, by name (see docs/weights-channels.md)."""
     codec: Literal["auto", "full", "delta"] = "auto"
@@ -50,11 +51,15 @@ class WeightsSection(Section):
     """Newest snapshots kept. Shared memory holds one more, which is being written; and as long as they need
     them those that a worker has not acknowledged, that an evaluation waits for (at most two, beside version 0
     and the last), and that a delta is made of."""
-    node_id: str = Field(default="local", pattern=NODE_ID)
-    """Name of the trainer's host, and of every process that neither `nodes` nor its environment variable
-    `AREAL_ASYNC_NODE_ID` puts elsewhere. Processes of one name share memory; nothing else decides that."""
-    nodes: dict[str, Annotated[str, Field(pattern=NODE_ID)]] = Field(default_factory=dict)
-    """Host of a process by the name of the process, such as `rollout-0: gpu-7`."""
+
+
+class PlacementSection(Section):
+    """Where the processes of the job run."""
+
+    pretend: dict[str, Annotated[str, Field(pattern=NODE_ID)]] = Field(default_factory=dict)
+    """On one machine: processes that take themselves for those of another host of that name, such as
+    `rollout-0: host-1`. They share no memory with the rest and talk to it as hosts do, over loopback: to try
+    what is meant for several hosts."""
 
 
 class CheckpointSection(Section):
@@ -384,6 +389,7 @@ class JobConfig(Section):
     trainer: TrainerSection = TrainerSection()
     sft: SftSection = SftSection()
     weights: WeightsSection = WeightsSection()
+    placement: PlacementSection = PlacementSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     observe: ObserveSection = ObserveSection()

@@ -46,8 +46,10 @@ class ServerSection(Section):
 class GatewaySection(Section):
     """Used by workflows that open `ctx.gateway()`; nothing listens before the first of them does."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on: one of this machine's loopback addresses."""
+    host: str = "loopback"
+    """Where agents reach it: `loopback`, from the worker's host alone; `host`, at the address by which the
+    run's hosts reach each other, so that agents in sandboxes elsewhere do; or an IP address of the worker's
+    host. Whoever asks must show the key of an episode that is open. What is said is not encrypted."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first worker; the next ones take the next ports. 0 picks free ones."""
     sampling: Literal["agent", "job"] = "agent"
@@ -64,13 +66,16 @@ class GatewaySection(Section):
 
     @field_validator("host")
     @classmethod
-    def _loopback(cls, host: str) -> str:
-        try:
-            loopback = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise ValueError("the gateway listens on loopback addresses only: use 127.0.0.1 or ::1")
+    def _an_interface(cls, host: str) -> str:
+        if host not in ("loopback", "host"):
+            try:
+                usable = not ipaddress.ip_address(host).is_unspecified
+            except ValueError:
+                usable = False
+            if not usable:
+                raise ValueError(
+                    f"agents could not be sent to {host!r}: use loopback, host, or an IP address of the host"
+                )
         return host
 
 

@@ -14,17 +14,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from areal_async.errors import FaultError, WireError
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, ServiceStatus, Status, WorkersChanged
 from areal_async.rpc.messages import Drain
-from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Peer
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import exit_text
 from areal_async.runtime.status import ControlServer, board
+from areal_async.runtime.topology import Topology
 
 MAX_ASKED = 64  # Requests that wait for the supervisor's loop
 
@@ -58,26 +59,22 @@ class FleetChange:
     workers: list[str]
 
 
-def control_endpoint(socket_dir: Path) -> str:
-    return f"ipc://{socket_dir}/control"
-
-
 class ControlSocket:
     """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
 
     A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
 
-    def __init__(self, job: str, socket_dir: Path, secret: RunSecret, buffer_wait_s: float) -> None:
+    def __init__(self, job: str, topology: Topology, keys: Access, buffer_wait_s: float) -> None:
         self._job = job
-        self._secret = secret
-        self._socket_dir = socket_dir
+        self._keys = keys
+        self._buffer = Address(topology.buffer, "buffer")
         self._buffer_wait_s = buffer_wait_s
         self._asked: queue.Queue[tuple[WorkersRequest, Future[FleetChange]]] = queue.Queue(MAX_ASKED)
         self._server = ControlServer(
-            control_endpoint(socket_dir),
+            topology.control,
             service="supervisor",
             job=job,
-            access=secret,
+            access=keys,
             handlers={Status: self._status, ScaleWorkers: self._scale, DrainWorker: self._drain},
         )
 
@@ -131,8 +128,7 @@ class ControlSocket:
 
     async def _tell_buffer(self, name: str) -> bool:
         """Have the buffer lease it nothing more. If that fails the worker is told at the end of its time."""
-        endpoint = f"ipc://{self._socket_dir}/buffer"
-        client = Client(endpoint, job=self._job, role="supervisor", name="control", access=self._secret)
+        client = Client(self._buffer, job=self._job, role="supervisor", name="control", access=self._keys)
         try:
             await client.connect(self._buffer_wait_s)
             await client.call(Drain(name, "it was told to drain"), timeout_s=self._buffer_wait_s)

@@ -28,19 +28,21 @@ import psutil
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import RunFolderError
+from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
 from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
-from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.context import short_socket_dir
+from areal_async.rpc.secret import ROLES, RunSecret
+from areal_async.runtime.context import keys_file
 from areal_async.runtime.process import kill_processes_of
+from areal_async.runtime.topology import RunHost
 from areal_async.status.record import holds_results
 from areal_async.weights.channels import channel_of
 from areal_async.weights.manifest import remove_snapshots
 
 LOCK = "run.lock"
-STATE = frozenset({LOCK, "job.yaml", "context.json", "logs", "buffer", "events", "failpoints"})
+TOPOLOGY = "topology.json"
+STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "events", "failpoints"})
 """What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
 OWNER = "owner.json"
-SHM_ROOT = Path("/dev/shm")
 RECORD_BYTES = 4096
 
 
@@ -75,22 +77,33 @@ class RunFolders:
     """The folders of one run that holds its lock."""
 
     run_id: str
-    run_dir: Path
-    socket_dir: Path
-    shm_dir: Path
+    host: RunHost
+    """This machine."""
     targets: Path  # Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`
     lock_fd: int
-    secret: RunSecret  # What every socket of the run asks for; in a file of `socket_dir`
+    secret: RunSecret  # What the keys of its roles are made of; in a file beside the sockets
     snapshots: Path | None = None
     """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.host.run_dir)
+
+    @property
+    def socket_dir(self) -> Path:
+        return Path(self.host.socket_dir)
+
+    @property
+    def shm_dir(self) -> Path:
+        return Path(self.host.shm_dir)
 
     @property
     def logs(self) -> Path:
         return self.run_dir / "logs"
 
     @property
-    def context(self) -> Path:
-        return self.run_dir / "context.json"
+    def topology(self) -> Path:
+        return self.run_dir / TOPOLOGY
 
     def release(self) -> None:
         """Remove what is volatile and give up the lock."""
@@ -177,11 +190,6 @@ def check_run_folder(run_dir: Path) -> None:
         raise RunFolderError(f"{run_dir} is not the folder of a run: {error}") from error
 
 
-def volatile_roots() -> list[Path]:
-    """Where shared memory and socket folders of runs are."""
-    return list(dict.fromkeys((SHM_ROOT, Path(tempfile.gettempdir()), Path("/tmp"))))
-
-
 def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
     """Shared memory and socket folders below `roots` of this user's runs whose supervisor is gone."""
     for root in roots:
@@ -250,7 +258,8 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
     name = f"areal-{os.getuid()}-{run_id}"
     usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
     shm_dir = (shm_root if usable else Path(tempfile.gettempdir())) / f"{name}-shm"
-    socket_dir = short_socket_dir(Path(tempfile.gettempdir()) / name)
+    host = make_host(HERE, run_dir=run_dir, socket_dir=Path(tempfile.gettempdir()) / name, shm_dir=shm_dir)
+    socket_dir = Path(host.socket_dir)
     created_s = psutil.Process().create_time()
     record = msgspec.json.encode(
         Owner(os.getpid(), created_s, job.job, run_id, str(socket_dir), str(shm_dir))
@@ -262,17 +271,24 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
         (folder / OWNER).write_bytes(record)
     folders = RunFolders(
         run_id=run_id,
-        run_dir=run_dir,
-        socket_dir=socket_dir,
-        shm_dir=shm_dir,
+        host=host,
         targets=job.run_dir / "prometheus" / f"{job.job}.json",
         lock_fd=lock_fd,
         secret=RunSecret.make(socket_dir),
         snapshots=channel_of(job).directory(job),
     )
+    write_keys(folders.secret, socket_dir)
     folders.targets.unlink(missing_ok=True)
     folders.logs.mkdir(mode=0o700, exist_ok=True)
     return folders
+
+
+def write_keys(secret: RunSecret, socket_dir: Path) -> None:
+    """Lay out, for each role, the keys that its processes on this host read."""
+    for role in ROLES:
+        path = keys_file(socket_dir, role)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        secret.of(role).write(path)
 
 
 def _holds_anything(path: Path) -> bool:

@@ -20,8 +20,8 @@ from enum import Enum
 from typing import Literal
 
 from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
-from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import NO_RESTARTS, RestartPolicy, Restarts
+from areal_async.runtime.topology import ServicePlace
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
 """A stage that was asked to end is killed after so long. The first limit is above the services' own grace, so

@@ -16,7 +16,7 @@ from areal_async.config.devices import first_threads
 from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
-from areal_async.runtime.context import Role, ServicePlace
+from areal_async.runtime.topology import Role, RunHost, ServicePlace
 
 MODULES: Mapping[Role, str] = {
     "buffer": "replay_buffer",
@@ -49,16 +49,17 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
             roles.append(("evaluator", "evaluator", 0))
     first = job.observe.metrics_port
     return [
-        ServicePlace(
-            name,
-            role,
-            index,
-            modules[role],
-            first + offset if first else 0,
-            job.weights.nodes.get(name, job.weights.node_id),
-        )
+        ServicePlace(name, role, index, modules[role], first + offset if first else 0)
         for offset, (role, name, index) in enumerate(roles)
     ]
+
+
+def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
+    """`job` with the channel that `weights.channel: auto` stands for: `zmq` where several hosts have it."""
+    if job.weights.channel != "auto":
+        return job
+    chosen = {"channel": "zmq"} if several_hosts else {"channel": "shm", "channel_args": {}}
+    return job.model_copy(update={"weights": job.weights.model_copy(update=chosen)})
 
 
 def awaited_first(services: Sequence[ServicePlace]) -> list[str]:
@@ -131,10 +132,10 @@ def worker_to_drain(staying: Sequence[ServicePlace], name: str) -> ServicePlace:
     return place
 
 
-def name_is_held(socket_dir: Path, name: str) -> bool:
-    """Whether a process works by this name (see `rollout_service/service.py`)."""
+def name_is_held(host: RunHost, name: str) -> bool:
+    """Whether a process of this host works by this name (see `rollout_service/service.py`)."""
     try:
-        lock_fd = os.open(socket_dir / f"{name}.name", os.O_RDWR | os.O_CLOEXEC)
+        lock_fd = os.open(Path(host.socket_dir) / f"{name}.name", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -38,11 +38,11 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.rewardcheck import asked, programs_run
-from areal_async.launch.folders import SHM_ROOT
+from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
 from areal_async.modelfiles import weight_files
 from areal_async.prompts import message_texts, prompt_ids, prompt_text
 from areal_async.rewards import RewardSpec
-from areal_async.runtime.context import ServicePlace
+from areal_async.runtime.topology import ServicePlace
 from areal_async.tasks import TaskFileError, task_rows
 from areal_async.weights.channels import channel_of, shared_copies
 
@@ -120,7 +120,7 @@ def port_holder(port: int) -> str | None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((LOOPBACK, port))
         except OSError:
             return _listener(port)
     return None

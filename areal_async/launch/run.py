@@ -27,20 +27,22 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, RunFailed, RunInterrupted, WireError
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.lifecycle import Ending
-from areal_async.launch.plan import MODULES, services_of, supervisor_port
+from areal_async.launch.plan import MODULES, services_of, supervisor_port, with_channel
 from areal_async.launch.preflight import check_machine
 from areal_async.launch.report import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
 from areal_async.launch.threads import ThreadSplit
 from areal_async.ownfiles import private_files
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats, Stats
-from areal_async.runtime.context import Role
+from areal_async.rpc.secret import RoleKeys
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import serve_metrics
 from areal_async.runtime.status import board
+from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import DropReport, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
@@ -74,6 +76,7 @@ def run_job(
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or Console()
+    job = with_channel(job, several_hosts=bool(job.placement.pretend))
     check_machine(job, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
@@ -111,7 +114,7 @@ def _run(
             aggregator.read(read_run_log(run_log.path))  # what the trainer wrote last it could not tell
             if job.kind == "rl":
                 monitor.look()
-                final["buffer"] = _buffer_stats(job, folders)
+                final["buffer"] = _buffer_stats(job, supervisor.topology, folders.secret.of("supervisor"))
 
     def on_restart(name: str, text: str) -> None:
         run_log.write("restart", service=name, text=text)
@@ -130,7 +133,9 @@ def _run(
     with open_view(console, plain=plain) as show:
         monitor = Monitor(
             aggregator,
-            clients=lambda: StatusClients(folders.socket_dir, job.job, folders.secret),
+            clients=lambda: StatusClients(
+                lambda: supervisor.topology, job.job, folders.secret.of("supervisor")
+            ),
             phases=supervisor.phases,
             show=show,
             threads=ThreadSplit(job, len(os.sched_getaffinity(0))),
@@ -191,14 +196,14 @@ def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) 
     raise RunFailed(failure_text(ending, folders.logs / f"{ending.culprit}.log") + how)
 
 
-def _buffer_stats(job: JobConfig, folders: RunFolders) -> BufferStats | None:
+def _buffer_stats(job: JobConfig, topology: Topology, keys: RoleKeys) -> BufferStats | None:
     """The buffer's last figures; a summary without them is better than none."""
     client = SyncClient(
-        f"ipc://{folders.socket_dir}/buffer",
+        Address(topology.buffer, "buffer"),
         job=job.job,
         role="supervisor",
         name="supervisor",
-        access=folders.secret,
+        access=keys,
     )
     try:
         client.connect(STATS_LIMIT_S)

@@ -29,17 +29,25 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, job_from_mapping, load_job
 from areal_async.config.yamlfile import read_mapping
 from areal_async.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
-from areal_async.launch.commands import control_endpoint
-from areal_async.launch.folders import LOCK, check_run_folder, describe_work, refuse_running, supervisor_of
+from areal_async.launch.folders import (
+    LOCK,
+    TOPOLOGY,
+    check_run_folder,
+    describe_work,
+    refuse_running,
+    supervisor_of,
+)
 from areal_async.launch.plan import MODULES
 from areal_async.launch.preflight import check_contents
 from areal_async.ownfiles import NotOurs, read_own
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, Status, WorkersChanged
 from areal_async.rpc.schema import R, Request
-from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.context import Role, RunPlaces
+from areal_async.rpc.secret import RoleKeys
+from areal_async.runtime.context import keys_file
 from areal_async.runtime.process import ChildProcess, exit_text
+from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import RunStatus, StatusAggregator
 from areal_async.status.record import Tail, read_run_log
 
@@ -60,7 +68,7 @@ class Run:
 
     folder: Path
     job: JobConfig
-    places: RunPlaces | None  # Where a run that was alive when it was looked for has its endpoints
+    topology: Topology | None  # Where a run that was alive when it was looked for has its endpoints
     ended: Future[int] | None = field(default=None, repr=False)  # The exit status of a run that `run` started
     said: Callable[[], str] = field(default=str, repr=False)  # The last words of a run that `run` started
 
@@ -71,13 +79,13 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        return self.places is not None
+        return self.topology is not None
 
     @property
-    def secret(self) -> RunSecret:
-        """What the sockets of a run that is alive ask for. Raises `EndpointError`."""
-        assert self.places is not None
-        return RunSecret.read(Path(self.places.socket_dir))
+    def keys(self) -> RoleKeys:
+        """What a command shows the processes of a run that is alive. Raises `EndpointError`."""
+        assert self.topology is not None
+        return RoleKeys.read(keys_file(Path(self.topology.home_host.socket_dir), "cli"))
 
     def status(self) -> RunStatus:
         """How the run stands now; of one that has ended, how it stood. Raises `WireError` where a run that
@@ -147,9 +155,9 @@ class Run:
 
     def ask(self, request: Request[R], *, timeout_s: float) -> R:
         """The supervisor's answer. Raises `FaultError` where it refuses, `RpcTimeout` where it is silent."""
-        assert self.places is not None
-        endpoint = control_endpoint(Path(self.places.socket_dir))
-        client = SyncClient(endpoint, job=self.job.job, role="cli", name="cli", access=self.secret)
+        assert self.topology is not None
+        address = Address(self.topology.control, "supervisor")
+        client = SyncClient(address, job=self.job.job, role="cli", name="cli", access=self.keys)
         try:
             client.connect(CONNECT_S)
             return client.call(request, timeout_s=timeout_s)
@@ -208,11 +216,11 @@ def start(
     threading.Thread(target=live, name=f"run-{job.job}", daemon=True).start()
     pid = started.result()
     while not ended.done():
-        record, context = supervisor_of(folder), folder / "context.json"
-        if record is not None and record.pid == pid and context.exists():
-            places = _read_places(context)
-            if places.supervisor_pid == pid:
-                return Run(folder, job, places, ended, said)
+        record, path = supervisor_of(folder), folder / TOPOLOGY
+        if record is not None and record.pid == pid and path.exists():
+            topology = _read_topology(path)
+            if topology.run_id == record.run_id:
+                return Run(folder, job, topology, ended, said)
         time.sleep(LOOK_S)
     if ended.result() != 0:
         raise _failure(ended.result(), said())
@@ -244,11 +252,13 @@ def find_run(target: Path, overrides: Sequence[str] = (), *, kinds: Sequence[str
         raise RunFolderError(
             f"{folder} is the run of a job of kind sft, which has no buffer and no episodes."
         )
-    alive = supervisor_of(folder) is not None and (folder / "context.json").exists()
-    places = _read_places(folder / "context.json") if alive else None
-    if places is not None and not overrides:
-        job = JobConfig.model_validate(places.job)
-    return Run(folder, job, places)
+    owner = supervisor_of(folder)
+    topology = _read_topology(folder / TOPOLOGY) if owner and (folder / TOPOLOGY).exists() else None
+    if owner is None or topology is None or topology.run_id != owner.run_id:
+        return Run(folder, job, None)
+    if not overrides:
+        job = JobConfig.model_validate(topology.job)
+    return Run(folder, job, topology)
 
 
 def _run_folder(target: Path) -> Path:
@@ -280,9 +290,9 @@ def _neighbours(path: Path) -> str:
     return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
 
 
-def _read_places(path: Path) -> RunPlaces:
+def _read_topology(path: Path) -> Topology:
     try:
-        return msgspec.json.decode(read_own(path), type=RunPlaces)
+        return msgspec.json.decode(read_own(path), type=Topology)
     except (OSError, NotOurs, msgspec.DecodeError) as error:
         raise RunFolderError(f"{path}, which says where the run serves, cannot be read: {error}") from error
 
@@ -354,7 +364,7 @@ def change_workers(target: Path, request: ScaleWorkers | DrainWorker) -> Workers
     """Have the supervisor of the run at `target` change its workers, and return once it has. Raises
     `RunFolderError` where nothing runs, `RunError` with its reason where it refuses."""
     run = find_run(target)
-    if run.places is None:
+    if run.topology is None:
         raise RunFolderError(
             f"the run in {run.folder} is not running. `areal-async resume {target} rollout.workers=N` "
             "goes on with it with N workers."

@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from areal_async.runtime.context import Role, ServicePlace
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts, service_arguments
 from areal_async.runtime.spare import MODULE, READY, ROOM_BYTES, Calling
+from areal_async.runtime.topology import Role, ServicePlace
 
 PRELOADED = (
     "torch",
@@ -99,7 +99,7 @@ class Spares:
     def take(
         self,
         place: ServicePlace,
-        context: Path,
+        topology: Path,
         output: Path,
         environment: Mapping[str, str],
         descriptors: Mapping[str, int],
@@ -112,7 +112,7 @@ class Spares:
             self._spares.remove(spare)
             calling = Calling(
                 place.module,
-                service_arguments(place, context),
+                service_arguments(place, topology),
                 {name: value for name, value in environment.items() if self.environment.get(name) != value},
                 list(descriptors),
             )

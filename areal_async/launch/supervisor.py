@@ -19,7 +19,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -30,29 +29,21 @@ from areal_async.errors import FaultError
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.group import RankGroup
+from areal_async.launch.here import LocalLauncher, write_whole
+from areal_async.launch.launcher import Child, Launcher
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
 from areal_async.launch.plan import (
     MODULES,
-    name_is_held,
     ready_limit_s,
     services_of,
-    thread_count,
     worker_to_drain,
     workers_to_change,
 )
-from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.rpc.control_messages import DrainWorker
 from areal_async.runtime import events
-from areal_async.runtime.context import SERVED_VARIABLE, Role, RunPlaces, ServicePlace
 from areal_async.runtime.log import get_logger
-from areal_async.runtime.process import (
-    ChildProcess,
-    RestartPolicy,
-    exit_text,
-    kill_processes_of,
-    service_environment,
-    start_service,
-)
+from areal_async.runtime.process import RestartPolicy, exit_text
+from areal_async.runtime.topology import Role, ServicePlace
 
 TICK_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -72,6 +63,7 @@ class Supervisor:
         job: JobConfig,
         folders: RunFolders,
         *,
+        launcher: Launcher | None = None,
         modules: Mapping[Role, str] = MODULES,
         metrics_port: int = 0,
         on_serving: Callable[[], None] = lambda: None,
@@ -79,21 +71,16 @@ class Supervisor:
         on_restart: Callable[[str, str], None] = lambda name, text: None,
         buffer_wait_s: float = 10.0,
         same_interrupt_s: float = 0.5,
-        spare_modules: Sequence[str] = PRELOADED,
     ) -> None:
         self.job = job
         self.folders = folders
-        self.services = services_of(job, modules)
+        self._launcher = launcher or LocalLauncher(job, folders)
+        self.services = self._launcher.begin(job, services_of(job, modules))
+        self.topology = self._launcher.publish(job, self.services)
+        """Where everything is. Any thread may read it; it is replaced as a whole."""
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
-        self.children: dict[str, ChildProcess] = {}
-        self._group = RankGroup(job.trainer.ranks, job.trainer.hang_s)
-        self._spares = Spares(
-            most=job.trainer.ranks,  # they die together
-            after_s=job.supervisor.spare_after_s,
-            environment=self._environment("trainer"),
-            output=folders.logs / "spare.log",
-            modules=spare_modules,
-        )
+        self.children: dict[str, Child] = {}
+        self._group = RankGroup(job.trainer.hang_s)
         self.metrics_ports: dict[str, int] = {}
         """The port of each service: what it reported when ready; until then the planned one."""
         self._on_serving = on_serving
@@ -105,15 +92,15 @@ class Supervisor:
         self._told_ending = False
         self._interrupted_s: float | None = None
         self._same_interrupt_s = same_interrupt_s
-        self._socket = ControlSocket(job.job, folders.socket_dir, folders.secret, buffer_wait_s)
+        self._socket = ControlSocket(job.job, self.topology, folders.secret.of("supervisor"), buffer_wait_s)
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}
         """Workers that are being drained, and who waits for their end."""
 
     def run(self) -> Ending:
         """Start everything, and return how it ended once nothing runs any more."""
-        self._write_places()
         try:
+            self._publish()
             self._socket.start()
             with _caught_signals() as signals, selectors.DefaultSelector() as selector:
                 selector.register(signals, selectors.EVENT_READ)
@@ -126,8 +113,7 @@ class Supervisor:
             for entry in self._leaving.values():
                 entry.ended.set_exception(FaultError("invalid", "the run has ended"))
             self._socket.stop()
-            self._sweep()
-            self._group.close()
+            self._launcher.close()
         assert self.lifecycle.ending is not None
         return self.lifecycle.ending
 
@@ -151,7 +137,7 @@ class Supervisor:
         self._apply(self.lifecycle.tick(time.monotonic()))
         self._socket.carry_out(self._change_workers)
         if not self.lifecycle.stopping:
-            self._spares.tend(time.monotonic(), calm=self.lifecycle.all_serve())
+            self._take_moves(self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve()))
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
             self._forget(name)
         if self.lifecycle.stopping or not self.lifecycle.all_serve():
@@ -177,7 +163,7 @@ class Supervisor:
             status, pid = ended[name], self.children[name].pid
             log.info("service ended", service=name, status=status)
             events.record("ended", service=name, service_pid=pid, status=status)
-            cause = self._group.cause_of(name, status, time.monotonic())
+            cause = self.children[name].lost() or self._group.cause_of(name, status, time.monotonic())
             self._group.forget(name)
             felled = self.lifecycle.states[name].felled
             self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause))
@@ -199,6 +185,7 @@ class Supervisor:
             joining, leaving = workers_to_change(
                 staying, asked.workers, self._modules["rollout"], self._is_taken
             )
+        joining = [self._launcher.join(place) for place in joining]
         for place in joining:
             self.services = [*self.services, place]
             self._apply(self.lifecycle.join(place, now_s))
@@ -216,7 +203,7 @@ class Supervisor:
 
     def _is_taken(self, name: str) -> bool:
         """Whether a process that we did not start, or that still leaves, works by this name."""
-        return name in self.lifecycle.states or name_is_held(self.folders.socket_dir, name)
+        return name in self.lifecycle.states or self._launcher.is_taken(name)
 
     def _forget(self, name: str) -> None:
         """A worker is gone: nothing of it is shown or watched any more."""
@@ -227,6 +214,7 @@ class Supervisor:
         child = self.children.pop(name, None)
         self.metrics_ports.pop(name, None)
         self.lifecycle.forget(name)
+        self._launcher.leave(name)
         if child is not None:
             child.close()
         self._record_workers()
@@ -240,7 +228,14 @@ class Supervisor:
         workers = sum(p.role == "rollout" and p.name not in self._leaving for p in self.services)
         rollout = self.job.rollout.model_copy(update={"workers": max(1, workers)})
         self.job = self.job.model_copy(update={"rollout": rollout})
-        self._write_places()
+        self._publish()
+
+    def _take_moves(self, moved: Sequence[ServicePlace]) -> None:
+        """Processes are elsewhere than they were: everybody is told."""
+        if moved:
+            by_name = {place.name: place for place in moved}
+            self.services = [by_name.get(place.name, place) for place in self.services]
+            self._publish()
 
     def _tell_restart(self, name: str, ended: str) -> None:
         state = self.lifecycle.states[name]
@@ -286,91 +281,41 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         place = next(place for place in self.services if place.name == name)
-        environment = self._environment(place.role)
-        if self.lifecycle.states[name].served_before:
-            environment[SERVED_VARIABLE] = "1"
-        log_path = self.folders.logs / f"{name}.log"
         if name in self.children:
             self.children[name].close()
-        with self._group.starting(place) as (variables, descriptors):
-            environment |= variables
-            child = self._spares.take(place, self.folders.context, log_path, environment, descriptors)
-            if child is None:
-                environment |= {variable: str(fd) for variable, fd in descriptors.items()}
-                child = start_service(
-                    place, self.folders.context, log_path, environment, list(descriptors.values())
-                )
+        child = self._launcher.start(place, served_before=self.lifecycle.states[name].served_before)
         self.children[name] = child
+        self._group.started(place, child)
         self.metrics_ports[name] = place.metrics_port
         events.record("started", service=name, service_pid=child.pid)
 
-    def _environment(self, role: Role) -> dict[str, str]:
-        environment = service_environment(self.folders.run_id, thread_count(self.job, role))
-        if role != "buffer":
-            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
-            environment.pop(self.job.buffer.redis_login.password_env, None)
-        return environment
-
-    def _write_places(self) -> None:
-        folders = self.folders
-        places = RunPlaces(
-            run_id=folders.run_id,
-            supervisor_pid=os.getpid(),
-            run_dir=str(folders.run_dir),
-            socket_dir=str(folders.socket_dir),
-            shm_dir=str(folders.shm_dir),
-            buffer_endpoint=f"ipc://{folders.socket_dir}/buffer",
-            weights_endpoint=f"ipc://{folders.socket_dir}/weights",
-            services=self.services,
-            job=self.job.model_dump(mode="json"),
-        )
-        _write_whole(folders.run_dir / "job.yaml", dump_job(self.job).encode())
-        # Last: a run is found once it says where it serves.
-        _write_whole(folders.context, msgspec.json.format(msgspec.json.encode(places)))
+    def _publish(self) -> None:
+        """Write down who is there. Last: a run is found once it says where it serves."""
+        write_whole(self.folders.run_dir / "job.yaml", dump_job(self.job).encode())
+        self.topology = self._launcher.publish(self.job, self.services)
 
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
-        ports: list[tuple[str, str, int]] = [
-            (place.role, place.name, self.metrics_ports[place.name]) for place in self.services
+        addresses = self._launcher.scrape_targets(self.metrics_ports)
+        found: list[tuple[str, str, str]] = [
+            (place.role, place.name, addresses[place.name]) for place in self.services
         ]
         if self._metrics_port:
-            ports.append(("supervisor", "supervisor", self._metrics_port))
+            home = self.topology.home_host
+            found.append(("supervisor", "supervisor", f"{home.loopback}:{self._metrics_port}"))
         targets = [
             {
-                "targets": [f"127.0.0.1:{port}"],
+                "targets": [address],
                 "labels": {"job": self.job.job, "service": role, "process": name},
             }
-            for role, name, port in ports
+            for role, name, address in found
         ]
         folder = self.folders.targets.parent
         if not folder.is_dir():
             folder.mkdir()
             folder.chmod(0o755)
         # Prometheus may run as another user. They are ports, which everybody on the machine may know.
-        _write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
-
-    def _sweep(self) -> None:
-        """Leave no process: no service (an error of ours may end `run` early), nor what they detached, nor a
-        spare."""
-        self._spares.close()
-        for child in self.children.values():
-            child.kill()
-        deadline_s = time.monotonic() + 1.0
-        while kill_processes_of(self.folders.run_id) and time.monotonic() < deadline_s:
-            for child in self.children.values():
-                child.poll()
-            time.sleep(0.02)
-        for child in self.children.values():
-            child.poll()
-            child.close()
-
-
-def _write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Readers see the old file or the new one."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(content)
-    unfinished.chmod(mode)
-    unfinished.replace(path)
+        write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
 
 
 @contextmanager

@@ -23,8 +23,9 @@ import itertools
 import random
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -33,8 +34,8 @@ from typing_extensions import Buffer
 
 from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import endpoints
+from areal_async.rpc.address import Address
 from areal_async.rpc.by_file import LEAST_BYTES, ClientFiles
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import (
     BY_FILE,
     READS_FILES,
@@ -45,6 +46,7 @@ from areal_async.rpc.frames import (
     write_frames,
 )
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, R, Request, Welcome, replies_to
+from areal_async.rpc.secret import Access
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 TIMEOUT_S = 60.0  # Patience with a service that does not answer, beyond the wait that a request asks for
@@ -75,7 +77,8 @@ class _Pending:
 
 
 class Client:
-    """Ask the server at `endpoint`. All methods belong to one event loop; calls may run concurrently.
+    """Ask the server at an address: an `Address`, which may move, or the endpoint of one that does not. All
+    methods belong to one event loop; calls may run concurrently.
 
     `timeout_s` is the patience of every call that names none of its own. An unanswered request is repeated
     after `resend_after_s`, then after twice as long, and so on: only a lost reply needs it, since a lost
@@ -84,7 +87,7 @@ class Client:
 
     def __init__(
         self,
-        endpoint: str,
+        address: str | Address,
         *,
         job: str,
         role: str,
@@ -95,7 +98,9 @@ class Client:
         resend_after_s: float = RESEND_AFTER_S,
         rng: random.Random | None = None,
     ) -> None:
-        self.endpoint = endpoint
+        self.address = address if isinstance(address, Address) else Address(address)
+        self._connected_to = self.endpoint
+        self._unfollow: Callable[[], None] = lambda: None
         self._hello = Hello(SCHEMA, job, role, name)
         self._access = access
         self._timeout_s = timeout_s
@@ -126,6 +131,11 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server is found now."""
+        return self.address.endpoint
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
         """Say hello and wait for the welcome; the server may come up meanwhile.
@@ -205,6 +215,7 @@ class Client:
         if self._link is _Link.UP:
             self._socket.send(write_frames(Kind.BYE, self._uid, next(self._ids), 0, None, ()))
         self._fail_all(PeerGone(f"the client of {self.endpoint} was closed"))
+        self._unfollow()
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._monitor.close()
@@ -282,7 +293,8 @@ class Client:
             sock.setsockopt(zmq.RECONNECT_IVL, 20)
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
             monitor = sock.get_monitor_socket(_EVENTS)
-            endpoints.connect(sock, self.endpoint, self._access)
+            self._connected_to = self.endpoint
+            endpoints.connect(sock, self._connected_to, self._access, self.address.server)
         except BaseException:
             drop_context(context)
             raise
@@ -292,6 +304,14 @@ class Client:
         self._socket = PolledSocket(sock, 1, self._on_frames)
         self._monitor = PolledSocket(monitor, 2, self._on_event)
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        self._unfollow = self.address.follow(partial(_soon, loop, self._redial))
+
+    def _redial(self) -> None:
+        """Go on with the server where it is found now; what is unanswered is asked there."""
+        if self._socket is not None and self._connected_to != self.endpoint:
+            self._link = _Link.DOWN
+            self._socket.redial(self._connected_to, self.endpoint)
+            self._connected_to = self.endpoint
 
     def _on_event(self, copied: list[bytes], rest: list[Buffer]) -> None:
         event = zmq.utils.monitor.parse_monitor_message(copied)["event"]
@@ -377,22 +397,37 @@ class Client:
             self._greeted.exception()  # marks it as seen: nobody may be waiting in connect
 
 
+def _soon(loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(then)
+
+
 def _expire(answer: asyncio.Future[Any]) -> None:
     if not answer.done():
         answer.set_exception(TimeoutError())
 
 
 class SyncClient:
-    """Ask the server at `endpoint`, blocking: a `Client` on a loop in a thread of its own.
+    """Ask the server at an address, blocking: a `Client` on a loop in a thread of its own.
 
     Any thread may call; errors are those of `Client`."""
 
     def __init__(
-        self, endpoint: str, *, job: str, role: str, name: str, access: Access, timeout_s: float = TIMEOUT_S
+        self,
+        address: str | Address,
+        *,
+        job: str,
+        role: str,
+        name: str,
+        access: Access,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.endpoint = endpoint
-        self._client = Client(endpoint, job=job, role=role, name=name, access=access, timeout_s=timeout_s)
+        self._client = Client(address, job=job, role=role, name=name, access=access, timeout_s=timeout_s)
         self._thread: LoopThread | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return self._client.endpoint
 
     def __enter__(self) -> SyncClient:
         try:

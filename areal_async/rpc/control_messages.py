@@ -85,6 +85,8 @@ class Status(Request[ServiceStatus], frozen=True):
 
     threads: int = 0
     """CPU threads that it is to compute with from its next step on; 0: as many as it has."""
+    endpoints: dict[str, str] = {}
+    """Where servers of the run are found now, by their names."""
 
 
 # --- command line -> supervisor ----------------------------------------------------------------------

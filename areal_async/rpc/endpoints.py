@@ -14,18 +14,20 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
-import zmq.utils.z85 as z85
 from typing_extensions import Buffer
 
 from areal_async.errors import EndpointError
 from areal_async.ownfiles import private_files
 from areal_async.rpc.frames import MAX_MESSAGE_BYTES
-from areal_async.rpc.secret import CurveKeys, Password, RunSecret
+from areal_async.rpc.secret import Access, CurveKeys, Guard, Password
 from areal_async.rpc.sockets import PolledSocket
 
+LOOPBACK = "127.0.0.1"
+"""The address at which only its own processes reach a host."""
 IPC_PATH_LIMIT_BYTES = 107
 HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 10_000
@@ -36,9 +38,7 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_FRAMES_BEFORE = 6
 """Frames before what the client shows: version, request, domain, address, identity, mechanism."""
 ZAP_FRAMES = ZAP_FRAMES_BEFORE + 2
-
-Access = RunSecret | CurveKeys | Password
-"""What both ends of a connection have: the secret of their run, or keys or a password of their own."""
+ANYBODY = "known"  # The user of a peer whose role is not told apart
 
 
 def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -53,17 +53,19 @@ def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) ->
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
-def bind(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> str:
+def bind(sock: zmq.Socket[bytes], endpoint: str, guard: Guard) -> str:
     """Bind `sock` and return the real endpoint (a tcp port 0 replaced by the one given). Who connects is let
-    in by `serve_zap`, which must answer in the socket's context."""
-    check_bindable(endpoint, access)
-    match shown_at(endpoint, access):
-        case CurveKeys() as keys:
-            sock.setsockopt(zmq.CURVE_SERVER, 1)
-            sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        case Password():
-            sock.setsockopt(zmq.PLAIN_SERVER, 1)
+    in by `serve_zap`, which must answer in the socket's context. A port that the launcher holds for this
+    process is served by the launcher's listening socket."""
+    check_bindable(endpoint, guard)
+    if guard.keys is not None:
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, guard.keys.secret)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, guard.keys.public)
+    else:
+        sock.setsockopt(zmq.PLAIN_SERVER, 1)
+    if (listening_fd := held_listening(endpoint)) is not None:
+        sock.setsockopt(zmq.USE_FD, os.dup(listening_fd))
     try:
         with private_files():
             sock.bind(endpoint)
@@ -78,10 +80,10 @@ def bind(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> str:
     return sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> None:
-    """Connect `sock`; the peer need not be there yet."""
+def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access, server: str = "") -> None:
+    """Connect `sock` to a peer that has the key of `server`; it need not be there yet."""
     _split(endpoint)
-    match shown_at(endpoint, access):
+    match access.shown(endpoint, server):
         case CurveKeys() as keys:
             if len(keys.trusted) != 1:
                 raise EndpointError("a client's CURVE keys must trust exactly one key: the server's")
@@ -97,15 +99,20 @@ def connect(sock: zmq.Socket[bytes], endpoint: str, access: Access) -> None:
         raise EndpointError(f"cannot connect to {endpoint}: {error.strerror}") from error
 
 
-def shown_at(endpoint: str, access: Access) -> CurveKeys | Password:
-    """What a handshake at `endpoint` asks for. Of a run's secret its keys over TCP, but its password over a
-    Unix socket, where nobody can listen in, nor take the place of a server that died."""
-    if isinstance(access, RunSecret):
-        return access.keys if endpoint.startswith("tcp://") else access.password
-    return access
+HELD_VARIABLE = "AREAL_ASYNC_LISTENING"
+"""Environment variable with the ports that the launcher holds for this process: `tcp://HOST:PORT=FD` each."""
 
 
-def check_bindable(endpoint: str, access: Access | None) -> None:
+def held_listening(endpoint: str) -> int | None:
+    """The descriptor of the listening socket that the launcher holds at `endpoint` for this process."""
+    for entry in os.environ.get(HELD_VARIABLE, "").split():
+        held, _, fd = entry.rpartition("=")
+        if held == endpoint:
+            return int(fd)
+    return None
+
+
+def check_bindable(endpoint: str, guard: Guard) -> None:
     """Raise `EndpointError` where binding `endpoint` would be wrong."""
     scheme, address = _split(endpoint)
     if scheme == "ipc":
@@ -115,10 +122,10 @@ def check_bindable(endpoint: str, access: Access | None) -> None:
             )
         if _ipc_is_served(address):
             raise _busy(endpoint)
-    elif not is_loopback(address.rpartition(":")[0]) and not isinstance(access, CurveKeys):
+    elif not is_loopback(address.rpartition(":")[0]) and guard.keys is None:
         raise EndpointError(
             f"refusing to serve {endpoint}: it is reachable from other machines. "
-            "Use 127.0.0.1, or configure CURVE keys."
+            f"Use {LOOPBACK}, or configure CURVE keys."
         )
 
 
@@ -175,28 +182,27 @@ def _busy(endpoint: str) -> EndpointError:
 # --- who is let in ---
 
 
-def serve_zap(context: zmq.Context[zmq.Socket[bytes]], asked_for: CurveKeys | Password) -> PolledSocket:
+def serve_zap(
+    context: zmq.Context[zmq.Socket[bytes]], guard: Guard, on_refused: Callable[[], None] = lambda: None
+) -> PolledSocket:
     """Let into all sockets of `context` only who shows what is asked for, until the returned one is closed.
+    What such a peer sends carries its role as `User-Id`.
 
     libzmq asks about every new connection (RFC 27, ZAP). Where nobody answers, it lets in any client that
     knows the server's public key, and nobody by a password."""
 
     def on_frames(copied: list[bytes], rest: list[Buffer]) -> None:
-        polled.send(_verdict(copied if not rest else [], asked_for))
+        asked = copied if not rest else []
+        mechanism, *shown = asked[ZAP_FRAMES_BEFORE - 1 :] or [b""]
+        role = guard.role_of(mechanism, shown)
+        if role is None:
+            on_refused()
+        user = b"" if role is None else (role or ANYBODY).encode()
+        status = (b"400", b"unknown") if role is None else (b"200", b"OK")
+        version, number = asked[:2] if len(asked) > 1 else (b"1.0", b"")
+        polled.send([version, number, *status, user, b""])
 
     sock = context.socket(zmq.REP)
     sock.bind(ZAP_ENDPOINT)
     polled = PolledSocket(sock, ZAP_FRAMES, on_frames)
     return polled
-
-
-def _verdict(asked: list[bytes], asked_for: CurveKeys | Password) -> list[bytes]:
-    match asked_for, asked[ZAP_FRAMES_BEFORE - 1 :]:
-        case CurveKeys(trusted=trusted), [b"CURVE", key]:
-            welcome = key in {z85.decode(known) for known in trusted}
-        case Password(), [b"PLAIN", user, word]:
-            welcome = asked_for.is_shown(user, word)
-        case _:
-            welcome = False
-    status = (b"200", b"OK", b"known") if welcome else (b"400", b"unknown", b"")
-    return [asked[0] if asked else b"1.0", asked[1] if len(asked) > 1 else b"", *status, b""]

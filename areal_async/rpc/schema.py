@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -118,6 +118,7 @@ class Ok(Message, frozen=True):
 FaultKind = Literal[
     "schema",  # the peer speaks another schema, or another job
     "invalid",  # the request itself is wrong; do not retry
+    "forbidden",  # the role of the asker's key may not make this request
     "fenced",  # a newer front, lease or trainer epoch has replaced the caller
     "busy",  # back-pressure: retry later
     "unavailable",  # the service cannot reach what it needs (Redis); retry later

@@ -1,15 +1,17 @@
-"""The secret of a run: what its processes know and nobody else, and what they make of it.
+"""The secret of a run, and the keys of its roles: what its processes know and nobody else.
 
-256 random bits in one file of the run's socket folder, which only its owner may enter and read. Each service
-asks for a value of its own that is made of them: whoever learns one (an engine's server has its key in its
-environment) learns nothing about the others.
+A run has 256 random bits, in one file that its owner alone may read and that only the launcher and the tools
+of the same user use. From them the launcher derives what it gives to each process: `RoleKeys`, with which a
+process shows of which role it is, recognises the others, and learns nothing that would let it pass for
+another role.
 
-    secret = RunSecret.make(socket_dir)          the supervisor, once per run
-    secret = RunSecret.read(socket_dir)          everybody else: services by their context, tools by the run
-    secret.token("redis")                        what a client shows, and a server compares
+    secret = RunSecret.make(folder)              the launcher, once per run
+    keys = secret.of("rollout")                  what a process of that role is given
+    Server(…, access=keys), Client(…, server="buffer", access=keys)
 
-Over a Unix socket a peer shows `password` in the handshake (PLAIN: nobody listens in there); over TCP both
-ends prove that they have `keys` (CURVE: the peer may be somebody else who took the port).
+Over a Unix socket a peer shows a password of its role in the handshake (PLAIN: nobody listens in there); over
+TCP both ends prove that they have the keys of their roles (CURVE: the peer may be somebody else who took the
+port). Which role may ask for what is in `permissions.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import hashlib
 import hmac
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+import msgspec
 import zmq
 import zmq.utils.z85 as z85
 
@@ -31,6 +35,16 @@ from areal_async.ownfiles import NotOurs, read_own
 
 FILE = "secret"
 SIZE_BYTES = 32
+KEYS_BYTES = 1 << 16
+
+KeyRole = Literal["buffer", "trainer", "rollout", "evaluator", "reward", "supervisor", "cli"]
+"""Who asks. `supervisor` is whoever runs the job, `cli` a person's command."""
+ROLES: tuple[KeyRole, ...] = get_args(KeyRole)
+CHUNKS = "chunks"
+"""The key of every server of snapshots' chunks: its clients do not know of which role the next one is."""
+CHUNK_SERVERS: frozenset[KeyRole] = frozenset({"trainer", "rollout", "evaluator"})
+TOKENS: Mapping[str, frozenset[KeyRole]] = {"redis": frozenset({"buffer", "cli"})}
+"""Which other servers of the run whom concern."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,14 @@ class CurveKeys:
         public = zmq.curve_public(secret)
         return cls(public, secret, (public,))
 
+    def shown(self, endpoint: str, server: str) -> CurveKeys:
+        """What a client shows at `endpoint`."""
+        return self
+
+    def guard(self, endpoint: str, identity: str) -> Guard:
+        """Whom a server at `endpoint` lets in."""
+        return Guard(self, {z85.decode(key): "" for key in self.trusted}, {})
+
 
 @dataclass(frozen=True)
 class Password:
@@ -64,14 +86,40 @@ class Password:
     user: bytes
     word: bytes = field(repr=False)
 
-    def is_shown(self, user: bytes, word: bytes) -> bool:
-        """Takes the same time whatever is shown."""
-        return hmac.compare_digest(self.user, user) & hmac.compare_digest(self.word, word)
+    def shown(self, endpoint: str, server: str) -> Password:
+        return self
+
+    def guard(self, endpoint: str, identity: str) -> Guard:
+        return Guard(None, {}, {self.user: _digest(self.word)})
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a server asks for: by keys where it has some, else by passwords."""
+
+    keys: CurveKeys | None
+    known: Mapping[bytes, str]
+    """Role by public key (32 bytes); empty where roles are not told apart."""
+    digests: Mapping[bytes, bytes]
+    """Digest of the password by user."""
+
+    def role_of(self, mechanism: bytes, shown: list[bytes]) -> str | None:
+        """The role of whoever shows this; None for a stranger. Takes the same time whatever the password."""
+        match mechanism, shown:
+            case b"CURVE", [key] if self.keys is not None:
+                return self.known.get(key)
+            case b"PLAIN", [user, word] if self.keys is None:
+                expected = self.digests.get(user, bytes(SIZE_BYTES))
+                if hmac.compare_digest(_digest(word), expected):
+                    return "" if user == b"run" else user.decode()
+        return None
 
 
 @dataclass(frozen=True)
 class RunSecret:
-    """What a run's processes have in common. Two of them are equal when they were read from one file."""
+    """All of a run's keys in one hand. Two of them are equal when they were read from one file.
+
+    As the access of a server or a client it tells no roles apart: for the parts of one process."""
 
     _bits: bytes = field(repr=False)
 
@@ -81,18 +129,16 @@ class RunSecret:
         return cls(secrets.token_bytes(SIZE_BYTES))
 
     @classmethod
-    def make(cls, socket_dir: Path) -> RunSecret:
-        """A new secret, written into the run's socket folder. Raises `FileExistsError` where there is one."""
+    def make(cls, folder: Path) -> RunSecret:
+        """A new secret, written into a folder of the run. Raises `FileExistsError` where there is one."""
         made = cls.generate()
-        fd = os.open(socket_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(made._bits.hex() + "\n")
+        write_private(folder / FILE, made._bits.hex().encode() + b"\n")
         return made
 
     @classmethod
-    def read(cls, socket_dir: Path) -> RunSecret:
-        """The secret of the run whose sockets are in `socket_dir`. Raises `EndpointError`."""
-        path = socket_dir / FILE
+    def read(cls, folder: Path) -> RunSecret:
+        """The secret of the run in whose folder it lies. Raises `EndpointError`."""
+        path = folder / FILE
         try:
             bits = bytes.fromhex(read_own(path, max_bytes=1024).decode())
         except (OSError, ValueError, NotOurs) as error:
@@ -103,19 +149,127 @@ class RunSecret:
             )
         return cls(bits)
 
-    def token(self, server: Literal["wire", "redis"]) -> str:
+    def of(self, role: KeyRole) -> RoleKeys:
+        """What a process of this role is given."""
+        own = [role, *([CHUNKS] if role in CHUNK_SERVERS else [])]
+        return RoleKeys(
+            role,
+            secrets={name: self._pair(name).secret.decode() for name in own},
+            publics={name: self._pair(name).public.decode() for name in (*ROLES, CHUNKS)},
+            word=self._word(role).decode(),
+            digests={other: _digest(self._word(other)).hex() for other in ROLES},
+            tokens={name: self.token(name) for name, roles in TOKENS.items() if role in roles},
+        )
+
+    def token(self, server: str) -> str:
         """The 64 hexadecimal digits that clients of `server` show."""
         return self._made_for(f"token {server}").hex()
 
+    def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
+        return self._keys if _is_tcp(endpoint) else self._password
+
+    def guard(self, endpoint: str, identity: str) -> Guard:
+        if _is_tcp(endpoint):
+            return self._keys.guard(endpoint, identity)
+        roles = {role.encode(): _digest(self._word(role)) for role in ROLES}
+        return Guard(None, {}, {**roles, self._password.user: _digest(self._password.word)})
+
     @cached_property
-    def password(self) -> Password:
-        """What its processes show each other over Unix sockets."""
+    def _password(self) -> Password:
         return Password(b"run", self.token("wire").encode())
 
     @cached_property
-    def keys(self) -> CurveKeys:
-        """The CURVE pair that all processes of the run share."""
+    def _keys(self) -> CurveKeys:
         return CurveKeys.shared(self._made_for("curve"))
+
+    def _pair(self, name: str) -> CurveKeys:
+        return CurveKeys.shared(self._made_for(f"curve {name}"))
+
+    def _word(self, role: str) -> bytes:
+        return self.token(f"word {role}").encode()
 
     def _made_for(self, use: str) -> bytes:
         return hashlib.blake2b(use.encode(), key=self._bits, digest_size=32).digest()
+
+
+class RoleKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a process of one role has: its own secrets, and what it recognises the others by."""
+
+    role: KeyRole
+    secrets: dict[str, str]
+    """Secret CURVE keys (Z85) by the name that it serves or asks under."""
+    publics: dict[str, str]
+    """Public CURVE keys (Z85) of all names."""
+    word: str
+    digests: dict[str, str]
+    """Digests of the roles' passwords (hexadecimal)."""
+    tokens: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"RoleKeys(role={self.role!r})"
+
+    @classmethod
+    def read(cls, path: Path) -> RoleKeys:
+        """The keys in a file that `write` has made. Raises `EndpointError`."""
+        try:
+            return msgspec.json.decode(read_own(path, max_bytes=KEYS_BYTES), type=cls)
+        except (OSError, NotOurs, msgspec.DecodeError) as error:
+            raise EndpointError(f"the keys of this process cannot be read from {path}: {error}") from error
+
+    def of(self, role: KeyRole) -> RoleKeys:
+        """These, for whoever is handed keys or the whole secret. Raises `EndpointError` for another role."""
+        if role != self.role:
+            raise EndpointError(f"a process of role {self.role} has no keys of role {role}")
+        return self
+
+    def write(self, path: Path) -> None:
+        """Write them for this user alone. Raises `FileExistsError` where there is a file."""
+        write_private(path, msgspec.json.encode(self))
+
+    def token(self, server: str) -> str:
+        """As `RunSecret.token`. Raises `EndpointError` where the server does not concern this role."""
+        try:
+            return self.tokens[server]
+        except KeyError:
+            raise EndpointError(f"a process of role {self.role} has no token for {server}") from None
+
+    def shown(self, endpoint: str, server: str) -> CurveKeys | Password:
+        """Of the keys over TCP, where `server` is the name whose key the other end must have."""
+        if not _is_tcp(endpoint):
+            return Password(self.role.encode(), self.word.encode())
+        if server not in self.publics:
+            raise EndpointError(f"nobody of this run serves as {server!r}: its key is not known")
+        own = self._own(self.role)
+        return CurveKeys(own.public, own.secret, (self.publics[server].encode(),))
+
+    def guard(self, endpoint: str, identity: str) -> Guard:
+        """Of a server that has the key `identity`, by default its role's."""
+        digests = {role.encode(): bytes.fromhex(digest) for role, digest in self.digests.items()}
+        if not _is_tcp(endpoint):
+            return Guard(None, {}, digests)
+        known = {z85.decode(self.publics[role].encode()): role for role in ROLES}
+        return Guard(self._own(identity or self.role), known, digests)
+
+    def _own(self, name: str) -> CurveKeys:
+        return CurveKeys(self.publics[name].encode(), self.secrets[name].encode())
+
+
+RunAccess = RunSecret | RoleKeys
+"""What a process of a run has: the keys of its role; in tests, all of the run's."""
+Access = RunAccess | CurveKeys | Password
+"""What an end of a connection has: that, or keys or a password of its own."""
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A new file that its owner alone may read, whatever the umask. Raises `FileExistsError`."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+
+
+def _is_tcp(endpoint: str) -> bool:
+    return endpoint.startswith("tcp://")
+
+
+def _digest(word: bytes) -> bytes:
+    return hashlib.blake2b(word, digest_size=SIZE_BYTES).digest()

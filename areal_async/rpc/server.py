@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import prometheus_client
 import zmq
 from typing_extensions import Buffer
 
 from areal_async.errors import FaultError, ProtocolError
 from areal_async.rpc import endpoints
 from areal_async.rpc.by_file import FilePart, ServerFiles, read_parts, write_parts
-from areal_async.rpc.endpoints import Access
+from areal_async.rpc.endpoints import ANYBODY
 from areal_async.rpc.frames import (
     BY_FILE,
     MAX_MESSAGE_BYTES,
@@ -45,11 +46,20 @@ from areal_async.rpc.frames import (
     write_frames,
 )
 from areal_async.rpc.lanes import Lane, Lanes
+from areal_async.rpc.permissions import may_ask
 from areal_async.rpc.reply_book import Admission, ReplyBook
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
+from areal_async.rpc.secret import Access, RoleKeys
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 log = logging.getLogger("areal.wire")
+
+REFUSED = prometheus_client.Counter(
+    "areal_rpc_refused",
+    "Connections without a key of the run (stranger), and requests that the asker's role may not make "
+    "(forbidden).",
+    ["service", "reason"],
+)
 
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10
@@ -64,12 +74,14 @@ ANSWERS_LINGER_MS = 2000
 @dataclass(frozen=True)
 class Peer:
     """Who asks, as said in its hello; `client` is the id that all its connections have. `reads_files`: it can
-    be answered with parts of the server's own files."""
+    be answered with parts of the server's own files. `key` is the role that its key or password is of, empty
+    where roles are not told apart."""
 
     role: str
     name: str
     client: int = 0
     reads_files: bool = False
+    key: str = ""
 
 
 Answer = Message | tuple[Message, Sequence[Buffer | FilePart]]
@@ -100,7 +112,8 @@ def by_type(service: str, handlers: Mapping[type[Request[Any]], Handler]) -> Han
 
 class Server:
     """Serve `handler` at `endpoint` (`ipc://PATH` or `tcp://HOST:PORT`; port 0 picks one, see `.endpoint`)
-    to who has the secret or keys of `access`.
+    to who has the secret or keys of `access`; `identity` is the name of the key that it serves under, by
+    default its role's. With keys of roles each peer may ask for what its role needs (`permissions.py`).
 
     `handler(peer, message, attachments)` returns a message, or a message and its attachments; a `FaultError`
     it raises is the answer, anything else is logged and answered `internal`. A frame longer than
@@ -123,15 +136,18 @@ class Server:
         lanes: Mapping[str, Lane] = ONE_LANE,
         lane_of: Callable[[Message], str] = lambda request: "all",
         files: ServerFiles | None = None,
+        identity: str = "",
     ) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
-        """What happened since the start; `unknown` are requests before a hello, such as after a restart."""
+        """What happened since the start; `unknown` are requests before a hello, such as after a restart,
+        `strangers` connections that were not let in, `forbidden` requests that are not the asker's."""
         self._service = service
         self._job = job
         self._max_part_bytes = max_part_bytes
         self._handler = handler
         self._access = access
+        self._identity = identity
         self._book = ReplyBook(max_in_flight_per_peer, cached_replies, cached_bytes, MAX_SESSIONS)
         self.sessions: OrderedDict[bytes, Peer] = OrderedDict()  # At most `MAX_SESSIONS`
         self._identities: dict[int, bytes] = {}
@@ -152,8 +168,9 @@ class Server:
         try:
             endpoints.tune(sock, max_part_bytes=self._max_part_bytes)
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._zap = endpoints.serve_zap(context, endpoints.shown_at(self.endpoint, self._access))
-            self.endpoint = endpoints.bind(sock, self.endpoint, self._access)
+            guard = self._access.guard(self.endpoint, self._identity)
+            self._zap = endpoints.serve_zap(context, guard, self._on_refused)
+            self.endpoint = endpoints.bind(sock, self.endpoint, guard)
         except BaseException:
             if self._zap is not None:
                 self._zap.close()
@@ -230,11 +247,26 @@ class Server:
             self._send(identity, write_frames(Kind.WHO, header.client, header.request, 0, None, ()))
         elif self._stopping:
             self._send(identity, self._frames(header, Fault("unavailable", "stopping", STOP_RETRY_MS)))
+        elif isinstance(self._access, RoleKeys) and not may_ask(session.key, type(message)):
+            self._on_forbidden(session, message)
+            text = f"the role {session.key} may not ask the {self._service} for {type(message).__name__}"
+            self._send(identity, self._frames(header, Fault("forbidden", text)))
         else:
             if header.flags & READS_FILES and not session.reads_files:
                 session = self.sessions[identity] = replace(session, reads_files=True)
             self.sessions.move_to_end(identity)
             self._admit(identity, WaitingRequest(session, header, message, attachments, parts))
+
+    def _on_refused(self) -> None:
+        self.counters["strangers"] += 1
+        REFUSED.labels(self._service, "stranger").inc()
+        log.warning("a connection without a key of this run was refused by the %s", self._service)
+
+    def _on_forbidden(self, peer: Peer, message: Message) -> None:
+        self.counters["forbidden"] += 1
+        REFUSED.labels(self._service, "forbidden").inc()
+        what = type(message).__name__
+        log.warning("%s of role %s asked the %s for %s", peer.name, peer.key, self._service, what)
 
     def _admit(self, identity: bytes, arrival: WaitingRequest) -> None:
         header = arrival.header
@@ -297,7 +329,9 @@ class Server:
             self._drop_session(before)
         elif before is None and len(self.sessions) >= MAX_SESSIONS:
             self._drop_session(next(iter(self.sessions)))
-        self.sessions[identity] = Peer(hello.role, hello.name, client)
+        assert self._socket is not None
+        key = self._socket.user
+        self.sessions[identity] = Peer(hello.role, hello.name, client, key="" if key == ANYBODY else key)
         self._identities[client] = identity
         return Welcome(SCHEMA, self._service, self._files.here if self._files is not None else None)
 

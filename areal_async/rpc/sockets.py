@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import zmq
 from typing_extensions import Buffer
@@ -22,7 +23,8 @@ LINGER_MS = 200  # How long a closed socket may take to hand over what was alrea
 
 class PolledSocket:
     """Calls `on_frames(copied, rest)` for every message: the first `n_copied` frames as bytes, the rest as
-    views. A message of more than `max_frames` frames arrives as `([], [])`."""
+    views. A message of more than `max_frames` frames arrives as `([], [])`. Meanwhile `user` says who sent
+    it, as whoever let the connection in has named them."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class PolledSocket:
         self._fd = sock.fileno()
         self._scheduled: asyncio.Handle | None = None
         self._closed = False
+        self._first: zmq.Frame | None = None
         self._loop.add_reader(self._fd, self._readable)
         self._look_again()
 
@@ -65,6 +68,13 @@ class PolledSocket:
                 self._look_again()
         return True
 
+    def redial(self, old: str, new: str) -> None:
+        """Be connected to `new` instead of to `old`. What was sent to that and not taken is lost."""
+        with suppress(zmq.ZMQError):  # it was not connected
+            self._sock.disconnect(old)
+        self._sock.connect(new)
+        self._look_again()
+
     def close(self, linger_ms: int = LINGER_MS) -> None:
         if not self._closed:
             self._closed = True
@@ -72,6 +82,14 @@ class PolledSocket:
             if self._scheduled is not None:
                 self._scheduled.cancel()
             self._sock.close(linger=linger_ms)
+
+    @property
+    def user(self) -> str:
+        """Who sent the message that is being handled; empty where nobody was asked to say."""
+        try:
+            return str(self._first.get("User-Id")) if self._first is not None else ""
+        except zmq.ZMQError:
+            return ""
 
     def _look_again(self) -> None:
         self._scheduled = self._loop.call_soon(self._readable)
@@ -98,7 +116,8 @@ class PolledSocket:
 
     def _receive(self) -> tuple[list[bytes], list[Buffer]]:
         sock, n_copied = self._sock, self._n_copied
-        copied = [sock.recv(zmq.NOBLOCK)]
+        self._first = first = sock.recv(zmq.NOBLOCK, copy=False)
+        copied = [first.bytes]
         rest: list[Buffer] = []
         n = 1
         while sock.getsockopt(zmq.RCVMORE):

@@ -1,67 +1,30 @@
 """What a service process is told about the job it belongs to.
 
-The supervisor writes one `context.json` for all services of a run; each process reads it with its own
-name. While the run lives only its rollout workers change: those that join are added to `services`, those that
-were drained are taken out. A service started again finds the same places.
+The launcher writes the topology of the run for all services of a host, and the keys of its role for each;
+a process reads them with its own name.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
-import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from areal_async.config.job import JobConfig
+from areal_async.rpc.address import Address
 from areal_async.rpc.secret import FILE as SECRET_FILE
-from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.secret import KeyRole, RoleKeys, RunAccess, RunSecret
 from areal_async.runtime.group import Meeting
+from areal_async.runtime.topology import Role, RunHost, ServicePlace, Topology
 
-Role = Literal["buffer", "rollout", "evaluator", "reward", "trainer"]
-
-NODE_VARIABLE = "AREAL_ASYNC_NODE_ID"
-"""Environment variable by which whoever starts a process on another host says which."""
+KEYS = "keys"  # Folder beside the sockets with the keys of each role
 SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
 """Environment variable that the supervisor sets for a service that it starts again and that has served."""
-SOCKET_PATH_LIMIT = 107
-"""Bytes in a unix socket path, without its ending NUL (`sockaddr_un.sun_path` holds 108)."""
-LONGEST_SOCKET_NAME = 32  # Room that a socket folder must leave for the names in it
-
-
-GUEST_NAME = re.compile(r"rollout-([a-z0-9][a-z0-9-]{0,15})")
-"""Names of rollout workers, also of those that the supervisor has not started."""
-
-
-class ServicePlace(msgspec.Struct, frozen=True):
-    """One process of the run: its name, what it is, how it is started, where it is watched."""
-
-    name: str
-    role: Role
-    index: int
-    module: str
-    metrics_port: int  # 0: the process picks a free one and reports it when ready
-    node_id: str = ""  # Name of its host; empty for what the job's `weights` say of its name
-
-
-class RunPlaces(msgspec.Struct, frozen=True):
-    """The content of `context.json`. Paths are absolute; `job` is the resolved job file as JSON values."""
-
-    run_id: str
-    supervisor_pid: int
-    run_dir: str
-    socket_dir: str
-    shm_dir: str
-    buffer_endpoint: str
-    weights_endpoint: str
-    services: list[ServicePlace]
-    job: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -73,17 +36,13 @@ class ServiceContext:
     """
 
     job: JobConfig
-    role: Role
-    name: str
-    index: int
-    run_dir: Path  # `<job.run_dir>/<job.job>`: everything that outlives the run
-    socket_dir: Path  # The folder of unix sockets: short, mode 0700, removed when the run ends
-    shm_dir: Path  # The folder of shared memory files, removed when the run ends
-    secret: RunSecret  # What every socket of the run asks for
-    buffer_endpoint: str
-    weights_endpoint: str
+    place: ServicePlace
+    host: RunHost
+    topology: Topology
+    keys: RunAccess  # What it shows the other processes of the run, and recognises them by
+    buffer: Address
+    weights: Address
     metrics_port: int  # The port this process serves metrics on; 0 in a test that serves none
-    node_id: str = ""  # Name of the host that this process is on: processes of one name share memory
     ready_fd: int | None = None
     meeting: Meeting | None = None  # Where the ranks of the trainer meet; None for one alone
     served_before: bool = False  # Whether a process of this name has served in this run: it is started again
@@ -92,6 +51,36 @@ class ServiceContext:
     finished: threading.Event = field(default_factory=threading.Event)
     """Set by a service that has done all it was asked to: it ends with status 0 also after a stop."""
     _told: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def role(self) -> Role:
+        return self.place.role
+
+    @property
+    def index(self) -> int:
+        return self.place.index
+
+    @property
+    def node_id(self) -> str:
+        """Name of the host that this process is on: processes of one name share memory."""
+        return self.host.node_id
+
+    @property
+    def run_dir(self) -> Path:
+        """Everything that outlives this process."""
+        return Path(self.host.run_dir)
+
+    @property
+    def socket_dir(self) -> Path:
+        return Path(self.host.socket_dir)
+
+    @property
+    def shm_dir(self) -> Path:
+        return Path(self.host.shm_dir)
 
     @property
     def run_log(self) -> Path:
@@ -115,35 +104,30 @@ class ServiceContext:
         os.write(self.ready_fd, line.encode() + b"\n")
         os.close(self.ready_fd)
 
+    def moved(self, endpoints: dict[str, str]) -> None:
+        """Servers of the run are found elsewhere now, by their names (`buffer`, `weights`)."""
+        for name, address in (("buffer", self.buffer), ("weights", self.weights)):
+            if name in endpoints:
+                address.move(endpoints[name])
+
     @classmethod
     def load(cls, path: Path, name: str, *, ready_fd: int | None = None) -> ServiceContext:
-        """The context of the service called `name`, from a run's `context.json`.
+        """The context of the service called `name`, from the file of the run's topology.
 
-        A rollout worker may join by a name that is not in the file: `rollout-` and something.
-        Raises OSError or ValueError when the file is no such context, `EndpointError` where the secret of the
-        run is not there, KeyError for any other name."""
-        places = msgspec.json.decode(path.read_bytes(), type=RunPlaces)
-        by_name = {place.name: place for place in places.services}
-        if name not in by_name and (guest := GUEST_NAME.fullmatch(name)):
-            index = int(guest[1]) if guest[1].isdecimal() else 0
-            by_name[name] = ServicePlace(name, "rollout", index, "rollout_service", 0)
-        place = by_name[name]
-        job = JobConfig.model_validate(places.job)
+        Raises OSError or ValueError when the file is no topology, `EndpointError` where the keys of its role
+        are not there, KeyError for a name that nobody has."""
+        topology = Topology.read(path)
+        place = topology.place(name)
+        host = topology.hosts[place.node_id]
         return cls(
-            job=job,
-            role=place.role,
-            name=place.name,
-            index=place.index,
-            run_dir=Path(places.run_dir),
-            socket_dir=Path(places.socket_dir),
-            shm_dir=Path(places.shm_dir),
-            secret=RunSecret.read(Path(places.socket_dir)),
-            buffer_endpoint=places.buffer_endpoint,
-            weights_endpoint=places.weights_endpoint,
+            job=JobConfig.model_validate(topology.job),
+            place=place,
+            host=host,
+            topology=topology,
+            keys=RoleKeys.read(keys_file(Path(host.socket_dir), place.role)),
+            buffer=Address(topology.buffer, "buffer"),
+            weights=Address(topology.weights, "trainer"),
             metrics_port=place.metrics_port,
-            node_id=os.environ.get(NODE_VARIABLE)
-            or place.node_id
-            or job.weights.nodes.get(name, job.weights.node_id),
             ready_fd=ready_fd,
             meeting=Meeting.from_environment() if place.role == "trainer" else None,
             served_before=SERVED_VARIABLE in os.environ,
@@ -151,35 +135,37 @@ class ServiceContext:
 
     @classmethod
     def for_test(
-        cls, job: JobConfig, tmp_path: Path, role: Role, name: str, *, index: int = 0
+        cls, job: JobConfig, tmp_path: Path, role: Role, name: str, *, index: int = 0, node_id: str = "local"
     ) -> ServiceContext:
         """A context below `tmp_path` with its folders made. Contexts of one `tmp_path` share endpoints and a
-        secret, so the services of a test find each other."""
+        secret, so the services of a test find each other; nobody takes their records, which they write to the
+        run folder themselves."""
+        from areal_async.launch.one_host import make_host, topology_here
+        from areal_async.launch.plan import services_of
+
         run_dir, shm_dir = tmp_path / "run", tmp_path / "shm"
-        socket_dir = short_socket_dir(tmp_path / "s")
-        for folder in (run_dir, shm_dir, socket_dir):
+        for folder in (run_dir, shm_dir):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        host = make_host(node_id, run_dir=run_dir, socket_dir=tmp_path / "s", shm_dir=shm_dir)
+        socket_dir = Path(host.socket_dir)
+        socket_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         made = (socket_dir / SECRET_FILE).exists()
-        secret = RunSecret.read(socket_dir) if made else RunSecret.make(socket_dir)
+        place = ServicePlace(name, role, index, "", 0, node_id, host.local_endpoint(f"{name}.status"))
+        others = [other for other in services_of(job) if other.name != name]
+        topology = topology_here("test", host, others, job.model_dump(mode="json"), {})
+        topology = msgspec.structs.replace(topology, services=[*topology.services, place], control="")
         return cls(
             job=job,
-            role=role,
-            name=name,
-            index=index,
-            run_dir=run_dir,
-            socket_dir=socket_dir,
-            shm_dir=shm_dir,
-            secret=secret,
-            buffer_endpoint=f"ipc://{socket_dir}/buffer",
-            weights_endpoint=f"ipc://{socket_dir}/weights",
+            place=place,
+            host=host,
+            topology=topology,
+            keys=RunSecret.read(socket_dir) if made else RunSecret.make(socket_dir),
+            buffer=Address(topology.buffer, "buffer"),
+            weights=Address(topology.weights, "trainer"),
             metrics_port=0,
-            node_id=job.weights.nodes.get(name, job.weights.node_id),
         )
 
 
-def short_socket_dir(wanted: Path) -> Path:
-    """`wanted` if unix sockets in it stay below the path limit, else a folder of /tmp named after it."""
-    if len(os.fsencode(wanted)) + 1 + LONGEST_SOCKET_NAME <= SOCKET_PATH_LIMIT:
-        return wanted
-    digest = hashlib.blake2b(os.fsencode(wanted), digest_size=6).hexdigest()
-    return Path("/tmp") / f"areal-{os.getuid()}-{digest}"
+def keys_file(socket_dir: Path, role: KeyRole) -> Path:
+    """Where the keys of a role lie on a host."""
+    return socket_dir / KEYS / f"{role}.json"

@@ -1,6 +1,6 @@
 """The HTTP server of every service: metrics, gateway, rewards, sandbox. It is uvicorn's protocol, bounded.
 
-    server = HttpServer(app, listen("127.0.0.1", 0), HttpLimits(connections=64), name="metrics")
+    server = HttpServer(app, listen(LOOPBACK, 0), HttpLimits(connections=64), name="metrics")
     server.start()
     ...
     await server.close()
@@ -39,7 +39,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from areal_async.errors import EndpointError
-from areal_async.rpc.endpoints import is_loopback
+from areal_async.rpc.endpoints import LOOPBACK, is_loopback
 from areal_async.runtime.log import get_logger
 
 CLOSE = {"connection": "close"}
@@ -90,7 +90,7 @@ def listen(host: str, port: int, *, guarded: bool = False) -> socket.socket:
     host = host.strip("[]")
     if not guarded and not is_loopback(host):
         raise EndpointError(
-            f"refusing to serve {host} without a token: other machines reach it. Give one, or use 127.0.0.1."
+            f"refusing to serve {host} without a token: other machines reach it. Give one, or use {LOOPBACK}."
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -26,6 +26,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from areal_async.errors import ArealError
+from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 
 # A `_created` series beside every counter doubles what is scraped and says nothing we use.
@@ -40,8 +41,8 @@ class MetricsPortError(ArealError):
 
 
 def start_metrics_server(port: int) -> int:
-    """Serve the default registry at `http://127.0.0.1:<port>/metrics` from a daemon thread, as long as the
-    process lives.
+    """Serve the default registry at `/metrics` of a port of the loopback interface from a daemon thread, as
+    long as the process lives.
 
     `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
     listening = _listen(port)
@@ -81,11 +82,11 @@ async def _serve(listening: socket.socket) -> None:
 
 def _listen(port: int) -> socket.socket:
     try:
-        return listen("127.0.0.1", port)
+        return listen(LOOPBACK, port)
     except OSError as error:
         reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise MetricsPortError(
-            f"cannot serve metrics on 127.0.0.1:{port}: {reason}. Set observe.metrics_port in the job file "
+            f"cannot serve metrics on {LOOPBACK}:{port}: {reason}. Set observe.metrics_port in the job file "
             "to the first of some free consecutive ports, or to 0 to let every service pick its own."
         ) from error
 

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import psutil
 
 from areal_async.config.job import SupervisorSection
-from areal_async.runtime.context import ServicePlace
+from areal_async.runtime.topology import ServicePlace
 
 RUN_VARIABLE = "AREAL_ASYNC_RUN"
 """Environment variable that marks every process of a run, however it was started, with the run's id."""
@@ -185,7 +185,7 @@ class ChildProcess:
 
 def start_service(
     place: ServicePlace,
-    context: Path,
+    topology: Path,
     log_path: Path,
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
@@ -193,7 +193,7 @@ def start_service(
     """Start a service of a run; its readiness report names its `metrics_port`."""
     return ChildProcess(
         # -P: a folder of the user's that is called like a service must not stand in for it.
-        [sys.executable, "-P", "-m", place.module, *service_arguments(place, context)],
+        [sys.executable, "-P", "-m", place.module, *service_arguments(place, topology)],
         environment=environment,
         output=log_path,
         pass_fds=pass_fds,
@@ -201,9 +201,9 @@ def start_service(
     )
 
 
-def service_arguments(place: ServicePlace, context: Path) -> list[str]:
+def service_arguments(place: ServicePlace, topology: Path) -> list[str]:
     """What the module of a service is given on its command line."""
-    return ["--context", str(context), "--name", place.name]
+    return ["--topology", str(topology), "--name", place.name]
 
 
 def service_environment(run_id: str, threads: int) -> dict[str, str]:

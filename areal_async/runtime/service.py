@@ -26,12 +26,13 @@ from types import FrameType
 
 from areal_async.errors import ArealError
 from areal_async.ownfiles import PRIVATE_UMASK
-from areal_async.runtime.context import Role, ServiceContext
+from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import arm_from_environment, open_events
 from areal_async.runtime.group import start_pulse
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
 from areal_async.runtime.metrics import start_metrics_server
 from areal_async.runtime.status import answer_status
+from areal_async.runtime.topology import Role
 
 STOP_GRACE_S = 3.5  # The service's coroutine is cancelled so long after the stop signal
 STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended because it was told to
@@ -168,21 +169,21 @@ def _end_later(grace_s: float) -> None:
 
 def _parse(role: Role) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"The {role} service of an areal-async run.")
-    parser.add_argument("--context", type=Path, required=True, help="context.json of the run")
-    parser.add_argument("--name", required=True, help="name of this process in the context, e.g. rollout-0")
+    parser.add_argument("--topology", type=Path, required=True, help="topology.json of the run")
+    parser.add_argument("--name", required=True, help="name of this process in it, e.g. rollout-0")
     parser.add_argument("--ready-fd", type=int, default=None, help="inherited fd that is told of readiness")
     return parser.parse_args()
 
 
 def _context(role: Role, options: argparse.Namespace) -> ServiceContext:
     try:
-        ctx = ServiceContext.load(options.context, options.name, ready_fd=options.ready_fd)
+        ctx = ServiceContext.load(options.topology, options.name, ready_fd=options.ready_fd)
     except KeyError:
         raise ArealError(
-            f"{options.context} names no service {options.name!r}; look at its `services`"
+            f"{options.topology} names no service {options.name!r}; look at its `services`"
         ) from None
     except (OSError, ValueError) as error:
-        raise ArealError(f"cannot read the run's context {options.context}: {error}") from error
+        raise ArealError(f"cannot read the run's topology {options.topology}: {error}") from error
     if ctx.role != role:
         raise ArealError(f"{options.name!r} is a {ctx.role} service, but this process is a {role} one")
     return ctx

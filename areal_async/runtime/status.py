@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceState, ServiceStatus, Status
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import Request
+from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Handler, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.metrics import busy
@@ -86,10 +85,6 @@ class ControlServer:
         await self._stopping.wait()
         await asyncio.sleep(LAST_ANSWERS_S)
         await server.stop()
-
-
-def status_endpoint(socket_dir: Path, name: str) -> str:
-    return f"ipc://{socket_dir}/{name}.status"
 
 
 class StatusBoard:
@@ -174,10 +169,10 @@ def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
 
     async def answer(peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         board.threads = request.threads or board.threads
+        ctx.moved(request.endpoints)
         return board.status(ctx.name, serves=ctx.has_served)
 
     logging.getLogger("areal").addHandler(NoticeHandler(board))
-    endpoint = status_endpoint(ctx.socket_dir, ctx.name)
     ControlServer(
-        endpoint, service=ctx.name, job=ctx.job.job, access=ctx.secret, handlers={Status: answer}
+        ctx.place.status, service=ctx.name, job=ctx.job.job, access=ctx.keys, handlers={Status: answer}
     ).start()

@@ -12,15 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from areal_async.errors import ArealError
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ServiceStatus, Status
-from areal_async.rpc.endpoints import Access
+from areal_async.rpc.secret import Access
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import STALL
-from areal_async.runtime.status import status_endpoint
+from areal_async.runtime.topology import Topology
 from areal_async.status.aggregator import RunStatus, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.watchdog import Stall
@@ -37,23 +37,27 @@ ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a serv
 class StatusClients:
     """Asks the services of one run, each over a connection that is kept. Belongs to one event loop."""
 
-    def __init__(self, socket_dir: Path, job: str, access: Access) -> None:
-        self._socket_dir = socket_dir
+    def __init__(self, topology: Callable[[], Topology], job: str, access: Access) -> None:
+        self._topology = topology
         self._job = job
         self._access = access
         self._clients: dict[str, Client] = {}
 
     async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
         """Raises ArealError where it does not answer within `ANSWER_S`. `threads` is told to it."""
+        topology = self._topology()
+        place = topology.place(name)
         client = self._clients.pop(name, None)
         is_new = client is None
         if client is None:
-            endpoint = status_endpoint(self._socket_dir, name)
-            client = Client(endpoint, job=self._job, role="supervisor", name="monitor", access=self._access)
+            address = Address(place.status, place.role)
+            client = Client(address, job=self._job, role="supervisor", name="monitor", access=self._access)
+        client.address.move(place.status)
         try:
             if is_new:
                 await client.connect(ANSWER_S)
-            status = await client.call(Status(threads), timeout_s=ANSWER_S)
+            endpoints = {"buffer": topology.buffer, "weights": topology.weights}
+            status = await client.call(Status(threads, endpoints), timeout_s=ANSWER_S)
         except BaseException:
             await client.close()
             raise

@@ -7,6 +7,7 @@ channels/                         how the bytes get from the one to the other
 """
 
 CHANNELS = {
+    "auto": "areal_async.weights.channels:Auto",
     "shm": "areal_async.weights.channels:Shm",
     "zmq": "areal_async.weights.channels:Zmq",
     "disk": "areal_async.weights.channels:Disk",

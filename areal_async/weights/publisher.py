@@ -27,8 +27,8 @@ import torch
 
 from areal_async.errors import FaultError, SnapshotError
 from areal_async.rpc.client import LoopThread
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import Message, Ok, VersionTag
+from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
@@ -355,9 +355,9 @@ def make_publisher(
     section, channel = ctx.job.weights, channel_of(ctx.job)
     return Publisher(
         _root_of(ctx),
-        ctx.weights_endpoint,
+        ctx.weights.endpoint,
         job=ctx.job.job,
-        access=ctx.secret,
+        access=ctx.keys,
         keep=section.keep,
         group=group,
         files=files,

@@ -16,9 +16,10 @@ import asyncio
 import torch
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import VersionTag, Welcome
+from areal_async.rpc.secret import Access
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.adapter import MergedWeights, Merger, is_adapter
@@ -32,11 +33,11 @@ ANSWER_S = 10.0  # What an answer may take beyond the wait that was asked for
 
 
 class Receiver:
-    """One receiver of the publisher at `endpoint`, on one event loop."""
+    """One receiver of the publisher at `address`, on one event loop."""
 
     def __init__(
         self,
-        endpoint: str,
+        address: str | Address,
         *,
         job: str,
         name: str,
@@ -56,7 +57,7 @@ class Receiver:
         self._tensors = tensors or merger is not None
         self._merger = merger
         self._purpose: Purpose = purpose
-        self._client = Client(endpoint, job=job, role=f"receiver-{purpose}", name=name, access=access)
+        self._client = Client(address, job=job, role=f"receiver-{purpose}", name=name, access=access)
 
     async def connect(self, timeout_s: float = 10.0) -> Welcome:
         return await self._client.connect(timeout_s)
@@ -113,10 +114,10 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
         root = ctx.shm_dir / "merged" / ctx.node_id
         merger = Merger(ctx.job.model, getattr(torch, ctx.job.trainer.dtype), root, tensors=tensors)
     return Receiver(
-        ctx.weights_endpoint,
+        ctx.weights,
         job=ctx.job.job,
         name=name,
-        access=ctx.secret,
+        access=ctx.keys,
         purpose=purpose,
         channel=channel_of(ctx.job).receiving_end(ctx, name),
         tensors=tensors,

@@ -14,8 +14,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+from areal_async.launch.one_host import SOCKET_PATH_LIMIT
 from areal_async.launch.preflight import find_redis_server, redis_server_version
-from areal_async.runtime.context import SOCKET_PATH_LIMIT
 from areal_async.runtime.process import ChildProcess
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.connection import RedisConnection

@@ -107,9 +107,9 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis != "embedded":
             address = RedisAddress.of(run.job.buffer)
-        elif run.places is not None:
-            password = run.secret.token("redis")
-            address = RedisAddress.parse(f"unix://:{password}@{run.places.socket_dir}/redis")
+        elif run.topology is not None:
+            password = run.keys.token("redis")
+            address = RedisAddress.parse(f"unix://:{password}@{run.topology.home_host.socket_dir}/redis")
         else:
             address = RedisAddress.parse(await stack.enter_async_context(_copied_redis(run)))
         redis = await RedisConnection.open(address)

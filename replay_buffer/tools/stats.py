@@ -6,7 +6,6 @@ A buffer that serves is asked over the wire; of a run that has ended, the ledger
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from itertools import zip_longest
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.text import Text
 from areal_async.cli.tools import StatsRequest, plain, run_tool
 from areal_async.config.job import JobConfig
 from areal_async.launch.runs import Run, find_run
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats
 from replay_buffer.ledger.decide import stats as stats_of
@@ -40,10 +40,11 @@ def main(request: StatsRequest) -> None:
 
 def stats_live(run: Run) -> BufferStats:
     """What a buffer that serves says of itself. Raises `RpcTimeout` when it does not answer."""
-    assert run.places is not None
-    name, endpoint = f"stats-{os.getpid()}", run.places.buffer_endpoint
-    access, job = run.secret, run.job.job
-    with SyncClient(endpoint, job=job, role="tool", name=name, access=access, timeout_s=PATIENCE_S) as client:
+    assert run.topology is not None
+    address = Address(run.topology.buffer, "buffer")
+    with SyncClient(
+        address, job=run.job.job, role="cli", name="stats", access=run.keys, timeout_s=PATIENCE_S
+    ) as client:
         return client.call(Stats())
 
 

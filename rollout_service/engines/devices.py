@@ -30,7 +30,7 @@ def own_gpus(
             worker=worker,
             replica=replica,
             visible=torch.cuda.device_count() if visible is None else visible,
-            beside_trainer=place is not None and place.node_id == whole.weights.node_id,
+            beside_trainer=place is not None and place.node_id == place.topology.place("trainer").node_id,
         )
     except ValueError as error:
         field = "evaluation.device" if evaluates else "rollout.device"

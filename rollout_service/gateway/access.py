@@ -23,6 +23,7 @@ import numpy as np
 
 from areal_async.config.rollout import GatewaySection
 from areal_async.errors import FaultError, PeerGone, RpcTimeout
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     CountCalls,
@@ -36,11 +37,12 @@ from areal_async.rpc.gateway_messages import (
     TakePieces,
 )
 from areal_async.rpc.schema import Ok
-from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.secret import RoleKeys
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.runtime.http_server import listen
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts, exit_text
+from areal_async.runtime.topology import RunHost
 from areal_async.trajectory import EpisodeBuilder
 from rollout_service import metrics
 from rollout_service.gateway.recording import RecordedCalls, Session, bytes_of
@@ -62,24 +64,25 @@ class GatewaySetup(msgspec.Struct, frozen=True):
 
     job: str
     name: str
-    """The worker's name: sockets in `socket_dir` are named after it."""
+    """The worker's name, after which the endpoints between the two are named."""
+    host: RunHost
+    keys: RoleKeys
     section: dict[str, Any]
     model: str
     max_model_len: int
     trains: bool
     header_s: float
-    socket_dir: str
     listening_fd: int
     life: int
     """Starts before this one."""
 
     @property
     def worker_endpoint(self) -> str:
-        return f"ipc://{self.socket_dir}/{self.name}.engine"
+        return self.host.local_endpoint(f"{self.name}.engine")
 
     @property
     def gateway_endpoint(self) -> str:
-        return f"ipc://{self.socket_dir}/{self.name}.gateway"
+        return self.host.local_endpoint(f"{self.name}.gateway")
 
 
 class Started(Protocol):
@@ -111,7 +114,8 @@ class Gateway:
         job: str,
         name: str,
         model: Path,
-        socket_dir: Path,
+        host: RunHost,
+        keys: RoleKeys,
         max_model_len: int,
         trains: bool = True,
         offset: int = 0,
@@ -120,11 +124,11 @@ class Gateway:
         start: Callable[[GatewaySetup], Started] = start_process,
     ) -> None:
         """`model` has the tokenizer; `trains`: what is recorded will be trained on; `offset` is added to a
-        configured port; `socket_dir` has the run's secret."""
+        configured port; `host` is the worker's, `keys` are its role's."""
         self.section = section
         self._setup = GatewaySetup(
-            job, name, section.model_dump(mode="json"), str(model), max_model_len, trains, header_s,
-            str(socket_dir), -1, 0,
+            job, name, host, keys, section.model_dump(mode="json"), str(model), max_model_len, trains,
+            header_s, -1, 0,
         )  # fmt: skip
         self._port = section.port and section.port + offset
         self._restarts = Restarts(restarts)
@@ -177,6 +181,12 @@ class Gateway:
         if self._listening is not None:
             self._listening.close()
 
+    @property
+    def _interface(self) -> str:
+        """The address to listen on, and to be reached at."""
+        named = {"loopback": self._setup.host.loopback, "host": self._setup.host.address}
+        return named.get(self.section.host, self.section.host)
+
     def _record_of(self, builder: EpisodeBuilder) -> RecordedCalls:
         record = self._records.get(builder)
         if record is None:
@@ -200,10 +210,11 @@ class Gateway:
         """Wait until the gateway serves. Raises `GatewayError`."""
         if self._running is None:
             try:
-                self._listening = listen(self.section.host, self._port)
+                # Whoever asks must show the key of a session that is open.
+                self._listening = listen(self._interface, self._port, guarded=True)
             except OSError as error:
                 raise GatewayError(
-                    f"the gateway cannot listen on {self.section.host} port {self._port}: {error}. Set "
+                    f"the gateway cannot listen on {self._interface} port {self._port}: {error}. Set "
                     "rollout.gateway.port to a free port, or to 0 to have one picked."
                 ) from error
             host, port = self._listening.getsockname()[:2]
@@ -220,12 +231,11 @@ class Gateway:
     async def _run(self) -> None:
         """Keep the gateway going until it cannot be."""
         assert self._listening is not None
-        secret = RunSecret.read(Path(self._setup.socket_dir))
         self._server = Server(
             self._setup.worker_endpoint,
             service="worker",
             job=self._setup.job,
-            access=secret,
+            access=self._setup.keys,
             handler=by_type("worker", self._handlers()),
             max_in_flight_per_peer=AT_ONCE,
         )
@@ -236,7 +246,7 @@ class Gateway:
                 await asyncio.sleep(pause_s)
                 fd = self._listening.fileno()
                 setup = msgspec.structs.replace(self._setup, life=life, listening_fd=fd)
-                status, served_s = await self._one_life(setup, secret)
+                status, served_s = await self._one_life(setup)
                 life += 1
                 lost = sum(bool(session.open) for session in self._sessions.values())
                 log.warning("the gateway died", how=exit_text(status), episodes_lost=lost)
@@ -250,16 +260,16 @@ class Gateway:
                 session.broken = session.broken or GatewayError(f"there is no gateway: {error}")
                 session.close()
 
-    async def _one_life(self, setup: GatewaySetup, secret: RunSecret) -> tuple[int, float | None]:
+    async def _one_life(self, setup: GatewaySetup) -> tuple[int, float | None]:
         """The exit status of a gateway, once it has ended, and when it began to serve."""
         process, served_s = self._start_one(setup), None
         ended = asyncio.ensure_future(process.wait())
         client = Client(
-            setup.gateway_endpoint,
+            Address(setup.gateway_endpoint, setup.keys.role),
             job=setup.job,
             role="rollout",
             name=setup.name,
-            access=secret,
+            access=self._setup.keys,
             max_in_flight=AT_ONCE,
         )
         greeted = asyncio.ensure_future(client.connect(START_S))

@@ -16,7 +16,6 @@ import itertools
 import socket
 from collections import Counter, OrderedDict
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,10 +25,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_async.config.rollout import GatewaySection
 from areal_async.errors import FaultError, PeerGone, RpcTimeout
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
 from areal_async.rpc.schema import Ok
-from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.runtime.http_server import (
     BodyTooLong,
@@ -85,20 +84,20 @@ class Front:
 
     async def serve(self) -> None:
         """Serve until cancelled."""
-        setup, secret = self._setup, RunSecret.read(Path(self._setup.socket_dir))
+        setup = self._setup
         self._worker = Client(
-            setup.worker_endpoint,
+            Address(setup.worker_endpoint, setup.keys.role),
             job=setup.job,
             role="gateway",
             name=setup.name,
-            access=secret,
+            access=setup.keys,
             max_in_flight=AT_ONCE,
         )
         orders = Server(
             setup.gateway_endpoint,
             service="gateway",
             job=setup.job,
-            access=secret,
+            access=setup.keys,
             handler=by_type(
                 "gateway",
                 {OpenSession: self._on_open, ServeAgents: self._on_serve, EndSession: self._on_end},

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from areal_async.config.base import Section
 from areal_async.errors import ArealError
 from areal_async.registry import run_user_file
+from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context, WorkflowResources
 
@@ -107,7 +108,7 @@ def _load(name: str) -> Agent:
 def environment_of(session: Session) -> dict[str, str]:
     """Where clients look for the address and the key, beside this process's own variables."""
     # A proxy for the world outside must not be asked for this machine.
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "::1", "localhost")))
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), LOOPBACK, "::1", "localhost")))
     return {
         **os.environ,
         "OPENAI_BASE_URL": session.openai_base_url,

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import psutil
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, until
 
-from areal_async.rpc.endpoints import Access
-from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.secret import Access, RunSecret
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance
@@ -75,7 +74,7 @@ def job_of_all_kinds(folder: Path, steps: int, reward_url: str, token_file: Path
         "buffer__lease_s": 60.0,
         "rollout__workflow": "agent",
         "rollout__workflow_args": {"agent": "agent.py:agent"},
-        "weights": {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "a", "rollout-1": "b"}},
+        "placement": {"pretend": {"rollout-0": "a", "rollout-1": "b"}},
         "reward": {"name": "remote", "timeout_s": 60, "args": grader},
     }
     return write_job(folder, "flooded", steps=steps, seed=7, durability="always", **changes)

@@ -52,8 +52,8 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, tmp_
             job.wait_for(lambda: len(puts(name)) > before, f"work of {name}", 200)
 
         job.wait_for(lambda: bool(job.steps()), "the first step", 200)
-        context = job.folder / "context.json"
-        by_hand = [sys.executable, "-m", "rollout_service", "--context", str(context), "--name"]
+        context = job.folder / "topology.json"
+        by_hand = [sys.executable, "-m", "rollout_service", "--topology", str(context), "--name"]
         guest = subprocess.Popen([*by_hand, "rollout-guest"], stderr=subprocess.DEVNULL)
         try:
             assert told_by("scale", job.folder, "--workers", 3) == "started rollout-1, rollout-2\n"

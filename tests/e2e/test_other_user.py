@@ -159,12 +159,11 @@ def sysv_segments():
 
 def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(workspace, running, open_folder):
     segments = sysv_segments()
-    weights = {"channel": "zmq", "node_id": "here", "nodes": {"rollout-0": "there"}}
     job_file = workspace.job(
         "other-user",
         evaluated=True,
         run_dir=str(open_folder),
-        weights=weights,
+        placement={"pretend": {"rollout-0": "there"}},
         trainer__steps=100_000,
         checkpoint={"every_steps": 50},
     )

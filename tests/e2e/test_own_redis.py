@@ -8,8 +8,8 @@ import pytest
 import redis
 from hostile_http import until
 
+from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.preflight import find_redis_server
-from areal_async.runtime.context import short_socket_dir
 from tests.redis_client import documented_rights
 
 pytestmark = pytest.mark.slow

@@ -37,7 +37,7 @@ def sent_bytes(job, source):
 
 @pytest.mark.timeout(300)
 def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, running):
-    job_file = workspace.job("three-hosts", weights={"channel": "zmq", "nodes": NODES}, **JOB)
+    job_file = workspace.job("three-hosts", placement={"pretend": NODES}, **JOB)
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 8, "step 8", 200)
         from_trainer, from_peers = sent_bytes(job, "publisher"), sent_bytes(job, "peer")
@@ -55,7 +55,8 @@ def test_one_death_is_local_a_trainer_killed_in_mid_transfer(workspace, running)
         "cut-off",
         checkpoint={"every_steps": 1, "keep": 100},
         supervisor=TOUGH,
-        weights={"channel": "zmq", "nodes": NODES, "channel_args": {"patience_s": 1, "give_up_s": 5}},
+        weights={"channel_args": {"patience_s": 1, "give_up_s": 5}},
+        placement={"pretend": NODES},
         **JOB,
     )
     points = "weights.publisher_sent@9,weights.received@12"

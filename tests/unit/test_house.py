@@ -106,6 +106,43 @@ def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None
     assert sum(rule.endswith("no page of its own") for rule in broken_rules(good)) == 3
 
 
+ADDRESSES = re.compile(r"ipc://|/dev/shm|\b127\.0\.0\.1\b")
+WHO_KNOWS_ADDRESSES = {"areal_async/launch/one_host.py", "areal_async/rpc/endpoints.py"}
+"""The launcher for one host makes addresses, and the wire knows what an endpoint looks like."""
+
+
+def made_addresses(text: str) -> list[str]:
+    """The texts in a module's code, not its docstrings, that are or begin an address of one host."""
+    tree = ast.parse(text)
+    docs = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docs
+        and ADDRESSES.search(node.value)
+    ]
+
+
+def test_services_take_their_addresses_from_nowhere_but_the_topology() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): made
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if (made := made_addresses(path.read_text()))
+    }
+    assert found.keys() == WHO_KNOWS_ADDRESSES
+    assert made_addresses('def f(folder):\n    """ipc://x"""\n    return f"ipc://{folder}/buffer"\n') == [
+        "ipc://"
+    ]
+    assert made_addresses('HOST = "127.0.0.1"\nPORT = 5') == ["127.0.0.1"]
+
+
 def test_the_story_of_the_loop_names_at_most_twenty_files_that_are_there() -> None:
     story = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     numbered = re.findall(r"`([\w/]+\.py)`\*?\*?[^()]{0,12}\s\((\d+)\)", story)

@@ -17,7 +17,6 @@ No end decides that a snapshot is true: `open_snapshot` hashes what `bring` retu
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from areal_async.rpc.client import Client
-    from areal_async.rpc.endpoints import Access
     from areal_async.rpc.server import Answer
     from areal_async.runtime.context import ServiceContext
 
@@ -178,12 +176,10 @@ class Shm(Channel):
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        here = job.weights.node_id
-        for name, node in job.weights.nodes.items():
-            if node != here:
-                problem = f"{name} is on {node}, and shared memory reaches no other host than {here}"
-                yield Mistake("weights.channel", problem, "Set it to zmq or disk", ("weights.nodes",))
-                return
+        for name, node in job.placement.pretend.items():
+            problem = f"{name} is on {node}, and shared memory reaches no other host"
+            yield Mistake("weights.channel", problem, "Set it to auto, zmq or disk", ("placement.pretend",))
+            return
 
 
 class Disk(Channel):
@@ -257,7 +253,9 @@ class Nccl(Shm):
 
         arguments = Nccl.Arguments.model_validate(ctx.job.weights.channel_args)
         return TensorSender(
-            device=rank_device(ctx.job.trainer.device, ctx.index), limit_s=arguments.give_up_s
+            device=rank_device(ctx.job.trainer.device, ctx.index),
+            limit_s=arguments.give_up_s,
+            host=ctx.host.address,
         )
 
 
@@ -267,11 +265,6 @@ class Zmq(Channel):
     deltas = True
 
     class Arguments(Section):
-        addresses: dict[str, str] = Field(default_factory=dict)
-        """IP address by host on which its sockets listen for others; 127.0.0.1 where none is named."""
-        key_file: Path | None = None
-        """CURVE keys of the job's hosts (`python -m areal_async.weights.keys FILE`), the same file on each.
-        Needed for every address beyond loopback."""
         relay_fan_out: int = Field(default=1, ge=0)
         """Receivers that one receiver hands chunks on to: 1 is a chain, 0 has all fetch from the trainer."""
         patience_s: float = Field(default=5.0, gt=0)
@@ -281,38 +274,12 @@ class Zmq(Channel):
         next."""
 
     @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Each address can be listened on, and one beyond loopback only with keys."""
-        for node, address in arguments.get("addresses", {}).items():
-            try:
-                loopback = ipaddress.ip_address(address).is_loopback
-                usable = not ipaddress.ip_address(address).is_unspecified
-            except ValueError:
-                loopback, usable = False, False
-            if not usable:
-                problem = f"{address!r} (of {node}) is no address at which others could reach that host"
-                yield Mistake(f"{field}.addresses", problem, "Give the IP address of one of its interfaces")
-            elif not loopback and arguments.get("key_file") is None:
-                problem = f"{address} (of {node}) is reachable from other machines, and no keys are given"
-                fix = "Make some with `python -m areal_async.weights.keys FILE`, and name the file"
-                yield Mistake(f"{field}.key_file", problem, fix, (f"{field}.addresses",))
-
-    @staticmethod
-    def check_files(arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """What is in the file is never shown."""
-        path = arguments.get("key_file")
-        if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
-            problem = f"{path} does not exist or cannot be read"
-            yield Mistake(f"{field}.key_file", problem, "Correct the path or its permissions")
-
-    @staticmethod
     def publishing_end(ctx: ServiceContext) -> PublishingEnd:
         """Raises `EndpointError`."""
         from areal_async.weights.channels.serving import SnapshotServer
 
         arguments = Zmq.Arguments.model_validate(ctx.job.weights.channel_args)
-        listen, access = _listen(ctx, arguments), _access(ctx, arguments)
-        return SnapshotServer(listen, job=ctx.job.job, access=access, fan_out=arguments.relay_fan_out)
+        return SnapshotServer(_listen(ctx), job=ctx.job.job, access=ctx.keys, fan_out=arguments.relay_fan_out)
 
     @staticmethod
     def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
@@ -325,19 +292,21 @@ class Zmq(Channel):
             node_id=ctx.node_id,
             name=name,
             job=ctx.job.job,
-            listen=_listen(ctx, arguments),
-            access=_access(ctx, arguments),
+            listen=_listen(ctx),
+            access=ctx.keys,
             patience_s=arguments.patience_s,
             give_up_s=arguments.give_up_s,
         )
 
 
-def _listen(ctx: ServiceContext, arguments: Zmq.Arguments) -> str:
-    return f"tcp://{arguments.addresses.get(ctx.node_id, '127.0.0.1')}:0"
+class Auto(Channel):
+    """Channel `auto`: the launcher puts `shm` in its place where one host has all of the job, else `zmq` with
+    these arguments."""
+
+    class Arguments(Zmq.Arguments):
+        pass
 
 
-def _access(ctx: ServiceContext, arguments: Zmq.Arguments) -> Access:
-    """What chunks are fetched with: the keys that the job's hosts share, else the secret of the run."""
-    from areal_async.weights.keys import read_keys
-
-    return read_keys(arguments.key_file) if arguments.key_file is not None else ctx.secret
+def _listen(ctx: ServiceContext) -> str:
+    """A free port of the interface at which other hosts reach this one."""
+    return f"tcp://{ctx.host.address}:0"

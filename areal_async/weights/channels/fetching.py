@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 from areal_async.errors import FaultError, ProtocolError, RpcTimeout, SnapshotError, WireError
+from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
@@ -216,12 +216,16 @@ class SnapshotFetcher(ReceivingEnd):
         self.bytes_received = 0
         self._cache = HostCache(root)
         self._node_id = node_id
-        self._client = partial(Client, job=job, role="peer", name=name, access=access)
+        self._job, self._name, self._access = job, name, access
         self._patience_s = patience_s
         self._give_up_s = give_up_s
         self._serving = False
         self._shared: dict[str, str] = {}
         """Directories whose chunks are served, with the hashes of their manifests."""
+
+    def _client(self, endpoint: str) -> Client:
+        address = Address(endpoint, CHUNKS)
+        return Client(address, job=self._job, role="peer", name=self._name, access=self._access)
 
     async def bring(self, notice: SnapshotNotice, publisher: Client) -> Path:
         self.makes_deltas = False

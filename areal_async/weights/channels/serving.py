@@ -21,8 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from areal_async.errors import FaultError, SnapshotError
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import Message, Ok
+from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import FindSources, GetChunk, Sources
 from areal_async.runtime.events import failpoint
@@ -57,6 +57,7 @@ class ChunkServer:
             service="chunks",
             job=job,
             access=access,
+            identity=CHUNKS,
             handler=self._handle,
             max_in_flight_per_peer=MAX_ASKED,
             cached_replies=0,  # asking twice for a chunk does no harm, and remembered ones would keep files

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from areal_async.rpc.schema import VersionTag
 
-HOST = "127.0.0.1"
 JOIN = -1  # The number of the step before the first bucket: the group is formed
 POLL_S = 0.0005
 
@@ -38,9 +37,9 @@ class TensorGroup:
     can be listened on."""
 
     def __init__(
-        self, name: str, members: Mapping[str, int], *, device: torch.device, limit_s: float
+        self, name: str, members: Mapping[str, int], *, device: torch.device, limit_s: float, host: str
     ) -> None:
-        self.name = name
+        self.name, self.host = name, host
         self.members = dict(members)
         self.kind: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
         self.busy = False
@@ -58,10 +57,10 @@ class TensorGroup:
         self._waiting: list[tuple[int, asyncio.Future[str]]] = []
         # A store left to itself listens on every interface, and asks nobody who they are. Each group has one
         # of its own: with it goes whoever still waits there.
-        with socket.create_server((HOST, 0), backlog=128) as listening:
+        with socket.create_server((host, 0), backlog=128) as listening:
             self.port: int = listening.getsockname()[1]
             self._meeting: dist.TCPStore | None = dist.TCPStore(
-                HOST,
+                host,
                 self.port,
                 None,
                 True,
@@ -136,7 +135,9 @@ class TensorGroup:
         self.wait_for(JOIN)
         limit = timedelta(seconds=self._limit_s)
         # A connection of its own: the listening one would be waited for by whoever breaks the group.
-        store: dist.Store = dist.TCPStore(HOST, self.port, None, False, timeout=limit, wait_for_workers=False)
+        store: dist.Store = dist.TCPStore(
+            self.host, self.port, None, False, timeout=limit, wait_for_workers=False
+        )
         place = "cuda" if self.kind == "nccl" else "cpu"
         for prefix in (self.name, f"{self.name}/", f"{place}/"):
             store = dist.PrefixStore(prefix, store)

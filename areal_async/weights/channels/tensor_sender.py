@@ -15,7 +15,8 @@ Promises:
 - An engine that asks late keeps nobody waiting: it takes the snapshot, and is waited for the next time.
 - Nothing is hashed on the way. The snapshot with the hashes is published all the same.
 
-The meeting point listens on loopback alone: members are processes of this host.
+The meeting point listens on the interface `host`, by default loopback: then members are processes of this
+host.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from areal_async.errors import SnapshotError
+from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import Message, Ok, VersionTag
 from areal_async.rpc.weights_messages import (
     AskTensors,
@@ -47,7 +49,7 @@ from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.channels import PublishingEnd
-from areal_async.weights.channels.tensor_group import HOST, TensorGroup, settle
+from areal_async.weights.channels.tensor_group import TensorGroup, settle
 
 BUCKET_BYTES = 512 << 20
 """Bytes sent under one request: an engine's server holds so much beside its weights."""
@@ -91,6 +93,7 @@ class TensorSender(PublishingEnd):
         *,
         device: str,
         limit_s: float,
+        host: str = LOOPBACK,
         bucket_bytes: int = BUCKET_BYTES,
         max_sends: int = MAX_SENDS,
         window_s: float = WINDOW_S,
@@ -99,6 +102,7 @@ class TensorSender(PublishingEnd):
         self._max_sends = max_sends
         self._window_s = window_s
         self._device = torch.device(device)
+        self._host = host
         self._limit_s = limit_s
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -263,7 +267,9 @@ class TensorSender(PublishingEnd):
                 last.break_up("its members changed")
         name = f"areal-{self._token}-{next(self._numbers)}"
         try:
-            self._group = TensorGroup(name, members, device=self._device, limit_s=self._limit_s)
+            self._group = TensorGroup(
+                name, members, device=self._device, limit_s=self._limit_s, host=self._host
+            )
         except OSError as error:
             self._group = None
             return None, f"nothing can be listened on: {error}"
@@ -271,7 +277,7 @@ class TensorSender(PublishingEnd):
 
     def _plan(self, group: TensorGroup, engine: str, copy: _Copy) -> SendsTensors:
         limit_ms = int(self._limit_s * 1000)
-        place = (group.first_rank(engine), group.size, HOST, group.port, group.kind)
+        place = (group.first_rank(engine), group.size, group.host, group.port, group.kind)
         return SendsTensors(group.name, *place, copy.buckets, limit_ms)
 
     # --- one send: on a thread of its own ------------------------------------------------------------

@@ -33,7 +33,7 @@ PER_USER_NAMESPACE = (5, 14)
 PR_SET_PDEATHSIG = 1
 
 
-class Launcher:
+class SandboxLauncher:
     """Serves one client until it goes."""
 
     def __init__(self, client: socket.socket, group: cgroup.MemoryGroup | None) -> None:
@@ -177,7 +177,7 @@ def main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     group = cgroup.enter()
     try:
-        Launcher(socket.socket(fileno=int(sys.argv[1])), group).serve()
+        SandboxLauncher(socket.socket(fileno=int(sys.argv[1])), group).serve()
     finally:
         if group is not None:
             group.leave()

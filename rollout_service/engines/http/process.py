@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import ChildProcess
 from areal_async.runtime.status import board
@@ -41,7 +42,7 @@ def free_port() -> int:
     """A loopback port that nobody listens on now. The server binds it some seconds later: should another be
     faster, it ends, and is started again with another port."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
@@ -161,7 +162,8 @@ async def started(
         # `keyed.py` runs the module instead, and asks for the key.
         command[command.index("-m")] = keyed.__file__
         process = ServerProcess(name, command, {**environment, keyed.VARIABLE: key}, settings.log_path)
-        client = ServerClient(f"{name} at http://127.0.0.1:{port}", f"http://127.0.0.1:{port}", key=key)
+        url = f"http://{LOOPBACK}:{port}"
+        client = ServerClient(f"{name} at {url}", url, key=key)
         try:
             await process.wait_ready(partial(client.serves, path), settings.ready_s)
             await _check_refusal(client, path)

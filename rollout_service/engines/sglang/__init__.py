@@ -60,8 +60,7 @@ class SGLang(EnginePart):
         # An evaluation is of a pinned snapshot, which may be older than what the trainer sends.
         if job.weights.channel == "nccl" and place is not None and place.role == "rollout":
             name = f"{place.name}/{replica}"
-            endpoint, access = place.weights_endpoint, place.secret
-            trainer = Client(endpoint, job=job.job, role="engine", name=name, access=access)
+            trainer = Client(place.weights, job=job.job, role="engine", name=name, access=place.keys)
             receiver = TensorReceiver(trainer, name)
         return HttpEngine(SGLangAdapter(job.model, settings, receiver=receiver))
 

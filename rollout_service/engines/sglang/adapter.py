@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, Tell
@@ -84,7 +85,7 @@ def command(launch: Launch) -> list[str]:
         "load-format": "safetensors",
         "context-length": launch.max_model_len + CONTEXT_MARGIN,
         "dtype": settings.dtype,
-        "host": "127.0.0.1",
+        "host": LOOPBACK,
         "port": launch.port,
         "max-running-requests": settings.slots,
         # What it would warm up is warmed up by the engine's own probe.

@@ -24,6 +24,7 @@ import msgspec
 
 from areal_async.config.engines import flag_name
 from areal_async.modelfiles import is_mixture
+from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
@@ -98,7 +99,7 @@ def command(launch: Launch) -> list[str]:
         # Never a pickled checkpoint, whatever lies in the directory.
         "load-format": "safetensors",
         "served-model-name": MODEL_NAME,
-        "host": "127.0.0.1",
+        "host": LOOPBACK,
         "port": launch.port,
         "dtype": settings.dtype,
         "max-model-len": launch.max_model_len,
@@ -137,7 +138,7 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
         # The endpoints that pause, reload and name the weights. vLLM's own key would leave them open to
         # everybody on the machine: `http/keyed.py` does not.
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": LOOPBACK,
         "VLLM_NO_USAGE_STATS": "1",
         # Seconds. Of the two sides, the client is to close an idle connection.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 
 from areal_async.config.job import JobConfig
+from areal_async.launch.one_host import short_socket_dir
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
@@ -40,7 +41,7 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Message, Ok, Task, VersionTag
 from areal_async.rpc.verdicts import Score, Verdict
-from areal_async.runtime.context import ServiceContext, short_socket_dir
+from areal_async.runtime.context import ServiceContext
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
@@ -435,7 +436,7 @@ async def serving(ctx: ServiceContext, registry: CollectorRegistry | None = None
     """The service in this loop, and a client of it."""
     service = asyncio.create_task(main(ctx, registry or CollectorRegistry()))
     client = Client(
-        ctx.buffer_endpoint, job=ctx.job.job, role="test", name="test", timeout_s=10.0, access=ctx.secret
+        ctx.buffer.endpoint, job=ctx.job.job, role="test", name="test", timeout_s=10.0, access=ctx.keys
     )
     connecting = asyncio.create_task(client.connect())
     await asyncio.wait({service, connecting}, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from areal_async.runtime.context import short_socket_dir
+from areal_async.launch.one_host import short_socket_dir
 from replay_buffer.redis import embedded
 from replay_buffer.redis.address import StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis

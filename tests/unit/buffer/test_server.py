@@ -217,7 +217,7 @@ def test_every_request_that_is_declared_for_the_buffer_has_one_handler():
 async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
     ctx = context()
     async with serving(ctx) as client:
-        raw = Client(ctx.buffer_endpoint, job=job_name, role="test", name="raw", access=ctx.secret)
+        raw = Client(ctx.buffer.endpoint, job=job_name, role="test", name="raw", access=ctx.keys)
         async with raw:
             for message in (PutEpisodes("l", "g", [0, 1]), WaitSnapshot("r", "serve")):
                 with pytest.raises(FaultError) as caught:
@@ -269,7 +269,7 @@ async def test_a_second_front_ends_the_first_service(context, redis_url, job_nam
     ctx = context()
     ask = Lease("w", 1, [VersionTag("policy", 1, 0)])
     service = asyncio.create_task(main(ctx, prometheus_client.CollectorRegistry()))
-    async with Client(ctx.buffer_endpoint, job=job_name, role="t", name="t", access=ctx.secret) as client:
+    async with Client(ctx.buffer.endpoint, job=job_name, role="t", name="t", access=ctx.keys) as client:
         await client.call(OpenTrainer("policy", "trainer", 0), timeout_s=5)
         (group,) = (await client.call(ask, timeout_s=5)).groups
         dataset_hash = group.task.task_id.partition(":")[0]

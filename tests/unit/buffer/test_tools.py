@@ -20,6 +20,8 @@ from rich.console import Console
 from areal_async.cli.tools import ExportRequest
 from areal_async.config.load import dump_job
 from areal_async.errors import RunFolderError
+from areal_async.launch.folders import write_keys
+from areal_async.launch.one_host import topology_here
 from areal_async.launch.runs import find_run
 from areal_async.rpc.messages import (
     Claim,
@@ -32,7 +34,7 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from areal_async.runtime.context import RunPlaces, ServiceContext
+from areal_async.runtime.context import ServiceContext
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
@@ -58,24 +60,17 @@ class Workplace:
         self.folder = folder / "runs" / "sums"
         self.folder.mkdir(parents=True)
         self.job = sums_job(folder, "sums", **buffer)
-        self.ctx = replace(ServiceContext.for_test(self.job, folder, "buffer", "buffer"), run_dir=self.folder)
+        ctx = ServiceContext.for_test(self.job, folder, "buffer", "buffer")
+        host = msgspec.structs.replace(ctx.host, run_dir=str(self.folder))
+        write_keys(ctx.keys, ctx.socket_dir)
+        self.ctx = replace(ctx, host=host)
         (self.folder / "job.yaml").write_text(dump_job(self.job))
-        places = RunPlaces(
-            run_id="1234",
-            supervisor_pid=os.getpid(),
-            run_dir=str(self.folder),
-            socket_dir=str(self.ctx.socket_dir),
-            shm_dir=str(self.ctx.shm_dir),
-            buffer_endpoint=self.ctx.buffer_endpoint,
-            weights_endpoint=self.ctx.weights_endpoint,
-            services=[],
-            job=self.job.model_dump(mode="json"),
-        )
-        (self.folder / "context.json").write_bytes(msgspec.json.encode(places))
+        topology = topology_here("1234", host, [], self.job.model_dump(mode="json"), {})
+        (self.folder / "topology.json").write_bytes(msgspec.json.encode(topology))
         self.is_alive(True)
 
     def is_alive(self, alive: bool) -> None:
-        record = {"pid": os.getpid(), "created_s": psutil.Process().create_time()}
+        record = {"run_id": "1234", "pid": os.getpid(), "created_s": psutil.Process().create_time()}
         (self.folder / "run.lock").write_text(json.dumps(record) if alive else "")
 
     def digest(self) -> dict[str, str]:

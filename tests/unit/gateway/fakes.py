@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_async.config.rollout import GatewaySection
+from areal_async.launch.one_host import make_host
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.http_server import HttpServer
@@ -242,9 +243,11 @@ def made_gateway(tokenizer: Any, **how: Any) -> Iterator[Gateway]:
     }
     started = Started(tokenizer)
     with TemporaryDirectory(prefix="areal-") as folder:
-        RunSecret.make(Path(folder))
+        place = Path(folder)
+        host = make_host("local", run_dir=place, socket_dir=place, shm_dir=place)
+        keys = RunSecret.generate().of("rollout")
         own = {"max_model_len": 4096, "model": Path(), "start": started.start, **own}
-        gateway = Gateway(GatewaySection(**how), job="job", name="w", socket_dir=Path(folder), **own)
+        gateway = Gateway(GatewaySection(**how), job="job", name="w", host=host, keys=keys, **own)
         gateway.started = started  # type: ignore[attr-defined]
         yield gateway
 

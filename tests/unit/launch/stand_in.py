@@ -115,7 +115,7 @@ async def wait_for_fewer_workers(ctx: ServiceContext) -> None:
     """Until one of the workers is to leave: no buffer is there to say which."""
     most = 0
     while True:
-        context = json.loads((ctx.run_dir / "context.json").read_text())
+        context = json.loads((ctx.run_dir / "topology.json").read_text())
         workers = context["job"]["rollout"]["workers"]
         most = max(most, workers)
         if workers < most:

@@ -5,18 +5,20 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
 from areal_async.config.load import load_job
 from areal_async.errors import RunError, RunFolderError
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle
+from areal_async.launch.one_host import make_host
 from areal_async.launch.plan import name_is_held, services_of, workers_to_change
 from areal_async.launch.runs import change_workers
 from areal_async.launch.supervisor import Supervisor
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
-from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import RestartPolicy
+from areal_async.runtime.topology import ServicePlace
 from tests.unit.launch.launching import STAND_IN
 from tests.waiting import wait_for
 
@@ -47,11 +49,13 @@ def test_those_that_join_take_the_lowest_free_names_and_the_newest_leave_first()
 
 
 def test_a_name_is_held_as_long_as_its_process_lives(tmp_path):
-    with (tmp_path / "rollout-3.name").open("w") as file:
+    host = make_host("local", run_dir=tmp_path, socket_dir=tmp_path / "s", shm_dir=tmp_path)
+    Path(host.socket_dir).mkdir(exist_ok=True)
+    with (Path(host.socket_dir) / "rollout-3.name").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert name_is_held(tmp_path, "rollout-3")
-    assert not name_is_held(tmp_path, "rollout-3")
-    assert not name_is_held(tmp_path, "rollout-4")
+        assert name_is_held(host, "rollout-3")
+    assert not name_is_held(host, "rollout-3")
+    assert not name_is_held(host, "rollout-4")
 
 
 def test_one_that_joins_while_the_buffer_is_away_waits_for_it(job):
@@ -144,7 +148,7 @@ def test_workers_join_and_leave_a_run(job, folders, behave):
         assert told.text == "started rollout-1, rollout-2"
         assert told.workers == ["rollout-0", "rollout-1", "rollout-2"]
         wait_for(lambda: watched(folders) == first | {"rollout-1", "rollout-2"})
-        context = json.loads(folders.context.read_text())
+        context = json.loads(folders.topology.read_text())
         assert [place["name"] for place in context["services"]][-2:] == ["rollout-1", "rollout-2"]
         assert context["job"]["rollout"]["workers"] == 3
         assert set(supervisor.phases()) == first | {"rollout-1", "rollout-2"}

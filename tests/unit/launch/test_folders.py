@@ -5,7 +5,7 @@ import pytest
 
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders, describe_work, leftovers
-from areal_async.runtime.context import SOCKET_PATH_LIMIT, short_socket_dir
+from areal_async.launch.one_host import SOCKET_PATH_LIMIT, short_socket_dir
 from areal_async.status.record import RunLog
 from tests.unit.launch.launching import changed
 

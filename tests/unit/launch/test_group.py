@@ -8,8 +8,9 @@ import socket
 
 import pytest
 
-from areal_async.launch import group as group_module
-from areal_async.launch.group import RankGroup, memory_kills
+from areal_async.launch import here
+from areal_async.launch.group import RankGroup
+from areal_async.launch.here import RankLines, memory_kills
 from areal_async.launch.lifecycle import (
     KILLED_LIMIT_S,
     LAST_ONE_LIMIT_S,
@@ -96,7 +97,7 @@ def test_the_deaths_of_all_ranks_are_counted_together_and_the_last_is_named(life
         for other in RANKS:
             life.ready(other, now_s + 6)
     assert life.ending == Ending("died", "trainer-1", -9, 5.0, 3, "gave no sign of life")
-    text = failure_text(life.ending, group_module.VMSTAT.with_name("absent.log"))
+    text = failure_text(life.ending, here.VMSTAT.with_name("absent.log"))
     assert text.startswith("trainer-1 gave no sign of life after 5.0 s, its death number 3 in a short time")
 
 
@@ -123,7 +124,7 @@ def test_a_rank_that_is_silent_is_killed_and_one_that_the_kernel_holds_ends_the_
     assert not life.stopping
     life.tick(5.0 + KILLED_LIMIT_S + 1)
     assert (life.ending.kind, life.ending.culprit) == ("not_gone", "trainer-1")
-    assert "driver" in failure_text(life.ending, group_module.VMSTAT.with_name("absent.log"))
+    assert "driver" in failure_text(life.ending, here.VMSTAT.with_name("absent.log"))
 
 
 def test_workers_without_weights_have_time_anew_when_the_ranks_are_started_again(places):
@@ -171,54 +172,65 @@ def test_a_stop_during_a_fall_starts_nothing(life):
 # --- the supervisor's side ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def group():
-    group = RankGroup(3, hang_s=10.0)
-    yield group
-    group.close()
+class Rank:
+    """A child whose line is written to by the test."""
+
+    def __init__(self):
+        self.said, self.kills = b"", 7
+
+    def heard(self):
+        said, self.said = self.said, b""
+        return said
+
+    def memory_kills(self):
+        return self.kills
 
 
 @pytest.fixture
-def lines(group, places):
-    """The other ends of the pipes, by name."""
-    ends = {}
+def ranks(places):
+    return {place.name: Rank() for place in places if place.role == "trainer"}
+
+
+@pytest.fixture
+def group(places, ranks):
+    group = RankGroup(hang_s=10.0)
     for place in places:
-        with group.starting(place) as (_, given):
-            if place.role == "trainer":
-                ends[place.name] = os.dup(given[line.PULSE_VARIABLE])
-    yield ends
-    for fd in ends.values():
-        os.close(fd)
+        group.started(place, ranks.get(place.name))
+    return group
 
 
 def test_one_rank_alone_has_no_socket_and_others_a_fresh_one_at_each_start(job, places):
-    alone = RankGroup(1, hang_s=10.0)
     (trainer,) = [place for place in services_of(job) if place.role == "trainer"]
-    with alone.starting(trainer) as (variables, given):
-        assert variables == {}
-        assert list(given) == [line.PULSE_VARIABLE]
-    alone.close()
-    several, addresses = RankGroup(3, hang_s=10.0), []
+    variables, given, line_fd = RankLines("127.0.0.1", 1).prepare(trainer)
+    assert variables == {}
+    assert list(given) == [line.PULSE_VARIABLE]
+    closed(given, line_fd)
+    several, addresses = RankLines("127.0.0.1", 3), []
     first, second = [place for place in places if place.role == "trainer"][:2]
     for _ in range(2):
-        with several.starting(first) as (variables, given):
-            addresses.append(variables[line.MEETING_VARIABLE])
-            there = socket.socket(fileno=os.dup(given[line.LISTENING_VARIABLE]))
-            with there:
-                assert addresses[-1] == "{}:{}".format(*there.getsockname())
-                assert there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                assert there.getsockname()[0] == "127.0.0.1"
-        with several.starting(second) as (variables, given):
-            assert variables[line.MEETING_VARIABLE] == addresses[-1]
-            assert line.LISTENING_VARIABLE not in given
+        variables, given, line_fd = several.prepare(first)
+        addresses.append(variables[line.MEETING_VARIABLE])
+        with socket.socket(fileno=os.dup(given[line.LISTENING_VARIABLE])) as there:
+            assert addresses[-1] == "{}:{}".format(*there.getsockname())
+            assert there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            assert there.getsockname()[0] == "127.0.0.1"
+        closed(given, line_fd)
+        variables, given, line_fd = several.prepare(second)
+        assert variables[line.MEETING_VARIABLE] == addresses[-1]
+        assert line.LISTENING_VARIABLE not in given
+        closed(given, line_fd)
     assert addresses[0] != addresses[1]
-    several.close()
 
 
-def test_a_rank_without_a_pulse_is_found_and_a_supervisor_that_was_held_up_takes_none_for_dead(group, lines):
+def closed(given, line_fd):
+    for fd in (*given.values(), line_fd):
+        os.close(fd)
+
+
+def test_a_rank_without_a_pulse_is_found_and_a_supervisor_that_was_held_up_takes_none_for_dead(group, ranks):
     for second in range(1, 11):
         for name in ("trainer", "trainer-2"):
-            os.write(lines[name], b"\n")
+            ranks[name].said += b"\n"
         assert group.look(float(second)) == []
     assert group.look(1000.0) == [], "what the supervisor has not looked at counts for a second"
     assert group.look(1001.0) == ["trainer-1"]
@@ -226,31 +238,36 @@ def test_a_rank_without_a_pulse_is_found_and_a_supervisor_that_was_held_up_takes
     assert group.cause_of("trainer", -9, 1001.1) == ""
 
 
-def test_a_rank_says_how_it_dies_and_for_whom_it_waits(group, lines, monkeypatch):
-    monkeypatch.setattr(line, "_pulse_fd", lines["trainer-2"])
-    line.tell(line.Note("ran out of memory (a\n" + "very " * 200 + "long text)"))
+def test_a_rank_says_how_it_dies_and_for_whom_it_waits(group, ranks, monkeypatch):
+    monkeypatch.setattr(line, "_pulse_fd", 0)
+
+    def tell(name, note):
+        monkeypatch.setattr(line, "_write", lambda fd, said: setattr(ranks[name], "said", said))
+        line.tell(note)
+
+    tell("trainer-2", line.Note("ran out of memory (a\n" + "very " * 200 + "long text)"))
     assert group.look(1.0) == []
     cause = group.cause_of("trainer-2", 75, 1.1)
     assert cause.startswith("ran out of memory (a very very")
     assert len(cause) == line.NOTE_LIMIT
-    monkeypatch.setattr(line, "_pulse_fd", lines["trainer"])
-    line.tell(line.Note("did not come", (1,)))
+    tell("trainer", line.Note("did not come", (1,)))
     assert group.look(2.0) == ["trainer-1"]
     assert group.cause_of("trainer-1", -9, 2.1) == "did not come"
     assert group.cause_of("trainer", 75, 2.1) == ""
-    os.write(lines["trainer"], b"what is no note\n")
+    ranks["trainer"].said = b"what is no note\n"
     group.forget("trainer-1")
     assert group.look(3.0) == []
 
 
-def test_a_kill_while_the_kernel_kills_for_memory_is_told_so(group, lines, monkeypatch, tmp_path):
+def test_a_kill_while_the_kernel_kills_for_memory_is_told_so(group, ranks, tmp_path):
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 1\noom_kill 7\n")
     assert memory_kills(vmstat) == 7
     assert memory_kills(tmp_path / "absent") == 0
     group.look(1.0)
     assert group.cause_of("trainer", -signal.SIGKILL, 1.1) == ""
-    monkeypatch.setattr(group_module, "memory_kills", lambda: 1 << 30)
+    for rank in ranks.values():
+        rank.kills = 8
     assert "out of memory" in group.cause_of("trainer-1", -signal.SIGKILL, 2.0)
     assert group.cause_of("trainer-2", 1, 2.1) == ""
 

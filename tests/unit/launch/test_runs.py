@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -11,8 +12,8 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.load import dump_job, load_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders
+from areal_async.launch.one_host import make_host, topology_here
 from areal_async.launch.runs import find_run, job_to_resume
-from areal_async.runtime.context import RunPlaces
 
 
 @pytest.fixture
@@ -55,13 +56,15 @@ def test_a_run_is_found_when_what_its_job_names_is_gone(job_file, run_dir):
 
 def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(run_dir):
     process = psutil.Process()
-    record = {"pid": os.getpid(), "created_s": process.create_time()}
+    record = {"run_id": "r", "pid": os.getpid(), "created_s": process.create_time()}
     (run_dir / "run.lock").write_text(json.dumps(record))
     job = find_run(run_dir).job.model_dump(mode="json")
-    places = RunPlaces("r", 1, str(run_dir), "s", "m", "ipc://s/buffer", "ipc://s/weights", [], job)
-    (run_dir / "context.json").write_bytes(msgspec.json.encode(places))
-    run = find_run(run_dir)
-    assert run.places.buffer_endpoint == "ipc://s/buffer"
+    host = make_host("local", run_dir=run_dir, socket_dir=Path("/s"), shm_dir=Path("/m"))
+    topology = topology_here("r", host, [], job, {})
+    (run_dir / "topology.json").write_bytes(msgspec.json.encode(topology))
+    assert find_run(run_dir).topology.buffer == "ipc:///s/buffer"
+    (run_dir / "run.lock").write_text(json.dumps(record | {"run_id": "a later one"}))
+    assert not find_run(run_dir).alive, "what was written down is of an earlier run"
     (run_dir / "run.lock").write_text(json.dumps(record | {"created_s": 1.0}))
     assert not find_run(run_dir).alive, "another process has the supervisor's number"
 

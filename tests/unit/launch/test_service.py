@@ -5,24 +5,26 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from areal_async.errors import EndpointError
+from areal_async.launch.folders import write_keys
+from areal_async.launch.one_host import make_host, topology_here
 from areal_async.launch.plan import ready_limit_s, services_of
 from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.context import RunPlaces, ServiceContext
+from areal_async.runtime.context import ServiceContext
 from tests.unit.launch.launching import changed
 
 
-def write_context(job, folder):
-    dirs = {"run_dir": str(folder / "run"), "socket_dir": str(folder), "shm_dir": str(folder / "shm")}
-    endpoints = {"buffer_endpoint": "ipc://b", "weights_endpoint": "ipc://w"}
-    given = {"services": services_of(job), "job": job.model_dump(mode="json")}
-    places = RunPlaces(run_id="x", supervisor_pid=os.getpid(), **dirs, **endpoints, **given)
-    (folder / "context.json").write_bytes(msgspec.json.encode(places))
-    return folder / "context.json"
+def write_topology(job, folder):
+    host = make_host("local", run_dir=folder / "run", socket_dir=folder, shm_dir=folder / "shm")
+    given = job.model_dump(mode="json")
+    topology = topology_here("x", host, services_of(job), given, job.placement.pretend)
+    (folder / "topology.json").write_bytes(msgspec.json.encode(topology))
+    return folder / "topology.json", Path(host.socket_dir)
 
 
 @pytest.fixture
@@ -30,13 +32,14 @@ def start(job, tmp_path, behave):
     """Start the stand-in `reward` with a behaviour; its folders are below tmp_path."""
     for name in ("run", "shm"):
         (tmp_path / name).mkdir()
-    write_context(job, tmp_path)
-    RunSecret.make(tmp_path)
+    _, sockets = write_topology(job, tmp_path)
+    sockets.mkdir(exist_ok=True)
+    write_keys(RunSecret.generate(), sockets)
     processes = []
 
     def start_one(behaviour, *arguments, **options):
         behave({"reward": behaviour})
-        command = [sys.executable, "-m", "stand_in", "--context", str(tmp_path / "context.json")]
+        command = [sys.executable, "-m", "stand_in", "--topology", str(tmp_path / "topology.json")]
         process = subprocess.Popen(
             [*command, "--name", "reward", *arguments], stderr=subprocess.PIPE, text=True, **options
         )
@@ -107,15 +110,17 @@ def test_a_name_that_is_not_of_the_run_is_refused(start):
     assert process.returncode == 1
 
 
-def test_a_context_file_gives_each_service_its_own(job, tmp_path):
-    job = changed(job, "weights", nodes={"rollout-7": "gpu-7"})
-    path = write_context(job, tmp_path)
-    with pytest.raises(EndpointError, match="secret of the run"):
+def test_the_topology_gives_each_service_its_own(job, tmp_path):
+    job = changed(job, "placement", pretend={"rollout-0": "gpu-7"})
+    path, sockets = write_topology(job, tmp_path)
+    with pytest.raises(EndpointError, match="keys of this process"):
         ServiceContext.load(path, "rollout-0")
-    secret = RunSecret.make(tmp_path)
-    ctx = ServiceContext.load(path, "rollout-0")
-    assert ctx.secret == secret
-    assert secret.token("wire") not in path.read_text() + repr(ctx)
+    sockets.mkdir(exist_ok=True)
+    secret = RunSecret.make(sockets)
+    write_keys(secret, sockets)
+    ctx, reward = (ServiceContext.load(path, name) for name in ("rollout-0", "reward"))
+    assert (ctx.keys, reward.keys) == (secret.of("rollout"), secret.of("reward"))
+    assert ctx.keys.word not in path.read_text() + repr(ctx)
     assert (ctx.role, ctx.name, ctx.index) == ("rollout", "rollout-0", 0)
     assert ctx.job == job
     assert ctx.run_log == tmp_path / "run" / "metrics.jsonl"
@@ -123,7 +128,7 @@ def test_a_context_file_gives_each_service_its_own(job, tmp_path):
         with pytest.raises(KeyError):
             ServiceContext.load(path, name)
     guest = ServiceContext.load(path, "rollout-7")
-    assert (ctx.node_id, guest.node_id) == ("local", "gpu-7")
+    assert (ctx.node_id, reward.node_id, guest.node_id) == ("gpu-7", "local", "local")
     assert (guest.role, guest.name, guest.index, guest.metrics_port) == ("rollout", "rollout-7", 7, 0)
     assert ServiceContext.load(path, "rollout-far-away").index == 0
 

@@ -10,10 +10,11 @@ from contextlib import closing
 import psutil
 import pytest
 
+from areal_async.launch.here import LocalLauncher
 from areal_async.launch.spares import Spares
 from areal_async.launch.supervisor import Supervisor
-from areal_async.runtime.context import ServicePlace
 from areal_async.runtime.process import service_environment
+from areal_async.runtime.topology import ServicePlace
 from tests.unit.launch.launching import STAND_IN, changed
 from tests.unit.launch.test_supervisor import assert_nothing_is_left
 from tests.waiting import wait_for
@@ -55,7 +56,7 @@ def prepared(made, *, most=1):
 
 def take(made, tmp_path, **descriptors):
     environment = {**made.environment, "WORD": "said"}
-    return made.take(TRAINER, tmp_path / "context.json", tmp_path / "trainer.log", environment, descriptors)
+    return made.take(TRAINER, tmp_path / "topology.json", tmp_path / "trainer.log", environment, descriptors)
 
 
 def test_a_spare_becomes_the_service_with_its_arguments_descriptors_and_output(spares, tmp_path):
@@ -67,7 +68,7 @@ def test_a_spare_becomes_the_service_with_its_arguments_descriptors_and_output(s
         os.close(write_fd)
         try:
             wait_for(lambda: child.ready_report() == {"ready": "trainer"})
-            arguments = ["--context", str(tmp_path / "context.json"), "--name", "trainer"]
+            arguments = ["--topology", str(tmp_path / "topology.json"), "--name", "trainer"]
             said = os.read(read_fd, 4096).decode()
             assert '"said"' in said
             assert str(child.pid) in said
@@ -164,16 +165,13 @@ def test_a_spare_that_cannot_become_a_service_ends_so_that_this_is_started_again
 
 def test_the_supervisor_starts_a_killed_trainer_from_a_spare_and_leaves_none(job, folders, behave):
     behave({"trainer": "waits for the next"})
-    supervisor = Supervisor(
-        changed(job, "supervisor", restarts=3, spare_after_s=0.0),
-        folders,
-        modules=STAND_IN,
-        spare_modules=("json",),
-    )
+    job = changed(job, "supervisor", restarts=3, spare_after_s=0.0)
+    launcher = LocalLauncher(job, folders, spare_modules=("json",))
+    supervisor = Supervisor(job, folders, modules=STAND_IN, launcher=launcher)
     first = []
 
     def kill_once_a_spare_is_ready():
-        spares = supervisor._spares._spares
+        spares = launcher._spares._spares
         if not first and spares and spares[0].ready:
             first.append(supervisor.children["trainer"].pid)
             (spare,) = spares
@@ -182,13 +180,13 @@ def test_the_supervisor_starts_a_killed_trainer_from_a_spare_and_leaves_none(job
         elif first and supervisor.children["trainer"].pid != first[0]:
             (folders.run_dir / "again").touch()
 
-    tend = supervisor._spares.tend
+    tend = launcher._spares.tend
 
     def watched(now_s, *, calm):
         tend(now_s, calm=calm)
         kill_once_a_spare_is_ready()
 
-    supervisor._spares.tend = watched
+    launcher._spares.tend = watched
     try:
         assert supervisor.run().kind == "finished"
     finally:

@@ -121,7 +121,7 @@ def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(tmp_pa
     behave({"trainer": "leaves helpers", "reward": "ignores SIGTERM"})
     run = start_run(tmp_path, job)
     wait_for(lambda: (tmp_path / "serving").exists())
-    run_id = json.loads((job.run_dir / job.job / "context.json").read_text())["run_id"]
+    run_id = json.loads((job.run_dir / job.job / "topology.json").read_text())["run_id"]
     os.kill(run.pid, signal.SIGKILL)
     run.wait(timeout=60)
     order, orderly = job.run_dir / job.job / "order", {"buffer", "rollout-0"}

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.engines import EngineMissing, find_engine_python
+from areal_async.launch.folders import write_keys
+from areal_async.launch.one_host import make_host, topology_here
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.context import RunPlaces, ServiceContext
+from areal_async.runtime.context import ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
 from rollout_service.engines.http.adapter import attached_url, read_model
@@ -92,10 +94,10 @@ def test_a_models_facts_are_read_from_its_files(tmp_path: Path) -> None:
 def test_servers_are_given_by_the_workers_number_and_a_guest_without_one_is_refused(tmp_path: Path) -> None:
     servers = [f"http://h:{n}" for n in range(6)]
     job = make_job(engine="sglang", replicas=2, server={"urls": servers})
-    places = RunPlaces("r", 1, "r", str(tmp_path), "m", "b", "w", [], job.model_dump(mode="json"))
-    RunSecret.make(tmp_path)
-    path = tmp_path / "context.json"
-    path.write_bytes(msgspec.json.encode(places))
+    host = make_host("local", run_dir=tmp_path, socket_dir=tmp_path, shm_dir=tmp_path)
+    write_keys(RunSecret.generate(), Path(host.socket_dir))
+    path = tmp_path / "topology.json"
+    path.write_bytes(msgspec.json.encode(topology_here("r", host, [], job.model_dump(mode="json"), {})))
 
     def urls(name: str) -> list[str | None]:
         return [attached_url(job, ServiceContext.load(path, name), replica) for replica in range(2)]

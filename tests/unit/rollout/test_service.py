@@ -25,7 +25,7 @@ def test_a_second_worker_of_the_same_name_is_refused_and_the_first_goes_on(tmp_p
         with pytest.raises(NameTaken, match=rf"rollout-7 works .* \(process {os.getpid()}\).*--name"):
             with name_of_our_own(ctx):
                 pass
-        assert name_is_held(ctx.socket_dir, "rollout-7")
+        assert name_is_held(ctx.host, "rollout-7")
         with name_of_our_own(other):
             pass
     with name_of_our_own(ctx):

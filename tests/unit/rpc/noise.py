@@ -8,10 +8,10 @@ import msgspec
 import zmq
 
 from areal_async.rpc import endpoints
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Commit
 from areal_async.rpc.schema import SCHEMA, Hello
+from areal_async.rpc.secret import Access
 
 SEND_LIMIT_MS = 60_000
 LINGER_MS = 2_000

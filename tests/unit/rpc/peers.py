@@ -89,7 +89,7 @@ class Wire:
             asking = self.context.socket(zmq.REP)
             asking.bind(endpoints.ZAP_ENDPOINT)
             threading.Thread(target=let_in, args=(asking,), daemon=True).start()
-            endpoints.bind(self.socket, endpoint, SECRET)
+            endpoints.bind(self.socket, endpoint, SECRET.guard(endpoint, ""))
         else:
             endpoints.connect(self.socket, endpoint, SECRET)
 

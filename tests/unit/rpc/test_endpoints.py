@@ -7,9 +7,10 @@ import pytest
 import zmq
 
 from areal_async.errors import EndpointError
-from areal_async.rpc.endpoints import CurveKeys, check_bindable
+from areal_async.rpc.endpoints import check_bindable
 from areal_async.rpc.frames import MAX_FRAMES
 from areal_async.rpc.messages import Arrived
+from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.rpc.sockets import READ_BURST_MESSAGES, PolledSocket
 from tests.unit.rpc.peers import client_of, pair, server_of
 
@@ -17,13 +18,13 @@ from tests.unit.rpc.peers import client_of, pair, server_of
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.168.1.7", "[::]", "example.org"])
 async def test_nothing_is_bound_beyond_loopback_without_keys(host):
     with pytest.raises(EndpointError, match="CURVE"):
-        await server_of(f"tcp://{host}:0").start()
-    check_bindable(f"tcp://{host}:0", CurveKeys.generate())
+        await server_of(f"tcp://{host}:0", access=Password(b"u", b"w")).start()
+    check_bindable(f"tcp://{host}:0", CurveKeys.generate().guard("", ""))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
 def test_loopback_may_be_bound(host):
-    check_bindable(f"tcp://{host}:0", None)
+    check_bindable(f"tcp://{host}:0", Password(b"u", b"w").guard("", ""))
 
 
 @pytest.mark.parametrize(

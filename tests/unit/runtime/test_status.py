@@ -21,7 +21,7 @@ def ctx(job, tmp_path):
 
 
 async def ask(ctx, name="rollout-0"):
-    clients = StatusClients(ctx.socket_dir, ctx.job.job, ctx.secret)
+    clients = StatusClients(lambda: ctx.topology, ctx.job.job, ctx.keys)
     try:
         return await asyncio.wait_for(clients.ask(name), 30.0)
     finally:
@@ -57,7 +57,7 @@ def test_torch_computes_with_as_many_threads_as_a_service_was_told(ctx):
     before = torch.get_num_threads()
 
     async def tell(threads):
-        clients = StatusClients(ctx.socket_dir, ctx.job.job, ctx.secret)
+        clients = StatusClients(lambda: ctx.topology, ctx.job.job, ctx.keys)
         await clients.ask(ctx.name, threads)
         await clients.close()
 

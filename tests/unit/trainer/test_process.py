@@ -32,7 +32,7 @@ async def serving(ctx, recorded):
     async def handle(peer, request, attachments):
         return recorded.exchange(request, attachments=attachments)
 
-    server = Server(ctx.buffer_endpoint, service="buffer", job="job", handler=handle, access=ctx.secret)
+    server = Server(ctx.buffer.endpoint, service="buffer", job="job", handler=handle, access=ctx.keys)
     await server.start()
     try:
         yield

@@ -2,9 +2,6 @@ import asyncio
 import gc
 import os
 import socket
-import stat
-import subprocess
-import sys
 import threading
 from contextlib import AsyncExitStack
 
@@ -15,10 +12,9 @@ from hypothesis import strategies as st
 from areal_async.errors import EndpointError, FaultError, SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Stats
-from areal_async.rpc.secret import CurveKeys
+from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.rpc.weights_messages import GetChunk
 from areal_async.weights.channels.serving import MAX_SOURCES, ChunkServer, RelayTree, sources
-from areal_async.weights.keys import make_keys, read_keys
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.weights.world import LIMIT_S, SECRET, download, files_of, server, table_of, written
 from tests.waiting import until
@@ -178,7 +174,7 @@ async def test_files_may_be_overwritten_only_once_no_socket_reads_them(tmp_path)
 
 async def test_addresses_beyond_loopback_need_keys():
     with pytest.raises(EndpointError, match="CURVE"):
-        await ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=SECRET).start()
+        await ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=Password(b"u", b"w")).start()
     keys = CurveKeys.generate()
     made = ChunkServer("tcp://0.0.0.0:0", job="j", source="peer", access=keys)
     await made.start()
@@ -196,28 +192,6 @@ async def test_who_has_the_keys_is_served_and_nobody_else(tmp_path):
         path = await download(None, snapshot, tmp_path / "a", [p.endpoint], access=own).run()
         assert files_of(path) == files_of(snapshot.path)
         assert p.bytes_sent == snapshot.size_bytes
-
-
-def test_a_key_file_is_its_owners_alone(tmp_path):
-    path = tmp_path / "weights.keys"
-    done = subprocess.run(
-        [sys.executable, "-m", "areal_async.weights.keys", path], check=True, capture_output=True, text=True
-    )
-    assert f"{path} holds a new CURVE key pair" in done.stdout
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    keys = read_keys(path)
-    assert keys.trusted == (keys.public,)
-    with pytest.raises(FileExistsError):
-        make_keys(path)
-    path.chmod(0o640)
-    with pytest.raises(EndpointError, match="read by others"):
-        read_keys(path)
-    path.chmod(0o600)
-    path.write_bytes(b"abc")
-    with pytest.raises(EndpointError, match="no key pair"):
-        read_keys(path)
-    with pytest.raises(EndpointError, match="cannot be read"):
-        read_keys(tmp_path / "absent")
 
 
 def test_nothing_is_left_of_a_server_and_a_download(tmp_path):

@@ -12,9 +12,8 @@ import torch
 
 from areal_async.errors import FaultError
 from areal_async.rpc.client import Client
-from areal_async.rpc.endpoints import Access
 from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.secret import RunSecret
+from areal_async.rpc.secret import Access, RunSecret
 from areal_async.rpc.server import Answer
 from areal_async.rpc.weights_messages import GetChunk
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table

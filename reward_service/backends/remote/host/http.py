@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 import areal_async.runtime.metrics  # noqa: F401  (it settles which series a counter has)
 from areal_async.errors import EndpointError
-from areal_async.rpc.endpoints import is_loopback
+from areal_async.rpc.endpoints import LOOPBACK, is_loopback
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.service import LONGEST_DEADLINE_S, RequestRefused, ScoringService
 from reward_service.backends.remote.schema import (
@@ -41,11 +41,11 @@ def http_socket(address: str, token: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise EndpointError(f"{address!r} is no address: write HOST:PORT, for example 127.0.0.1:8700")
+        raise EndpointError(f"{address!r} is no address: write HOST:PORT, for example {LOOPBACK}:8700")
     if not is_loopback(host) and not token:
         raise EndpointError(
             f"refusing to serve {address} without a token: other machines reach it. Give --token-file, or "
-            "serve 127.0.0.1."
+            f"serve {LOOPBACK}."
         )
     try:
         return listen(host, int(port), guarded=bool(token))

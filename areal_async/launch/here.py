@@ -1,0 +1,216 @@
+"""The launcher of one machine: child processes, spares, Unix sockets.
+
+Promises: each start of a group of ranks has a socket of its own, bound before the first rank runs, and one
+rank alone has none; after `close` no process of the run is left, whatever it detached.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+from areal_async.launch.folders import RunFolders
+from areal_async.launch.one_host import topology_here
+from areal_async.launch.plan import name_is_held, thread_count
+from areal_async.launch.spares import PRELOADED, Spares
+from areal_async.runtime.context import SERVED_VARIABLE
+from areal_async.runtime.group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
+from areal_async.runtime.process import (
+    ChildProcess,
+    kill_processes_of,
+    service_environment,
+    start_service,
+)
+from areal_async.runtime.topology import Role, ServicePlace, Topology
+
+VMSTAT = Path("/proc/vmstat")
+SWEEP_S = 1.0
+
+
+class LocalChild:
+    """A service on this machine, and the line from it where it is a rank of the trainer."""
+
+    def __init__(self, process: ChildProcess, line_fd: int | None) -> None:
+        self._process = process
+        self._line_fd = line_fd
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready_report(self) -> dict[str, Any] | None:
+        return self._process.ready_report()
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def lost(self) -> str:
+        return ""
+
+    def heard(self) -> bytes:
+        if self._line_fd is not None:
+            with suppress(BlockingIOError):
+                return os.read(self._line_fd, 1 << 16)
+        return b""
+
+    def memory_kills(self) -> int:
+        return memory_kills()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.close()
+        fd, self._line_fd = self._line_fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+class RankLines:
+    """What the ranks of a trainer are given when they start on one host: a line to whoever starts them, and
+    the socket at which they meet, on an interface of that host."""
+
+    def __init__(self, interface: str, ranks: int) -> None:
+        self._interface = interface
+        self._ranks = ranks
+        self.meeting = ""
+        """Address at which the ranks of this start meet, once rank 0 was prepared."""
+
+    def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int | None]:
+        """The variables for the process, the descriptors that it is given, each by the variable that names
+        it, and the end of its line that stays here. Rank 0 is prepared first. Whoever calls closes the
+        descriptors once the process has them."""
+        if place.role != "trainer":
+            return {}, {}, None
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        given = {PULSE_VARIABLE: write_fd}
+        variables = {}
+        if self._ranks > 1:
+            if place.index == 0:
+                listening = socket.create_server((self._interface, 0), backlog=max(128, self._ranks))
+                self.meeting = f"{self._interface}:{listening.getsockname()[1]}"
+                given[LISTENING_VARIABLE] = listening.detach()
+            variables[MEETING_VARIABLE] = self.meeting
+        return variables, given, read_fd
+
+
+class LocalLauncher:
+    """Starts everything in the folders of a run on this machine. `spare_modules` is what spares import."""
+
+    def __init__(
+        self, job: JobConfig, folders: RunFolders, *, spare_modules: Sequence[str] = PRELOADED
+    ) -> None:
+        self._job = job
+        self._folders = folders
+        self._lines = RankLines(folders.host.loopback, job.trainer.ranks)
+        self._spares = Spares(
+            most=job.trainer.ranks,  # they die together
+            after_s=job.supervisor.spare_after_s,
+            environment=self._environment("trainer"),
+            output=folders.logs / "spare.log",
+            modules=spare_modules,
+        )
+        self._children: dict[str, LocalChild] = {}
+
+    def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
+        return topology_here(
+            self._folders.run_id, self._folders.host, services, {}, job.placement.pretend
+        ).services
+
+    def join(self, place: ServicePlace) -> ServicePlace:
+        (placed,) = self.begin(self._job, [place])
+        return placed
+
+    def leave(self, name: str) -> None:
+        self._children.pop(name, None)
+
+    def start(self, place: ServicePlace, *, served_before: bool) -> LocalChild:
+        environment = self._environment(place.role)
+        if served_before:
+            environment[SERVED_VARIABLE] = "1"
+        log_path = self._folders.logs / f"{place.name}.log"
+        variables, given, line_fd = self._lines.prepare(place)
+        environment |= variables
+        try:
+            process = self._spares.take(place, self._folders.topology, log_path, environment, given)
+            if process is None:
+                environment |= {variable: str(fd) for variable, fd in given.items()}
+                process = start_service(
+                    place, self._folders.topology, log_path, environment, list(given.values())
+                )
+        finally:
+            for fd in given.values():
+                os.close(fd)
+        self._children[place.name] = child = LocalChild(process, line_fd)
+        return child
+
+    def is_taken(self, name: str) -> bool:
+        return name_is_held(self._folders.host, name)
+
+    def publish(self, job: JobConfig, services: list[ServicePlace]) -> Topology:
+        self._job = job
+        topology = topology_here(
+            self._folders.run_id,
+            self._folders.host,
+            services,
+            job.model_dump(mode="json"),
+            job.placement.pretend,
+        )
+        write_whole(self._folders.topology, msgspec.json.format(msgspec.json.encode(topology)))
+        return topology
+
+    def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
+        self._spares.tend(now_s, calm=calm)
+        return []
+
+    def scrape_targets(self, ports: dict[str, int]) -> dict[str, str]:
+        return {name: f"{self._folders.host.loopback}:{port}" for name, port in ports.items()}
+
+    def close(self) -> None:
+        """Leave no process: no service, nor what they detached, nor a spare."""
+        self._spares.close()
+        for child in self._children.values():
+            child.kill()
+        deadline_s = time.monotonic() + SWEEP_S
+        while kill_processes_of(self._folders.run_id) and time.monotonic() < deadline_s:
+            for child in self._children.values():
+                child.poll()
+            time.sleep(0.02)
+        for child in self._children.values():
+            child.poll()
+            child.close()
+
+    def _environment(self, role: Role) -> dict[str, str]:
+        environment = service_environment(self._folders.run_id, thread_count(self._job, role))
+        if role != "buffer":
+            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            environment.pop(self._job.buffer.redis_login.password_env, None)
+        return environment
+
+
+def memory_kills(vmstat: Path = VMSTAT) -> int:
+    """How many processes of this machine the kernel has killed for want of memory; 0 where it is silent."""
+    with suppress(OSError):
+        for line in vmstat.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.partition(" ")[2])
+    return 0
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Readers see the old file or the new one."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(content)
+    unfinished.chmod(mode)
+    unfinished.replace(path)
