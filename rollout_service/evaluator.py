@@ -33,7 +33,7 @@ from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.status.record import RunRecords, open_records
 from areal_async.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, pack
 from areal_async.weights.receiver import make_receiver
@@ -219,7 +219,7 @@ async def follow(
     source: SnapshotSource,
     evaluator: Evaluator,
     tasks: Sequence[Task],
-    run_log: RunLog,
+    run_log: RunRecords,
     *,
     retry_pause_s: float = RETRY_PAUSE_S,
     give_up_s: float = GIVE_UP_S,
@@ -253,7 +253,7 @@ async def _evaluate_one(
     source: SnapshotSource,
     evaluator: Evaluator,
     tasks: Sequence[Task],
-    run_log: RunLog,
+    run_log: RunRecords,
     notice: SnapshotNotice,
 ) -> None:
     began_s = time.monotonic()
@@ -309,16 +309,13 @@ def _figures(statistics: Statistics) -> dict[str, list[float | None]]:
     return {name: [figure.value, figure.low, figure.high] for name, figure in figures.items()}
 
 
-def is_done(ctx: ServiceContext) -> bool:
+def is_done(records: RunRecords) -> bool:
     """Whether the job's final model is written and evaluated: then no trainer may be there to ask."""
-    if not (ctx.run_dir / "model").exists():
-        return False
-    records = read_run_log(ctx.run_log)
-    trained = max((record.get("epoch", 0) for record in records if record["kind"] == "step"), default=0)
-    return any(
-        record["kind"] == "evaluation" and record.get("final") and record["epoch"] >= trained
-        for record in records
-    )
+    found = records.read("step", "model", "evaluation")
+    trained = max((record.get("epoch", 0) for record in found if record["kind"] == "step"), default=0)
+    written = any(record["kind"] == "model" and record["epoch"] >= trained for record in found)
+    evaluated = (record for record in found if record["kind"] == "evaluation" and record.get("final"))
+    return written and any(record["epoch"] >= trained for record in evaluated)
 
 
 async def main(ctx: ServiceContext) -> None:
@@ -339,7 +336,8 @@ async def main(ctx: ServiceContext) -> None:
     )
     receiver = make_receiver(ctx, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
 
-    if is_done(ctx):
+    records = open_records(ctx)
+    if await asyncio.to_thread(is_done, records):
         log.info("the final snapshot was evaluated before this process was started")
         ctx.ready()
         return
@@ -350,7 +348,7 @@ async def main(ctx: ServiceContext) -> None:
             ctx.ready()
             await connect(receiver)
             evaluator = Evaluator(engine, scorer, workflow, render, job=job, gateway=gateway)
-            await follow(receiver, evaluator, tasks, RunLog(ctx.run_log))
+            await follow(receiver, evaluator, tasks, records)
 
     try:
         await unless_stopped(ctx.stop, work())
@@ -358,6 +356,7 @@ async def main(ctx: ServiceContext) -> None:
         await gateway.close()
         await engine.stop()
         await receiver.close()
+        await asyncio.to_thread(records.close)
 
 
 if __name__ == "__main__":

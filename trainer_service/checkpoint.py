@@ -25,6 +25,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,6 @@ from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
-from areal_async.status.record import read_run_log
 from trainer_service.background import Background
 from trainer_service.disk import FileEntry, WithSchema, hashed, replace_folder, room_for, write_hashed
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
@@ -78,6 +78,10 @@ class WrittenFiles(msgspec.Struct, frozen=True):
     disk_full: bool = False
 
 
+MEASURING = ("evaluation", "sft")
+"""Kinds of records with held-out accuracies."""
+
+
 class Measured(msgspec.Struct, frozen=True):
     """A held-out accuracy of the weights `(epoch, version)`."""
 
@@ -86,10 +90,10 @@ class Measured(msgspec.Struct, frozen=True):
     accuracy: float
 
 
-def measured_in(run_log: Path, policy: str) -> Iterator[Measured]:
-    """The held-out accuracies in a run log so far: by the evaluator, or by supervised training itself."""
-    for record in read_run_log(run_log):
-        if record["kind"] in ("evaluation", "sft") and record.get("accuracy") is not None:
+def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[Measured]:
+    """The held-out accuracies in the records of a run: by the evaluator, or by supervised training itself."""
+    for record in records:
+        if record["kind"] in MEASURING and record.get("accuracy") is not None:
             version = record["version"] if record["kind"] == "evaluation" else record["step"]
             if record["policy"] == policy:
                 yield Measured(record.get("epoch", 0), version, record["accuracy"])

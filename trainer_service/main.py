@@ -21,7 +21,7 @@ from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
 from areal_async.runtime.log import get_logger
-from areal_async.status.record import RunLog
+from areal_async.status.record import RunRecords, open_records
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
 from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
@@ -77,7 +77,10 @@ def train(ctx: ServiceContext) -> None:
         closing = stack.enter_context(ExitStack())
         stack.enter_context(_explained(ranks))
         backend = load_backend(ctx.job, ranks)
-        run_log = closing.enter_context(RunLog(ctx.run_log)) if ranks.first else None
+        run_log: RunRecords | None = None
+        if ranks.first:
+            run_log = open_records(ctx)
+            closing.callback(run_log.close)
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
         if ctx.job.kind == "sft":
             finished = _sft(ctx, ranks, backend, run_log)
@@ -143,7 +146,11 @@ def _newest(ctx: ServiceContext, ranks: Ranks) -> tuple[Checkpoint | None, Check
 
 
 def _rl(
-    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None, closing: ExitStack
+    ctx: ServiceContext,
+    ranks: Ranks,
+    backend: TrainingBackend,
+    run_log: RunRecords | None,
+    closing: ExitStack,
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored, left = _newest(ctx, ranks)
@@ -183,7 +190,7 @@ def _rl(
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 
 
-def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunLog | None) -> bool:
+def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunRecords | None) -> bool:
     restored, left = _newest(ctx, ranks)
     trainer = SftTrainer(
         ctx.job,

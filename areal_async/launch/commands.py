@@ -15,17 +15,29 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from areal_async.errors import FaultError, WireError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
-from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, ServiceStatus, Status, WorkersChanged
+from areal_async.rpc.control_messages import (
+    DrainWorker,
+    ReadRecords,
+    ScaleWorkers,
+    ServiceStatus,
+    Status,
+    WorkersChanged,
+    WriteRecord,
+)
 from areal_async.rpc.messages import Drain
+from areal_async.rpc.schema import Ok
 from areal_async.rpc.secret import Access
-from areal_async.rpc.server import Peer
+from areal_async.rpc.server import Answer, Peer
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import exit_text
 from areal_async.runtime.status import ControlServer, board
 from areal_async.runtime.topology import Topology
+from areal_async.status.record import RunLog
 
 MAX_ASKED = 64  # Requests that wait for the supervisor's loop
 
@@ -64,8 +76,11 @@ class ControlSocket:
 
     A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
 
-    def __init__(self, job: str, topology: Topology, keys: Access, buffer_wait_s: float) -> None:
+    def __init__(
+        self, job: str, topology: Topology, keys: Access, buffer_wait_s: float, records: RunLog | None = None
+    ) -> None:
         self._job = job
+        self._records = records
         self._keys = keys
         self._buffer = Address(topology.buffer, "buffer")
         self._buffer_wait_s = buffer_wait_s
@@ -75,7 +90,13 @@ class ControlSocket:
             service="supervisor",
             job=job,
             access=keys,
-            handlers={Status: self._status, ScaleWorkers: self._scale, DrainWorker: self._drain},
+            handlers={
+                Status: self._status,
+                ScaleWorkers: self._scale,
+                DrainWorker: self._drain,
+                WriteRecord: self._write,
+                ReadRecords: self._read,
+            },
         )
 
     def start(self) -> None:
@@ -97,6 +118,26 @@ class ControlSocket:
 
     async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         return board.status("supervisor", serves=True)
+
+    async def _write(self, peer: Peer, request: WriteRecord, attachments: list[memoryview]) -> Ok:
+        line = bytes(attachments[0]) if len(attachments) == 1 else b""
+        if not line.endswith(b"\n") or line.count(b"\n") != 1:
+            raise FaultError("invalid", "a record is one line")
+        try:
+            self._run_log.append(line)
+        except OSError as error:
+            raise FaultError("failed", str(error)) from error
+        return Ok()
+
+    async def _read(self, peer: Peer, request: ReadRecords, attachments: list[memoryview]) -> Answer:
+        found = self._run_log.read(*request.kinds)
+        return Ok(), [b"\n".join(map(msgspec.json.encode, found))]
+
+    @property
+    def _run_log(self) -> RunLog:
+        if self._records is None:
+            raise FaultError("invalid", "this supervisor keeps no records")
+        return self._records
 
     async def _scale(
         self, peer: Peer, request: ScaleWorkers, attachments: list[memoryview]

@@ -125,6 +125,7 @@ def _run(
         folders,
         modules=modules,
         metrics_port=metrics_port,
+        records=run_log,
         on_ending=on_ending,
         on_restart=on_restart,
     )

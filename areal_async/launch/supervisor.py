@@ -44,6 +44,7 @@ from areal_async.runtime import events
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import RestartPolicy, exit_text
 from areal_async.runtime.topology import Role, ServicePlace
+from areal_async.status.record import RunLog
 
 TICK_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,7 +53,8 @@ log = get_logger("supervisor")
 
 
 class Supervisor:
-    """Runs the services of one job. `metrics_port` is its own process's, 0 for none.
+    """Runs the services of one job. `metrics_port` is its own process's, 0 for none; `records` is the run's
+    log, which services write to through it.
 
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
     and is to be started again, `on_ending` once when the end is decided and the services that did not cause
@@ -64,6 +66,7 @@ class Supervisor:
         folders: RunFolders,
         *,
         launcher: Launcher | None = None,
+        records: RunLog | None = None,
         modules: Mapping[Role, str] = MODULES,
         metrics_port: int = 0,
         on_serving: Callable[[], None] = lambda: None,
@@ -92,7 +95,9 @@ class Supervisor:
         self._told_ending = False
         self._interrupted_s: float | None = None
         self._same_interrupt_s = same_interrupt_s
-        self._socket = ControlSocket(job.job, self.topology, folders.secret.of("supervisor"), buffer_wait_s)
+        self._socket = ControlSocket(
+            job.job, self.topology, folders.secret.of("supervisor"), buffer_wait_s, records
+        )
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}
         """Workers that are being drained, and who waits for their end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from areal_async.rpc.messages import BufferStats
-from areal_async.rpc.schema import Message, Record, Request
+from areal_async.rpc.schema import Message, Ok, Record, Request
 
 # --- supervisor -> every service; anyone -> supervisor -----------------------------------------------
 
@@ -87,6 +87,19 @@ class Status(Request[ServiceStatus], frozen=True):
     """CPU threads that it is to compute with from its next step on; 0: as many as it has."""
     endpoints: dict[str, str] = {}
     """Where servers of the run are found now, by their names."""
+
+
+# --- services -> supervisor --------------------------------------------------------------------------
+
+
+class WriteRecord(Request[Ok], frozen=True):
+    """Append the line in the attachment to the run's records."""
+
+
+class ReadRecords(Request[Ok], frozen=True):
+    """The records of these kinds (none: of all), as lines in the attachment of the answer."""
+
+    kinds: list[str]
 
 
 # --- command line -> supervisor ----------------------------------------------------------------------

@@ -17,6 +17,7 @@ Roles = frozenset[KeyRole]
 ALL: Roles = frozenset(ROLES)
 GENERATORS: Roles = frozenset({"rollout", "evaluator"})
 PEOPLE: Roles = frozenset({"supervisor", "cli"})
+SERVICES: Roles = ALL - PEOPLE
 ROLLOUT: Roles = frozenset({"rollout"})
 REWARD: Roles = frozenset({"reward"})
 TRAINER: Roles = frozenset({"trainer"})
@@ -57,6 +58,8 @@ CALLERS: Mapping[type, Roles] = {
     gateway_messages.CountCalls: GENERATORS,
     # to every service, and to the supervisor
     control_messages.Status: PEOPLE,
+    control_messages.WriteRecord: SERVICES,
+    control_messages.ReadRecords: SERVICES | PEOPLE,
     control_messages.ScaleWorkers: PEOPLE,
     control_messages.DrainWorker: PEOPLE,
 }

@@ -83,11 +83,6 @@ class ServiceContext:
         return Path(self.host.shm_dir)
 
     @property
-    def run_log(self) -> Path:
-        """`metrics.jsonl`, shared by all processes of the run (one append per record)."""
-        return self.run_dir / "metrics.jsonl"
-
-    @property
     def has_served(self) -> bool:
         """Whether `ready` has been called."""
         return self._told.is_set()

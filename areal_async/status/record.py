@@ -1,75 +1,91 @@
-"""`metrics.jsonl`: the numbers of a run, one JSON object a line, written by several processes.
+"""`metrics.jsonl`: the numbers of a run, one JSON object a line.
 
-Each record is one append of one line, so lines of different processes never mix. Appends share a lock on the
-file; whoever mends its end (half a line, left by a power cut or a full disk) holds that lock alone, since the
-half of a line may be one that another process is just writing. A number that JSON has no form for (NaN,
-infinity) is written as null.
+The supervisor alone writes the file. Services hand it their records over its control socket, wherever they
+run (`open_records`). A number that JSON has no form for (NaN, infinity) is written as null.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
+import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from areal_async.errors import FaultError, PeerGone, WireError
+from areal_async.rpc.address import Address
+from areal_async.rpc.client import SyncClient
+from areal_async.rpc.control_messages import ReadRecords, WriteRecord
+from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import as_plain, get_logger
 from areal_async.runtime.status import board
 
 log = get_logger("record")
 
+WRITE_WAIT_S = 2.0
+"""Longest time that `RemoteRecords.write` waits for its record to be written; then it is on its way."""
+MOST_WAITING = 4096  # Records on their way; whoever writes one more waits
+FLUSH_S = 15.0
+ANSWER_S = 30.0
+
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
+class RunRecords(Protocol):
+    """Where the records of a run go, and come from."""
+
+    path: Path
+    """The file, on the home host."""
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one record, and have this process's `Status` tell it; `time_s` (unix time in seconds) is
+        added unless given. Raises OSError where it cannot be written."""
+
+    def read(self, *kinds: str) -> list[dict[str, Any]]:
+        """The records of these kinds so far, in the order they were written; of all where none is named.
+        Raises OSError or `WireError`."""
+
+    def close(self) -> None:
+        """Wait, for a while, until all is written."""
+
+
 class RunLog:
-    """Appends records to one file. Safe to use from several processes and threads at once."""
+    """Appends records to the file. Any thread may write; one process at a time does."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._threads = threading.Lock()
-        with self._locked(fcntl.LOCK_EX):
-            size = os.fstat(self._fd).st_size
-            if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                os.write(self._fd, b"\n")  # else the first record of ours would join the half line
-
-    @contextlib.contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        with self._threads:  # threads share the descriptor, and with it its lock on the file
-            fcntl.flock(self._fd, how)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._lock = threading.Lock()
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # else the first record of ours would join the half line
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record, and have this process's `Status` tell it; `time_s` (unix time in seconds) is
-        added unless given. Raises OSError."""
-        record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
-        line = msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
-        with self._locked(fcntl.LOCK_SH):
+        line = line_of(kind, fields)
+        self.append(line)
+        board.record(line)
+
+    def append(self, line: bytes) -> None:
+        """Append the line of one record, or nothing of it. Raises OSError."""
+        with self._lock:
+            before = os.fstat(self._fd).st_size
             written = os.write(self._fd, line)
             if written != len(line):
-                self._take_back(written)
+                os.ftruncate(self._fd, before)
                 raise OSError(
                     errno.ENOSPC,
                     f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
                 )
-        board.record(line)
 
-    def _take_back(self, written: int) -> None:
-        """Remove the half line just written, unless another record has joined it meanwhile."""
-        end = os.lseek(self._fd, 0, os.SEEK_CUR)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        if os.fstat(self._fd).st_size == end:
-            os.ftruncate(self._fd, end - written)
+    def read(self, *kinds: str) -> list[dict[str, Any]]:
+        return [record for record in read_run_log(self.path) if not kinds or record.get("kind") in kinds]
 
     def close(self) -> None:
         os.close(self._fd)
@@ -79,6 +95,95 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class RemoteRecords:
+    """The run log of the supervisor at `address`, for a process of the run.
+
+    Records are written in their order, each once, from a thread of its own: a link that is cut holds up
+    nobody for longer than `WRITE_WAIT_S`, until `MOST_WAITING` are waiting."""
+
+    def __init__(self, address: Address, path: Path, *, job: str, name: str, ctx: ServiceContext) -> None:
+        self.path = path
+        self._client = SyncClient(address, job=job, role=ctx.role, name=f"{name}/records", access=ctx.keys)
+        self._waiting: queue.Queue[tuple[bytes, Future[None]] | None] = queue.Queue(MOST_WAITING)
+        self._failed: OSError | None = None
+        self._thread = threading.Thread(target=self._send, name="records", daemon=True)
+        self._thread.start()
+
+    def write(self, kind: str, **fields: Any) -> None:
+        if self._failed is not None:
+            raise self._failed
+        line, written = line_of(kind, fields), Future[None]()
+        self._waiting.put((line, written))
+        with contextlib.suppress(TimeoutError):
+            written.result(WRITE_WAIT_S)
+        board.record(line)
+
+    def read(self, *kinds: str) -> list[dict[str, Any]]:
+        self._client.connect(ANSWER_S)
+        _, attached = self._client.exchange(ReadRecords(list(kinds)), timeout_s=ANSWER_S)
+        return [_decoder.decode(line) for line in bytes(attached[0]).split(b"\n") if line]
+
+    def close(self) -> None:
+        """Wait until all is written, at most `FLUSH_S`."""
+        self._waiting.put(None)
+        self._thread.join(FLUSH_S)
+        if self._thread.is_alive():
+            log.warning("records were not written", number=self._waiting.qsize())
+        self._client.close()
+
+    def __enter__(self) -> RemoteRecords:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            line, written = entry
+            try:
+                self._deliver(line)
+            except OSError as error:
+                self._failed = error
+                written.set_exception(error)
+            except PeerGone:  # closed
+                return
+            else:
+                written.set_result(None)
+
+    def _deliver(self, line: bytes) -> None:
+        """Try until it is written. Raises OSError where the home host has no room for it."""
+        while True:
+            try:
+                self._client.connect(ANSWER_S)
+                self._client.call(WriteRecord(), attachments=[line], timeout_s=ANSWER_S)
+                return
+            except FaultError as error:
+                raise OSError(errno.ENOSPC, error.message) from error
+            except PeerGone:
+                raise
+            except WireError as error:
+                log.warning("the run's home does not answer; records wait", error=str(error))
+
+
+def open_records(ctx: ServiceContext) -> RunRecords:
+    """The run's records, for a process of it."""
+    if not ctx.topology.control:
+        return RunLog(ctx.run_dir / RECORDS)
+    path = Path(ctx.topology.home_host.run_dir) / RECORDS
+    return RemoteRecords(
+        Address(ctx.topology.control, "supervisor"), path, job=ctx.job.job, name=ctx.name, ctx=ctx
+    )
+
+
+RECORDS = "metrics.jsonl"
+
+
+def line_of(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """A record as it is written."""
+    record = {"kind": kind, "time_s": round(time.time(), 3), **fields}
+    return msgspec.json.encode(record, enc_hook=as_plain) + b"\n"
 
 
 class Tail:

@@ -28,7 +28,7 @@ from areal_async.config.job import JobConfig
 from areal_async.modelfiles import is_mixture
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.runtime.log import get_logger
-from areal_async.status.record import RunLog
+from areal_async.status.record import RunRecords
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
@@ -314,7 +314,7 @@ class LogprobCheck:
         ranks: Ranks,
         backend: TrainingBackend,
         *,
-        run_log: RunLog | None,
+        run_log: RunRecords | None,
     ) -> None:
         self._job = job
         self._ranks = ranks

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from areal_async.rpc.messages import Batch
 from areal_async.runtime.log import get_logger
-from areal_async.status.record import RunLog
+from areal_async.status.record import RunRecords
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.data.step_plan import figures_of
@@ -18,7 +18,7 @@ log = get_logger("trainer")
 
 
 def report_step(
-    run_log: RunLog,
+    run_log: RunRecords,
     batch: Batch,
     result: StepResult,
     seconds: Mapping[str, float],

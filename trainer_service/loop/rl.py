@@ -44,7 +44,7 @@ from areal_async.runtime.events import record as record_event
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.status.record import RunRecords
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
@@ -52,7 +52,7 @@ from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.background import Background
-from trainer_service.checkpoint import Checkpoint, Checkpoints, measured_in
+from trainer_service.checkpoint import MEASURING, Checkpoint, Checkpoints, measured_in
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
 from trainer_service.data.recording import write_step
@@ -84,7 +84,7 @@ class RlTrainer:
         run_dir: Path,
         files: Mapping[str, bytes | Path],
         publisher: Publisher | PieceWriter | None,
-        run_log: RunLog | None,
+        run_log: RunRecords | None,
         stopping: threading.Event,
         shm_dir: Path | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class RlTrainer:
             keep=job.checkpoint.keep,
             ranks=ranks,
             keep_best=job.checkpoint.keep_best,
-            measured=lambda: measured_in(run_log.path, job.policy) if run_log is not None else (),
+            measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
             pending=self._to_be_evaluated,
         )
         self._states = States.of(job, disk, ranks, shm_dir)
@@ -170,7 +170,7 @@ class RlTrainer:
         if (
             self._run_log is not None
             and begin is not None
-            and was_evaluated(self._run_log.path, VersionTag(self._policy, begin.manifest.epoch, step))
+            and was_evaluated(self._run_log, VersionTag(self._policy, begin.manifest.epoch, step))
         ):
             self._evaluated = step
         log.info("trainer opened", epoch=self._epoch, step=step, steps=self._job.trainer.steps)
@@ -377,6 +377,8 @@ class RlTrainer:
             write_trained(self._run_dir, self._job, self._backend, self._ranks, self._files)
         if self._ranks.first:
             log.info("model written", folder=str(self._run_dir / "model"))
+            if self._run_log is not None:
+                self._run_log.write("model", policy=self._policy, epoch=self._epoch)
             self._note("finished", step=self._job.trainer.steps)
 
     def _wait_for_evaluation(self) -> bool:
@@ -406,9 +408,6 @@ class _Trained:
     """When the publication of its weights began, on the monotonic clock."""
 
 
-def was_evaluated(run_log: Path, tag: VersionTag) -> bool:
+def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
     """Whether the run log has an evaluation of what was published as `tag`."""
-    return any(
-        record["kind"] == "evaluation" and asdict(tag).items() <= record.items()
-        for record in read_run_log(run_log)
-    )
+    return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))

@@ -27,12 +27,12 @@ from areal_async.prompts import prompt_ids
 from areal_async.rpc.schema import Task
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
-from areal_async.status.record import RunLog
+from areal_async.status.record import RunRecords
 from areal_async.tasks import TaskTable, pass_order, read_tasks
 from trainer_service import metrics
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
-from trainer_service.checkpoint import Checkpoint, Checkpoints, measured_in
+from trainer_service.checkpoint import MEASURING, Checkpoint, Checkpoints, measured_in
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.microbatch import build_micro_batch, deal_rows, plan_passes
 from trainer_service.data.rows import TrainingRow, row_of
@@ -58,7 +58,7 @@ class SftTrainer:
         backend: TrainingBackend,
         *,
         run_dir: Path,
-        run_log: RunLog | None,
+        run_log: RunRecords | None,
         stopping: threading.Event,
         shm_dir: Path | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class SftTrainer:
             keep=job.checkpoint.keep,
             ranks=ranks,
             keep_best=job.checkpoint.keep_best,
-            measured=lambda: measured_in(run_log.path, job.policy) if run_log is not None else (),
+            measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
         )
         self._states = States.of(job, disk, ranks, shm_dir)
         normaliser = job.trainer.objective.normaliser

@@ -12,6 +12,7 @@ from pathlib import Path
 from areal_async.cli.tools import CheckpointRequest, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.launch.runs import Run, find_run
+from areal_async.status.record import read_run_log
 from trainer_service.checkpoint import (
     accuracies,
     epoch_of,
@@ -49,7 +50,7 @@ def write_checkpoint_model(target: Path, step: str, out: Path, *, adapter: bool 
 
 def _chosen(run: Run, step: str) -> int:
     there = {step_of(folder): epoch_of(folder) for folder in named_checkpoints(run.folder / "checkpoints")}
-    known = accuracies(there, measured_in(run.folder / "metrics.jsonl", run.job.policy))
+    known = accuracies(there, measured_in(read_run_log(run.folder / "metrics.jsonl"), run.job.policy))
     if step == "newest" and there:
         return max(there)
     if step == "best" and known:

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 from areal_async.errors import ArealError
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.service import run_service
-from areal_async.status.record import RunLog
+from areal_async.status.record import open_records
 
 HELPER = "import time; time.sleep(600)"
 
@@ -90,7 +91,7 @@ async def main(ctx: ServiceContext) -> None:
 def train(ctx: ServiceContext) -> None:
     """Write the records of a run of `trainer.steps` steps, and a model."""
     steps = ctx.job.trainer.steps
-    with RunLog(ctx.run_log) as records:
+    with closing(open_records(ctx)) as records:
         records.write("evaluation", version=0, accuracy=0.25, n=100, wall_s=0.1)
         for step in range(steps):
             figures = {"reward_mean": 0.5, "loss": 0.1, "tokens": 100, "episodes": 8, "staleness_max": 1}

@@ -123,7 +123,7 @@ def test_the_topology_gives_each_service_its_own(job, tmp_path):
     assert ctx.keys.word not in path.read_text() + repr(ctx)
     assert (ctx.role, ctx.name, ctx.index) == ("rollout", "rollout-0", 0)
     assert ctx.job == job
-    assert ctx.run_log == tmp_path / "run" / "metrics.jsonl"
+    assert ctx.run_dir == tmp_path / "run"
     for name in ("trainer-1", "rollout", "rollout-A", "evaluator"):
         with pytest.raises(KeyError):
             ServiceContext.load(path, name)

@@ -1,14 +1,22 @@
-import json
-import subprocess
-import sys
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from areal_async.errors import FaultError
+from areal_async.launch.commands import ControlSocket
+from areal_async.rpc.address import Address
+from areal_async.rpc.client import Client
+from areal_async.rpc.control_messages import WriteRecord
+from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.status import board
+from areal_async.status import record
 from areal_async.status.curves import Curve, draw_curves, field, ratio, rolling_mean
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.status.record import RunLog, open_records, read_run_log
 
 
 def test_records_come_back_in_order_with_null_for_what_json_has_no_form_and_are_told_in_the_status(tmp_path):
@@ -33,39 +41,81 @@ def test_a_line_cut_short_costs_only_itself(tmp_path):
     assert [record["step"] for record in read_run_log(path)] == [1, 3]
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from areal_async.status.record import RunLog
-path, writer, lines, size = sys.argv[1:]
-log = RunLog(Path(path))
-for i in range(int(lines)):
-    log.write("step", writer=int(writer), i=i, padding="x" * int(size))
-"""
+@asynccontextmanager
+async def home(ctx, records):
+    """The supervisor's control socket, as services find it."""
+    topology = msgspec.structs.replace(ctx.topology, control=ctx.host.local_endpoint("control"))
+    socket = ControlSocket(ctx.job.job, topology, ctx.keys, 0.1, records)
+    await asyncio.to_thread(socket.start)
+    try:
+        yield replace(ctx, topology=topology)
+    finally:
+        await asyncio.to_thread(socket.stop)
 
 
-def writer(*words):
-    return subprocess.Popen([sys.executable, "-c", WRITER, *map(str, words)])
+@pytest.fixture
+def ctx(job, tmp_path):
+    return ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
 
 
-def test_lines_of_several_processes_never_mix(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    writers = [writer(path, n, 500, 200) for n in range(4)]
-    assert [one.wait(60) for one in writers] == [0] * 4
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for n in range(4):
-        assert [line["i"] for line in lines if line["writer"] == n] == list(range(500))
+async def test_records_of_services_come_to_the_home_of_the_run_in_their_order_and_once(ctx, tmp_path):
+    with RunLog(tmp_path / "metrics.jsonl") as run_log:
+        async with home(ctx, run_log) as there:
+            writers = [await asyncio.to_thread(open_records, there) for _ in range(3)]
+
+            def write(number):
+                for i in range(100):
+                    writers[number].write("step", writer=number, i=i, loss=float("nan"))
+
+            await asyncio.gather(*(asyncio.to_thread(write, number) for number in range(3)))
+            run_log.write("evaluation", version=1)
+            found = await asyncio.to_thread(writers[0].read, "evaluation")
+            assert [record["version"] for record in found] == [1]
+            for writer in writers:
+                await asyncio.to_thread(writer.close)
+    for number in range(3):
+        own = [r["i"] for r in read_run_log(run_log.path) if r.get("writer") == number]
+        assert own == list(range(100))
 
 
-def test_a_line_just_being_written_is_not_mended(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    one = writer(path, 0, 200, 100_000)
-    while one.poll() is None:
-        RunLog(path).close()
-    assert one.returncode == 0
-    lines = path.read_bytes().split(b"\n")
-    assert lines.pop() == b""
-    assert [json.loads(line)["i"] for line in lines] == list(range(200))
+async def test_a_home_that_is_away_holds_up_a_service_for_a_moment_and_gets_its_records_when_it_is_back(
+    ctx, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(record, "WRITE_WAIT_S", 0.05)
+    with RunLog(tmp_path / "metrics.jsonl") as run_log:
+        async with home(ctx, run_log) as there:
+            remote = await asyncio.to_thread(open_records, there)
+            await asyncio.to_thread(remote.write, "step", step=0)
+        for step in (1, 2):
+            await asyncio.to_thread(remote.write, "step", step=step)
+        assert [r["step"] for r in run_log.read("step")] == [0]
+        async with home(ctx, run_log):
+            await asyncio.to_thread(remote.close)
+        assert [r["step"] for r in run_log.read("step")] == [0, 1, 2]
+
+
+async def test_a_disk_that_is_full_at_home_is_an_error_of_the_service_that_writes(ctx, tmp_path):
+    class Full(RunLog):
+        def append(self, line):
+            raise OSError(28, "no space left")
+
+    with Full(tmp_path / "metrics.jsonl") as run_log:
+        async with home(ctx, run_log) as there:
+            remote = await asyncio.to_thread(open_records, there)
+            with pytest.raises(OSError, match="no space left"):
+                await asyncio.to_thread(remote.write, "step", step=0)
+            await asyncio.to_thread(remote.close)
+
+
+async def test_what_is_no_line_is_refused(ctx, tmp_path):
+    with RunLog(tmp_path / "metrics.jsonl") as run_log:
+        async with home(ctx, run_log) as there:
+            address = Address(there.topology.control, "supervisor")
+            async with Client(address, job=ctx.job.job, role="x", name="x", access=ctx.keys) as client:
+                for attachments in ([], [b"no end"], [b"two\nlines\n"], [b"a\n", b"b\n"]):
+                    with pytest.raises(FaultError, match="one line"):
+                        await client.call(WriteRecord(), attachments=attachments, timeout_s=10)
+    assert run_log.path.read_bytes() == b""
 
 
 def run(steps):

@@ -51,7 +51,12 @@ async def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
         await main(ctx)
     assert recorded.calls[0] == ("open", 0, b"")
     assert recorded.calls.index(("export", 3)) < recorded.calls.index(("checkpointed", 3))
-    assert [r["version"] for r in read_run_log(ctx.run_log) if r["kind"] == "step"] == [1, 2, 3]
+    written = read_run_log(ctx.run_dir / "metrics.jsonl")
+    assert [r["version"] for r in written if r["kind"] == "step"] == [1, 2, 3]
+        1,
+        2,
+        3,
+    ]
     checkpoint = open_checkpoint(ctx.run_dir / "checkpoints" / "step-000003", job="job", policy="policy")
     assert checkpoint.ledger() == b"ledger of 3"
     assert read_step(ctx.run_dir / "batches", 2).blobs == read_step(tmp_path / "given", 2).blobs
@@ -166,5 +171,5 @@ async def test_a_whole_sft_job(tmp_path, model_dir):
     ctx = sft_context(model_dir, tmp_path, range(1, 10))
     await main(ctx)
     assert ctx.has_served
-    assert [record["step"] for record in read_run_log(ctx.run_log)] == [1, 2]
+    assert [record["step"] for record in read_run_log(ctx.run_dir / "metrics.jsonl")] == [1, 2]
     AutoModelForCausalLM.from_pretrained(ctx.run_dir / "model")
