@@ -53,10 +53,6 @@ async def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
     assert recorded.calls.index(("export", 3)) < recorded.calls.index(("checkpointed", 3))
     written = read_run_log(ctx.run_dir / "metrics.jsonl")
     assert [r["version"] for r in written if r["kind"] == "step"] == [1, 2, 3]
-        1,
-        2,
-        3,
-    ]
     checkpoint = open_checkpoint(ctx.run_dir / "checkpoints" / "step-000003", job="job", policy="policy")
     assert checkpoint.ledger() == b"ledger of 3"
     assert read_step(ctx.run_dir / "batches", 2).blobs == read_step(tmp_path / "given", 2).blobs
