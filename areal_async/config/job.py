@@ -53,8 +53,30 @@ class WeightsSection(Section):
     and the last), and that a delta is made of."""
 
 
+class ShapeSection(Section):
+    """What each process of one role is given on a cluster. What is left out follows from its threads and
+    devices."""
+
+    cpus: float | None = Field(default=None, ge=0)
+    """Cores that are reserved for it; parts of one may be given."""
+    gpus: float | None = Field(default=None, ge=0)
+    """GPUs that it sees; a part of one shares it."""
+    memory_gb: float | None = Field(default=None, gt=0)
+    """GiB of memory that are reserved for it."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Custom resources of the cluster that it takes, by name."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that its node must have, such as `ray.io/accelerator-type: H100`."""
+
+
 class PlacementSection(Section):
-    """Where the processes of the job run."""
+    """Where the processes of the job run. On one machine everything but `pretend` is without effect."""
+
+    buffer: ShapeSection = ShapeSection()
+    trainer: ShapeSection = ShapeSection()
+    rollout: ShapeSection = ShapeSection()
+    reward: ShapeSection = ShapeSection()
+    evaluator: ShapeSection = ShapeSection()
 
     pretend: dict[str, Annotated[str, Field(pattern=NODE_ID)]] = Field(default_factory=dict)
     """On one machine: processes that take themselves for those of another host of that name, such as

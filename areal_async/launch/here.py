@@ -81,10 +81,10 @@ class RankLines:
     """What the ranks of a trainer are given when they start on one host: a line to whoever starts them, and
     the socket at which they meet, on an interface of that host."""
 
-    def __init__(self, interface: str, ranks: int) -> None:
+    def __init__(self, interface: str, ranks: int, meeting: str = "") -> None:
         self._interface = interface
         self._ranks = ranks
-        self.meeting = ""
+        self.meeting = meeting
         """Address at which the ranks of this start meet, once rank 0 was prepared."""
 
     def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int | None]:

@@ -52,6 +52,8 @@ class ServicePlace(msgspec.Struct, frozen=True):
     metrics_port: int  # 0: the process picks a free one and reports it when ready
     node_id: str = ""  # Empty: it has no host yet
     status: str = ""  # Endpoint at which it says how it is
+    chunks: str = ""  # Endpoint at which it serves snapshots to other hosts; empty: any port of its host
+    gpus_of_its_own: bool = False  # Whether it sees the GPUs that it was given, and no others
 
     @property
     def is_first(self) -> bool:

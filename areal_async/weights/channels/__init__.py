@@ -308,5 +308,5 @@ class Auto(Channel):
 
 
 def _listen(ctx: ServiceContext) -> str:
-    """A free port of the interface at which other hosts reach this one."""
-    return f"tcp://{ctx.host.address}:0"
+    """A port of the interface at which other hosts reach this one."""
+    return ctx.place.chunks or f"tcp://{ctx.host.address}:0"

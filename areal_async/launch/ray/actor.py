@@ -1,0 +1,52 @@
+"""The actor of one process in a Ray cluster. Ray decides on which node it lives, and finds out when that is
+gone; what it does there is in `process_host.py`. Bytes go in and out: nothing of ours is pickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import ray
+
+from areal_async.launch.ray.orders import PlaceOrder, StartOrder, pack
+from areal_async.launch.ray.process_host import ProcessHost
+from areal_async.ownfiles import PRIVATE_UMASK
+
+NODE_ID_DIGITS = 12  # Of Ray's 56: as many as tell the nodes of a cluster apart
+AT_ONCE = 4  # Calls that are carried out at once: one of them waits for news
+
+
+class HostActor:
+    """The methods are those of `ProcessHost`."""
+
+    def __init__(self) -> None:
+        import os
+
+        os.umask(PRIVATE_UMASK)
+        context = ray.get_runtime_context()
+        self._host = ProcessHost(context.get_node_id()[:NODE_ID_DIGITS], ray.util.get_node_ip_address())
+
+    def place(self, order: bytes) -> bytes:
+        return pack(self._host.place(msgspec.msgpack.decode(order, type=PlaceOrder)))
+
+    def start(self, order: bytes) -> bytes:
+        return pack(self._host.start(msgspec.msgpack.decode(order, type=StartOrder)))
+
+    def news(self, have: bytes, wait_s: float, serves: bool) -> bytes:
+        known = msgspec.msgpack.decode(have, type=dict[str, int])
+        return pack(self._host.news(known, wait_s, serves=serves))
+
+    def terminate(self) -> None:
+        self._host.terminate()
+
+    def kill(self) -> None:
+        self._host.kill()
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def new_actor(name: str, options: dict[str, Any]) -> Any:
+    """A handle of a new actor that is placed as `options` say; it may wait for room."""
+    made = ray.remote(max_concurrency=AT_ONCE, max_restarts=0, max_task_retries=0)(HostActor)
+    return made.options(name=name, **options).remote()

@@ -1,0 +1,473 @@
+"""The launcher of a Ray cluster: Ray decides where each process goes, and notices when a node is gone.
+
+Promises: nothing is started before the whole job has its places; a process whose node is gone is said to be
+lost, and its next start asks Ray for another place; what processes append to their logs and events is on the
+home host a second later; when `close` has returned, or this process has died, nothing of the run is left on
+any node.
+
+One thread for each process of the run talks to its actor; the supervisor's never waits for one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal_async.config.cluster import RaySection
+from areal_async.config.job import JobConfig
+from areal_async.errors import RunError
+from areal_async.launch.folders import RunFolders
+from areal_async.launch.here import write_whole
+from areal_async.launch.plan import thread_count
+from areal_async.launch.ray.actor import new_actor
+from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, Started, StartOrder, pack
+from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
+from areal_async.launch.ray.process_host import listen_in
+from areal_async.rpc.endpoints import HELD_VARIABLE
+from areal_async.runtime.context import SERVED_VARIABLE
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import INCURABLE_STATUS
+from areal_async.runtime.topology import RunHost, ServicePlace, Topology
+
+HOME = "home"
+"""Node id of the supervisor's host. No process of the run shares its memory."""
+LEAST_CPUS = 0.01  # A place in a group must reserve something
+NEWS_S = 1.0
+ANSWER_S = 60.0  # Longest time for an actor that lives to do what it is told
+LOOK_S = 0.2
+CLOSE_S = 8.0
+PUBLISHED_S = 60.0
+LOST_STATUS = -9
+FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
+"""Beginnings of the names of variables that processes on other hosts are given as they are here."""
+OWN_VARIABLES = frozenset({HELD_VARIABLE, SERVED_VARIABLE})
+
+log = get_logger("launcher")
+
+
+class RemoteChild:
+    """A process on a node, as its thread sees it. The supervisor's thread reads."""
+
+    def __init__(self) -> None:
+        self.pid_there = 0
+        self.report: dict[str, Any] | None = None
+        self.status: int | None = None
+        self.how_lost = ""
+        self.said = bytearray()
+        self.kills = 0
+        self.cancelled = threading.Event()  # It is to end before it has begun
+        self.actor: Any = None
+        self.lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self.pid_there
+
+    def ready_report(self) -> dict[str, Any] | None:
+        return self.report
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def lost(self) -> str:
+        return self.how_lost
+
+    def heard(self) -> bytes:
+        with self.lock:
+            said, self.said = bytes(self.said), bytearray()
+        return said
+
+    def memory_kills(self) -> int:
+        return self.kills
+
+    def terminate(self) -> None:
+        self.cancelled.set()
+        if self.actor is not None:
+            self.actor.terminate.remote()
+
+    def kill(self) -> None:
+        self.cancelled.set()
+        if self.actor is not None:
+            self.actor.kill.remote()
+
+    def close(self) -> None:
+        """Nothing is kept here."""
+
+
+class RayPlace:
+    """The place of one process in the cluster, and its actor there."""
+
+    def __init__(self, launcher: RayLauncher, place: ServicePlace, options: Mapping[str, Any]) -> None:
+        self.place = place
+        self.options = options
+        self.host: RunHost | None = None
+        self.endpoints: dict[str, str] = {}
+        self.actor: Any = None
+        self._launcher = launcher
+        self._have: dict[str, int] = {}
+        self._lives = 0
+
+    def take(self, cancelled: threading.Event) -> bool:
+        """Have an actor made, wait until it has a place, and let that be prepared. False when `cancelled`."""
+        self._lives += 1
+        actor = new_actor(f"{self.place.name}.{self._lives}", dict(self.options))
+        try:
+            data = _answer(actor.place.remote(pack(self._launcher.order_for(self.place))), cancelled)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        if data is None:
+            ray.kill(actor)
+            return False
+        placed = msgspec.msgpack.decode(data, type=Placed)
+        self.host, self.endpoints, self.actor, self._have = placed.host, placed.endpoints, actor, {}
+        self.place = msgspec.structs.replace(
+            self.place,
+            node_id=placed.host.node_id,
+            status=placed.endpoints["status"],
+            chunks=placed.endpoints.get("chunks", ""),
+            gpus_of_its_own=bool(self.options.get("num_gpus")),
+        )
+        log.info("placed", service=self.place.name, node=placed.host.node_id, address=placed.host.address)
+        return True
+
+    def live(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
+        """One life of the process, from its start to its end; on a thread of its own."""
+        try:
+            if self.actor is None:
+                if not self.take(child.cancelled):
+                    child.status = LOST_STATUS
+                    return
+                self._launcher.moved(self)
+            child.actor = self.actor
+            self._start(child, served_before, meeting)
+            self._follow(child)
+        except (RayActorError, RayError) as error:
+            self._gone(child, f"was lost with its node ({_first_line(error)})")
+        except Exception as error:
+            log.exception("a process could not be placed or started", service=self.place.name)
+            self._gone(child, f"could not be started ({error})")
+        finally:
+            if meeting is not None and self.place.is_first and not meeting.done():
+                meeting.cancel()
+
+    def close(self) -> Any:
+        """The reference of the last call to the actor; None where there is none."""
+        return self.actor.close.remote() if self.actor is not None else None
+
+    def _start(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
+        where = ""
+        if meeting is not None and not self.place.is_first:
+            where = meeting.result(ANSWER_S)
+        order = StartOrder(
+            topology=self._launcher.published_with(self.place),
+            environment=self._launcher.environment_of(self.place, served_before),
+            job_rank=self.place.index if meeting is not None else -1,
+            meeting=where,
+        )
+        data = _answer(self.actor.start.remote(pack(order)), threading.Event(), ANSWER_S)
+        if data is None:
+            raise RunError(f"its node has not answered for {ANSWER_S:g} s")
+        started = msgspec.msgpack.decode(data, type=Started)
+        child.pid_there = started.pid
+        if meeting is not None and self.place.is_first:
+            meeting.set_result(started.meeting)
+
+    def _follow(self, child: RemoteChild) -> None:
+        while True:
+            have = msgspec.msgpack.encode(self._have)
+            data = _answer(self.actor.news.remote(have, NEWS_S, child.report is not None), threading.Event())
+            assert data is not None
+            news = msgspec.msgpack.decode(data, type=ProcessNews)
+            for piece in news.files:
+                self._launcher.bring_home(piece.name, piece.data)
+                self._have[piece.name] = piece.offset + len(piece.data)
+            with child.lock:
+                child.said += news.heard
+            child.kills, child.report = news.memory_kills, news.ready or child.report
+            if news.status is not None and not news.files:
+                child.status = news.status
+                return
+
+    def _gone(self, child: RemoteChild, how: str) -> None:
+        if self.actor is not None:
+            with suppress(Exception):
+                ray.kill(self.actor)
+        self.actor = None
+        child.how_lost, child.status = how, LOST_STATUS
+        if self._launcher.keeps_files(self.place):
+            child.how_lost = f"{how}, and with it the files of its Redis"
+            child.status = INCURABLE_STATUS
+
+
+class RayLauncher:
+    """Starts the processes of one run on the nodes of the cluster that `section` names."""
+
+    def __init__(self, section: RaySection, folders: RunFolders) -> None:
+        self._section = section
+        self._folders = folders
+        self._places: dict[str, RayPlace] = {}
+        self._groups: list[PlacementGroup] = []
+        self._moved: list[ServicePlace] = []
+        self._published: Topology | None = None
+        self._changed = threading.Condition()
+        self._meeting: Future[str] | None = None
+        self._files = threading.Lock()
+
+    def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
+        self._job = job
+        section = self._section
+        try:
+            ray.init(
+                address=section.address,
+                namespace=f"areal-{self._folders.run_id}",
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RunError(
+                f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it (`ray "
+                "start --head`), or correct ray.address in the cluster file"
+            ) from error
+        address = section.home_address or ray.util.get_node_ip_address()
+        self._control = listen_in(address, section.ports)
+        endpoint = f"tcp://{address}:{self._control.getsockname()[1]}"
+        os.environ[HELD_VARIABLE] = f"{endpoint}={self._control.fileno()}"
+        self._home = msgspec.structs.replace(self._folders.host, node_id=HOME, address=address)
+        self._endpoint = endpoint
+        for group in together(services):
+            self._reserve(group, services)
+        cancelled = threading.Event()
+        with ThreadPoolExecutor(max(1, len(services)), "place") as pool:
+            try:
+                list(pool.map(lambda place: self._places[place.name].take(cancelled), services))
+            except RayError as error:
+                cancelled.set()
+                raise RunError(f"the job could not be placed: {_first_line(error)}") from error
+            except BaseException:
+                cancelled.set()
+                raise
+        return [self._places[place.name].place for place in services]
+
+    def join(self, place: ServicePlace) -> ServicePlace:
+        need = need_of(self._job, place.role)
+        self._places[place.name] = RayPlace(
+            self, place, {**_options(need), "scheduling_strategy": "SPREAD", "label_selector": dict(need.labels)}
+        )
+        return place
+
+    def leave(self, name: str) -> None:
+        place = self._places.pop(name, None)
+        if place is not None and place.actor is not None:
+            ending, actor = place.close(), place.actor
+
+            def end() -> None:
+                with suppress(RayError):
+                    ray.wait([ending], timeout=CLOSE_S)
+                    ray.kill(actor)
+
+            threading.Thread(target=end, name=f"end-{name}", daemon=True).start()
+
+    def start(self, place: ServicePlace, *, served_before: bool) -> RemoteChild:
+        child, meeting = RemoteChild(), None
+        if place.role == "trainer" and self._job.trainer.ranks > 1:
+            if place.is_first or self._meeting is None:
+                self._meeting = Future()
+            meeting = self._meeting
+        ours = self._places[place.name]
+        child.actor = ours.actor
+        threading.Thread(
+            target=ours.live, args=(child, served_before, meeting), name=f"place-{place.name}", daemon=True
+        ).start()
+        return child
+
+    def is_taken(self, name: str) -> bool:
+        return name in self._places
+
+    def publish(self, job: JobConfig, services: list[ServicePlace]) -> Topology:
+        self._job = job
+        placed = [place for place in self._places.values() if place.host is not None]
+        topology = Topology(
+            self._folders.run_id,
+            HOME,
+            {HOME: self._home, **{p.host.node_id: p.host for p in placed if p.host is not None}},
+            services,
+            control=self._endpoint,
+            buffer=self._endpoint_of("buffer", "buffer"),
+            weights=self._endpoint_of("trainer", "weights"),
+            job=job.model_dump(mode="json"),
+        )
+        write_whole(self._folders.topology, msgspec.json.format(msgspec.json.encode(topology)))
+        with self._changed:
+            self._published = topology
+            self._changed.notify_all()
+        return topology
+
+    def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
+        with self._changed:
+            moved, self._moved = self._moved, []
+        return moved
+
+    def scrape_targets(self, ports: dict[str, int]) -> dict[str, str]:
+        hosts = {name: place.host for name, place in self._places.items()}
+        return {
+            name: f"{host.address if (host := hosts.get(name)) else self._home.loopback}:{port}"
+            for name, port in ports.items()
+        }
+
+    def close(self) -> None:
+        ends = [ending for place in self._places.values() if (ending := place.close()) is not None]
+        with suppress(RayError):
+            if ends:
+                ray.wait(ends, num_returns=len(ends), timeout=CLOSE_S)
+        for place in self._places.values():
+            if place.actor is not None:
+                with suppress(RayError):
+                    ray.kill(place.actor)
+        for group in self._groups:
+            with suppress(RayError):
+                remove_placement_group(group)
+        os.environ.pop(HELD_VARIABLE, None)
+        ray.shutdown()
+
+    # --- what the threads of places ask --------------------------------------------------------------
+
+    def order_for(self, place: ServicePlace) -> PlaceOrder:
+        device = {"trainer": self._job.trainer.device, "rollout": self._job.rollout.device}
+        return PlaceOrder(
+            self._folders.run_id,
+            place,
+            self._folders.secret.of(place.role),
+            self._section.ports,
+            device.get(place.role, "cpu"),
+        )
+
+    def moved(self, place: RayPlace) -> None:
+        """It has a place that the supervisor does not know of yet."""
+        with self._changed:
+            self._moved.append(place.place)
+
+    def published_with(self, place: ServicePlace) -> bytes:
+        """The topology, once it says where `place` is."""
+
+        def says() -> bool:
+            return self._published is not None and place in self._published.services
+
+        with self._changed:
+            if not self._changed.wait_for(says, PUBLISHED_S):
+                raise RunError("its place was not written down")
+            return msgspec.json.encode(self._published)
+
+    def environment_of(self, place: ServicePlace, served_before: bool) -> dict[str, str]:
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(FORWARDED) and name not in OWN_VARIABLES
+        }
+        if place.role == "buffer" and (password := self._job.buffer.redis_login.password_env):
+            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            given[password] = os.environ.get(password, "")
+        if served_before:
+            given[SERVED_VARIABLE] = "1"
+        return given | {"OMP_NUM_THREADS": str(thread_count(self._job, place.role))}
+
+    def bring_home(self, name: str, data: bytes) -> None:
+        """Append to a file of the run's folder."""
+        path = Path(self._home.run_dir) / name
+        with self._files:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(data)
+
+    def keeps_files(self, place: ServicePlace) -> bool:
+        """Whether what this process needs lies on its node alone."""
+        return place.role == "buffer" and self._job.buffer.redis == "embedded"
+
+    # --- placing --------------------------------------------------------------------------------------
+
+    def _reserve(self, group: PlacedTogether, services: list[ServicePlace]) -> None:
+        """Reserve the places of a group, all or none, waiting for room. Raises `RunError`."""
+        needs = [need_of(self._job, place.role) for place in group.places]
+        bundles = [dict(need.resources) or {"CPU": LEAST_CPUS} for need in needs]
+        labels = [dict(need.labels) for need in needs]
+        made = placement_group(
+            bundles,
+            strategy=group.strategy,
+            name=f"{self._folders.run_id}-{group.name}",
+            bundle_label_selector=labels if any(labels) else None,
+        )
+        self._groups.append(made)
+        begun_s, told = time.monotonic(), False
+        while not made.wait(LOOK_S):
+            waited_s = time.monotonic() - begun_s
+            if not told and waited_s > 5.0:
+                told = True
+                log.warning("waiting for room on the cluster", group=group.name, needs=bundles)
+            if waited_s > self._section.place_s:
+                raise RunError(
+                    f"the cluster had no room for the {group.name} of this job within "
+                    f"{self._section.place_s:g} s: the job needs {needs_in_words(self._job, services)}, and "
+                    f"free are {_free()}. Wait for other jobs to end, add nodes, or ask for less (`placement`)"
+                )
+        for index, (place, need) in enumerate(zip(group.places, needs, strict=True)):
+            strategy = PlacementGroupSchedulingStrategy(
+                made, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
+            )
+            least = need if need.resources else Need({"CPU": LEAST_CPUS}, {})
+            options = {**_options(least), "scheduling_strategy": strategy}
+            self._places[place.name] = RayPlace(self, place, options)
+
+    def _endpoint_of(self, name: str, served: str) -> str:
+        place = self._places.get(name)
+        return place.endpoints.get(served, "") if place is not None else ""
+
+
+def _options(need: Need) -> dict[str, Any]:
+    """The options of an actor that takes what is needed."""
+    custom = {n: amount for n, amount in need.resources.items() if n not in ("CPU", "GPU", "memory")}
+    options: dict[str, Any] = {
+        "num_cpus": need.resources.get("CPU", 0),
+        "num_gpus": need.resources.get("GPU", 0),
+        "resources": custom,
+    }
+    if "memory" in need.resources:
+        options["memory"] = need.resources["memory"]
+    return options
+
+
+def _answer(reference: Any, cancelled: threading.Event, limit_s: float | None = None) -> bytes | None:
+    """What a call to an actor comes to: however long its link is cut, as long as Ray takes the actor for
+    alive. None when `cancelled`, or after `limit_s`. Raises `RayError`."""
+    begun_s = time.monotonic()
+    while not cancelled.is_set():
+        done, _ = ray.wait([reference], timeout=LOOK_S)
+        if done:
+            answer: bytes = ray.get(reference)
+            return answer
+        if limit_s is not None and time.monotonic() - begun_s > limit_s:
+            return None
+    return None
+
+
+def _free() -> str:
+    free = ray.available_resources()
+    shown = {name: amount for name, amount in free.items() if name in ("CPU", "GPU", "memory")}
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "none"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -1,0 +1,68 @@
+"""What the launcher and its actors on the nodes of a Ray cluster tell each other: msgpack, as everywhere. Ray
+carries the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from areal_async.rpc.secret import RoleKeys
+from areal_async.runtime.topology import RunHost, ServicePlace
+
+
+class PlaceOrder(msgspec.Struct, frozen=True):
+    """Be the host of one process."""
+
+    run_id: str
+    place: ServicePlace
+    keys: RoleKeys
+    ports: tuple[int, int] | None
+    """First and last port that may be listened on; None: any."""
+    device: str
+    """Where the process computes: `cpu`, or `cuda`, for which the node must have given a GPU."""
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """The actor's host, and the endpoints that it holds for its process, by what is served there."""
+
+    host: RunHost
+    endpoints: dict[str, str]
+
+
+class StartOrder(msgspec.Struct, frozen=True):
+    """Start the process; `topology` is written to its host before."""
+
+    topology: bytes
+    environment: dict[str, str]
+    job_rank: int
+    """Rank of a trainer that has several; -1 for any other process."""
+    meeting: str
+    """Address at which the ranks meet; empty for rank 0, which makes one."""
+
+
+class Started(msgspec.Struct, frozen=True):
+    pid: int
+    meeting: str = ""
+
+
+class FileNews(msgspec.Struct, frozen=True):
+    """Bytes that were appended to a file of the run at `offset`."""
+
+    name: str
+    offset: int
+    data: bytes
+
+
+class ProcessNews(msgspec.Struct, frozen=True):
+    """What is known of the process. `heard` is what its line has said since the last answer."""
+
+    ready: dict[str, Any] | None
+    status: int | None
+    heard: bytes
+    memory_kills: int
+    files: list[FileNews] = []
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)

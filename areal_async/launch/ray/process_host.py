@@ -1,0 +1,243 @@
+"""The host of one process, on a node of a cluster: its folders, its ports, its start and its end.
+
+Promises: a port that was promised to the process stays its own while this host lives, through all its deaths;
+what the process appends to its logs and events is handed on from where the reader has it, so nothing is lost
+or twice; after `close`, or the death of this host, nothing of the process is left running, and once the last
+host of the run on a node is gone its folders there are removed, by it or by the next run's.
+
+It knows nothing of Ray: an actor (`actor.py`) hands it what it is told.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from areal_async.errors import RunError
+from areal_async.launch.here import LocalChild, RankLines, write_whole
+from areal_async.launch.one_host import SHM_ROOT, make_host
+from areal_async.launch.ray.orders import FileNews, Placed, PlaceOrder, ProcessNews, Started, StartOrder
+from areal_async.ownfiles import is_own_folder
+from areal_async.rpc.endpoints import HELD_VARIABLE
+from areal_async.runtime.context import keys_file
+from areal_async.runtime.process import kill_processes_of, service_environment, start_service
+from areal_async.runtime.topology import RunHost, ServicePlace
+
+TOPOLOGY = "topology.json"
+IN_USE = "in-use"  # File that each host of a run on this node holds a shared lock on
+PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
+LOOK_S = 0.05
+SWEEP_S = 2.0
+SHIPPED = ("logs/{name}.log", "logs/{name}-*.log", "events/{name}-*.jsonl")
+"""Files of a process that are handed on, below the folder that outlives it."""
+BACKLOG = 512
+
+
+class ProcessHost:
+    """`place`, then `start` and `news` as often as the process is to run, `terminate`, `kill`, then `close`.
+    Any thread may call."""
+
+    def __init__(self, node_id: str, address: str) -> None:
+        self._node_id = node_id
+        self._address = address
+        self._held: dict[str, socket.socket] = {}
+        self._child: LocalChild | None = None
+        self._lines: RankLines | None = None
+        # The kernel ends a child with the thread that started it: this one lives as long as the actor.
+        self._starter = ThreadPoolExecutor(1, "starter")
+        self._lock_fd: int | None = None
+
+    def place(self, order: PlaceOrder) -> Placed:
+        """Make the folders, lay out the keys, and take the ports. Raises OSError or `RunError`."""
+        self._order = order
+        sweep(order.run_id)
+        self.host = make_folders(order.run_id, self._node_id, self._address)
+        sockets = Path(self.host.socket_dir)
+        self._lock_fd = os.open(sockets / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
+        path = keys_file(sockets, order.keys.role)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            order.keys.write(path)
+        endpoints = {}
+        for served in served_by(order.place):
+            self._held[served] = sock = listen_in(self._address, order.ports)
+            endpoints[served] = f"tcp://{self._address}:{sock.getsockname()[1]}"
+        self._endpoints = endpoints
+        return Placed(self.host, endpoints)
+
+    def start(self, order: StartOrder) -> Started:
+        """Start the process, or start it again. Raises OSError."""
+        return self._starter.submit(self._start, order).result()
+
+    def news(self, have: dict[str, int], wait_s: float, *, serves: bool) -> ProcessNews:
+        """What has happened, at the latest after `wait_s`. `have` are the sizes of the files that the reader
+        has already, `serves` says whether it has heard that the process is ready."""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            child = self._child
+            status = child.poll() if child is not None else None
+            ready = child.ready_report() if child is not None else None
+            heard = child.heard() if child is not None else b""
+            files = list(self._appended(have))
+            told = bool(files or heard) or status is not None or (ready is not None and not serves)
+            if told or time.monotonic() > deadline_s:
+                kills = child.memory_kills() if child is not None else 0
+                return ProcessNews(ready, status, heard, kills, files)
+            time.sleep(LOOK_S)
+
+    def terminate(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def close(self) -> None:
+        """End the process and everything that it has detached, give up the ports, and remove the folders if
+        nobody else of the run is on this node."""
+        if self._child is not None:
+            self._child.kill()
+        deadline_s = time.monotonic() + SWEEP_S
+        while kill_processes_of(self._mark) and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)
+        if self._child is not None:
+            self._child.poll()
+            self._child.close()
+        for sock in self._held.values():
+            sock.close()
+        if self._lock_fd is not None:
+            with suppress(BlockingIOError):
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_folders(self.host)
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    @property
+    def _mark(self) -> str:
+        """What marks the processes of this host: those of others on this node are theirs."""
+        return f"{self._order.run_id}.{self._order.place.name}"
+
+    def _start(self, order: StartOrder) -> Started:
+        place, run_dir = self._order.place, Path(self.host.run_dir)
+        topology = run_dir / f"{place.name}.{TOPOLOGY}"
+        write_whole(topology, order.topology)
+        threads = int(order.environment.get("OMP_NUM_THREADS", "1"))
+        environment = service_environment(self._mark, threads) | order.environment
+        environment[HELD_VARIABLE] = " ".join(
+            f"{self._endpoints[served]}={sock.fileno()}" for served, sock in self._held.items()
+        )
+        if self._child is not None:
+            self._child.close()
+        meeting, given, line_fd = "", dict[str, int](), None
+        if order.job_rank >= 0:
+            lines = RankLines(self._address, ranks=2, meeting=order.meeting)
+            variables, given, line_fd = lines.prepare(place)
+            environment |= variables | {variable: str(fd) for variable, fd in given.items()}
+            meeting = lines.meeting
+        elif place.role == "trainer":
+            variables, given, line_fd = RankLines(self._address, ranks=1).prepare(place)
+            environment |= variables | {variable: str(fd) for variable, fd in given.items()}
+        fds = [*given.values(), *(sock.fileno() for sock in self._held.values())]
+        try:
+            log_path = run_dir / "logs" / f"{place.name}.log"
+            process = start_service(place, topology, log_path, environment, fds)
+        finally:
+            for fd in given.values():
+                os.close(fd)
+        self._child = LocalChild(process, line_fd)
+        return Started(process.pid, meeting)
+
+    def _appended(self, have: dict[str, int]) -> Iterator[FileNews]:
+        """What the reader does not have yet, at most `PIECE_BYTES`."""
+        room, run_dir = PIECE_BYTES, Path(self.host.run_dir)
+        for pattern in SHIPPED:
+            for path in sorted(run_dir.glob(pattern.format(name=self._order.place.name))):
+                name = path.relative_to(run_dir).as_posix()
+                offset = have.get(name, 0)
+                if path.stat().st_size > offset and room > 0:
+                    with path.open("rb") as file:
+                        file.seek(offset)
+                        data = file.read(room)
+                    room -= len(data)
+                    yield FileNews(name, offset, data)
+
+
+def served_by(place: ServicePlace) -> list[str]:
+    """What a process serves on a port of its own that others must know before it runs."""
+    served = ["status"]
+    if place.role == "buffer":
+        served.append("buffer")
+    if place.role == "trainer" and place.is_first:
+        served.append("weights")
+    if place.role in ("rollout", "evaluator") or (place.role == "trainer" and place.is_first):
+        served.append("chunks")
+    return served
+
+
+def listen_in(address: str, ports: tuple[int, int] | None) -> socket.socket:
+    """A listening socket on a port of this range. Raises `RunError` where none is free."""
+    first, last = ports or (0, 0)
+    numbers = list(range(first, last + 1))
+    random.shuffle(numbers)
+    for port in numbers:
+        with suppress(OSError):
+            return socket.create_server((address, port), backlog=BACKLOG)
+    raise RunError(f"no port of {first} to {last} is free at {address}: widen `ports` in the cluster file")
+
+
+# --- folders of a run on a node ----------------------------------------------------------------------
+
+
+def make_folders(run_id: str, node_id: str, address: str) -> RunHost:
+    """The folders of a run on this node, which all its processes here share."""
+    name = f"areal-{os.getuid()}-{run_id}"
+    temporary = Path(tempfile.gettempdir())
+    shm_root = SHM_ROOT if SHM_ROOT.is_dir() and os.access(SHM_ROOT, os.W_OK | os.X_OK) else temporary
+    host = make_host(
+        node_id,
+        run_dir=temporary / f"{name}-run",
+        socket_dir=temporary / name,
+        shm_dir=shm_root / f"{name}-shm",
+        address=address,
+    )
+    for folder in (host.socket_dir, host.run_dir, host.shm_dir, f"{host.run_dir}/logs"):
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        if not is_own_folder(Path(folder)):
+            raise RunError(f"{folder} is another user's: remove it, or set TMPDIR on this node")
+    return host
+
+
+def remove_folders(host: RunHost) -> None:
+    for folder in (host.run_dir, host.shm_dir, host.socket_dir):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(run_id: str) -> None:
+    """Remove the folders of runs on this node that nobody holds any more: their hosts were killed."""
+    own = f"areal-{os.getuid()}-"
+    for lock in Path(tempfile.gettempdir()).glob(f"{own}*/{IN_USE}"):
+        folder = lock.parent
+        other = folder.name.removeprefix(own)
+        if other == run_id or not is_own_folder(folder):
+            continue
+        with suppress(OSError):
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(SHM_ROOT / f"{folder.name}-shm", ignore_errors=True)
+                shutil.rmtree(folder.with_name(f"{folder.name}-run"), ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)
