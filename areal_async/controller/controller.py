@@ -208,18 +208,22 @@ class Controller:
         """Bring what runs to what is written down, and write down what has happened. Short, but for a dead
         run whose processes must be ended first."""
         for job in self.store.in_states(ACTIVE):
-            try:
-                self._follow(job)
-            except OSError as error:  # one job's folder must not hold up the others
-                log.error("a job cannot be looked after now", name=job.name, error=str(error))
+            self._follow(job)
         for id in self.turns().starts:
             job = self.store.get(id)
             held = [other.gpus for other in self.store.in_states(ACTIVE)]
             gpus = gpus_for(job.needs.gpus, self.total.gpus, held) if self._own_gpus else ()
             self._move(job, TurnCame(), gpus=gpus)
+            self._follow(self.store.get(id))
 
     def _follow(self, job: StoredJob) -> None:
-        """One look at an active job, and what follows from it."""
+        """Look at an active job, and do what follows."""
+        try:
+            self._act_on(job)
+        except OSError as error:  # one job's folder must not hold up the others
+            log.error("a job cannot be looked after now", name=job.name, error=str(error))
+
+    def _act_on(self, job: StoredJob) -> None:
         seen = self._processes.look(job)
         if isinstance(seen, RunEnded):
             self._move(job, seen)

@@ -22,7 +22,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.files import OWN_CODE
 from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job, resolve_paths
-from areal_async.config.yamlfile import read_mapping
+from areal_async.config.yamlfile import read_mapping, too_nested
 from areal_async.controller.sweeps import combinations, named_jobs
 from areal_async.ownfiles import open_regular
 
@@ -188,6 +188,8 @@ def read_submission(body: bytes) -> Submission:
 
 
 def _bounds(given: Submission) -> Iterator[Mistake]:
+    if (where := too_nested(given.job)) is not None:
+        yield Mistake(f"job.{where}", "it is nested too deep, or holds too many values", "Flatten it")
     if not KEY.fullmatch(given.key):
         yield Mistake("key", "it has not the right form", "Give 8 to 64 letters, digits, - and _")
     low, high = PRIORITIES

@@ -70,9 +70,12 @@ def named_jobs(name: str, suffixes: Sequence[str]) -> list[str]:
             continue
         plain = re.sub(r"[^a-z0-9_-]+", "-", suffix.lower()).strip("-")
         wanted = f"{name}-{plain}".rstrip("-")
+        numbered = (
+            wanted[: LONGEST_NAME - len(tail)].rstrip("-") + tail
+            for tail in map("-{}".format, itertools.count(number))
+        )
         if len(wanted) > LONGEST_NAME or wanted in found:
-            tail = f"-{number}"
-            wanted = wanted[: LONGEST_NAME - len(tail)].rstrip("-") + tail
+            wanted = next(each for each in numbered if each not in found)
         found.append(wanted)
     return found
 
