@@ -42,6 +42,7 @@ TOKEN_VARIABLE = "AREAL_ASYNC_TOKEN_FILE"
 ANSWER_S = 60.0
 RETRY_S = 30.0  # How long a request that may be repeated is repeated while nobody answers
 PAUSE_S = 0.3
+MOST_FAILURES = 3  # Answers with status 500 after which that is the answer
 
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -177,17 +178,21 @@ class ControllerClient:
         self, method: str, path: str, body: bytes, timeout_s: float
     ) -> tuple[int, Mapping[str, str], bytes]:
         """The same, again while nobody answers: a controller may be starting anew, at another address."""
-        deadline_s = time.monotonic() + RETRY_S
+        deadline_s, failures = time.monotonic() + RETRY_S, 0
         while True:
             try:
-                return self.request(method, path, body, timeout_s)
+                found = self.request(method, path, body, timeout_s)
+                failures += found[0] == 500  # as one that goes down answers what it breaks off
+                if found[0] not in (500, 503) or failures > MOST_FAILURES or time.monotonic() > deadline_s:
+                    return found
+                time.sleep(PAUSE_S)
             except ControllerGone:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(PAUSE_S)
                 while self.folder is not None and time.monotonic() < deadline_s:
-                    if found := self.folder.url():
-                        self.url = found
+                    if url := self.folder.url():
+                        self.url = url
                         break
                     time.sleep(PAUSE_S)  # its port may be somebody else's by now
 

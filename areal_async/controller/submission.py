@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.fields import JOB_NAME
 from areal_async.config.files import OWN_CODE
 from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job, resolve_paths
@@ -241,10 +242,10 @@ def read_jobs(given: Submission, folder: Path) -> list[ReadJob]:
             raise ConfigError("the submission", mistakes)
         changed["run_dir"] = "runs"
         found.append(changed)
-    if given.sweep:
-        name = str(found[0].get("job", ""))
+    name = found[0].get("job")
+    if given.sweep and isinstance(name, str) and JOB_NAME.fullmatch(name):
         for changed, unique in zip(found, named_jobs(name, [each.suffix for each in parts]), strict=True):
-            changed["job"] = unique if name else changed.get("job")
+            changed["job"] = unique
     return [ReadJob(changed, job_of(changed, folder, folder)) for changed in found]
 
 
