@@ -72,6 +72,7 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Be the controller, until Ctrl-C; jobs run on after that.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Bring a controller up, which takes jobs and runs them."""
     with readable_errors():
@@ -88,12 +89,15 @@ def up(
             if status == TAKEN_STATUS:
                 raise ClusterFolderError(f"a controller is up already in {folder.path}, at {folder.url()}")
             raise typer.Exit(status)
-        if (url := folder.url()) is not None:
-            print(f"a controller is up already at {url}, in {folder.path}")
-            if cluster is not None:
-                note("note: the file was not read; `areal-async down --keep-jobs` first, then `up` with it")
-            return
-        print(f"the controller is up at {start_controller(folder, cluster_file)}, in {folder.path}")
+        found = folder.url()
+        if found is not None and cluster is not None:
+            note("note: the file has no effect; `areal-async down --keep-jobs` first, then `up` with it")
+        url = found or start_controller(folder, cluster_file)
+        if as_json:
+            print_json({"url": url, "folder": str(folder.path), "was_up": found is not None})
+        else:
+            how = "a controller is up already" if found is not None else "the controller is up"
+            print(f"{how} at {url}, in {folder.path}")
 
 
 @jobs.command()
@@ -111,13 +115,13 @@ def down(
 
         folder = ClusterFolder(cluster_dir())
         if folder.controller() is None:
-            if keep_jobs or not folder.database.exists():
+            if keep_jobs or not folder.leaves_jobs():
                 print(f"no controller is up in {folder.path}")
                 return
-            start_controller(folder)  # one that died may have left jobs behind
+            start_controller(folder, hold=True)  # one that died has left jobs behind
         client = ControllerClient.find()
-        ending = client.down(keep_jobs=keep_jobs)
         waiting = [job for job in client.jobs(ended=False) if job.state in ("PENDING", "PAUSED")]
+        ending = client.down(keep_jobs=keep_jobs)
         deadline_s = time.monotonic() + END_LIMIT_S
         while folder.controller() is not None:
             if time.monotonic() > deadline_s:
@@ -232,10 +236,14 @@ def logs(
     ] = "run",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Only the names of its logs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The names as JSON.")] = False,
 ) -> None:
     """Print what a job, or one of its processes, has logged."""
     with readable_errors():
         client = controller()
+        if as_json:
+            print_json(client.logs(job).logs)
+            return
         if names:
             for each in client.logs(job).logs:
                 print(f"{each.name}  {each.size_bytes} bytes")

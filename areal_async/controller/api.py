@@ -8,6 +8,7 @@ byte that the client names, so that a reader goes on after a connection was lost
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -255,8 +256,10 @@ class ControllerApi:
         offset, wait_s = (_parameter("log", name, request) for name in ("offset", "wait_s"))
         job = await self._job_of(request)
         folder = self._controller.folder(job)
-        path = logs.log_path(folder, job.name, request.path_params["log"])
-        if path is None or not (path.exists() or request.path_params["log"] == logs.OF_THE_RUN):
+        name = request.path_params["log"]
+        path = logs.log_path(folder, job.name, name)
+        is_there = path is not None and await asyncio.to_thread(os.path.lexists, path)
+        if path is None or not (is_there or name == logs.OF_THE_RUN):
             names = ", ".join(name for name, _ in logs.log_sizes(folder, job.name)) or "none yet"
             raise ApiRefusal(404, f"job {job.name} has no such log. Its logs are: {names}")
         deadline_s = time.monotonic() + wait_s

@@ -44,6 +44,8 @@ RETRY_S = 30.0  # How long a request that may be repeated is repeated while nobo
 PAUSE_S = 0.3
 MOST_FAILURES = 3  # Answers with status 500 after which that is the answer
 
+KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+
 A = TypeVar("A", bound=msgspec.Struct)
 
 
@@ -82,6 +84,9 @@ class ControllerClient:
     def find(cls) -> ControllerClient:
         """The controller that commands talk to: that of the variables, else of the cluster folder."""
         if url := os.environ.get(URL_VARIABLE):
+            if urlsplit(url).scheme not in KINDS or not urlsplit(url).hostname:
+                fix = "Give one such as http://host:8470"
+                raise ConfigError("the environment", [Mistake(URL_VARIABLE, f"{url!r} is no URL", fix)])
             return cls(url, _token_of(os.environ.get(TOKEN_VARIABLE)))
         folder = ClusterFolder(cluster_dir())
         found = folder.url()
@@ -201,10 +206,7 @@ class ControllerClient:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Status, headers and body of one answer. Raises `ControllerGone`."""
         at = urlsplit(self.url)
-        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        if at.scheme not in kinds or not at.hostname:
-            raise ControllerGone(f"{self.url!r} is no URL of a controller, such as http://host:8470")
-        connection = kinds[at.scheme](at.hostname, at.port, timeout=timeout_s)
+        connection = KINDS[at.scheme](at.hostname or "", at.port, timeout=timeout_s)
         headers = {"content-type": "application/json", "connection": "close"}
         if self.token:
             headers["authorization"] = f"Bearer {self.token}"

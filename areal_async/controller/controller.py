@@ -20,7 +20,7 @@ import msgspec
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.controller.attempt import sync_folder
-from areal_async.controller.line import InLine, Turns, gpus_for, order_of, take_turns
+from areal_async.controller.line import Turns, gpus_for, order_of, take_turns
 from areal_async.controller.processes import JobFolder, ProcessTable
 from areal_async.controller.resources import Resources, resources_of
 from areal_async.controller.states import (
@@ -176,9 +176,7 @@ class Controller:
 
     def turns(self) -> Turns:
         """Who is next, and what the others wait for."""
-        waiting = [
-            InLine(job.id, job.name, job.priority, job.needs) for job in self.store.in_states(("PENDING",))
-        ]
+        waiting = self.store.waiting()
         if not self.starts:
             return Turns((), {job.id: "waits for the cluster to come up" for job in order_of(waiting)})
         return take_turns(waiting, self.free())

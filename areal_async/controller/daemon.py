@@ -1,8 +1,8 @@
-"""The controller's process: `python -P -m areal_async.controller.daemon FOLDER [CLUSTER.YAML]`.
+"""The controller's process: `python -P -m areal_async.controller.daemon [--hold] FOLDER [CLUSTER.YAML]`.
 
 It takes the lock of the cluster's folder, serves the API, and looks at the jobs a few times a second, until
 `areal-async down`, Ctrl-C or SIGTERM. The last two end the controller alone: the jobs run on, and the next
-controller finds them.
+controller finds them. With `--hold` it starts no job.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ log = get_logger("controller")
 
 
 class ControllerProcess:
-    """A controller with everything around it, in the folder whose lock this process has."""
+    """A controller with everything around it, in the folder whose lock this process has. With `hold` it
+    starts no job."""
 
-    def __init__(self, folder: ClusterFolder, cluster: ClusterConfig) -> None:
+    def __init__(self, folder: ClusterFolder, cluster: ClusterConfig, *, hold: bool = False) -> None:
         self._folder = folder
         self._cluster = cluster
+        self._hold = hold
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
         self._wake = asyncio.Event()
         self._over = asyncio.Event()
@@ -107,7 +109,9 @@ class ControllerProcess:
         )
         total = machine_resources(self._cluster.resources)
         store = JobStore(self._folder.database)
-        return Controller(store, processes, self._folder.jobs, total, own_gpus=own_gpus)
+        controller = Controller(store, processes, self._folder.jobs, total, own_gpus=own_gpus)
+        controller.starts = not self._hold
+        return controller
 
     async def _look_after(self, controller: Controller) -> None:
         """Look at the jobs until it is over."""
@@ -141,26 +145,24 @@ class ControllerProcess:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
-def serve(folder: ClusterFolder, cluster: ClusterConfig | None) -> int:
+def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = False) -> int:
     """Be the controller of the cluster in `folder`, as `cluster` says or as it was brought up last. Returns
     an exit status. Raises `ArealError`."""
     os.umask(PRIVATE_UMASK)
     folder.make()
-    lock_fd = folder.lock()
-    if lock_fd is None:
+    if folder.lock() is None:  # else it is kept until this process is gone
         return TAKEN_STATUS
     cluster = cluster or folder.recorded() or ClusterConfig()
     folder.record(cluster)
     setup_logging(cluster.cluster, "controller")
     try:
-        asyncio.run(ControllerProcess(folder, cluster).run())
+        asyncio.run(ControllerProcess(folder, cluster, hold=hold).run())
     finally:
         end_logging()
-        os.close(lock_fd)
     return 0
 
 
-def start_controller(folder: ClusterFolder, cluster_file: Path | None = None) -> str:
+def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *, hold: bool = False) -> str:
     """Start a controller that outlives this process, unless there is one; return its URL once it answers.
     Raises `ClusterFolderError` where it does not come to that."""
     folder.make()
@@ -168,11 +170,12 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None) ->
         folder.log.replace(folder.log.with_suffix(".log.1"))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     output = os.open(folder.log, flags, 0o600)
-    named = [] if cluster_file is None else [str(cluster_file.resolve())]
+    arguments = ["--hold"] if hold else []
+    arguments += [str(folder.path), *([] if cluster_file is None else [str(cluster_file.resolve())])]
     try:
         child = subprocess.Popen(
             # -P: a folder of the user's that is called like a package must not stand in for it.
-            [sys.executable, "-P", "-m", "areal_async.controller.daemon", str(folder.path), *named],
+            [sys.executable, "-P", "-m", "areal_async.controller.daemon", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -197,9 +200,10 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None) ->
 
 
 def main() -> int:
-    folder = ClusterFolder(Path(sys.argv[1]))
+    path, *files = [argument for argument in sys.argv[1:] if argument != "--hold"]
     try:
-        return serve(folder, load_cluster(Path(sys.argv[2])) if sys.argv[2:] else None)
+        cluster = load_cluster(Path(files[0])) if files else None
+        return serve(ClusterFolder(Path(path)), cluster, hold="--hold" in sys.argv)
     except ArealError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -31,6 +31,8 @@ import psutil
 
 from areal_async.config.cluster import ClusterConfig, dump_cluster, load_cluster
 from areal_async.controller.attempt import write_durably
+from areal_async.controller.states import ACTIVE
+from areal_async.controller.store import JobStore
 from areal_async.errors import ArealError
 from areal_async.launch.folders import Owner
 from areal_async.ownfiles import NotOurs, check_own, close_folder, read_own
@@ -90,7 +92,7 @@ class ClusterFolder:
             close_folder(self.path)
         except (OSError, NotOurs) as error:
             raise ClusterFolderError(f"{self.path} cannot be the folder of a cluster: {error}") from error
-        known = {"cluster.yaml", "lock", "jobs.sqlite3", "controller.log"}
+        known = {"cluster.yaml", "lock", "jobs.sqlite3", "controller.log", "tokens"}
         inside = {entry.name for entry in self.path.iterdir()}
         if inside and not inside & known:
             raise ClusterFolderError(
@@ -147,6 +149,17 @@ class ClusterFolder:
             return read_own(path, max_bytes=1024).decode("ascii").strip()
         except (OSError, NotOurs, UnicodeDecodeError) as error:
             raise ClusterFolderError(f"the token in {path} cannot be read: {error}") from error
+
+    def leaves_jobs(self) -> bool:
+        """Whether jobs run, or are about to, of which a controller that died was in charge. Only while there
+        is none."""
+        if not self.database.exists():
+            return False
+        store = JobStore(self.database)
+        try:
+            return bool(store.in_states(ACTIVE, most=1))
+        finally:
+            store.close()
 
     def make_tokens(self) -> None:
         """Tokens where there are none: what there is stays as it is."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.controller.line import InLine
 from areal_async.controller.resources import Resources
 from areal_async.controller.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
 from areal_async.errors import ArealError
@@ -140,6 +141,14 @@ class JobStore:
         marks = ", ".join("?" * len(states))
         found = self._jobs(f"state IN ({marks}) ORDER BY id DESC LIMIT ?", *states, most)
         return found[::-1]
+
+    def waiting(self) -> list[InLine]:
+        """The jobs that are PENDING; they are many, and looked at often."""
+        rows = self._db.execute("SELECT id, name, priority, needs FROM jobs WHERE state = 'PENDING'")
+        return [
+            InLine(id, name, priority, msgspec.json.decode(needs, type=Resources))
+            for id, name, priority, needs in rows
+        ]
 
     def of_submission(self, key: str) -> list[StoredJob]:
         return self._jobs("key = ? ORDER BY place", key)

@@ -148,7 +148,7 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     assert "stopped first; the controller is down" in areal("down")
     assert time.monotonic() - started_s < 60
     assert processes_of(run["run_id"]) == []
-    assert is_gone(controller.pid)
+    wait_for(lambda: is_gone(controller.pid), "the end of its process")
     assert not areal.folder.address.exists()
     assert not Path(run["socket_dir"]).exists()
     assert not Path(run["shm_dir"]).exists()
