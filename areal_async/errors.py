@@ -26,6 +26,9 @@ class ArealError(Exception):
     """Whether a service that ends with this error may do better when started again. None: if it has served
     before, for then its configuration was right."""
 
+    exit_status = 1
+    """Status with which a command ends that raises it (docs/cli.md)."""
+
 
 class WireError(ArealError):
     """Base of everything that can go wrong between two processes."""

@@ -1,4 +1,4 @@
-"""The command line: `areal-async run | resume | scale | drain | validate | doctor | …`."""
+"""The command line: `areal-async run | submit | ps | resume | scale | drain | validate | doctor | …`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
+from areal_async.cli.fields import config
+from areal_async.cli.jobs import jobs, of_controller, told
 from areal_async.cli.tools import (
     AdviseRequest,
     CheckpointRequest,
@@ -28,7 +30,6 @@ app = typer.Typer(
     name="areal-async",
     help="Fully asynchronous, decoupled reinforcement learning for language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -50,6 +51,8 @@ def main(
 
 app.add_typer(buffer, name="buffer")
 app.add_typer(reward, name="reward")
+app.add_typer(config, name="config")
+app.registered_commands += jobs.registered_commands
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
 Overrides = Annotated[
@@ -93,13 +96,20 @@ def run(
 @app.command()
 def resume(
     target: Annotated[
-        Path, typer.Argument(metavar="RUN_FOLDER|JOB.YAML", help="The folder of the run, or its job file.")
+        Path,
+        typer.Argument(
+            metavar="RUN_FOLDER|JOB.YAML|JOB",
+            help="The run's folder or job file, or a job of the controller.",
+        ),
     ],
     overrides: Overrides = None,
     plain: Plain = False,
 ) -> None:
-    """Go on with a run that was killed, interrupted or failed."""
+    """Go on with a run that was killed, interrupted or failed, or queue a job of the controller again."""
     with readable_errors():
+        if (client := of_controller(target)) is not None:
+            print(told(client.resume(str(target), overrides or ())))
+            return
         from areal_async.launch.run import run_job
         from areal_async.launch.runs import job_to_resume
 
@@ -130,7 +140,10 @@ add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
 
 RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run's folder or job file, or a job of the controller.", show_default=False
+    ),
 ]
 Within = Annotated[
     float,
@@ -146,6 +159,10 @@ def scale(
 ) -> None:
     """Have more or fewer rollout workers in a run that goes on; the newest leave first."""
     with readable_errors():
+        if (client := of_controller(run)) is not None:
+            request = {"workers": workers, "timeout_s": timeout_s}
+            print(client.change(str(run), "scale", request, timeout_s).text)
+            return
         from areal_async.launch.runs import change_workers
         from areal_async.rpc.control_messages import ScaleWorkers
 
@@ -163,6 +180,10 @@ def drain(
 ) -> None:
     """Have a rollout worker finish what it has, hand back the rest and end, and wait for that."""
     with readable_errors():
+        if (client := of_controller(run)) is not None:
+            request = {"worker": worker, "timeout_s": timeout_s, "outside": outside}
+            print(client.change(str(run), "drain", request, timeout_s).text)
+            return
         from areal_async.launch.runs import change_workers
         from areal_async.rpc.control_messages import DrainWorker
 

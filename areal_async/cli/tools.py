@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -23,7 +23,10 @@ from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 from areal_async.rpc.endpoints import LOOPBACK
 
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's folder or job file, or a job of the controller.", show_default=False
+    ),
 ]
 Steps = Annotated[
     str | None, typer.Option(metavar="A:B", help="Only steps from A to before B; either may be left out.")
@@ -249,7 +252,8 @@ def readable_errors() -> Iterator[None]:
     """Turn what is raised inside into one paragraph on standard error and a status, never a traceback.
 
     Status 2: the job file, the command line or the run folder is wrong, and nothing was started. 1: the run
-    failed. 130: it was interrupted. With `AREAL_ASYNC_DEBUG=1` errors pass through."""
+    failed. 130: it was interrupted. Other errors name theirs.
+    With `AREAL_ASYNC_DEBUG=1` errors pass through."""
     if os.environ.get(DEBUG_VARIABLE) == "1":
         yield
         return
@@ -262,7 +266,7 @@ def readable_errors() -> Iterator[None]:
     except RunInterrupted as error:
         raise _exit(str(error), 130) from None
     except ArealError as error:
-        raise _exit(str(error), 1) from None
+        raise _exit(str(error), error.exit_status) from None
     except KeyboardInterrupt:
         raise _exit("interrupted.", 130) from None
     except Exception as error:
@@ -290,7 +294,14 @@ reward = typer.Typer(help="Write a reward, try it on a file, serve it.", no_args
 def add_command(group: typer.Typer, name: str, request: type[ToolRequest]) -> None:
     """Add the command `name`, which becomes the program of `request`."""
 
-    def command(**given: object) -> None:
+    def command(**given: Any) -> None:
+        from areal_async.cli.jobs import run_target  # which needs this module
+
+        with readable_errors():
+            if "run" in given:
+                given["run"] = run_target(given["run"])
+            if given.get("runs"):
+                given["runs"] = [run_target(run) for run in given["runs"]]
         become(request(**given))
 
     command.__signature__ = signature(request)  # type: ignore[attr-defined]

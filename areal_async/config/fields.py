@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ from areal_async.config.base import Section
 from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
 from areal_async.config.job import JobConfig
 
+JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,47}")  # As `JobConfig.job` has it
 SURELY_MEANT = 0.8  # How close a field's name must be to come before the same name in a section below
 
 

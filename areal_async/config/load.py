@@ -73,7 +73,7 @@ def job_from_mapping(
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
     content, policy, of_policies = _flattened(content)
-    _resolve_paths(content, base)
+    resolve_paths(content, base)
     job, structural = _validate(content)
     mistakes += [m for m in structural if job is None or not memory or _is_of_memory(m) or _is_unknown(m)]
     if job is not None:
@@ -175,7 +175,8 @@ def _remove(content: Any, location: Sequence[int | str]) -> None:
         del owner[key]
 
 
-def _resolve_paths(content: dict[str, Any], base: Path) -> None:
+def resolve_paths(content: dict[str, Any], base: Path) -> None:
+    """Make every path in the flat form of a job's mapping absolute, and its `run_dir` too."""
     for field in PATH_FIELDS:
         section, last = _section(content, field)
         if isinstance(section.get(last), str) and section[last]:
@@ -230,6 +231,11 @@ def _section(content: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
 
 def _absolute(text: str, base: Path) -> str:
     return os.path.normpath(os.path.join(base, os.path.expanduser(text)))
+
+
+def flattened(content: dict[str, Any]) -> dict[str, Any]:
+    """The flat form of a job's mapping, whose `policies` were found right."""
+    return _flattened(content)[0]
 
 
 def _flattened(content: dict[str, Any]) -> tuple[dict[str, Any], str, list[Mistake]]:

@@ -228,6 +228,20 @@ def refuse_running(run_dir: Path) -> None:
     os.close(_lock(run_dir))
 
 
+def clean_up(run_dir: Path) -> None:
+    """End the processes and remove the volatile folders that a run left in whose supervisor was killed. Does
+    nothing where there are none, or where a run holds the lock."""
+    if not (run_dir / LOCK).exists():
+        return
+    with suppress(RunFolderError, OSError):
+        lock_fd = _lock(run_dir)
+        try:
+            _end_dead_run(lock_fd)
+            os.ftruncate(lock_fd, 0)
+        finally:
+            os.close(lock_fd)
+
+
 def _end_dead_run(lock_fd: int) -> None:
     """End the processes and remove the volatile folders of a run that lost its supervisor: the lock was
     free, but its record was not taken out."""

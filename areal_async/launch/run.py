@@ -267,17 +267,21 @@ def _short(path: Path) -> str:
     return str(path)
 
 
-def main() -> int:
-    request = json.load(sys.stdin)
+def carry_out(request: Mapping[str, Any]) -> None:
+    """Run the job of a request with plain lines, as `run_job` does."""
     job = JobConfig.model_validate(request["job"])
+    run_job(
+        job,
+        overwrite=request["overwrite"],
+        resume=request["resume"],
+        modules=request["modules"],
+        plain=True,
+    )
+
+
+def main() -> int:
     try:
-        run_job(
-            job,
-            overwrite=request["overwrite"],
-            resume=request["resume"],
-            modules=request["modules"],
-            plain=True,
-        )
+        carry_out(json.load(sys.stdin))
     except ArealError as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
         return 1

@@ -314,8 +314,9 @@ FIXED = (
 """What a resumed run cannot change, nor what is below it."""
 
 
-def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The job of the run at `target`: a run folder, or a job file whose run is meant.
+def job_to_resume(target: Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
+    """The job of the run at `target`: a run folder, or a job file whose run is meant. Without `files` what it
+    points at is not looked at.
 
     Raises `RunFolderError` when there is nothing to go on with, `ConfigError` when what was recorded cannot
     be run any more."""
@@ -332,7 +333,7 @@ def job_to_resume(target: Path, overrides: Sequence[str] = ()) -> JobConfig:
                 f"{new!r}, and what it has made depends on it. Start a job of another name instead."
             )
     # The folder may have been moved since.
-    job = load_job(run_dir / "job.yaml", [*overrides, f"run_dir={run_dir.parent}"])
+    job = load_job(run_dir / "job.yaml", [*overrides, f"run_dir={run_dir.parent}"], files=files)
     if job.job != run_dir.name:
         raise RunFolderError(f"{run_dir} holds the run of job {job.job!r}: rename the folder to {job.job}")
     return job
@@ -345,6 +346,11 @@ def _value(content: Any, field: str) -> Any:
     return content
 
 
+def has_work(run_dir: Path) -> bool:
+    """Whether there is something to go on with in the folder of a run."""
+    return bool(describe_work(run_dir)) or any((run_dir / "buffer").glob("appendonly*"))
+
+
 def _refuse_to_resume(run_dir: Path, target: Path) -> None:
     start = f"`areal-async run {target}`" if target.is_file() else "`areal-async run`"
     refuse_running(run_dir)
@@ -353,7 +359,7 @@ def _refuse_to_resume(run_dir: Path, target: Path) -> None:
             f"there is nothing to resume: the run in {run_dir} is finished. Its model is "
             f"{run_dir / 'model'}; a job of another name can go on from there (`model:`)."
         )
-    if not describe_work(run_dir) and not any((run_dir / "buffer").glob("appendonly*")):
+    if not has_work(run_dir):
         raise RunFolderError(
             f"there is nothing to resume: the run in {run_dir} ended before it had done anything. Start it "
             f"again with {start}."

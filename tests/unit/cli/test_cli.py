@@ -38,6 +38,19 @@ def test_the_commands_and_their_options_are_these():
     found["reward"].pop("serve")
     assert found == {
         "run": ["--overwrite", "--plain", "job_file", "overrides"],
+        "up": ["--foreground", "--json", "cluster_file"],
+        "down": ["--keep-jobs"],
+        "submit": ["--json", "--memory-gb", "--priority", "--sweep", "job_file", "overrides"],
+        "ps": ["--all", "--json"],
+        "status": ["--json", "job"],
+        "logs": ["--follow", "--json", "--list", "-f", "job", "service"],
+        "top": ["--every", "--once"],
+        "pause": ["--json", "--no-wait", "job"],
+        "stop": ["--json", "--no-wait", "job"],
+        "config": {
+            "show": ["--json", "overrides", "source"],
+            "diff": ["--json", "other", "source"],
+        },
         "resume": ["--plain", "overrides", "target"],
         "scale": ["--timeout", "--workers", "run"],
         "simulate": ["--costs", "--from", "--json", "--seed", "--steps", "job_file", "overrides"],

@@ -1,0 +1,342 @@
+"""The commands for jobs of the controller: `up | down | submit | ps | status | logs | top | pause | stop`."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from areal_async.cli.tools import plain, readable_errors
+
+if TYPE_CHECKING:
+    from areal_async.controller.client import ControllerClient
+    from areal_async.controller.messages import JobAnswer
+
+jobs = typer.Typer()
+
+END_LIMIT_S = 120.0  # Longest wait for a job to pause or stop, or for a controller to end
+LOOK_S = 0.3
+PIPED_WIDTH = 200
+
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once; `ps` shows what becomes of it.")]
+
+
+def job_names(incomplete: str) -> list[str]:
+    """Names of the controller's jobs, for the completion of a shell."""
+    try:
+        from areal_async.controller.client import ControllerClient
+
+        found = [job.name for job in ControllerClient.find().jobs(ended=True)]
+    except Exception:  # a shell that completes has no place for errors
+        return []
+    return sorted({name for name in found if name.startswith(incomplete)})
+
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Its name, or its id.", autocompletion=job_names)]
+
+
+def note(text: str) -> None:
+    """One line on standard error, for a person."""
+    Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
+
+
+def console_for_tables() -> Console:
+    """The terminal, or where there is none lines that are long enough for a program to read."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def print_json(answer: object) -> None:
+    print(msgspec.json.encode(answer).decode())
+
+
+def controller() -> ControllerClient:
+    from areal_async.controller.client import ControllerClient
+
+    return ControllerClient.find()
+
+
+@jobs.command()
+def up(
+    cluster_file: Annotated[
+        Path | None, typer.Argument(metavar="[CLUSTER.YAML]", help="The cluster; without it this machine.")
+    ] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Be the controller, until Ctrl-C; jobs run on after that.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a controller up, which takes jobs and runs them."""
+    with readable_errors():
+        from areal_async.config.cluster import DIR_VARIABLE, cluster_dir, load_cluster
+        from areal_async.controller.daemon import TAKEN_STATUS, serve, start_controller
+        from areal_async.controller.folder import ClusterFolder, ClusterFolderError
+
+        cluster = load_cluster(cluster_file) if cluster_file is not None else None
+        folder = ClusterFolder(cluster_dir(cluster))
+        if folder.path != cluster_dir():
+            note(f"note: commands find this cluster with {DIR_VARIABLE}={folder.path}")
+        if foreground:
+            status = serve(folder, cluster)
+            if status == TAKEN_STATUS:
+                raise ClusterFolderError(f"a controller is up already in {folder.path}, at {folder.url()}")
+            raise typer.Exit(status)
+        found = folder.url()
+        if found is not None and cluster is not None:
+            note("note: the file has no effect; `areal-async down --keep-jobs` first, then `up` with it")
+        url = found or start_controller(folder, cluster_file)
+        if as_json:
+            print_json({"url": url, "folder": str(folder.path), "was_up": found is not None})
+        else:
+            how = "a controller is up already" if found is not None else "the controller is up"
+            print(f"{how} at {url}, in {folder.path}")
+
+
+@jobs.command()
+def down(
+    keep_jobs: Annotated[
+        bool, typer.Option("--keep-jobs", help="Leave the jobs running; the next controller finds them.")
+    ] = False,
+) -> None:
+    """Stop every job that runs, in order, and then the controller."""
+    with readable_errors():
+        from areal_async.config.cluster import cluster_dir
+        from areal_async.controller.client import ControllerClient, ControllerGone
+        from areal_async.controller.daemon import start_controller
+        from areal_async.controller.folder import ClusterFolder
+
+        folder = ClusterFolder(cluster_dir())
+        if folder.controller() is None:
+            if keep_jobs or not folder.leaves_jobs():
+                print(f"no controller is up in {folder.path}")
+                return
+            start_controller(folder, hold=True)  # one that died has left jobs behind
+        client = ControllerClient.find()
+        waiting = [job for job in client.jobs(ended=False) if job.state in ("PENDING", "PAUSED")]
+        ending = client.down(keep_jobs=keep_jobs)
+        deadline_s = time.monotonic() + END_LIMIT_S
+        while folder.controller() is not None:
+            if time.monotonic() > deadline_s:
+                raise ControllerGone(
+                    f"the controller has not ended within {END_LIMIT_S:.0f} s: see {folder.log}"
+                )
+            time.sleep(LOOK_S)
+        stopped = f"stopped {', '.join(job.name for job in ending)}; " if ending else ""
+        print(f"{stopped}the controller is down")
+        if waiting:
+            note(f"note: {len(waiting)} jobs that wait or are paused are there again at the next `up`")
+
+
+@jobs.command()
+def submit(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change.")
+    ] = None,
+    priority: Annotated[
+        int, typer.Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")
+    ] = 0,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B", help="One job for each value; may be given again, for each pair."),
+    ] = None,
+    memory_gb: Annotated[
+        float, typer.Option(min=0, help="Memory that the job needs, in GiB; 0: it does not count.")
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Hand a job to the controller, which runs it when its turn has come."""
+    with readable_errors():
+        from areal_async.config.cluster import cluster_dir
+        from areal_async.controller.client import ControllerClient, ControllerGone, new_key
+        from areal_async.controller.daemon import start_controller
+        from areal_async.controller.folder import ClusterFolder
+        from areal_async.controller.submission import pack
+
+        try:
+            client = ControllerClient.find()
+            started = False
+        except ControllerGone:
+            client, started = ControllerClient("http://127.0.0.1", ""), True
+        packed = pack(
+            job_file,
+            overrides or (),
+            key=new_key(),
+            here=client.here,
+            sweep=sweep or (),
+            priority=priority,
+            memory_gb=memory_gb,
+        )
+        if started:
+            folder = ClusterFolder(cluster_dir())
+            note(f"note: a controller was started at {start_controller(folder)}, in {folder.path}")
+            client = ControllerClient.find()
+        made = client.submit(packed)
+        if as_json:
+            print_json(made)
+            return
+        for job in made:
+            print(f"submitted {job.name} (id {job.id}){': ' if job.waits_for else ''}{job.waits_for}")
+
+
+@jobs.command()
+def ps(
+    with_ended: Annotated[bool, typer.Option("--all", help="Jobs that have ended, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the jobs."""
+    with readable_errors():
+        from areal_async.cli.tables import jobs_table
+
+        found = controller().jobs(ended=with_ended)
+        if as_json:
+            print_json(found)
+        else:
+            console_for_tables().print(jobs_table(found, time.time()))
+
+
+@jobs.command()
+def status(
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="Its name, or its id.", autocompletion=job_names),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a job with its history, or the cluster with what of it is free."""
+    with readable_errors():
+        from areal_async.cli.tables import cluster_page, job_page
+
+        client = controller()
+        if job is None:
+            cluster = client.cluster()
+            print_json(cluster) if as_json else Console().print(cluster_page(cluster, client.url))
+            return
+        found = client.job(job)
+        figures = client.figures(job) if found.job.state in ("STARTING", "RUNNING") else None
+        if as_json:
+            print_json({**msgspec.to_builtins(found), "figures": msgspec.to_builtins(figures)})
+        else:
+            Console(soft_wrap=True).print(job_page(found, figures))
+
+
+@jobs.command()
+def logs(
+    job: Job,
+    service: Annotated[
+        str, typer.Argument(metavar="[SERVICE]", help="`run`, or a process such as trainer or rollout-0.")
+    ] = "run",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Only the names of its logs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The names as JSON.")] = False,
+) -> None:
+    """Print what a job, or one of its processes, has logged."""
+    with readable_errors():
+        client = controller()
+        if as_json:
+            print_json(client.logs(job).logs)
+            return
+        if names:
+            for each in client.logs(job).logs:
+                print(f"{each.name}  {each.size_bytes} bytes")
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for piece in client.log(job, service, follow=follow):
+            sys.stdout.write(plain(decoder.decode(piece)))
+            sys.stdout.flush()
+
+
+@jobs.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="One frame, and no more.")] = False,
+    every_s: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two frames.")] = 1.0,
+) -> None:
+    """Watch the jobs: how far they are, what they reach, what is free."""
+    with readable_errors():
+        from rich.live import Live
+
+        from areal_async.cli.tables import frame_of
+
+        client, console = controller(), console_for_tables()
+        if once or not console.is_terminal:
+            console.print(frame_of(client))
+            return
+        with Live(frame_of(client), console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                time.sleep(every_s)
+                live.update(frame_of(client), refresh=True)
+
+
+@jobs.command()
+def pause(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
+    """End a job's processes in order, free what it holds, and keep it for a resume."""
+    with readable_errors():
+        client = controller()
+        _finish(client, client.pause(job), no_wait, as_json)
+
+
+@jobs.command()
+def stop(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
+    """End a job in order. `resume` can go on with it."""
+    with readable_errors():
+        client = controller()
+        _finish(client, client.stop(job), no_wait, as_json)
+
+
+def _finish(client: ControllerClient, job: JobAnswer, no_wait: bool, as_json: bool) -> None:
+    """Wait until a job has ended as it was asked to, and say how it stands."""
+    from areal_async.controller.client import ControllerGone
+
+    deadline_s = time.monotonic() + END_LIMIT_S
+    while job.doing and not no_wait:
+        if time.monotonic() > deadline_s:
+            raise ControllerGone(f"job {job.name} is still {job.doing} after {END_LIMIT_S:.0f} s")
+        time.sleep(LOOK_S)
+        job = client.job(str(job.id)).job
+    print_json(job) if as_json else print(told(job))
+
+
+def told(job: JobAnswer) -> str:
+    """How a job stands, on one line."""
+    return plain(f"{job.name} is {job.doing or job.state}: {job.reason}")
+
+
+def of_controller(target: str | Path) -> ControllerClient | None:
+    """The controller, where `target` names a job of it: no path that is there, and no path at all."""
+    from areal_async.controller.client import ControllerClient, ControllerGone
+    from areal_async.controller.states import UnknownJob
+
+    if not _is_name(target):
+        return None
+    try:
+        client = ControllerClient.find()
+        client.job(str(target))
+    except (ControllerGone, UnknownJob):
+        return None
+    return client
+
+
+def run_target(target: str) -> str:
+    """`target`, or if it names a job of the controller on this machine, the folder of that job's run."""
+    from areal_async.config.cluster import cluster_dir
+
+    if not _is_name(target):
+        return target
+    folders = cluster_dir().glob(f"jobs/*-{target}/runs/{target}")
+    of_job: Callable[[Path], int] = lambda path: int(path.parent.parent.name.partition("-")[0])  # noqa: E731
+    named = [path for path in folders if path.parent.parent.name.partition("-")[2] == target]
+    return str(max(named, key=of_job)) if named else target
+
+
+def _is_name(target: str | Path) -> bool:
+    from areal_async.config.fields import JOB_NAME
+
+    return JOB_NAME.fullmatch(str(target)) is not None and not Path(target).exists()

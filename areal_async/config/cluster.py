@@ -1,0 +1,100 @@
+"""A cluster file: what machines there are for jobs, and where their controller answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from areal_async.config.base import Section
+from areal_async.config.errors import ConfigError, Mistake, blank_after_colon, value_in_words
+from areal_async.config.yamlfile import dump_yaml, read_mapping
+
+DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"
+"""Environment variable that names the folder of the cluster that commands talk to."""
+LAPTOP = "local"
+"""Name of the cluster that is there without a file: this machine."""
+
+
+class ResourcesSection(Section):
+    """What jobs may take, all of them together. What is left out is what the machine has."""
+
+    cpus: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Cores."""
+    gpus: int | None = Field(default=None, ge=0, le=1_000_000)
+    """GPUs."""
+    memory_gb: float | None = Field(default=None, gt=0)
+    """Memory, in GiB. It counts for jobs that were submitted with `--memory-gb`."""
+
+
+class ApiSection(Section):
+    """Where the controller answers."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """Address to listen on. One that other machines reach is served only with tokens."""
+    port: int = Field(default=0, ge=0, le=65_535)
+    """Port to listen on; 0 picks a free one. It stands in the file `address` of the cluster's folder."""
+
+
+class ClusterConfig(Section):
+    """A cluster, as `areal-async up CLUSTER.yaml` reads it."""
+
+    cluster: str = Field(default=LAPTOP, pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")
+    """Name of the cluster and of its folder: lower-case letters, digits, `-` and `_`, at most 48."""
+    launcher: Literal["local", "ray"] = "local"
+    """How the processes of a job are placed: on this machine, or by Ray on all of its cluster."""
+    resources: ResourcesSection = ResourcesSection()
+    api: ApiSection = ApiSection()
+    dir: Path | None = None
+    """Folder of all that the controller keeps; none means `~/.areal-async/<cluster>`, or what the variable
+    AREAL_ASYNC_CLUSTER_DIR says."""
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """The cluster of a file; a relative `dir` is relative to the file. Raises `ConfigError`."""
+    content = read_mapping(path)
+    try:
+        cluster = ClusterConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(str(path), [_mistake(detail) for detail in error.errors()]) from None
+    if cluster.dir is None:
+        return cluster
+    folder = os.path.normpath(path.resolve().parent / cluster.dir.expanduser())
+    return cluster.model_copy(update={"dir": Path(folder)})
+
+
+def dump_cluster(cluster: ClusterConfig) -> str:
+    """The cluster as YAML that `load_cluster` reads as the same one."""
+    return dump_yaml(cluster.model_dump(mode="json"))
+
+
+def cluster_dir(cluster: ClusterConfig | None = None) -> Path:
+    """The folder of `cluster`; without one that of the cluster that commands talk to."""
+    if cluster is not None and cluster.dir is not None:
+        return cluster.dir
+    if named := os.environ.get(DIR_VARIABLE):
+        return Path(named).expanduser().absolute()
+    return Path.home() / ".areal-async" / (cluster.cluster if cluster is not None else LAPTOP)
+
+
+def _mistake(detail: Mapping[str, Any]) -> Mistake:
+    location = [str(part) for part in detail["loc"]]
+    field = ".".join(location) or "file"
+    if detail["type"] == "extra_forbidden":
+        sections: Mapping[str, type[Section]] = {"resources": ResourcesSection, "api": ApiSection}
+        known = ", ".join(sections.get(".".join(location[:-1]), ClusterConfig).model_fields)
+        fix = blank_after_colon(location[-1]) or f"Remove it; the fields here are {known}"
+        return Mistake(field, "there is no such field", fix)
+    if detail["type"] == "string_pattern_mismatch":
+        fix = "Use at most 48 lower-case letters, digits, - and _, starting with a letter or digit"
+        return Mistake(field, f"{detail['input']!r} does not have the right form", fix)
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return Mistake(
+            field, f"{detail['input']!r} is not a section", "Give indented `key: value` lines under it"
+        )
+    if (words := value_in_words(detail)) is not None:
+        return Mistake(field, f"{detail['input']!r} {words[0]}", words[1])
+    return Mistake(field, f"{detail['input']!r} is refused: {str(detail['msg']).rstrip('.')}", "Correct it")

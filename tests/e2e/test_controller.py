@@ -1,0 +1,167 @@
+"""A day of the controller, by the command line alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from areal_async.controller.client import ControllerClient
+from areal_async.controller.folder import ClusterFolder
+from areal_async.status.record import read_run_log
+from tests.e2e.conftest import command
+from tests.processes import is_gone, processes_of
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+class Shell:
+    """Calls commands for one cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = ClusterFolder(folder)
+        self.environment = os.environ | {"AREAL_ASYNC_CLUSTER_DIR": str(folder)}
+
+    def __call__(self, *arguments: object, status: int = 0) -> str:
+        """What the command prints; it must end with this status."""
+        done = subprocess.run(
+            command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+            env=self.environment,
+        )
+        assert done.returncode == status, (arguments, done.stdout + done.stderr)
+        return done.stdout + done.stderr
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        return {job["name"]: job for job in json.loads(self("ps", "--all", "--json"))}
+
+    def until(self, name: str, state: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        client = ControllerClient(self.folder.url() or "", self.folder.token())
+
+        def there() -> bool:  # as `ps` does, without a process for each look
+            found.update(msgspec.to_builtins(client.job(name).job))
+            failed = found["state"] == "FAILED" != state
+            assert not failed, found["reason"]
+            return found["state"] == state
+
+        wait_for(there, f"{name} to be {state}")
+        return found
+
+
+@pytest.fixture
+def areal(tmp_path):
+    shell = Shell(tmp_path / "cluster")
+    yield shell
+    if shell.folder.path.exists():
+        shell("down")
+
+
+def steps_of(run_folder: str) -> list[int]:
+    records = read_run_log(Path(run_folder) / "metrics.jsonl")
+    return [record["step"] for record in records if record["kind"] == "step"]
+
+
+def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("resources: {cpus: 2}\n")
+    assert "no controller is up" in areal("ps", status=3)
+    assert "the controller is up at http://127.0.0.1:" in areal("up", cluster)
+    assert "is up already" in areal("up")
+
+    # Priorities.
+    file = workspace.job("first", trainer__steps=5000)
+    assert "submitted first (id 1)" in areal("submit", file)
+    areal("submit", workspace.job("low", trainer__steps=2), "--priority", "-1")
+    areal("submit", workspace.job("high", trainer__steps=2), "--priority", "5")
+    jobs = areal.jobs()
+    assert jobs["high"]["waits_for"] == "waits for 2 cores"
+    assert jobs["low"]["waits_for"] == "waits behind high"
+    assert "waits behind high" in areal("ps")
+    first = areal.until("first", "RUNNING")
+    run_folder = first["run_folder"]
+    wait_for(lambda: len(steps_of(run_folder)) > 2, "three steps")
+
+    # What it says.
+    frame = areal("top", "--once")
+    assert "free: 0 of 2 cores" in frame
+    assert "/5000" in frame
+    assert json.loads(areal("status", "first", "--json"))["figures"]["steps"] == 5000
+    assert "1 RUNNING" in areal("status")
+    assert "trainer" in areal("logs", "first", "--list")
+    assert '"event"' in areal("logs", "first", "supervisor")
+    assert "trainer.steps: 5000  |  100" in areal("config", "diff", "first", status=1)
+    assert json.loads(areal("config", "show", "first", "--json"))["trainer"]["steps"] == 5000
+    assert json.loads(areal("buffer", "stats", "first", "--json"))
+    assert "started rollout-1" in areal("scale", "first", "--workers", "2")
+    assert "draining rollout-1" in areal("scale", "first", "--workers", "1")
+
+    # The controller is killed; what runs does not notice.
+    run = json.loads((Path(run_folder) / "run.lock").read_text())
+    controller = areal.folder.controller()
+    os.kill(controller.pid, signal.SIGKILL)
+    wait_for(lambda: is_gone(controller.pid), "the controller's death")
+    assert "no controller is up" in areal("ps", status=3)
+    assert psutil.pid_exists(run["pid"])
+    areal("up")
+    again = areal.until("first", "RUNNING")
+    assert (again["attempt"], again["needs"]["cpus"]) == (1, 2)
+    assert json.loads((Path(run_folder) / "run.lock").read_text())["pid"] == run["pid"]
+
+    # Pause; the next in line has its turn, and is followed to its end.
+    assert "first is PAUSED" in areal("pause", "first")
+    assert processes_of(run["run_id"]) == []
+    done = len(steps_of(run_folder))
+    assert "high is done" in areal("logs", "-f", "high")
+    areal.until("high", "SUCCEEDED")
+    assert "low is STOPPED" in areal("stop", "low")
+    assert "ended already" in areal("stop", "low", status=2)
+    assert "no job" in areal("stop", "nobody", status=2)
+
+    # A sweep of two, and the first goes on where it was.
+    swept = workspace.job("swept", kind="sft", trainer={"steps": 2, "objective": {"loss": "sft"}})
+    areal("submit", swept, "--sweep", "lr=1e-3,2e-3", "--priority", "2")
+    assert "first is PENDING" in areal("resume", "first")
+    areal.until("swept-lr-1e-3", "SUCCEEDED")
+    areal.until("swept-lr-2e-3", "SUCCEEDED")
+    assert areal.until("first", "RUNNING")["attempt"] == 2
+    wait_for(lambda: len(steps_of(run_folder)) > done, "another step")
+    assert steps_of(run_folder)[done] >= done - 1
+
+    # Down: nothing is left.
+    run = json.loads((Path(run_folder) / "run.lock").read_text())
+    controller = areal.folder.controller()
+    started_s = time.monotonic()
+    assert "stopped first; the controller is down" in areal("down")
+    assert time.monotonic() - started_s < 60
+    assert processes_of(run["run_id"]) == []
+    wait_for(lambda: is_gone(controller.pid), "the end of its process")
+    assert not areal.folder.address.exists()
+    assert not Path(run["socket_dir"]).exists()
+    assert not Path(run["shm_dir"]).exists()
+    here = str(areal.folder.path)
+    assert [line for line in command_lines() if here in line] == []
+
+
+def command_lines() -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,353 @@
+"""The API on the real server, over a controller whose processes are made up."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import aiohttp
+import jsonschema
+import msgspec
+import pytest
+import yaml
+
+from areal_async.config.cluster import ClusterConfig
+from areal_async.config.errors import ConfigError
+from areal_async.controller import api as api_module
+from areal_async.controller.api import LIMITS, ControllerApi
+from areal_async.controller.client import ControllerClient, ControllerGone, TokenRefused, reached
+from areal_async.controller.folder import ClusterFolder, TokenBook, hash_of
+from areal_async.controller.messages import WorkersAnswer
+from areal_async.controller.metrics import REFUSED
+from areal_async.controller.operations import LOG_BYTES, OPERATIONS, openapi_document
+from areal_async.controller.states import JobRefused, UnknownJob
+from areal_async.errors import RpcTimeout, RunError
+from areal_async.rpc.control_messages import WorkersChanged
+from areal_async.runtime.http_server import HttpServer, listen
+from tests.unit.controller.world import World, submission
+from tests.waiting import until
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+class Served:
+    """A controller that is asked over HTTP."""
+
+    def __init__(self, folder):
+        self.folder = ClusterFolder(folder)
+        self.folder.make()
+        self.folder.make_tokens()
+        self.thread = ThreadPoolExecutor(1)
+        self.world = self.thread.submit(World, folder).result()
+        self.downs = []
+        self.woken = 0
+        api = ControllerApi(
+            self.world.controller,
+            ClusterConfig(),
+            TokenBook(self.folder.tokens),
+            self.thread,
+            wake=self.wake,
+            on_down=self.downs.append,
+        )
+        self.server = HttpServer(api.app, listen("127.0.0.1", 0), LIMITS, name="controller")
+        self.server.start()
+        self.client = ControllerClient(self.server.url, self.folder.token())
+
+    def wake(self):
+        self.woken += 1
+
+    async def on_thread(self, function, *arguments):
+        return await asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
+
+    async def start(self, name):
+        """Have a job of this name run."""
+        await self.on_thread(self.world.controller.submit, submission(name))
+        await self.on_thread(self.world.tick)
+        self.world.real.arrive()
+        self.world.real.serve()
+        await self.on_thread(self.world.tick)
+
+    async def ask(self, method, path, body=None, token=None, **headers):
+        token = self.folder.token() if token is None else token
+        headers = {**headers, **({"Authorization": f"Bearer {token}"} if token else {})}
+        data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
+        async with aiohttp.ClientSession() as session:
+            async with session.request(method, self.server.url + path, data=data, headers=headers) as answer:
+                return answer.status, answer.headers, await answer.read()
+
+
+@pytest.fixture
+def served(tmp_path):
+    @contextlib.asynccontextmanager
+    async def serving():
+        there = Served(tmp_path / "cluster")
+        try:
+            yield there
+        finally:
+            await there.server.close()
+            await there.on_thread(there.world.end)
+            there.thread.shutdown()
+
+    return serving
+
+
+def counted(reason):
+    return REFUSED.labels(reason)._value.get()
+
+
+def test_the_document_that_is_committed_is_the_one_that_is_served():
+    spec = importlib.util.spec_from_file_location("controller_openapi", DOCS / "controller_openapi.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (DOCS / "controller.openapi.yaml").read_text()
+    assert text == module.text(), "run: python docs/controller_openapi.py docs/controller.openapi.yaml"
+    assert yaml.safe_load(text) == json.loads(json.dumps(openapi_document()))
+
+
+def check(method, path, status, content):
+    """What was answered against the document."""
+    document = openapi_document()
+    described = document["paths"][path][method]["responses"][str(status)]
+    ((kind, found),) = described["content"].items()
+    if kind == "application/json" and found:
+        schema = found["schema"] | {"components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(json.loads(content))
+
+
+async def test_every_answer_is_what_the_document_says(served, monkeypatch):
+    monkeypatch.setattr(
+        api_module, "change_workers", lambda folder, change: WorkersChanged("started rollout-1", ["a", "b"])
+    )
+    job = "/v1/jobs/{job}"
+    async with served() as there:
+        await there.start("sums")
+        log = there.world.controller._jobs / "1-sums" / "output.log"
+        log.write_text("hello")
+        asked = [
+            ("get", "/healthz", "", None, 200),
+            ("get", "/metrics", "", None, 200),
+            ("get", "/v1/openapi.json", "", None, 200),
+            ("get", "/v1/cluster", "", None, 200),
+            ("post", "/v1/jobs", "", submission("two", sweep=["seed=1,2"]), 201),
+            ("post", "/v1/jobs", "", msgspec.structs.replace(submission("sums"), key="another-key"), 409),
+            ("post", "/v1/jobs", "", submission("Sums"), 422),
+            ("get", "/v1/jobs", "", None, 200),
+            ("get", "/v1/jobs", "?ended=2", None, 400),
+            ("get", job, "sums", None, 200),
+            ("get", job, "none", None, 404),
+            ("get", f"{job}/figures", "sums", None, 200),
+            ("get", f"{job}/logs", "sums", None, 200),
+            ("get", f"{job}/logs/{{log}}", "sums", None, 200),
+            ("post", f"{job}/scale", "sums", {"workers": 2}, 200),
+            ("post", f"{job}/scale", "sums", {"worker": 2}, 400),
+            ("post", f"{job}/drain", "sums", {"worker": "rollout-0"}, 200),
+            ("post", f"{job}/drain", "two-seed-1", {"worker": "rollout-0"}, 409),
+            ("post", f"{job}/pause", "sums", None, 200),
+            ("post", f"{job}/resume", "sums", None, 409),
+            ("post", f"{job}/resume", "sums", {"override": []}, 400),
+            ("post", f"{job}/stop", "sums", None, 200),
+            ("post", "/v1/down", "", {"keep_jobs": False}, 202),
+        ]
+        for method, path, name, body, expected in asked:
+            real = path.replace("{job}", name if "{job}" in path else "").replace("{log}", "run")
+            real += name if name.startswith("?") else ""
+            status, _, content = await there.ask(method.upper(), real, body)
+            assert status == expected, (path, content)
+            check(method, path, status, content)
+        for operation in OPERATIONS:
+            if operation.right is None:
+                continue
+            path = operation.path.replace("{job}", "sums").replace("{log}", "run")
+            status, headers, content = await there.ask(operation.method, path, token="no-token")
+            assert (status, headers["www-authenticate"]) == (401, "Bearer")
+            check(operation.method.lower(), operation.path, status, content)
+    tried = {(method, path) for method, path, *_ in asked}
+    assert tried == {(operation.method.lower(), operation.path) for operation in OPERATIONS}
+
+
+async def test_a_token_that_may_look_changes_nothing_and_none_sees_nothing(served):
+    async with served() as there:
+        await there.start("sums")
+        look = there.folder.token("look")
+        tokens, rights = counted("token"), counted("right")
+        for operation in OPERATIONS:
+            path = operation.path.replace("{job}", "sums").replace("{log}", "run")
+            status, _, _ = await there.ask(operation.method, path, b"{}", token=look)
+            assert status == (403 if operation.right == "submit" else 200), operation.name
+            for header in ("", "Bearer", "Bearer ", f"Basic {there.folder.token()}", f"Bearer x{look}"):
+                status, _, _ = await there.ask(operation.method, path, b"{}", token="", Authorization=header)
+                assert status == (200 if operation.right is None else 401), (operation.name, header)
+        assert counted("right") - rights == sum(each.right == "submit" for each in OPERATIONS)
+        assert counted("token") - tokens == 5 * sum(each.right is not None for each in OPERATIONS)
+        assert (
+            there.world.states()
+            if False
+            else await there.on_thread(there.world.states) == {"sums": "RUNNING"}
+        )
+        assert there.downs == []
+
+
+async def test_a_token_that_was_replaced_is_no_longer_let_in(served):
+    async with served() as there:
+        old = there.folder.token()
+        assert (await there.ask("GET", "/v1/jobs", token=old))[0] == 200
+        new = there.folder.path / "new"
+        new.write_text(f"submit {hash_of('mine')}\n")
+        new.chmod(0o600)
+        new.replace(there.folder.tokens)
+        assert (await there.ask("GET", "/v1/jobs", token=old))[0] == 401
+        assert (await there.ask("GET", "/v1/jobs", token="mine"))[0] == 200
+
+
+async def test_bodies_and_paths_have_bounds(served, monkeypatch):
+    monkeypatch.setattr(api_module, "SUBMISSION_BYTES", 1000)
+    async with served() as there:
+        status, _, content = await there.ask("POST", "/v1/jobs", b"x" * 1001)
+        assert status == 413
+        check("post", "/v1/jobs", status, content)
+        assert (await there.ask("POST", "/v1/down", b"x" * (api_module.BODY_BYTES + 1)))[0] == 413
+        assert (await there.ask("POST", "/v1/jobs/sums/resume", b"[" * 100_000))[0] == 400
+        for path in ("/v1/jobs/%2e%2e", "/v1/jobs/..%2fx", "/v1/jobs/" + "x" * 5000, "/v1/jobs/%00"):
+            assert (await there.ask("GET", path))[0] == 404
+        status, _, content = await there.ask("GET", "/v1/nothing")
+        assert (status, "error" in json.loads(content)) == (404, True)
+        assert (await there.ask("DELETE", "/v1/jobs"))[0] == 405
+        assert await there.on_thread(there.world.states) == {}
+
+
+async def test_the_client_says_what_the_controller_says(served, monkeypatch):
+    async def ask(function, *arguments, **options):
+        return await asyncio.to_thread(function, *arguments, **options)
+
+    async with served() as there:
+        client = there.client
+        (job,) = await ask(client.submit, submission("sums"))
+        assert (job.name, job.state, there.woken) == ("sums", "PENDING", 1)
+        assert await ask(client.submit, submission("sums")) == [job]  # it heard no answer, say
+        (second,) = await ask(client.submit, submission("wide", job={"rollout": {"workers": 9}}))
+        await there.on_thread(there.world.tick)
+        jobs = await ask(client.jobs, ended=False)
+        assert [(each.state, each.waits_for) for each in jobs] == [
+            ("STARTING", ""),
+            ("PENDING", "waits for 4 cores"),
+        ]
+        assert (await ask(client.cluster)).free.cpus == 2
+        assert (await ask(client.stop, "sums")).doing == "stopping"
+        assert (await ask(client.pause, str(second.id))).state == "PAUSED"
+        detail = await ask(client.job, "wide")
+        assert [entry.state for entry in detail.history] == ["PENDING", "PAUSED"]
+        assert detail.config["rollout"]["workers"] == 9
+        assert (await ask(client.resume, "wide", ["rollout.workers=1"])).needs.cpus == 2
+        with pytest.raises(UnknownJob, match="has no job 'none'"):
+            await ask(client.job, "none")
+        with pytest.raises(JobRefused, match="waits for its turn"):
+            await ask(client.resume, "wide", [])
+        with pytest.raises(ConfigError, match=r"trainer.stepz: there is no such field") as caught:
+            await ask(client.submit, submission("wrong", job={"trainer": {"stepz": 1}}))
+        assert caught.value.source == "job wrong"
+        with pytest.raises(TokenRefused, match="let in"):
+            await ask(ControllerClient(client.url, "x").jobs, ended=True)
+        with pytest.raises(TokenRefused, match="may only look"):
+            await ask(ControllerClient(client.url, there.folder.token("look")).stop, "wide")
+        await ask(client.down, keep_jobs=True)
+        assert there.downs == [True]
+        assert await ask(reached, client.url)
+    assert not await ask(reached, client.url)
+    monkeypatch.setattr("areal_async.controller.client.RETRY_S", 0.0)
+    with pytest.raises(ControllerGone, match="does not answer"):
+        await ask(client.jobs, ended=True)
+
+
+async def test_what_a_run_refuses_or_does_not_answer_is_told(served, monkeypatch):
+    async with served() as there:
+        await there.start("sums")
+        for error, status in ((RunError("nothing was changed"), 409), (RpcTimeout("no answer"), 504)):
+
+            def change(folder, change, error=error):
+                raise error
+
+            monkeypatch.setattr(api_module, "change_workers", change)
+            assert (await there.ask("POST", "/v1/jobs/sums/scale", {"workers": 2}))[0] == status
+        assert (await there.ask("POST", "/v1/jobs/sums/scale", {"workers": 0}))[0] == 400
+        too_long = {"worker": "a", "timeout_s": 601}
+        assert (await there.ask("POST", "/v1/jobs/sums/drain", too_long))[0] == 400
+
+        def broken(folder, change):
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(api_module, "change_workers", broken)
+        assert (await there.ask("POST", "/v1/jobs/sums/scale", {"workers": 2}))[0] == 500
+        monkeypatch.setattr(api_module, "change_workers", lambda *_: WorkersChanged("two", ["a", "b"]))
+        client = there.client
+        answer = await asyncio.to_thread(client.change, "sums", "scale", {"workers": 2}, 1.0)
+        assert answer == WorkersAnswer("two", ["a", "b"])
+        assert (await asyncio.to_thread(client.job, "sums")).job.needs.cpus == 3
+
+
+# --- logs ------------------------------------------------------------------------------------------
+
+
+async def test_a_log_is_followed_over_a_lost_connection_to_the_end_of_its_job(served):
+    async with served() as there:
+        await there.start("sums")
+        log = there.world.controller._jobs / "1-sums" / "output.log"
+        log.write_bytes(b"x" * (LOG_BYTES + 10))
+        found = bytearray()
+
+        def follow():
+            for piece in there.client.log("sums", "run", follow=True):
+                found.extend(piece)
+
+        following = asyncio.create_task(asyncio.to_thread(follow))
+        await until(lambda: following.done() or len(found) == LOG_BYTES + 10)
+        # The server goes, and another comes at the same address.
+        port = int(there.server.url.rpartition(":")[2])
+        await there.server.close(grace_s=0.0)
+        with log.open("ab") as file:
+            file.write("grüße".encode())
+        app = there.server._app
+        there.server = HttpServer(app, listen("127.0.0.1", port), LIMITS, name="controller")
+        there.server.start()
+        await until(lambda: following.done() or bytes(found).endswith("grüße".encode()))
+        there.world.real.end((1, 1))
+        await there.on_thread(there.world.tick)
+        await following
+        assert bytes(found) == b"x" * (LOG_BYTES + 10) + "grüße".encode()
+
+
+async def test_a_log_that_began_anew_is_read_from_its_beginning(served):
+    async with served() as there:
+        await there.start("sums")
+        log = there.world.controller._jobs / "1-sums" / "output.log"
+        log.write_text("new")
+        status, headers, content = await there.ask("GET", "/v1/jobs/sums/logs/run?offset=100")
+        assert (status, headers["areal-log-offset"], content) == (200, "3", b"new")
+        for query in ("offset=-1", "offset=x", "offset=nan", "wait_s=31", "offset=1e30"):
+            assert (await there.ask("GET", f"/v1/jobs/sums/logs/run?{query}"))[0] == 400
+
+
+async def test_what_a_job_puts_in_a_logs_place_is_not_read(served, tmp_path):
+    async with served() as there:
+        await there.start("sums")
+        folder = there.world.controller._jobs / "1-sums"
+        logs = folder / "runs" / "sums" / "logs"
+        logs.mkdir(parents=True, mode=0o700)
+        (logs / "trainer.log").write_text("it trains")
+        (logs / "link.log").symlink_to(there.folder.path / "submit.token")
+        (logs / "hard.log").hardlink_to(there.folder.path / "submit.token")
+        os.mkfifo(logs / "pipe.log")
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(logs / "sock.log"))
+        (folder / "output.log").symlink_to(there.folder.path / "submit.token")
+        names = await asyncio.to_thread(there.client.logs, "sums")
+        assert [log.name for log in names.logs] == ["trainer"]
+        assert (await there.ask("GET", "/v1/jobs/sums/logs/trainer"))[2] == b"it trains"
+        for name in ("link", "hard", "pipe", "sock", "run"):
+            status, _, content = await there.ask("GET", f"/v1/jobs/sums/logs/{name}")
+            assert (status, content) == (200, b"")
+        for name in ("..%2f..%2f..%2fsubmit", "no-such", "%00", "A"):
+            assert (await there.ask("GET", f"/v1/jobs/sums/logs/{name}"))[0] == 404

@@ -1,0 +1,267 @@
+"""Jobs on their way to the controller, and what a hostile one cannot do."""
+
+import base64
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_async.config.errors import ConfigError
+from areal_async.controller import submission as module
+from areal_async.controller.submission import (
+    Submission,
+    job_of,
+    pack,
+    read_jobs,
+    read_submission,
+    write_files,
+)
+from tests.unit.controller.world import JOB, submission
+
+REWARD = """
+import shared.rules
+from helper import half
+
+
+def mine(given):
+    return half(1.0)
+"""
+
+
+@pytest.fixture
+def there(tmp_path):
+    """A folder with a job file, code of its own and tasks."""
+    for name, text in {
+        "rewards/mine.py": REWARD,
+        "rewards/helper.py": "from below import it\n",
+        "rewards/below/__init__.py": "it = 1\n",
+        "rewards/shared/__init__.py": "",
+        "rewards/shared/rules.py": "import helper\nimport numpy\n",
+        "rewards/other.py": "nobody asks for it\n",
+        "train.jsonl": "{}\n",
+    }.items():
+        path = tmp_path / "there" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "there" / "model").mkdir()
+    return tmp_path / "there"
+
+
+def packed(there, overrides=(), here=True, **changes):
+    content = {"job": "sums", "model": "model", "tasks": {"train": "train.jsonl"}}
+    content |= {"reward": {"name": "rewards/mine.py:mine"}, "run_dir": "elsewhere", **changes}
+    (there / "job.yaml").write_text(json.dumps(content))
+    return pack(there / "job.yaml", overrides, key="a-key-of-mine", here=here)
+
+
+def test_code_with_what_it_imports_and_tasks_travel_and_the_rest_is_named_by_its_place(there):
+    given = packed(there, ["trainer.steps=7"])
+    assert set(given.files) == {
+        "train.jsonl",
+        "rewards/mine.py",
+        "rewards/helper.py",
+        "rewards/below/__init__.py",
+        "rewards/shared/__init__.py",
+        "rewards/shared/rules.py",
+    }
+    assert given.job["reward"]["name"] == "rewards/mine.py:mine"
+    assert given.job["model"] == str(there / "model")
+    assert given.job["trainer"]["steps"] == 7
+    assert "run_dir" not in given.job
+
+
+def test_on_another_machine_a_folder_beside_the_job_file_is_refused(there):
+    with pytest.raises(ConfigError, match=r"model: model is a folder, which stays here"):
+        packed(there, here=False)
+    given = packed(there, here=False, model="/models/tiny")
+    assert given.job["model"] == "/models/tiny"
+    with pytest.raises(ConfigError, match=r"tasks.train: \.\./x.jsonl is no file below"):
+        packed(there, here=False, model="/models/tiny", tasks={"train": "../x.jsonl"})
+
+
+def test_files_that_are_too_many_or_too_large_stay(there, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    with pytest.raises(ConfigError, match="its files are more than"):
+        packed(there)
+    (there / "train.jsonl").write_text("{}\n" * 100)
+    given = packed(there, reward={"name": "exact_match"})
+    assert given.job["tasks"]["train"] == str(there / "train.jsonl")
+    assert given.files == {}
+
+
+def test_what_was_packed_is_the_same_job_where_it_is_unpacked(there, tmp_path):
+    given = read_submission(msgspec.json.encode(packed(there)))
+    (read,) = read_jobs(given, tmp_path / "jobs")
+    folder = tmp_path / "jobs" / "1-sums" / "files"
+    write_files(given.files, folder)
+    job = job_of(read.content, folder, tmp_path / "runs")
+    assert job.tasks.train == folder / "train.jsonl"
+    assert job.reward.name == f"{folder}/rewards/mine.py:mine"
+    assert job.run_dir == tmp_path / "runs"
+    assert (folder / "rewards" / "mine.py").read_text() == REWARD
+    assert {path.stat().st_mode & 0o077 for path in folder.rglob("*")} == {0}
+
+
+# --- hostile ones ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.py",
+        "a/../../outside.py",
+        "/etc/cron.d/x",
+        "",
+        ".",
+        "..",
+        "a//b",
+        "./a",
+        "a/",
+        "a\\..\\b",
+        "a\x00b",
+        "a\nb",
+        "a/" * 9 + "b",
+        "x" * 300,
+        "é" * 150,
+    ],
+)
+def test_no_file_gets_out_of_its_folder(name):
+    given = Submission("a-key-of-mine", {"job": "sums"}, files={name: b"x"})
+    with pytest.raises(ConfigError, match="cannot be the name of a file"):
+        read_submission(msgspec.json.encode(given))
+
+
+def test_a_file_that_is_a_folder_too_is_refused_and_nothing_is_written_through_a_link(tmp_path):
+    given = Submission("a-key-of-mine", {"job": "sums"}, files={"a": b"x", "a/b": b"x"})
+    with pytest.raises(ConfigError, match="'a' cannot be"):
+        read_submission(msgspec.json.encode(given))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "files").symlink_to(outside)
+    with pytest.raises(FileExistsError):
+        write_files({"x": b"x"}, tmp_path / "files")
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run_dir=/tmp/elsewhere",
+        "run_dir=../../..",
+        "run_dir={x: 1}",
+        "run_dir=",
+    ],
+)
+def test_runs_lie_in_the_jobs_folder_whatever_a_job_says(tmp_path, override):
+    given = submission("sums", overrides=[override], job={"run_dir": "/tmp/elsewhere"})
+    (read,) = read_jobs(given, tmp_path)
+    assert read.content["run_dir"] == "runs"
+    job = job_of(read.content, tmp_path / "files", tmp_path / "runs", [override])
+    assert job.run_dir == tmp_path / "runs"
+
+
+def test_a_job_keeps_its_name(tmp_path):
+    content = {"job": "sums", **JOB}
+    with pytest.raises(ConfigError, match="a job keeps its name"):
+        job_of(content, tmp_path, tmp_path, ["job=other"])
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "a/b", "", "A", "a b", "x" * 49, "a\n", "-a", 7, None, ["a"], {}]
+)
+def test_a_job_with_another_kind_of_name_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="job"):
+        read_jobs(submission("sums", job={"job": name}), tmp_path)
+    with pytest.raises(ConfigError, match="job"):
+        read_jobs(submission("sums", job={"job": name}, sweep=["seed=1,2"]), tmp_path)
+
+
+def test_nothing_in_a_job_is_run_by_who_reads_it(tmp_path):
+    files = tmp_path / "files"
+    files.mkdir()
+    trap = tmp_path / "sprung"
+    (files / "trap.py").write_text(f"from pathlib import Path\nPath({str(trap)!r}).touch()\ndef it(): ...\n")
+    own = f"{files}/trap.py:it"
+    fields = {
+        "reward": {"name": own, "args": {"inner": own}},
+        "rollout": {"workflow": own, "engine": own, "workflow_args": {"agent": own, "tools": [own]}},
+        "evaluation": {"engine": own},
+        "weights": {"channel": own},
+        "trainer": {
+            "backend": own,
+            "objective": {"advantage": own, "loss": own, "correction": own, "normaliser": own},
+        },
+    }
+    before = set(sys.modules)
+    for override in ("seed=!!python/object/apply:os.system ['touch x']", "seed=!!python/name:os.system"):
+        with pytest.raises(ConfigError, match="not YAML"):
+            read_jobs(submission("sums", overrides=[override]), files)
+    for section, value in fields.items():
+        with suppress(ConfigError):  # its text may be looked at
+            read_jobs(submission("sums", job={section: value}), files)
+    assert not trap.exists()
+    assert not [name for name in set(sys.modules) - before if "trap" in name]
+
+
+def body_of(**fields):
+    plain = {"key": "a-key-of-mine", "job": {"job": "sums"}}
+    return json.dumps(plain | fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "body"),
+        (b"[]", "body"),
+        (b"\xff\xfe", "body"),
+        (b'{"key": "a-key-of-mine"}', "job"),
+        (body_of(surprise=1), "surprise"),
+        (body_of(key="short"), "key"),
+        (body_of(key="../../../etc"), "key"),
+        (body_of(priority=1001), "priority"),
+        (body_of(priority=2**80), "priority"),
+        (body_of(memory_gb=-1), "memory_gb"),
+        (body_of(memory_gb=1e300), "memory_gb"),
+        (body_of(overrides=["seed=1"] * 257), "overrides"),
+        (body_of(overrides=["x" * 20_000]), "overrides"),
+        (body_of(files={f"f{n}": "" for n in range(257)}), "files"),
+        (body_of(files={"a": "no base64!"}), "body"),
+        (b'{"key": "a-key-of-mine", "job": {"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}", "deep"),
+        (b'{"key": "a-key-of-mine", "job": {"x": ' + b"[" * 200 + b"]" * 200 + b"}}", "nested too deep"),
+        (body_of(files={"a\ud800b": ""}), "body|cannot be"),
+    ],
+)
+def test_what_is_no_submission_is_refused_by_the_field(body, said):
+    with pytest.raises(ConfigError, match=said):
+        read_submission(body)
+
+
+def test_a_job_is_bounded_in_all_that_it_holds(tmp_path):
+    with pytest.raises(ConfigError):
+        read_jobs(submission("sums", job={"trainer": {"steps": 10**30}}), tmp_path)
+    bomb = "seed=&a [*a]"
+    with pytest.raises(ConfigError):
+        read_jobs(submission("sums", overrides=[bomb]), tmp_path)
+    many = "[" + ",".join(["&a [" + ",".join(["x"] * 100) + "]"] + ["*a"] * 100) + "]"
+    with pytest.raises(ConfigError):
+        read_jobs(submission("sums", overrides=[f"seed={many}"]), tmp_path)
+
+
+def test_files_are_bounded_together(monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    content = base64.b64encode(b"x" * 6).decode()
+    assert read_submission(body_of(files={"a": content})).files == {"a": b"x" * 6}
+    with pytest.raises(ConfigError, match="they have 12 bytes, and 10 is the limit"):
+        read_submission(body_of(files={"a": content, "b": content}))
+
+
+def test_a_pipe_beside_the_job_file_is_not_waited_for(there):
+    os.mkfifo(there / "pipe.py")
+    given = packed(there, reward={"name": "pipe.py:mine"})
+    assert not given.files.keys() - {"train.jsonl"}
+    assert given.job["reward"]["name"] == f"{there}/pipe.py:mine"
+    assert Path(there / "pipe.py").exists()
