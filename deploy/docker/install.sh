@@ -11,8 +11,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 case $role in
-light) extras=ray,s3 ;;
-trainer) extras=ray,s3,megatron ;;
+light) extras=ray-nodes,s3 ;;
+trainer) extras=ray-nodes,s3,megatron ;;
 *) echo "install.sh: no role $role: it is light or trainer" >&2; exit 2 ;;
 esac
 # The lock names the CPU build of torch by its local version, which only an index of CPU builds has.
