@@ -23,11 +23,19 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
-from areal_async.errors import ArealError, RunFailed, RunInterrupted, WireError
+from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
+from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
-from areal_async.launch.plan import MODULES, services_of, supervisor_port, with_channel
+from areal_async.launch.plan import (
+    MODULES,
+    for_several_hosts,
+    services_of,
+    supervisor_port,
+    with_channel,
+)
 from areal_async.launch.preflight import check_machine
 from areal_async.launch.report import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
@@ -68,16 +76,21 @@ def run_job(
     plain: bool = False,
     console: Console | None = None,
     modules: Mapping[Role, str] = MODULES,
+    cluster: ClusterConfig | None = None,
 ) -> RunResult:
     """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
-    thread.
+    thread. Without a `cluster` all of it runs on this machine.
 
     Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or Console()
-    job = with_channel(job, several_hosts=bool(job.placement.pretend))
-    check_machine(job, services_of(job, modules), source=f"job {job.job}")
+    on_ray = cluster is not None and cluster.launcher == "ray"
+    job = with_channel(job, several_hosts=on_ray or bool(job.placement.pretend))
+    if on_ray:
+        job = for_several_hosts(job)
+    else:
+        check_machine(job, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
         with private_files(), _logged_to(folders.logs / "supervisor.log", job):
@@ -86,7 +99,16 @@ def run_job(
             port = supervisor_port(job, services_of(job, modules))
             with RunLog(folders.run_dir / "metrics.jsonl") as run_log, serve_metrics(port) as port:
                 run_log.write("resume" if resume else "start")
-                result = _run(job, folders, port, run_log, plain=plain, console=console, modules=modules)
+                result = _run(
+                    job,
+                    folders,
+                    port,
+                    run_log,
+                    plain=plain,
+                    console=console,
+                    modules=modules,
+                    launcher=_launcher(cluster, folders),
+                )
     finally:
         close_events()
         folders.release()
@@ -103,6 +125,7 @@ def _run(
     plain: bool,
     console: Console,
     modules: Mapping[Role, str],
+    launcher: Launcher | None,
 ) -> RunResult:
     started_s = time.monotonic()
     final: dict[str, Any] = {}
@@ -123,6 +146,7 @@ def _run(
     supervisor = Supervisor(
         job,
         folders,
+        launcher=launcher,
         modules=modules,
         metrics_port=metrics_port,
         records=run_log,
@@ -165,6 +189,20 @@ def _run(
     unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(folders.run_dir / "summary.json")
     return RunResult(folders.run_dir, summary)
+
+
+def _launcher(cluster: ClusterConfig | None, folders: RunFolders) -> Launcher | None:
+    """What places the processes; None for this machine."""
+    if cluster is None or cluster.launcher == "local":
+        return None
+    try:
+        from areal_async.launch.ray.launcher import RayLauncher  # an extra, and seconds to import
+    except ImportError as error:
+        raise RunError(
+            f"launcher: ray needs the package ray, which is not installed here ({error}): "
+            "`pip install 'areal-async[ray]'`"
+        ) from error
+    return RayLauncher(cluster.ray, folders)
 
 
 @contextmanager
@@ -275,6 +313,7 @@ def carry_out(request: Mapping[str, Any]) -> None:
         overwrite=request["overwrite"],
         resume=request["resume"],
         modules=request["modules"],
+        cluster=ClusterConfig.model_validate(request["cluster"]) if request.get("cluster") else None,
         plain=True,
     )
 

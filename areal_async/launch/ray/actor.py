@@ -48,5 +48,5 @@ class HostActor:
 
 def new_actor(name: str, options: dict[str, Any]) -> Any:
     """A handle of a new actor that is placed as `options` say; it may wait for room."""
-    made = ray.remote(max_concurrency=AT_ONCE, max_restarts=0, max_task_retries=0)(HostActor)
-    return made.options(name=name, **options).remote()
+    fixed = {"max_concurrency": AT_ONCE, "max_restarts": 0, "max_task_retries": 0}
+    return ray.remote(HostActor).options(name=name, **fixed, **options).remote()

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -239,8 +238,8 @@ class RayLauncher:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(
-                f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it (`ray "
-                "start --head`), or correct ray.address in the cluster file"
+                f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
+                "(`ray start --head`), or correct ray.address in the cluster file"
             ) from error
         address = section.home_address or ray.util.get_node_ip_address()
         self._control = listen_in(address, section.ports)
@@ -265,7 +264,9 @@ class RayLauncher:
     def join(self, place: ServicePlace) -> ServicePlace:
         need = need_of(self._job, place.role)
         self._places[place.name] = RayPlace(
-            self, place, {**_options(need), "scheduling_strategy": "SPREAD", "label_selector": dict(need.labels)}
+            self,
+            place,
+            {**_options(need), "scheduling_strategy": "SPREAD", "label_selector": dict(need.labels)},
         )
         return place
 
@@ -420,7 +421,8 @@ class RayLauncher:
                 raise RunError(
                     f"the cluster had no room for the {group.name} of this job within "
                     f"{self._section.place_s:g} s: the job needs {needs_in_words(self._job, services)}, and "
-                    f"free are {_free()}. Wait for other jobs to end, add nodes, or ask for less (`placement`)"
+                    f"free are {_free()}. Wait for other jobs to end, add nodes, or ask for less "
+                    "(`placement`)"
                 )
         for index, (place, need) in enumerate(zip(group.places, needs, strict=True)):
             strategy = PlacementGroupSchedulingStrategy(
