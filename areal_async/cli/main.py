@@ -93,7 +93,10 @@ def run(
 @app.command()
 def resume(
     target: Annotated[
-        Path, typer.Argument(metavar="RUN_FOLDER|JOB.YAML", help="The folder of the run, or its job file.")
+        str,
+        typer.Argument(
+            metavar="RUN_FOLDER|JOB.YAML", help="The folder of the run or its URL, or its job file."
+        ),
     ],
     overrides: Overrides = None,
     plain: Plain = False,
@@ -102,10 +105,11 @@ def resume(
     with readable_errors():
         from areal_async.launch.run import run_job
         from areal_async.launch.runs import job_to_resume
+        from areal_async.storage.urls import shown
 
         job = job_to_resume(target, overrides or ())
-        if target.is_file():
-            recorded = job.run_dir / job.job / "job.yaml"
+        if Path(target).is_file():
+            recorded = shown(job.run_dir / job.job / "job.yaml")
             print(f"note: it goes on as {recorded} says; to change a field, name it: key=value", flush=True)
         print_warnings(job)
         run_job(job, resume=True, plain=plain)
@@ -130,7 +134,10 @@ add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
 
 RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN", help="The folder of a run or its URL, or its job file.", show_default=False
+    ),
 ]
 Within = Annotated[
     float,

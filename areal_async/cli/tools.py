@@ -22,7 +22,10 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The folder of a run, or its job file.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN", help="The folder of a run or its URL, or its job file.", show_default=False
+    ),
 ]
 Steps = Annotated[
     str | None, typer.Option(metavar="A:B", help="Only steps from A to before B; either may be left out.")

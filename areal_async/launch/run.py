@@ -30,6 +30,7 @@ from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import MODULES, services_of, supervisor_port
 from areal_async.launch.preflight import check_machine
 from areal_async.launch.report import failure_text, summarise
+from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.supervisor import Supervisor
 from areal_async.launch.threads import ThreadSplit
 from areal_async.ownfiles import private_files
@@ -46,6 +47,8 @@ from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
+from areal_async.storage.content import materialise
+from areal_async.storage.urls import url_of
 
 STATS_LIMIT_S = 2.0
 
@@ -74,10 +77,15 @@ def run_job(
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or Console()
+    materialise(job, source=f"job {job.job}")
     check_machine(job, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
-        with private_files(), _logged_to(folders.logs / "supervisor.log", job):
+        with (
+            private_files(),
+            mirrored(job, folders.run_dir, overwrite=overwrite, resume=resume),
+            _logged_to(folders.logs / "supervisor.log", job),
+        ):
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
             port = supervisor_port(job, services_of(job, modules))
@@ -256,6 +264,8 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
 
 
 def _short(path: Path) -> str:
+    if (url := url_of(path)) is not None:
+        return url
     with suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)

@@ -37,7 +37,7 @@ NEAR = 1e-6
 
 def main(request: ReplayRequest) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    run = find_run(Path(request.run), request.overrides or ())
+    run = find_run(request.run, request.overrides or ())
     recording = Recording(run.folder)
     out = Path(request.out) if request.out is not None else None
     if out is not None and out.exists() and any(out.iterdir()):
