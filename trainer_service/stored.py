@@ -67,13 +67,11 @@ class CheckpointStore:
 
     def put(self, step: int, folder: Path, names: Collection[str]) -> None:
         """Upload these files of the checkpoint in `folder`."""
-        with board.waiting("store", f"the files of checkpoint {step} to be in {self._url}"):
-            self._remote.each(lambda name: self._remote.put(f"{_name(step)}/{name}", folder / name), names)
+        self._remote.each(lambda name: self._remote.put(f"{_name(step)}/{name}", folder / name), names)
 
     def finish(self, step: int, folder: Path) -> None:
         """Upload the manifest: all files are there, and from now on it is a checkpoint."""
-        with board.waiting("store", f"checkpoint {step} to be in {self._url}"):
-            self._remote.put(f"{_name(step)}/{MANIFEST}", folder / MANIFEST)
+        self._remote.put(f"{_name(step)}/{MANIFEST}", folder / MANIFEST)
         log.info("checkpoint stored", step=step, url=self.url_of(step))
 
     def whole(self) -> list[int]:

@@ -47,7 +47,7 @@ from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
-from areal_async.storage.content import materialise
+from areal_async.storage.content import materialise, store_url
 from areal_async.storage.urls import url_of
 
 STATS_LIMIT_S = 2.0
@@ -253,9 +253,10 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     if restarts := summary["restarts"]:
         each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
         table.add_row("restarts", f"{sum(restarts.values())} ({', '.join(each)})")
-    table.add_row("model", f"{run_dir}/model")
+    model_dir = store_url(job) or run_dir
+    table.add_row("model", f"{model_dir}/model")
     if job.trainer.lora.rank:
-        table.add_row("adapter", f"{run_dir}/adapter")
+        table.add_row("adapter", f"{model_dir}/adapter")
     table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
     table.add_row("logs", f"{run_dir}/logs")
     console.print(

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.runtime.log import get_logger
-from areal_async.storage.remote import Remote, StorageError, StorageMissing
+from areal_async.storage.remote import Remote, StorageError, StorageMissing, patience
 from areal_async.tries import Patience
 
 EVERY_S = 5.0
@@ -30,6 +30,7 @@ SHARE = 0.2  # Most of the time that mirroring may take: a slow store is written
 MARK = (
     "logs/mirror.json"  # Says who mirrors to a URL; lies in the folder too, so it tells whether that is newer
 )
+ROUND_S = 10.0  # How long a store that is away is asked again before the next round
 FINISH_S = 600.0
 
 log = get_logger("mirror")
@@ -48,10 +49,10 @@ class MirrorLost(StorageError):
     """Somebody else mirrors to the URL by now."""
 
 
-def mark_there(url: str, tries: Patience | None = None) -> MirrorMark | None:
+def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
     """The mark at `url`; None where nobody has mirrored to it. Raises `StorageError`."""
     try:
-        return msgspec.json.decode(Remote(url, tries).read(MARK), type=MirrorMark)
+        return msgspec.json.decode((remote or Remote(url)).read(MARK), type=MirrorMark)
     except StorageMissing:
         return None
     except msgspec.DecodeError as error:
@@ -84,7 +85,8 @@ class Mirror:
         self._folder = folder
         self._wanted = wanted
         self._every_s = every_s
-        self._remote = Remote(url, tries)
+        self._tries = tries
+        self._remote = Remote(url, tries or patience(url, ROUND_S))
         self._pushed: dict[str, tuple[int, int]] = {}
         """Size and time of each file when it was put there."""
         self._mark = MirrorMark(secrets.token_hex(8), socket.gethostname())
@@ -102,13 +104,14 @@ class Mirror:
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise StorageError(f"{self.url}: the store has not taken what was written within {limit_s:g} s.")
+        self._remote = Remote(self.url, self._tries or patience(self.url, limit_s))
         self.once()
         self._mark = msgspec.structs.replace(self._mark, ended=True)
         self._write_mark()
 
     def once(self) -> None:
         """Mirror what has changed since the last time. Raises `MirrorLost`, or `StorageError`."""
-        there = mark_there(self.url)
+        there = mark_there(self.url, self._remote)
         if there is not None and there.owner != self._mark.owner:
             raise MirrorLost(
                 f"{self.url} is written by {there.host} by now: the job was resumed there. Stop it here."

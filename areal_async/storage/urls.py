@@ -107,7 +107,7 @@ def shown(path: Path) -> str:
 
 def _as_path(value: Any) -> Any:
     """The local path of a URL; anything else as it is."""
-    return local_path(_checked(value)) if is_url(value) else value
+    return str(local_path(_checked(value))) if is_url(value) else value
 
 
 def _checked(url: str) -> str:
