@@ -29,7 +29,7 @@ def pause_s(
 
 
 @dataclass(frozen=True)
-class Patience:
+class Tries:
     """How long what is away is asked again, and who is told of it meanwhile.
 
     `away` is called with the error of each failed try after which another follows, `back` once if one that

@@ -74,17 +74,3 @@ def s3_server() -> Iterator[S3Server]:
             yield server
         finally:
             server.stop()
-
-
-@pytest.fixture(scope="session")
-def _s3_server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3(_s3_server: S3Server) -> Iterator[S3Server]:
-    """The server of this test process, running when the test begins."""
-    _s3_server.start()
-    yield _s3_server
-    _s3_server.start()

@@ -18,10 +18,10 @@ from areal_async.config.job import JobConfig
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
 from areal_async.storage.content import store_url
-from areal_async.storage.remote import Remote, StorageError, patience
+from areal_async.storage.remote import Remote, StorageError, tries_for
 from areal_async.storage.transfer import fetch, push
 from areal_async.storage.urls import joined
-from areal_async.tries import Patience
+from areal_async.tries import Tries
 from trainer_service.disk import FileEntry, hashed
 from trainer_service.errors import CheckpointError
 
@@ -51,10 +51,10 @@ class CheckpointStore:
     """The checkpoints below `url`. Any thread may call; each method raises `StorageError` unless it says
     otherwise."""
 
-    def __init__(self, url: str, *, tries: Patience | None = None, removing: Patience | None = None) -> None:
+    def __init__(self, url: str, *, tries: Tries | None = None, removing: Tries | None = None) -> None:
         self._url = url
-        self._remote = Remote(url, tries or patience(url, AWAY_S))
-        self._removing = Remote(url, removing or patience(url, REMOVE_S))
+        self._remote = Remote(url, tries or tries_for(url, AWAY_S))
+        self._removing = Remote(url, removing or tries_for(url, REMOVE_S))
 
     @classmethod
     def of(cls, job: JobConfig) -> CheckpointStore | None:
@@ -92,7 +92,7 @@ class CheckpointStore:
                 raise CheckpointError(f"checkpoint {self.url_of(step)}: {bad[0]} is damaged")
 
         with board.waiting("store", f"checkpoint {step} to come from {self._url}"):
-            fetch(self.url_of(step), folder, patience(self._url, AWAY_S), check=check)
+            fetch(self.url_of(step), folder, tries_for(self._url, AWAY_S), check=check)
 
     def went_on_from(self, restored: int) -> dict[int, int]:
         """Remove what is later than step `restored` or has not become a checkpoint; step → epoch of the
@@ -132,7 +132,7 @@ def push_trained(run_dir: Path, job: JobConfig) -> None:
         if url is not None and (run_dir / name).is_dir():
             there = joined(url, name)
             with board.waiting("store", f"the trained model to be in {there}"):
-                push(run_dir / name, there, patience(there, AWAY_S))
+                push(run_dir / name, there, tries_for(there, AWAY_S))
             log.info("model stored", url=there)
 
 

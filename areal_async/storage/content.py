@@ -17,8 +17,8 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageError
 from areal_async.storage.transfer import fetch
-from areal_async.storage.urls import joined, protocol_problem, url_of
-from areal_async.tries import Patience
+from areal_async.storage.urls import CACHE_VARIABLE, joined, protocol_problem, url_of
+from areal_async.tries import Tries
 
 CONTENT = ("model", "tasks.train", "tasks.evaluation")
 """Fields of a job whose content may lie in a store."""
@@ -26,7 +26,7 @@ BY_TRAINER = ("checkpoints", "model", "adapter")
 """Folders of a run that its trainer puts into the job's store."""
 
 
-def materialise(job: JobConfig, tries: Patience | None = None, *, source: str = "job") -> None:
+def materialise(job: JobConfig, tries: Tries | None = None, *, source: str = "job") -> None:
     """Bring everything that `job` names by URL to this host. Raises `ConfigError` with every reason why
     something cannot be had."""
     if mistakes := content_mistakes(job, tries=tries):
@@ -34,7 +34,7 @@ def materialise(job: JobConfig, tries: Patience | None = None, *, source: str = 
 
 
 def content_mistakes(
-    job: JobConfig, fields: Collection[str] = CONTENT, tries: Patience | None = None
+    job: JobConfig, fields: Collection[str] = CONTENT, tries: Tries | None = None
 ) -> list[Mistake]:
     """`materialise` for these fields, with what is wrong as mistakes of the job file."""
     paths: tuple[Path | None, ...] = (job.model, job.tasks.train, job.tasks.evaluation)
@@ -53,12 +53,13 @@ def content_mistakes(
         try:
             fetch(url, path, tries, begun=_telling(url))
         except StorageError as error:
-            problem, _, fix = str(error).rstrip(".").rpartition(". ")
-            mistakes.append(Mistake(field, problem, fix))
+            what, _, fix = str(error).rstrip(".").rpartition(". ")
+            mistakes.append(Mistake(field, what, fix))
         except OSError as error:
-            problem = f"{url} cannot be written to {path.parent}: {error.strerror or error}"
-            fix = "Free room, or name another cache folder (AREAL_ASYNC_CACHE)"
-            mistakes.append(Mistake(field, problem, fix))
+            what = f"{url} cannot be written to {path.parent}: {error.strerror or error}"
+            mistakes.append(
+                Mistake(field, what, f"Free room, or name another cache folder ({CACHE_VARIABLE})")
+            )
     return mistakes
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from areal_async.runtime.log import get_logger
-from areal_async.storage.remote import Remote, StorageError, StorageMissing, patience
-from areal_async.tries import Patience
+from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
+from areal_async.tries import Tries
 
 EVERY_S = 5.0
 SHARE = 0.2  # Most of the time that mirroring may take: a slow store is written to more seldom
@@ -79,14 +79,14 @@ class Mirror:
         *,
         wanted: Callable[[str], bool] = lambda name: True,
         every_s: float = EVERY_S,
-        tries: Patience | None = None,
+        tries: Tries | None = None,
     ) -> None:
         self.url = url
         self._folder = folder
         self._wanted = wanted
         self._every_s = every_s
         self._tries = tries
-        self._remote = Remote(url, tries or patience(url, ROUND_S))
+        self._remote = Remote(url, tries or tries_for(url, ROUND_S))
         self._pushed: dict[str, tuple[int, int]] = {}
         """Size and time of each file when it was put there."""
         self._mark = MirrorMark(secrets.token_hex(8), socket.gethostname())
@@ -104,7 +104,7 @@ class Mirror:
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise StorageError(f"{self.url}: the store has not taken what was written within {limit_s:g} s.")
-        self._remote = Remote(self.url, self._tries or patience(self.url, limit_s))
+        self._remote = Remote(self.url, self._tries or tries_for(self.url, limit_s))
         self.once()
         self._mark = msgspec.structs.replace(self._mark, ended=True)
         self._write_mark()

@@ -2,7 +2,7 @@
 
 Promises: a request ends within `REQUEST_S` (a longer one, such as a large upload, says so) or counts as
 failed; what failed for a passing reason (no connection, no answer, a server's error) is tried again as the
-`Patience` says; every error names the URL and what to do. Where a store asks who we are its own library
+`Tries` says; every error names the URL and what to do. Where a store asks who we are its own library
 answers, from the environment: `AWS_*` and `~/.aws` for S3, and `FSSPEC_*` for what fsspec takes.
 """
 
@@ -22,7 +22,7 @@ from areal_async.errors import ArealError
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
-from areal_async.tries import Patience
+from areal_async.tries import Tries
 
 PART_BYTES = 8 << 20  # Bytes of one request of a large file
 PARALLEL = 4  # Requests under way at once
@@ -72,7 +72,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     tag: str = ""
 
 
-def patience(url: str, limit_s: float = PATIENCE_S) -> Patience:
+def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
     """Ask again for so long; the log, and the status of this process, say that the store is away."""
     subject = f"store {url}"
     told = threading.Event()
@@ -89,16 +89,16 @@ def patience(url: str, limit_s: float = PATIENCE_S) -> Patience:
             told.clear()
             log.info("the store answers again", url=url)
 
-    return Patience(limit_s, away, back)
+    return Tries(limit_s, away, back)
 
 
 class Remote:
     """The file or folder at `url`. Its methods block, and may be called from any thread. Each raises
     `StorageAway` where the store does not answer in time, and `StorageError` where it refuses."""
 
-    def __init__(self, url: str, tries: Patience | None = None) -> None:
+    def __init__(self, url: str, tries: Tries | None = None) -> None:
         self.url = url.rstrip("/")
-        self._tries = tries or patience(self.url)
+        self._tries = tries or tries_for(self.url)
         if (problem := url_problem(self.url) or protocol_problem(self.url)) is not None:
             raise StorageError(f"{url}: {problem[0]}. {problem[1]}.")
         import fsspec  # not at the top: most jobs have no URL

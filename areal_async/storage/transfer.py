@@ -35,7 +35,7 @@ from areal_async.storage.remote import (
     StorageMissing,
     StoredFile,
 )
-from areal_async.tries import Patience
+from areal_async.tries import Tries
 
 MARKER = ".areal-async.json"
 LOCK_S = 6 * 3600.0  # The longest wait for another process of this host that fetches the same
@@ -64,7 +64,7 @@ class FetchRecord(msgspec.Struct, frozen=True):
 def fetch(
     url: str,
     target: Path,
-    tries: Patience | None = None,
+    tries: Tries | None = None,
     *,
     leave_out: Callable[[str], bool] = lambda name: False,
     begun: Callable[[int], None] = lambda size_bytes: None,
@@ -108,7 +108,7 @@ def fetch(
     raise StorageError(f"{url} changes while it is read. Wait until whoever writes there has finished.")
 
 
-def push(folder: Path, url: str, tries: Patience | None = None) -> None:
+def push(folder: Path, url: str, tries: Tries | None = None) -> None:
     """Make `url` hold the files of `folder`, and nothing else. Until it is whole, readers are refused.
 
     Raises `StorageAway` or `StorageError`."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import S3Server, _s3_server, s3  # noqa: F401
+from tests.stores import S3Server
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from areal_async.launch.stored_runs import bring_run, bring_run_of, mirrored, ru
 from areal_async.storage.content import store_url
 from areal_async.storage.mirror import MARK, Mirror, MirrorLost, mark_here, mark_there
 from areal_async.storage.remote import Remote
-from areal_async.tries import Patience
+from areal_async.tries import Tries
 from tests.waiting import LIMIT_S
 
 
@@ -84,7 +84,7 @@ def test_only_what_changed_is_put_there_again(place, tmp_path, monkeypatch):
 def test_it_mirrors_by_itself_and_goes_on_after_the_store_was_away(s3, tmp_path):
     folder, url = tmp_path / "folder", s3.bucket()
     folder.mkdir()
-    mirror = Mirror(folder, url, every_s=0.01, tries=Patience(0))
+    mirror = Mirror(folder, url, every_s=0.01, tries=Tries(0))
     failed = threading.Event()
     once = mirror.once
 

@@ -11,7 +11,7 @@ import pytest
 
 from areal_async.storage.remote import HalfWritten, Remote, StorageAway, StorageError, StorageMissing
 from areal_async.storage.transfer import MARKER, fetch, push
-from areal_async.tries import Patience
+from areal_async.tries import Tries
 
 FETCH = """
 import sys
@@ -159,7 +159,7 @@ def test_a_store_that_comes_back_is_asked_again(s3, folder, tmp_path):
     url, away, back = f"{s3.bucket()}/model", [], []
     push(folder, url)
     s3.stop()
-    tries = Patience(60, away.append, lambda: back.append(1), sleep=lambda pause_s: s3.start())
+    tries = Tries(60, away.append, lambda: back.append(1), sleep=lambda pause_s: s3.start())
     fetch(url, tmp_path / "here", tries)
     assert content(tmp_path / "here") == content(folder)
     assert away
@@ -173,7 +173,7 @@ def test_a_store_that_stays_away_is_given_up_in_time(s3, tmp_path):
         now_s[0] += pause_s
 
     s3.stop()
-    tries = Patience(20, away.append, clock=lambda: now_s[0], sleep=sleep, rng=random.Random(0))
+    tries = Tries(20, away.append, clock=lambda: now_s[0], sleep=sleep, rng=random.Random(0))
     with pytest.raises(StorageAway, match=f"{url}/m could not be listed within 20 s") as given_up:
         fetch(f"{url}/m", tmp_path / "here", tries)
     assert given_up.value.restart_helps
@@ -188,7 +188,7 @@ def test_who_may_not_is_told_so_at_once(s3, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise read
 
-    remote = Remote(url, Patience(1e9, sleep=lambda pause_s: pytest.fail("it is asked again")))
+    remote = Remote(url, Tries(1e9, sleep=lambda pause_s: pytest.fail("it is asked again")))
     monkeypatch.setattr(remote._fs, "cat_file", refuse)
     with pytest.raises(StorageError, match=f"{url}/x could not be read: PermissionError: Access Denied"):
         remote.read("x")
@@ -201,7 +201,7 @@ def test_a_request_without_an_answer_ends(monkeypatch):
 
     never = threading.Event()
     monkeypatch.setattr(remote, "REQUEST_S", 0.01)
-    asked = remote.Remote("memory://silent", Patience(0))
+    asked = remote.Remote("memory://silent", Tries(0))
     with pytest.raises(StorageAway, match="no answer within"):
         asked._ask("read", "memory://silent", never.wait, 0.01)
     never.set()

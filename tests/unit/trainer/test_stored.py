@@ -6,18 +6,20 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageAway
 from areal_async.storage.transfer import HalfWritten, fetch
-from areal_async.tries import Patience
-from tests.stores import _s3_server, s3  # noqa: F401
+from areal_async.tries import Tries
+from tests.unit.trainer.test_disk_full import ThreadRank, TwoThreads
 from tests.waiting import LIMIT_S
+from trainer_service import checkpoint as checkpoint_module
 from trainer_service.checkpoint import Checkpoints, Measured, newest_of_all, newest_usable
 from trainer_service.disk import write_hashed
-from trainer_service.errors import CheckpointError
+from trainer_service.errors import CheckpointError, TrainerError
 from trainer_service.ranks import join_ranks
 from trainer_service.stored import CheckpointStore, push_trained
 
@@ -53,11 +55,11 @@ def newest(root, store):
 
 
 @pytest.fixture
-def url(s3):  # noqa: F811
+def url(s3):
     return f"{s3.bucket()}/runs/job/checkpoints"
 
 
-def test_a_checkpoint_is_in_the_store_before_it_counts(s3, url, tmp_path):  # noqa: F811
+def test_a_checkpoint_is_in_the_store_before_it_counts(s3, url, tmp_path):
     there = []
     save(made(tmp_path, CheckpointStore(url)), 4, durable=lambda: there.extend(s3.names(url)))
     names = ("ledger.bin", "manifest.json", "policy.bin")
@@ -90,7 +92,7 @@ def test_a_trainer_that_was_killed_while_it_stored_one_leaves_the_one_before(url
     made(tmp_path / "here", store).went_on_from(again)
 
 
-def test_what_was_begun_and_what_is_later_than_the_restored_one_is_taken_out(s3, url, tmp_path):  # noqa: F811
+def test_what_was_begun_and_what_is_later_than_the_restored_one_is_taken_out(s3, url, tmp_path):
     store = CheckpointStore(url)
     first = made(tmp_path / "here", store)
     for step in (1, 2, 3):
@@ -107,7 +109,7 @@ def test_what_was_begun_and_what_is_later_than_the_restored_one_is_taken_out(s3,
     assert store.whole() == [2, 3], "those of the trainer before are pruned in turn"
 
 
-def test_all_damaged_in_the_store_and_none_here_is_an_error(s3, url, tmp_path):  # noqa: F811
+def test_all_damaged_in_the_store_and_none_here_is_an_error(s3, url, tmp_path):
     store = CheckpointStore(url)
     save(made(tmp_path / "here", store), 1)
     s3.files.pipe_file(f"{url}/step-000001/policy.bin", b"damaged")
@@ -123,13 +125,13 @@ def test_the_best_and_the_newest_are_kept_in_the_store_too(url, tmp_path):
     assert store.whole() == [1, 3]
 
 
-def test_a_store_that_is_away_delays_what_counts_and_loses_nothing(s3, url, tmp_path):  # noqa: F811
+def test_a_store_that_is_away_delays_what_counts_and_loses_nothing(s3, url, tmp_path):
     away, back, counted = threading.Event(), threading.Event(), threading.Event()
 
     def wait(pause_s):
         assert back.wait(LIMIT_S)
 
-    store = CheckpointStore(url, tries=Patience(1e6, lambda error: away.set(), sleep=wait))
+    store = CheckpointStore(url, tries=Tries(1e6, lambda error: away.set(), sleep=wait))
     checkpoints = made(tmp_path, store)
     s3.stop()
     writing = threading.Thread(target=save, args=(checkpoints, 1), kwargs={"durable": counted.set})
@@ -144,8 +146,8 @@ def test_a_store_that_is_away_delays_what_counts_and_loses_nothing(s3, url, tmp_
     assert store.whole() == [1]
 
 
-def test_a_store_that_stays_away_ends_the_trainer_and_leaves_what_is_here(s3, url, tmp_path):  # noqa: F811
-    soon = Patience(0.5, rng=random.Random(0))
+def test_a_store_that_stays_away_ends_the_trainer_and_leaves_what_is_here(s3, url, tmp_path):
+    soon = Tries(0.5, rng=random.Random(0))
     checkpoints = made(tmp_path, CheckpointStore(url))
     save(checkpoints, 1)
     s3.stop()
@@ -155,8 +157,8 @@ def test_a_store_that_stays_away_ends_the_trainer_and_leaves_what_is_here(s3, ur
     assert newest_usable(tmp_path, **OF).manifest.step == 1
 
 
-def test_what_cannot_be_removed_now_is_removed_later(s3, url, tmp_path, monkeypatch):  # noqa: F811
-    store = CheckpointStore(url, removing=Patience(0))
+def test_what_cannot_be_removed_now_is_removed_later(s3, url, tmp_path, monkeypatch):
+    store = CheckpointStore(url, removing=Tries(0))
     checkpoints = made(tmp_path, store, keep=1)
     save(checkpoints, 1)
     s3.stop()
@@ -170,7 +172,7 @@ def test_what_cannot_be_removed_now_is_removed_later(s3, url, tmp_path, monkeypa
     assert store.whole() == [2]
 
 
-def test_the_trained_model_is_put_there_whole(s3, tmp_path):  # noqa: F811
+def test_the_trained_model_is_put_there_whole(s3, tmp_path):
     job = JobConfig.model_validate(
         {
             "job": "trained",
@@ -188,3 +190,47 @@ def test_the_trained_model_is_put_there_whole(s3, tmp_path):  # noqa: F811
     s3.files.rm(f"{url}/model.safetensors")
     with pytest.raises(HalfWritten):
         fetch(url, tmp_path / "again")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["both can", "one cannot"])
+def test_each_rank_stores_what_it_wrote_and_the_manifest_comes_when_all_have(
+    s3, url, tmp_path, monkeypatch, fails
+):
+    monkeypatch.setattr(checkpoint_module, "ROUND_S", 0.01)
+    both, put = TwoThreads(), {0: [], 1: []}
+
+    def run(rank):
+        store = CheckpointStore(url)
+        really = store.put
+
+        def watched(step, folder, names):
+            put[rank] += sorted(names)
+            if fails and rank:
+                raise StorageAway("the store of rank 1 is away.")
+            really(step, folder, names)
+
+        monkeypatch.setattr(store, "put", watched)
+        checkpoints = Checkpoints(tmp_path / "here", **OF, keep=1, ranks=ThreadRank(rank, both), store=store)
+
+        def write(folder):
+            name = f"policy-{rank}.bin"
+            return lambda: {name: write_hashed(folder / name, [bytes([rank])])}
+
+        checkpoints.begin(1, epoch=3, updates=1, save=write, ledger=lambda: b"ledger")
+        try:
+            checkpoints.wait()
+        except (StorageAway, TrainerError) as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(run, range(2)))
+    if fails:
+        assert said == ["rank 1: the store of rank 1 is away.", "the store of rank 1 is away."]
+        assert CheckpointStore(url).whole() == []
+        return
+    assert said == ["", ""]
+    assert put == {0: ["policy-0.bin", "ledger.bin"], 1: ["policy-1.bin"]}
+    names = ("ledger.bin", "manifest.json", "policy-0.bin", "policy-1.bin")
+    assert s3.names(url) == [f"step-000001/{name}" for name in names]
+    assert newest(tmp_path / "there", CheckpointStore(url)).manifest.ranks == 2
