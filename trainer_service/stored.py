@@ -94,16 +94,16 @@ class CheckpointStore:
         with board.waiting("store", f"checkpoint {step} to come from {self._url}"):
             fetch(self.url_of(step), folder, tries_for(self._url, AWAY_S), check=check)
 
+    def epochs(self) -> dict[int, int]:
+        """Step → trainer epoch of the checkpoints that are there."""
+        return {step: epoch_in(self._remote.read(f"{_name(step)}/{MANIFEST}")) for step in self.whole()}
+
     def went_on_from(self, restored: int) -> dict[int, int]:
-        """Remove what is later than step `restored` or has not become a checkpoint; step → epoch of the
-        others."""
-        epochs = {}
+        """Remove what is later than step `restored` or has not become a checkpoint; `epochs` of the rest."""
         for step, names in self._steps().items():
             if step > restored or MANIFEST not in names:
                 self.remove(step)
-            else:
-                epochs[step] = epoch_in(self._remote.read(f"{_name(step)}/{MANIFEST}"))
-        return epochs
+        return {step: epoch for step, epoch in self.epochs().items() if step <= restored}
 
     def remove(self, step: int) -> bool:
         """Remove a checkpoint; False where the store does not answer or refuses, which the log says."""

@@ -34,7 +34,7 @@ from areal_async.config.yamlfile import (
 )
 from areal_async.registry import REWARDS, Registry
 from areal_async.rpc.schema import POLICY_NAME
-from areal_async.storage.content import content_mistakes
+from areal_async.storage.content import content_mistakes, in_urls
 from areal_async.storage.urls import FETCHED, is_url
 
 PATH_FIELDS = tuple(
@@ -102,7 +102,8 @@ def _named(job: JobConfig) -> list[Mistake]:
     """What is wrong with what the job names. What could not be brought here is not looked at."""
     away = content_mistakes(job)
     fields = {mistake.field for mistake in away}
-    return away + [found for found in check_files(job) if not fields & {found.field, *found.involves}]
+    found = in_urls(check_files(job), job)
+    return away + [each for each in found if not fields & {each.field, *each.involves}]
 
 
 def _is_of_memory(mistake: Mistake) -> bool:

@@ -43,6 +43,7 @@ from areal_async.runtime.context import Role, RunPlaces
 from areal_async.runtime.process import ChildProcess, exit_text
 from areal_async.status.aggregator import RunStatus, StatusAggregator
 from areal_async.status.record import Tail, read_run_log
+from areal_async.storage.urls import shown
 
 CONNECT_S = 5.0
 ANSWER_S = 5.0
@@ -345,14 +346,14 @@ def _refuse_to_resume(run_dir: Path, target: Path) -> None:
     refuse_running(run_dir)
     if (run_dir / "summary.json").exists():
         raise RunFolderError(
-            f"there is nothing to resume: the run in {run_dir} is finished. Its model is "
-            f"{run_dir / 'model'}; a job of another name can go on from there (`model:`)."
+            f"there is nothing to resume: the run in {shown(run_dir)} is finished. Its model is "
+            f"{shown(run_dir / 'model')}; a job of another name can go on from there (`model:`)."
         )
     there = any((run_dir / "buffer").glob("appendonly*")) or has_checkpoint(run_dir)
     if not describe_work(run_dir) and not there:
         raise RunFolderError(
-            f"there is nothing to resume: the run in {run_dir} ended before it had done anything. Start it "
-            f"again with {start}."
+            f"there is nothing to resume: the run in {shown(run_dir)} ended before it had done anything. "
+            f"Start it again with {start}."
         )
 
 

@@ -10,7 +10,8 @@ lie `checkpoints/step-000050/…`, `model/` and `adapter/`, which the trainer wr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from areal_async.config.errors import ConfigError, Mistake
@@ -61,6 +62,19 @@ def content_mistakes(
                 Mistake(field, what, f"Free room, or name another cache folder ({CACHE_VARIABLE})")
             )
     return mistakes
+
+
+def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
+    """The mistakes with the URL of what the job names in place of where it lies here."""
+    paths = (job.model, job.tasks.train, job.tasks.evaluation, job.run_dir)
+    names = {str(path): url for path in paths if path is not None and (url := url_of(path)) is not None}
+
+    def told(text: str) -> str:
+        for path, url in names.items():
+            text = text.replace(path, url)
+        return text
+
+    return [replace(each, problem=told(each.problem), fix=told(each.fix)) for each in mistakes]
 
 
 def _telling(url: str) -> Callable[[int], None]:

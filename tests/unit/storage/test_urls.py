@@ -95,3 +95,16 @@ def test_a_protocol_that_cannot_be_used_here_is_named(tmp_path, url, said):
     told = {mistake.field: str(mistake) for mistake in refused.value.mistakes}
     assert said in told["model"]
     assert "there is nothing there" in told["tasks.train"]
+
+
+def test_what_is_wrong_with_content_is_said_of_its_url(s3, tmp_path, cache):
+    url = s3.bucket()
+    s3.files.pipe_file(f"{url}/model/config.json", b"{}")
+    s3.files.pipe_file(f"{url}/train.jsonl", b'{"prompt": ""}\n')
+    content = _job(tmp_path, model=f"{url}/model", tasks={"train": f"{url}/train.jsonl"}, run_dir="runs")
+    with pytest.raises(ConfigError) as refused:
+        job_from_mapping(content, source="job", base=tmp_path)
+    said = str(refused.value)
+    assert f"model: {url}/model has no .safetensors weights" in said
+    assert f"{url}/train.jsonl" in said
+    assert str(cache) not in said

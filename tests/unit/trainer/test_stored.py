@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageAway
 from areal_async.storage.transfer import HalfWritten, fetch
@@ -22,6 +24,7 @@ from trainer_service.disk import write_hashed
 from trainer_service.errors import CheckpointError, TrainerError
 from trainer_service.ranks import join_ranks
 from trainer_service.stored import CheckpointStore, push_trained
+from trainer_service.tools.checkpoint_model import _chosen
 
 OF = {"job": "job", "policy": "alice"}
 KILLED = """
@@ -234,3 +237,14 @@ def test_each_rank_stores_what_it_wrote_and_the_manifest_comes_when_all_have(
     names = ("ledger.bin", "manifest.json", "policy-0.bin", "policy-1.bin")
     assert s3.names(url) == [f"step-000001/{name}" for name in names]
     assert newest(tmp_path / "there", CheckpointStore(url)).manifest.ranks == 2
+
+
+def test_the_model_of_a_checkpoint_is_exported_from_the_store(s3, url, tmp_path):
+    store = CheckpointStore(url)
+    save(made(tmp_path / "here", store), 1)
+    run = SimpleNamespace(folder=tmp_path / "there", job=SimpleNamespace(policy="alice"))
+    (tmp_path / "there").mkdir()
+    assert _chosen(run, "newest", store) == 1
+    assert _chosen(run, "1", store) == 1
+    with pytest.raises(ConfigError, match="Name one of: 1"):
+        _chosen(run, "2", store)
