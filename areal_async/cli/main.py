@@ -105,10 +105,10 @@ def run(
 @app.command()
 def resume(
     target: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="RUN_FOLDER|JOB.YAML|JOB",
-            help="The run's folder or job file, or a job of the controller.",
+            help="The run's folder, its URL or its job file, or a job of the controller.",
         ),
     ],
     overrides: Overrides = None,
@@ -123,10 +123,11 @@ def resume(
         from areal_async.config.cluster import load_cluster
         from areal_async.launch.run import run_job
         from areal_async.launch.runs import job_to_resume
+        from areal_async.storage.urls import shown
 
         job = job_to_resume(target, overrides or ())
-        if target.is_file():
-            recorded = job.run_dir / job.job / "job.yaml"
+        if Path(target).is_file():
+            recorded = shown(job.run_dir / job.job / "job.yaml")
             print(f"note: it goes on as {recorded} says; to change a field, name it: key=value", flush=True)
         print_warnings(job)
         where = load_cluster(cluster) if cluster is not None else None
@@ -152,9 +153,11 @@ add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
 
 RunArgument = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="RUN", help="A run's folder or job file, or a job of the controller.", show_default=False
+        metavar="RUN",
+        help="A run's folder, its URL or its job file, or a job of the controller.",
+        show_default=False,
     ),
 ]
 Within = Annotated[

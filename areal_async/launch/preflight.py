@@ -43,6 +43,7 @@ from areal_async.modelfiles import weight_files
 from areal_async.prompts import message_texts, prompt_ids, prompt_text
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.topology import ServicePlace
+from areal_async.storage.content import in_urls
 from areal_async.tasks import TaskFileError, task_rows
 from areal_async.weights.channels import channel_of, shared_copies
 
@@ -260,7 +261,7 @@ def check_contents(job: JobConfig, *, source: str) -> None:
     if job.kind == "rl":
         mistakes += reward_load_mistakes(job)
     if mistakes:
-        raise ConfigError(source, mistakes)
+        raise ConfigError(source, in_urls(mistakes, job))
 
 
 def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:

@@ -38,6 +38,7 @@ from areal_async.launch.plan import (
 )
 from areal_async.launch.preflight import check_machine
 from areal_async.launch.report import failure_text, summarise
+from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.supervisor import Supervisor
 from areal_async.launch.threads import ThreadSplit
 from areal_async.ownfiles import private_files
@@ -56,6 +57,8 @@ from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
+from areal_async.storage.content import materialise, store_url
+from areal_async.storage.urls import url_of
 
 STATS_LIMIT_S = 2.0
 
@@ -90,10 +93,15 @@ def run_job(
     if on_ray:
         job = for_several_hosts(job)
     else:
+        materialise(job, source=f"job {job.job}")
         check_machine(job, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
-        with private_files(), _logged_to(folders.logs / "supervisor.log", job):
+        with (
+            private_files(),
+            mirrored(job, folders.run_dir, overwrite=overwrite, resume=resume),
+            _logged_to(folders.logs / "supervisor.log", job),
+        ):
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
             port = supervisor_port(job, services_of(job, modules))
@@ -289,9 +297,10 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     if restarts := summary["restarts"]:
         each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
         table.add_row("restarts", f"{sum(restarts.values())} ({', '.join(each)})")
-    table.add_row("model", f"{run_dir}/model")
+    model_dir = store_url(job) or run_dir
+    table.add_row("model", f"{model_dir}/model")
     if job.trainer.lora.rank:
-        table.add_row("adapter", f"{run_dir}/adapter")
+        table.add_row("adapter", f"{model_dir}/adapter")
     table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
     table.add_row("logs", f"{run_dir}/logs")
     console.print(
@@ -300,6 +309,8 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
 
 
 def _short(path: Path) -> str:
+    if (url := url_of(path)) is not None:
+        return url
     with suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
