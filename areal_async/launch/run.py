@@ -27,6 +27,7 @@ from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
+from areal_async.launch.home_files import HomeFilesServer, exported
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import (
@@ -158,6 +159,7 @@ def _run(
         modules=modules,
         metrics_port=metrics_port,
         records=run_log,
+        files=HomeFilesServer(folders.run_dir, exported(job)) if launcher is not None else None,
         on_ending=on_ending,
         on_restart=on_restart,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.errors import RunError, RunFolderError
-from areal_async.launch.folders import LOCK, supervisor_of
+from areal_async.launch.folders import LOCK, TOPOLOGY, supervisor_of
 from areal_async.ownfiles import private_files
 from areal_async.runtime.log import get_logger
 from areal_async.storage.content import BY_TRAINER, run_url, store_url
@@ -28,7 +28,7 @@ from areal_async.storage.urls import is_url, joined, local_path, url_problem
 
 WATCH_S = 3 * EVERY_S
 INTERRUPTED_S = 60.0  # The longest that a run which did not finish is mirrored at its end
-OF_THIS_HOST = frozenset({LOCK, "context.json", "buffer", *BY_TRAINER})
+OF_THIS_HOST = frozenset({LOCK, TOPOLOGY, "buffer", *BY_TRAINER})
 """Of a run folder what is not mirrored: its lock and its processes' places; the buffer's Redis files, which
 are whole together or not at all, and whose content is in each checkpoint; what the trainer puts there."""
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})

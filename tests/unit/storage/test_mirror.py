@@ -24,7 +24,7 @@ from tests.waiting import LIMIT_S
 def run_folder(root, **files):
     run_dir = root / "job"
     (run_dir / "logs").mkdir(parents=True)
-    for name in ("run.lock", "job.yaml", "metrics.jsonl", "context.json", "logs/trainer.log"):
+    for name in ("run.lock", "job.yaml", "metrics.jsonl", "topology.json", "logs/trainer.log"):
         (run_dir / name).write_text(name)
     for name in ("buffer/appendonly.aof", "checkpoints/step-000002/manifest.json", "model/config.json"):
         (run_dir / name).parent.mkdir(parents=True)
