@@ -62,7 +62,7 @@ def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
     return job.model_copy(update={"weights": job.weights.model_copy(update=chosen)})
 
 
-def for_several_hosts(job: JobConfig) -> JobConfig:
+def on_any_ports(job: JobConfig) -> JobConfig:
     """`job` with metrics on any free port of each process: consecutive ones are of one machine."""
     return job.model_copy(update={"observe": job.observe.model_copy(update={"metrics_port": 0})})
 

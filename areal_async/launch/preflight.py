@@ -62,6 +62,32 @@ def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: s
         raise ConfigError(source, mistakes)
 
 
+def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
+    """Raise `ConfigError` with every reason why the job cannot run on several hosts."""
+    mistakes = []
+    if channel_of(job).one_host:
+        mistakes.append(
+            Mistake(
+                "weights.channel",
+                f"{job.weights.channel} reaches the processes of one host, and a cluster has several",
+                "Set it to auto, or to disk with a directory that all hosts see",
+            )
+        )
+    if job.trainer.record_batches:
+        mistakes.append(
+            Mistake(
+                "trainer.record_batches",
+                "what is recorded lies on the trainer's host, which need not be there at the end",
+                "Set it to false, or run the job on one machine",
+            )
+        )
+    if job.placement.pretend:
+        problem, fix = "on a cluster processes are on hosts of their own", "Remove it"
+        mistakes.append(Mistake("placement.pretend", problem, fix))
+    if mistakes:
+        raise ConfigError(source, mistakes)
+
+
 def machine_advice(job: JobConfig) -> list[Mistake]:
     """What of `job` this machine will be slow at. Nothing fails for it."""
     ranks, cores = job.trainer.ranks, len(os.sched_getaffinity(0))

@@ -32,12 +32,12 @@ from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import (
     MODULES,
-    for_several_hosts,
+    on_any_ports,
     services_of,
     supervisor_port,
     with_channel,
 )
-from areal_async.launch.preflight import check_machine
+from areal_async.launch.preflight import check_for_cluster, check_machine
 from areal_async.launch.report import failure_text, summarise
 from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.supervisor import Supervisor
@@ -89,13 +89,13 @@ def run_job(
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or Console()
-    on_ray = cluster is not None and cluster.launcher == "ray"
-    job = with_channel(job, several_hosts=on_ray or bool(job.placement.pretend))
-    if on_ray:
-        job = for_several_hosts(job)
+    if cluster is not None and cluster.launcher == "ray":
+        check_for_cluster(job, source=f"job {job.job}")
+        job = on_any_ports(job)
     else:
         materialise(job, source=f"job {job.job}")
-        check_machine(job, services_of(job, modules), source=f"job {job.job}")
+        here = with_channel(job, several_hosts=bool(job.placement.pretend))
+        check_machine(here, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
         with (

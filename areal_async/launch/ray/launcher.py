@@ -31,7 +31,7 @@ from areal_async.errors import RunError
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
 from areal_async.launch.home_files import with_home_store
-from areal_async.launch.plan import thread_count
+from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
 from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, Started, StartOrder, pack
 from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
@@ -315,7 +315,7 @@ class RayLauncher:
             job=job.model_dump(mode="json"),
         )
         write_whole(self._folders.topology, msgspec.json.format(msgspec.json.encode(topology)))
-        told = with_home_store(job).model_dump(mode="json")
+        told = with_home_store(with_channel(job, several_hosts=True)).model_dump(mode="json")
         with self._changed:
             self._published = msgspec.structs.replace(topology, job=told)
             self._changed.notify_all()
