@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,9 @@ class Checkpoints:
         for folder in named_checkpoints(self.root):
             if folder.name <= restored.folder.name:
                 self._written[step_of(folder)] = epoch_of(folder)
-        if self._store is not None and self._ranks.first:
-            self._written = self._store.went_on_from(restored.manifest.step) | self._written
+        if (store := self._store) is not None:
+            there = self._ranks.on_first(lambda: store.went_on_from(restored.manifest.step))
+            self._written = (there or {}) | self._written
 
     def begin(
         self,
@@ -382,8 +384,10 @@ def newest_of_all(
         if local is not None and step <= local.manifest.step:
             break
         folder = root / f"step-{step:06d}"
+        said = ranks.together(partial(_brought, store, step, folder))
         try:
-            ranks.together(lambda step=step, folder=folder: store.bring(step, folder))  # type: ignore[misc]
+            if ranks.largest(bool(said)):
+                raise CheckpointError(said or f"checkpoint {store.url_of(step)} is damaged")
             return open_checkpoint(folder, job=job, policy=policy, ranks=ranks)
         except CheckpointError as error:
             log.warning("checkpoint passed over", folder=store.url_of(step), error=str(error))
@@ -395,6 +399,16 @@ def newest_of_all(
         ranks.together(lambda: store.put(local.manifest.step, local.folder, names))
         ranks.on_first(lambda: store.finish(local.manifest.step, local.folder))
     return local
+
+
+def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
+    """Bring a checkpoint from the store; why it is of no use, or empty. All ranks pass over what one finds
+    damaged."""
+    try:
+        store.bring(step, folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def newest_usable(root: Path, *, job: str, policy: str, ranks: Ranks | None = None) -> Checkpoint | None:

@@ -175,8 +175,8 @@ class Remote:
 
         try:
             self._ask("write", self._named(name), upload, REQUEST_S + size / LEAST_BYTES_PER_S)
-        except StorageMissing:
-            path.stat()
+        except StorageError:
+            path.stat()  # the mirror of a folder that changes wants to know which of the two is gone
             raise
         return size
 
@@ -217,6 +217,11 @@ class Remote:
         try:
             return self._tries.run(lambda: _within(work, limit_s), _passes)
         except FileNotFoundError as error:
+            if what == "write":
+                raise StorageError(
+                    f"{url} could not be written: {_text(error)}. Make the bucket or folder first, or "
+                    "correct the URL."
+                ) from error
             raise StorageMissing(
                 f"{url}: there is nothing there ({_text(error)}). Correct the URL, or put it there."
             ) from error

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.e2e.conftest import command, started
+from tests.e2e.conftest import command, started, told_by
 from tests.jobs import make_workspace
 from tests.processes import processes_of
 from tests.waiting import wait_for
@@ -66,3 +66,40 @@ def test_a_job_that_was_killed_is_resumed_from_s3_alone(s3, tmp_path, monkeypatc
     assert f"model: {bucket}/model\n" in told
     assert str(cache) not in told
     assert not any(name.startswith(("buffer/", "checkpoints/", "run.lock")) for name in s3.names(run))
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_outlast_a_store_that_is_away_and_go_on_elsewhere_from_their_job_file(s3, tmp_path):
+    workspace, bucket = make_workspace(tmp_path / "here"), s3.bucket()
+    job_file = workspace.job(
+        "patient",
+        checkpoint={"every_steps": 2, "store": bucket},
+        trainer__ranks=2,
+        trainer__steps=12,
+        trainer__record_batches=False,
+    )
+
+    def stored(step):
+        return f"checkpoints/step-{step:06d}/{MANIFEST}" in s3.names(f"{bucket}/patient")
+
+    with started(workspace, "run", job_file) as job:
+        wait_for(lambda: job.process.poll() is not None or stored(2), "checkpoint 2")
+        s3.stop()
+        told = job.read_until("the store does not answer", 200)
+        s3.start()
+        wait_for(lambda: job.process.poll() is not None or stored(8), "checkpoint 8")
+        record = job.record
+        job.process.kill()
+        assert job.process.wait(60) == -signal.SIGKILL, told + job.read_all(5)
+    wait_for(lambda: processes_of(record["run_id"]) == [], "the end of its services")
+    shutil.rmtree(workspace.folder / "runs")
+    with started(workspace, "resume", job_file) as job:
+        job.read_all(200)
+        assert job.process.wait(60) == 0, job.told
+    summary = json.loads((job.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["episodes_trained"], summary["resumes"]) == (12, 12 * 8 * 4, 1)
+    log = (job.folder / "logs" / "trainer.log").read_text().splitlines()
+    (restored,) = [json.loads(line) for line in log if "checkpoint to go on from" in line]
+    assert restored["step"] >= 8
+    told_by("export", job_file, "--out", tmp_path / "out", "--step", "newest")
+    assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -205,3 +205,13 @@ def test_a_request_without_an_answer_ends(monkeypatch):
     with pytest.raises(StorageAway, match="no answer within"):
         asked._ask("read", "memory://silent", never.wait, 0.01)
     never.set()
+
+
+def test_a_bucket_that_is_not_there_cannot_be_written_to(s3, folder):
+    with pytest.raises(StorageError, match=r"could not be written: .* Make the bucket or folder first"):
+        push(folder, "s3://bucket-of-nobody/model")
+
+
+def test_a_file_that_goes_while_it_is_put_there_is_no_fault_of_the_store(place, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Remote(place).put("gone", tmp_path / "gone")
