@@ -1,6 +1,6 @@
 """The evaluator: held-out tasks on an engine of its own, beside training.
 
-    python -m rollout_service.evaluator --context context.json --name evaluator
+    python -m rollout_service.evaluator --topology topology.json --name evaluator
 
 Promises: every snapshot pinned for evaluation is answered once, with an "evaluation" record in the run log
 or with the reason why there is none; one engine holds one version, so every answer of a record comes from

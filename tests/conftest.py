@@ -6,12 +6,33 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
+if TYPE_CHECKING:
+    from tests.stores import S3Server
+
 settings.register_profile("any_machine", deadline=None)
 settings.load_profile("any_machine")
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[S3Server]:
+    from tests.stores import s3_server  # most tests have no use for it
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(_s3_server: S3Server) -> Iterator[S3Server]:
+    """The S3 server of this test process, running when the test begins."""
+    _s3_server.start()
+    yield _s3_server
+    _s3_server.start()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,18 +1,22 @@
 """Checkpoints: everything that a trainer needs to go on as if it had never stopped.
 
-`<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the back
-end, files of each rank's own), the buffer's ledger as of the same commit, and `manifest.json` with the hash
-of every other file. A folder gets its name only when it is complete, so what has a name can be loaded or is
-refused as damaged. Nothing is pickled.
+`<root>/step-000050/` holds the state after 50 steps: weights, optimizer and random state (written by the
+back end, files of each rank's own), the buffer's ledger as of the same commit, and `manifest.json` with the
+hash of every other file. A folder gets its name only when it is complete, so what has a name can be loaded
+or is refused as damaged. Nothing is pickled.
 
 The step waits for the copy of its state into the host's memory and for nothing else: a thread of each rank
-writes and hashes that rank's files while training goes on. Rank 0 gathers the hashes, writes the manifest and
-gives the folder its name. One checkpoint is written at a time; a second waits for it.
+writes and hashes that rank's files while training goes on. Rank 0 gathers the hashes, writes the manifest
+and gives the folder its name. One checkpoint is written at a time; a second waits for it.
 
 What a trainer leaves in shared memory for the case that only its process dies is such a folder too, without
 the ledger's copy (`states.py` says when which is written).
 
 The newest `keep` checkpoints are kept, and the `keep_best` best by held-out accuracy (`to_keep`).
+
+Of a job with a store (`stored.py`) each rank puts its files there too, and rank 0 the manifest at the end,
+before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the steps
+until then.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +42,9 @@ from trainer_service.background import Background
 from trainer_service.disk import FileEntry, WithSchema, hashed, replace_folder, room_for, write_hashed
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
 from trainer_service.ranks import Ranks, in_thread
+from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in
 
 SCHEMA = 2
-MANIFEST = "manifest.json"
 LEDGER = "ledger.bin"
 ROUND_S = 2.0  # How often ranks that have written their files ask whether the others have
 
@@ -128,6 +133,7 @@ class Checkpoints:
         measured: Callable[[], Iterable[Measured]] = tuple,
         pending: Callable[[], Collection[int]] = tuple,
         in_memory: bool = False,
+        store: CheckpointStore | None = None,
     ) -> None:
         self.root = root
         self.size_bytes = 0
@@ -137,6 +143,7 @@ class Checkpoints:
         and the CPU time of the thread that wrote it."""
         self._wrote_s = 0.0
         self._in_memory = in_memory
+        self._store = store
         self._job, self._policy = job, policy
         self._keep, self._keep_best = keep, keep_best
         self._measured, self._pending = measured, pending
@@ -155,6 +162,9 @@ class Checkpoints:
         for folder in named_checkpoints(self.root):
             if folder.name <= restored.folder.name:
                 self._written[step_of(folder)] = epoch_of(folder)
+        if (store := self._store) is not None:
+            there = self._ranks.on_first(lambda: store.went_on_from(restored.manifest.step))
+            self._written = (there or {}) | self._written
 
     def begin(
         self,
@@ -181,7 +191,7 @@ class Checkpoints:
         blocked_s = time.monotonic() - begun_s
 
         def work() -> None:
-            files = self._gathered(fresh, write)
+            files = self._gathered(step, fresh, write)
             if files is not None:
                 folder = self._name(fresh, step, epoch, updates, files, ledger)
                 durable()
@@ -222,10 +232,11 @@ class Checkpoints:
         kept = to_keep(self._written, accuracy, pending, keep=self._keep, keep_best=self._keep_best)
         for step in sorted(self._written.keys() - kept):
             shutil.rmtree(self.root / f"step-{step:06d}", ignore_errors=True)
-            del self._written[step]
+            if self._store is None or self._store.remove(step):
+                del self._written[step]
 
     def _gathered(
-        self, fresh: Path, write: Callable[[], Mapping[str, FileEntry]]
+        self, step: int, fresh: Path, write: Callable[[], Mapping[str, FileEntry]]
     ) -> dict[str, FileEntry] | None:
         """The files of all ranks once they are written, on rank 0; None elsewhere. However long a rank takes,
         the others do not wait for it in one collective. Where one cannot write, all raise: `DiskFull` if any
@@ -237,6 +248,8 @@ class Checkpoints:
                 fresh.mkdir(parents=True, exist_ok=True)
                 written = dict(write())
             self._wrote_s = time.thread_time()
+            if self._store is not None:
+                self._store.put(step, fresh, written)
             return written
 
         result, over = in_thread(mine), b""
@@ -276,6 +289,10 @@ class Checkpoints:
             failpoint("trainer.mid_state" if self._in_memory else "trainer.mid_checkpoint")
             replace_folder(fresh, folder := self.root / f"step-{step:06d}")
         self._written[step] = epoch
+        if self._store is not None:
+            self._store.put(step, folder, {LEDGER} & files.keys())
+            failpoint("trainer.mid_store")
+            self._store.finish(step, folder)
         return folder
 
 
@@ -333,8 +350,8 @@ def to_keep(
 def epoch_of(folder: Path) -> int:
     """The epoch in a checkpoint's manifest; 0 where that cannot be read."""
     try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest).epoch
-    except (OSError, msgspec.DecodeError):
+        return epoch_in((folder / MANIFEST).read_bytes())
+    except OSError:
         return 0
 
 
@@ -346,6 +363,52 @@ def named_checkpoints(root: Path) -> list[Path]:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
+
+
+def newest_of_all(
+    root: Path, store: CheckpointStore | None, *, job: str, policy: str, ranks: Ranks
+) -> Checkpoint | None:
+    """`newest_usable`, also of those in `store`: one of more steps is brought to this host first, by each
+    rank to its own, and one that the store lacks is put there."""
+    if store is None:
+        return newest_usable(root, job=job, policy=policy, ranks=ranks)
+    failed: CheckpointError | None = None
+    local: Checkpoint | None = None
+    try:
+        local = newest_usable(root, job=job, policy=policy, ranks=ranks)
+    except CheckpointError as error:
+        failed = error
+    told = ranks.on_first(lambda: msgspec.json.encode(store.whole()))
+    there = msgspec.json.decode(ranks.broadcast_bytes(told), type=list[int])
+    for step in sorted(there, reverse=True):
+        if local is not None and step <= local.manifest.step:
+            break
+        folder = root / f"step-{step:06d}"
+        said = ranks.together(partial(_brought, store, step, folder))
+        try:
+            if ranks.largest(bool(said)):
+                raise CheckpointError(said or f"checkpoint {store.url_of(step)} is damaged")
+            return open_checkpoint(folder, job=job, policy=policy, ranks=ranks)
+        except CheckpointError as error:
+            log.warning("checkpoint passed over", folder=store.url_of(step), error=str(error))
+            failed = failed or error
+    if local is None and failed is not None:
+        raise failed
+    if local is not None and local.manifest.step not in there:
+        names = sorted(local.manifest.files)[ranks.rank :: ranks.world]
+        ranks.together(lambda: store.put(local.manifest.step, local.folder, names))
+        ranks.on_first(lambda: store.finish(local.manifest.step, local.folder))
+    return local
+
+
+def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
+    """Bring a checkpoint from the store; why it is of no use, or empty. All ranks pass over what one finds
+    damaged."""
+    try:
+        store.bring(step, folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def newest_usable(root: Path, *, job: str, policy: str, ranks: Ranks | None = None) -> Checkpoint | None:

@@ -25,7 +25,7 @@ from areal_async.status.record import RunRecords, open_records
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
 from areal_async.weights.writing import PieceWriter
 from trainer_service.backends.base import TrainingBackend
-from trainer_service.checkpoint import Checkpoint, newest_usable
+from trainer_service.checkpoint import Checkpoint, newest_of_all
 from trainer_service.disk import companion_files
 from trainer_service.errors import RankError
 from trainer_service.loop.learner import load_backend
@@ -33,6 +33,7 @@ from trainer_service.loop.rl import RlTrainer
 from trainer_service.loop.sft import SftTrainer
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
 from trainer_service.states import left_in_memory
+from trainer_service.stored import CheckpointStore
 from trainer_service.trained import companions_of
 
 BUFFER_PATIENCE_S = 600.0
@@ -137,7 +138,8 @@ def _explained(ranks: Ranks) -> Iterator[None]:
 def _newest(ctx: ServiceContext, ranks: Ranks) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
     job, policy = ctx.job.job, ctx.job.policy
-    restored = newest_usable(ctx.run_dir / "checkpoints", job=job, policy=policy, ranks=ranks)
+    root, store = ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job)
+    restored = newest_of_all(root, store, job=job, policy=policy, ranks=ranks)
     left = left_in_memory(ctx.shm_dir, job=job, policy=policy, ranks=ranks, above=restored)
     for found, what in ((restored, "checkpoint"), (left, "state in memory")):
         if found is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -327,8 +328,9 @@ def of_controller(target: str | Path) -> ControllerClient | None:
 def run_target(target: str) -> str:
     """`target`, or if it names a job of the controller on this machine, the folder of that job's run."""
     from areal_async.config.cluster import cluster_dir
+    from areal_async.controller.client import URL_VARIABLE
 
-    if not _is_name(target):
+    if not _is_name(target) or os.environ.get(URL_VARIABLE):
         return target
     folders = cluster_dir().glob(f"jobs/*-{target}/runs/{target}")
     of_job: Callable[[Path], int] = lambda path: int(path.parent.parent.name.partition("-")[0])  # noqa: E731

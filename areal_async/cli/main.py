@@ -60,6 +60,9 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")]
+Cluster = Annotated[
+    Path | None, typer.Option(metavar="CLUSTER.YAML", help="A cluster's file; else it runs on this machine.")
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Delete what an earlier run of this job left in its folder.")
 ]
@@ -79,10 +82,15 @@ def print_warnings(job: JobConfig) -> None:
 
 @app.command()
 def run(
-    job_file: JobFile, overrides: Overrides = None, overwrite: Overwrite = False, plain: Plain = False
+    job_file: JobFile,
+    overrides: Overrides = None,
+    overwrite: Overwrite = False,
+    plain: Plain = False,
+    cluster: Cluster = None,
 ) -> None:
-    """Run a job on this machine until it is done."""
+    """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
+        from areal_async.config.cluster import load_cluster
         from areal_async.config.load import load_job
         from areal_async.launch.preflight import check_contents
         from areal_async.launch.run import run_job
@@ -90,35 +98,40 @@ def run(
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
         print_warnings(job)
-        run_job(job, overwrite=overwrite, plain=plain)
+        where = load_cluster(cluster) if cluster is not None else None
+        run_job(job, overwrite=overwrite, plain=plain, cluster=where)
 
 
 @app.command()
 def resume(
     target: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="RUN_FOLDER|JOB.YAML|JOB",
-            help="The run's folder or job file, or a job of the controller.",
+            help="The run's folder, its URL or its job file, or a job of the controller.",
         ),
     ],
     overrides: Overrides = None,
     plain: Plain = False,
+    cluster: Cluster = None,
 ) -> None:
     """Go on with a run that was killed, interrupted or failed, or queue a job of the controller again."""
     with readable_errors():
         if (client := of_controller(target)) is not None:
             print(told(client.resume(str(target), overrides or ())))
             return
+        from areal_async.config.cluster import load_cluster
         from areal_async.launch.run import run_job
         from areal_async.launch.runs import job_to_resume
+        from areal_async.storage.urls import shown
 
         job = job_to_resume(target, overrides or ())
-        if target.is_file():
-            recorded = job.run_dir / job.job / "job.yaml"
+        if Path(target).is_file():
+            recorded = shown(job.run_dir / job.job / "job.yaml")
             print(f"note: it goes on as {recorded} says; to change a field, name it: key=value", flush=True)
         print_warnings(job)
-        run_job(job, resume=True, plain=plain)
+        where = load_cluster(cluster) if cluster is not None else None
+        run_job(job, resume=True, plain=plain, cluster=where)
 
 
 @app.command()
@@ -140,9 +153,11 @@ add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
 
 RunArgument = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="RUN", help="A run's folder or job file, or a job of the controller.", show_default=False
+        metavar="RUN",
+        help="A run's folder, its URL or its job file, or a job of the controller.",
+        show_default=False,
     ),
 ]
 Within = Annotated[

@@ -25,7 +25,9 @@ from areal_async.rpc.endpoints import LOOPBACK
 RunArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run's folder or job file, or a job of the controller.", show_default=False
+        metavar="RUN",
+        help="A run's folder, its URL or its job file, or a job of the controller.",
+        show_default=False,
     ),
 ]
 Steps = Annotated[

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from areal_async.config.base import Section
 from areal_async.config.errors import ConfigError, Mistake, blank_after_colon, value_in_words
 from areal_async.config.yamlfile import dump_yaml, read_mapping
+from areal_async.rpc.endpoints import LOOPBACK
 
 DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"
 """Environment variable that names the folder of the cluster that commands talk to."""
@@ -33,10 +34,33 @@ class ResourcesSection(Section):
 class ApiSection(Section):
     """Where the controller answers."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    host: str = Field(default=LOOPBACK, min_length=1, max_length=255)
     """Address to listen on. One that other machines reach is served only with tokens."""
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to listen on; 0 picks a free one. It stands in the file `address` of the cluster's folder."""
+
+
+class RaySection(Section):
+    """The Ray cluster that `launcher: ray` places processes on."""
+
+    address: str = Field(default="auto", min_length=1, max_length=255)
+    """Where it is: `auto` for the one that this machine is a node of, or `HOST:PORT` of its head, which this
+    machine must be a node of too."""
+    home_address: str | None = Field(default=None, max_length=255)
+    """IP address at which nodes reach this machine; none means the one that Ray knows it by."""
+    ports: tuple[int, int] | None = None
+    """First and last port that processes of jobs listen on, on every node, for each other; none means any.
+    What torch, NCCL and Ray open among themselves is not among them."""
+    place_s: float = Field(default=600.0, gt=0)
+    """Longest wait for the cluster to have room for a job that is started, such as for nodes that are being
+    added."""
+
+    @field_validator("ports")
+    @classmethod
+    def _is_a_range(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
+        if ports is not None and not 1024 <= ports[0] <= ports[1] <= 65_535:
+            raise ValueError("ports are two numbers from 1024 to 65535, the lower one first")
+        return ports
 
 
 class ClusterConfig(Section):
@@ -46,6 +70,7 @@ class ClusterConfig(Section):
     """Name of the cluster and of its folder: lower-case letters, digits, `-` and `_`, at most 48."""
     launcher: Literal["local", "ray"] = "local"
     """How the processes of a job are placed: on this machine, or by Ray on all of its cluster."""
+    ray: RaySection = RaySection()
     resources: ResourcesSection = ResourcesSection()
     api: ApiSection = ApiSection()
     dir: Path | None = None
@@ -84,7 +109,11 @@ def _mistake(detail: Mapping[str, Any]) -> Mistake:
     location = [str(part) for part in detail["loc"]]
     field = ".".join(location) or "file"
     if detail["type"] == "extra_forbidden":
-        sections: Mapping[str, type[Section]] = {"resources": ResourcesSection, "api": ApiSection}
+        sections: Mapping[str, type[Section]] = {
+            "resources": ResourcesSection,
+            "api": ApiSection,
+            "ray": RaySection,
+        }
         known = ", ".join(sections.get(".".join(location[:-1]), ClusterConfig).model_fields)
         fix = blank_after_colon(location[-1]) or f"Remove it; the fields here are {known}"
         return Mistake(field, "there is no such field", fix)

@@ -114,6 +114,8 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
         return Mistake(field, "this field is missing", f"Add it. {_about(field)}".rstrip(". "))
     if kind == "extra_forbidden":
         return _unknown(location)
+    if kind == "url":
+        return Mistake(field, detail["ctx"]["problem"], detail["ctx"]["fix"])
     if kind == "string_pattern_mismatch":
         fix = _form(field, detail["ctx"]["pattern"])
         return Mistake(field, f"{found!r} does not have the right form", fix)

@@ -10,6 +10,7 @@ from areal_async.config.base import Section
 from areal_async.config.reward import RewardSection
 from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
 from areal_async.rpc.schema import POLICY, POLICY_NAME
+from areal_async.storage.urls import FETCHED, StoreUrl
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -20,10 +21,10 @@ Accuracy = Annotated[float, Field(ge=0, le=1)]
 class TasksSection(Section):
     """Parquet or jsonl files with the columns `data_source, prompt, ability, reward_model, extra_info`."""
 
-    train: Path
-    """Tasks to train on."""
-    evaluation: Path | None = None
-    """Held-out tasks; none means that accuracy is not measured."""
+    train: Annotated[Path, *FETCHED]
+    """Tasks to train on: a path, or the URL of a file in a store (see docs/storage.md)."""
+    evaluation: Annotated[Path | None, *FETCHED] = None
+    """Held-out tasks, likewise; none means that accuracy is not measured."""
     shuffle: bool = True
     """Draw a new order for each pass from `seed`; off means file order."""
     passes: int | None = Field(default=None, ge=1)
@@ -85,7 +86,7 @@ class PlacementSection(Section):
 
 
 class CheckpointSection(Section):
-    """Weights, optimizer and the buffer's ledger, together on disk."""
+    """Weights, optimizer and the buffer's ledger, together on disk and, where one is named, in a store."""
 
     every_steps: NumberOrAuto = "auto"
     """Steps between two checkpoints; the last step always makes one. Episodes are kept until then. `auto`:
@@ -99,6 +100,10 @@ class CheckpointSection(Section):
     keep_best: int = Field(default=0, ge=0, le=10_000)
     """Checkpoints kept beside those, the best by held-out accuracy of the evaluation of the same version; of
     equal ones the newer."""
+    store: StoreUrl | None = None
+    """URL of a folder in a store, such as `s3://bucket/checkpoints`: each checkpoint is written to `<job>` in
+    it too, and counts only once it is there; the trained model is put there at the end. None means
+    `run_dir` where that is a URL, and otherwise the run's folder alone."""
 
 
 class EvaluationSamplingSection(Section):
@@ -398,12 +403,13 @@ class JobConfig(Section):
     """`rl`: all services, rewards; `sft`: the trainer alone, on the tasks' ground truth."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Decides task order and sampling."""
-    run_dir: Path = Path("runs")
-    """Folder of run folders: the run's own is `<run_dir>/<job>`."""
+    run_dir: Annotated[Path, *FETCHED] = Path("runs")
+    """Folder of run folders: the run's own is `<run_dir>/<job>`. Under a URL the run works in a local copy,
+    which is mirrored there while it runs (see docs/storage.md)."""
     policy: str = Field(default=POLICY, pattern=rf"^{POLICY_NAME}$")
     """Name of the policy that is trained; `policies: {name: {model, trainer, rollout}}` gives it too."""
-    model: Path
-    """Hugging Face directory of a causal language model (safetensors) with its tokenizer."""
+    model: Annotated[Path, *FETCHED]
+    """Hugging Face directory of a causal language model (safetensors) with its tokenizer, or its URL."""
     tasks: TasksSection
     rollout: RolloutSection = RolloutSection()
     buffer: BufferSection = BufferSection()

@@ -34,10 +34,13 @@ from areal_async.config.yamlfile import (
 )
 from areal_async.registry import REWARDS, Registry
 from areal_async.rpc.schema import POLICY_NAME
+from areal_async.storage.content import content_mistakes, in_urls
+from areal_async.storage.urls import FETCHED, is_url
 
 PATH_FIELDS = tuple(
     path for path, field in job_fields().items() if Path in (field.annotation, *get_args(field.annotation))
 )
+URL_FIELDS = tuple(path for path in PATH_FIELDS if FETCHED[0] in job_fields()[path].info.metadata)
 OF_A_POLICY = ("model", "trainer", "rollout")  # What each policy has of its own
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
 """Fields and sections that the trainer's memory depends on, each with a dot behind it."""
@@ -49,9 +52,10 @@ def load_job(
     """Read, override, resolve and check a job file; nothing is started and no user code is imported.
 
     `overrides` are `dotted.key=value` with the value in YAML. Relative paths, also those of overrides, are
-    relative to the job file's folder. Without `files` what the job points at need not be there (any more).
-    With `memory` only what the trainer's memory depends on must hold, and of all files the model's
-    config.json alone. Raises `ConfigError` with every mistake found.
+    relative to the job file's folder. What the job names by URL is brought to this host to be looked at.
+    Without `files` what it points at need not be there (any more). With `memory` only what the trainer's
+    memory depends on must hold, and of all files the model's config.json alone. Raises `ConfigError` with
+    every mistake found.
     """
     content, base = read_mapping(path), path.resolve().parent
     return job_from_mapping(content, overrides, source=str(path), base=base, files=files, memory=memory)
@@ -78,7 +82,7 @@ def job_from_mapping(
     mistakes += [m for m in structural if job is None or not memory or _is_of_memory(m) or _is_unknown(m)]
     if job is not None:
         broken = {mistake.field for mistake in structural}
-        rules = memory_mistakes(job) if memory else (*check_fields(job), *(check_files(job) if files else ()))
+        rules = memory_mistakes(job) if memory else (*check_fields(job), *(_named(job) if files else ()))
         mistakes += [mistake for mistake in rules if not broken & {mistake.field, *mistake.involves}]
     mistakes = of_policies + _as_written(mistakes, policy)
     if mistakes or job is None:
@@ -88,7 +92,18 @@ def job_from_mapping(
 
 def memory_mistakes(job: JobConfig) -> list[Mistake]:
     """Broken rules of what the trainer's memory depends on."""
-    return [*filter(_is_of_memory, check_fields(job)), *check_config(job)]
+    return [
+        *filter(_is_of_memory, check_fields(job)),
+        *(content_mistakes(job, ("model",)) or check_config(job)),
+    ]
+
+
+def _named(job: JobConfig) -> list[Mistake]:
+    """What is wrong with what the job names. What could not be brought here is not looked at."""
+    away = content_mistakes(job)
+    fields = {mistake.field for mistake in away}
+    found = in_urls(check_files(job), job)
+    return away + [each for each in found if not fields & {each.field, *each.involves}]
 
 
 def _is_of_memory(mistake: Mistake) -> bool:
@@ -179,7 +194,8 @@ def resolve_paths(content: dict[str, Any], base: Path) -> None:
     """Make every path in the flat form of a job's mapping absolute, and its `run_dir` too."""
     for field in PATH_FIELDS:
         section, last = _section(content, field)
-        if isinstance(section.get(last), str) and section[last]:
+        is_path = field not in URL_FIELDS or not is_url(section.get(last))
+        if isinstance(section.get(last), str) and section[last] and is_path:
             section[last] = _absolute(section[last], base)
     for field, kind in PART_FIELDS.items():
         section, last = _section(content, field)

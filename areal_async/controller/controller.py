@@ -42,6 +42,7 @@ from areal_async.runtime.log import get_logger
 
 STOP_LIMIT_S = 60.0
 """Longest time in which a run that was told to may end in order, which takes it 10 s; then it is killed."""
+MOST_DIGITS = 16  # Of an id
 MOST_OVERRIDES = 256  # Changes that a job may have gathered for its next attempt
 
 log = get_logger("controller")
@@ -192,13 +193,19 @@ class Controller:
         return needs
 
     def _forget_half_submitted(self) -> None:
-        """Remove the folders of submissions that were never answered."""
+        """Remove the folders of submissions that were never answered. A folder in which something was run
+        stays, even if its job is not known (the database was taken away), and its id is not given again."""
         self._jobs.mkdir(exist_ok=True, mode=0o700)
-        known = self.store.ids()
+        known, highest = self.store.ids(), 0
         for folder in self._jobs.iterdir():
             id, dash, _ = folder.name.partition("-")
-            if dash and id.isdecimal() and int(id) not in known:
+            if not (dash and id.isascii() and id.isdecimal() and len(id) < MOST_DIGITS):
+                continue
+            if int(id) not in known and not (folder / "attempts").exists():
                 shutil.rmtree(folder, ignore_errors=True)
+            else:
+                highest = max(highest, int(id))
+        self.store.pass_over(highest)
 
     # --- what it does by itself --------------------------------------------------------------------
 

@@ -189,6 +189,7 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
     while True:
         with suppress(ControllerGone):
             if (url := folder.url()) is not None and reached(url):
+                _end_if_late(child, folder)
                 return url
         status = child.poll()
         if status not in (None, TAKEN_STATUS) or time.monotonic() > deadline_s:
@@ -197,6 +198,14 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
                 f"the controller {how}. Its log {folder.log} ends with:\n{tail_of(folder.log, 2000)}"
             )
         time.sleep(0.05)
+
+
+def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
+    """End a process of which another was quicker: it must not take over when that one goes down."""
+    owner = folder.controller()
+    if owner is None or owner.pid != child.pid:
+        child.terminate()
+        child.wait(START_LIMIT_S)
 
 
 def main() -> int:

@@ -181,6 +181,12 @@ class JobStore:
             self._db.execute("UPDATE ids SET next = ?", (first + count,))
         return range(first, first + count)
 
+    def pass_over(self, id: int) -> None:
+        """See to it that new ids are above `id`."""
+        (following,) = self._db.execute("SELECT next FROM ids").fetchone()
+        if following <= id:
+            self.reserve(id + 1 - following)
+
     def add(self, jobs: Sequence[StoredJob]) -> None:
         """Add jobs that are new, all or none. Raises `JobRefused` for a name that is taken by a job which has
         not ended, and where there are too many."""

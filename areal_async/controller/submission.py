@@ -231,7 +231,8 @@ def _name_mistakes(files: Mapping[str, bytes]) -> Iterator[Mistake]:
 
 def read_jobs(given: Submission, folder: Path) -> list[ReadJob]:
     """The jobs of a submission, those of its sweep each, with paths that are relative to `folder`, where
-    their files will lie. No file is looked at. Raises `ConfigError`."""
+    their files will lie, and free ports for metrics unless it names some. No file is looked at. Raises
+    `ConfigError`."""
     content = dict(given.job)
     parts = combinations(given.sweep)
     found = []
@@ -241,6 +242,9 @@ def read_jobs(given: Submission, folder: Path) -> list[ReadJob]:
         if mistakes:
             raise ConfigError("the submission", mistakes)
         changed["run_dir"] = "runs"
+        observe = changed.setdefault("observe", {})
+        if isinstance(observe, dict):
+            observe.setdefault("metrics_port", 0)  # jobs beside each other must not want the same ports
         found.append(changed)
     name = found[0].get("job")
     if given.sweep and isinstance(name, str) and JOB_NAME.fullmatch(name):

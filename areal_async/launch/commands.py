@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_async.errors import FaultError, WireError
+from areal_async.launch.home_files import HomeFilesServer
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import (
@@ -77,7 +78,13 @@ class ControlSocket:
     A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
 
     def __init__(
-        self, job: str, topology: Topology, keys: Access, buffer_wait_s: float, records: RunLog | None = None
+        self,
+        job: str,
+        topology: Topology,
+        keys: Access,
+        buffer_wait_s: float,
+        records: RunLog | None = None,
+        files: HomeFilesServer | None = None,
     ) -> None:
         self._job = job
         self._records = records
@@ -96,6 +103,7 @@ class ControlSocket:
                 DrainWorker: self._drain,
                 WriteRecord: self._write,
                 ReadRecords: self._read,
+                **(files.handlers() if files is not None else {}),
             },
         )
 

@@ -19,7 +19,7 @@ import msgspec
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.one_host import topology_here
-from areal_async.launch.plan import name_is_held, thread_count
+from areal_async.launch.plan import name_is_held, thread_count, with_channel
 from areal_async.launch.spares import PRELOADED, Spares
 from areal_async.runtime.context import SERVED_VARIABLE
 from areal_async.runtime.group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
@@ -160,13 +160,9 @@ class LocalLauncher:
 
     def publish(self, job: JobConfig, services: list[ServicePlace]) -> Topology:
         self._job = job
-        topology = topology_here(
-            self._folders.run_id,
-            self._folders.host,
-            services,
-            job.model_dump(mode="json"),
-            job.placement.pretend,
-        )
+        pretend = job.placement.pretend
+        told = with_channel(job, several_hosts=bool(pretend)).model_dump(mode="json")
+        topology = topology_here(self._folders.run_id, self._folders.host, services, told, pretend)
         write_whole(self._folders.topology, msgspec.json.format(msgspec.json.encode(topology)))
         return topology
 

@@ -62,6 +62,11 @@ def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
     return job.model_copy(update={"weights": job.weights.model_copy(update=chosen)})
 
 
+def on_any_ports(job: JobConfig) -> JobConfig:
+    """`job` with metrics on any free port of each process: consecutive ones are of one machine."""
+    return job.model_copy(update={"observe": job.observe.model_copy(update={"metrics_port": 0})})
+
+
 def awaited_first(services: Sequence[ServicePlace]) -> list[str]:
     """Names of those that must serve before the others are started: the buffer, if there is one."""
     return [service.name for service in services if service.role == "buffer"]

@@ -43,6 +43,7 @@ from areal_async.modelfiles import weight_files
 from areal_async.prompts import message_texts, prompt_ids, prompt_text
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.topology import ServicePlace
+from areal_async.storage.content import in_urls
 from areal_async.tasks import TaskFileError, task_rows
 from areal_async.weights.channels import channel_of, shared_copies
 
@@ -57,6 +58,32 @@ def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: s
     mistakes = [*_check_ports(services), *installed_mistakes(job)]
     if job.kind == "rl":
         mistakes += [*_check_memory(job), *_check_shared_memory(job)]
+    if mistakes:
+        raise ConfigError(source, mistakes)
+
+
+def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
+    """Raise `ConfigError` with every reason why the job cannot run on several hosts."""
+    mistakes = []
+    if channel_of(job).one_host:
+        mistakes.append(
+            Mistake(
+                "weights.channel",
+                f"{job.weights.channel} reaches the processes of one host, and a cluster has several",
+                "Set it to auto, or to disk with a directory that all hosts see",
+            )
+        )
+    if job.trainer.record_batches:
+        mistakes.append(
+            Mistake(
+                "trainer.record_batches",
+                "what is recorded lies on the trainer's host, which need not be there at the end",
+                "Set it to false, or run the job on one machine",
+            )
+        )
+    if job.placement.pretend:
+        problem, fix = "on a cluster processes are on hosts of their own", "Remove it"
+        mistakes.append(Mistake("placement.pretend", problem, fix))
     if mistakes:
         raise ConfigError(source, mistakes)
 
@@ -260,7 +287,7 @@ def check_contents(job: JobConfig, *, source: str) -> None:
     if job.kind == "rl":
         mistakes += reward_load_mistakes(job)
     if mistakes:
-        raise ConfigError(source, mistakes)
+        raise ConfigError(source, in_urls(mistakes, job))
 
 
 def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:

@@ -23,13 +23,23 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
-from areal_async.errors import ArealError, RunFailed, RunInterrupted, WireError
+from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
+from areal_async.launch.home_files import HomeFilesServer, exported
+from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
-from areal_async.launch.plan import MODULES, services_of, supervisor_port, with_channel
-from areal_async.launch.preflight import check_machine
+from areal_async.launch.plan import (
+    MODULES,
+    on_any_ports,
+    services_of,
+    supervisor_port,
+    with_channel,
+)
+from areal_async.launch.preflight import check_for_cluster, check_machine
 from areal_async.launch.report import failure_text, summarise
+from areal_async.launch.stored_runs import mirrored
 from areal_async.launch.supervisor import Supervisor
 from areal_async.launch.threads import ThreadSplit
 from areal_async.ownfiles import private_files
@@ -48,6 +58,8 @@ from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import open_view
+from areal_async.storage.content import materialise, store_url
+from areal_async.storage.urls import url_of
 
 STATS_LIMIT_S = 2.0
 
@@ -68,25 +80,44 @@ def run_job(
     plain: bool = False,
     console: Console | None = None,
     modules: Mapping[Role, str] = MODULES,
+    cluster: ClusterConfig | None = None,
 ) -> RunResult:
     """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
-    thread.
+    thread. Without a `cluster` all of it runs on this machine.
 
     Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or Console()
-    job = with_channel(job, several_hosts=bool(job.placement.pretend))
-    check_machine(job, services_of(job, modules), source=f"job {job.job}")
+    if cluster is not None and cluster.launcher == "ray":
+        check_for_cluster(job, source=f"job {job.job}")
+        job = on_any_ports(job)
+    else:
+        materialise(job, source=f"job {job.job}")
+        here = with_channel(job, several_hosts=bool(job.placement.pretend))
+        check_machine(here, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
-        with private_files(), _logged_to(folders.logs / "supervisor.log", job):
+        with (
+            private_files(),
+            mirrored(job, folders.run_dir, overwrite=overwrite, resume=resume),
+            _logged_to(folders.logs / "supervisor.log", job),
+        ):
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
             port = supervisor_port(job, services_of(job, modules))
             with RunLog(folders.run_dir / "metrics.jsonl") as run_log, serve_metrics(port) as port:
                 run_log.write("resume" if resume else "start")
-                result = _run(job, folders, port, run_log, plain=plain, console=console, modules=modules)
+                result = _run(
+                    job,
+                    folders,
+                    port,
+                    run_log,
+                    plain=plain,
+                    console=console,
+                    modules=modules,
+                    launcher=_launcher(cluster, folders),
+                )
     finally:
         close_events()
         folders.release()
@@ -103,6 +134,7 @@ def _run(
     plain: bool,
     console: Console,
     modules: Mapping[Role, str],
+    launcher: Launcher | None,
 ) -> RunResult:
     started_s = time.monotonic()
     final: dict[str, Any] = {}
@@ -123,9 +155,11 @@ def _run(
     supervisor = Supervisor(
         job,
         folders,
+        launcher=launcher,
         modules=modules,
         metrics_port=metrics_port,
         records=run_log,
+        files=HomeFilesServer(folders.run_dir, exported(job)) if launcher is not None else None,
         on_ending=on_ending,
         on_restart=on_restart,
     )
@@ -165,6 +199,20 @@ def _run(
     unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(folders.run_dir / "summary.json")
     return RunResult(folders.run_dir, summary)
+
+
+def _launcher(cluster: ClusterConfig | None, folders: RunFolders) -> Launcher | None:
+    """What places the processes; None for this machine."""
+    if cluster is None or cluster.launcher == "local":
+        return None
+    try:
+        from areal_async.launch.ray.launcher import RayLauncher  # an extra, and seconds to import
+    except ImportError as error:
+        raise RunError(
+            f"launcher: ray needs the package ray, which is not installed here ({error}): "
+            "`pip install 'areal-async[ray]'`"
+        ) from error
+    return RayLauncher(cluster.ray, folders)
 
 
 @contextmanager
@@ -251,9 +299,10 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     if restarts := summary["restarts"]:
         each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
         table.add_row("restarts", f"{sum(restarts.values())} ({', '.join(each)})")
-    table.add_row("model", f"{run_dir}/model")
+    model_dir = store_url(job) or run_dir
+    table.add_row("model", f"{model_dir}/model")
     if job.trainer.lora.rank:
-        table.add_row("adapter", f"{run_dir}/adapter")
+        table.add_row("adapter", f"{model_dir}/adapter")
     table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
     table.add_row("logs", f"{run_dir}/logs")
     console.print(
@@ -262,6 +311,8 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
 
 
 def _short(path: Path) -> str:
+    if (url := url_of(path)) is not None:
+        return url
     with suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -275,6 +326,7 @@ def carry_out(request: Mapping[str, Any]) -> None:
         overwrite=request["overwrite"],
         resume=request["resume"],
         modules=request["modules"],
+        cluster=ClusterConfig.model_validate(request["cluster"]) if request.get("cluster") else None,
         plain=True,
     )
 

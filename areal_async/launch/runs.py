@@ -39,6 +39,7 @@ from areal_async.launch.folders import (
 )
 from areal_async.launch.plan import MODULES
 from areal_async.launch.preflight import check_contents
+from areal_async.launch.stored_runs import bring_run_of, has_checkpoint, run_at
 from areal_async.ownfiles import NotOurs, read_own
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
@@ -50,6 +51,7 @@ from areal_async.runtime.process import ChildProcess, exit_text
 from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import RunStatus, StatusAggregator
 from areal_async.status.record import Tail, read_run_log
+from areal_async.storage.urls import shown
 
 CONNECT_S = 5.0
 ANSWER_S = 5.0
@@ -74,8 +76,9 @@ class Run:
 
     @classmethod
     def open(cls, target: str | Path) -> Run:
-        """The run at `target`, a run folder or a job file. Raises `RunFolderError` where there is none."""
-        return find_run(Path(target), kinds=("rl", "sft"))
+        """The run at `target`: a run folder, its URL, or a job file. Raises `RunFolderError` where there is
+        none."""
+        return find_run(target, kinds=("rl", "sft"))
 
     @property
     def alive(self) -> bool:
@@ -240,12 +243,12 @@ def _failure(status: int, said: str) -> ArealError:
         return RunFailed(f"the run's process {exit_text(status)}. It said last:\n{said[-2000:].strip()}")
 
 
-def find_run(target: Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
-    """The run of one of these kinds at `target`, a run folder or a job file.
+def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
+    """The run of one of these kinds at `target`: a run folder, its URL, or a job file.
 
     Raises `RunFolderError` where there is none, `ConfigError` when its job cannot be read or an override does
     not fit it."""
-    folder = _run_folder(target)
+    folder = _run_folder(run_at(target))
     # The folder may have been moved since.
     job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
     if job.kind not in kinds:
@@ -262,7 +265,8 @@ def find_run(target: Path, overrides: Sequence[str] = (), *, kinds: Sequence[str
 
 
 def _run_folder(target: Path) -> Path:
-    """The folder of the run at `target`. Raises `RunFolderError` where there is none."""
+    """The folder of the run at `target`; what the store has of it is there. Raises `RunFolderError` where
+    there is none."""
     if not (target.is_dir() or target.is_file()):
         raise RunFolderError(f"there is no run folder or job file {target}.{_neighbours(target)}")
     if target.is_dir():
@@ -270,6 +274,7 @@ def _run_folder(target: Path) -> Path:
     else:
         job = load_job(target, files=False)
         folder = job.run_dir / job.job
+        bring_run_of(job)
     if not folder.is_dir():
         raise RunFolderError(
             f"{folder} does not exist: this job has not been run. `areal-async run {target}` starts it."
@@ -314,12 +319,13 @@ FIXED = (
 """What a resumed run cannot change, nor what is below it."""
 
 
-def job_to_resume(target: Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
-    """The job of the run at `target`: a run folder, or a job file whose run is meant. Without `files` what it
-    points at is not looked at.
+def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
+    """The job of the run at `target`: a run folder or its URL, or a job file whose run is meant. Without
+    `files` what it points at is not looked at.
 
     Raises `RunFolderError` when there is nothing to go on with, `ConfigError` when what was recorded cannot
     be run any more."""
+    target = run_at(target)
     run_dir = _run_folder(target)
     _refuse_to_resume(run_dir, target)
     recorded = read_mapping(run_dir / "job.yaml")
@@ -356,17 +362,17 @@ def _refuse_to_resume(run_dir: Path, target: Path) -> None:
     refuse_running(run_dir)
     if (run_dir / "summary.json").exists():
         raise RunFolderError(
-            f"there is nothing to resume: the run in {run_dir} is finished. Its model is "
-            f"{run_dir / 'model'}; a job of another name can go on from there (`model:`)."
+            f"there is nothing to resume: the run in {shown(run_dir)} is finished. Its model is "
+            f"{shown(run_dir / 'model')}; a job of another name can go on from there (`model:`)."
         )
-    if not has_work(run_dir):
+    if not has_work(run_dir) and not has_checkpoint(run_dir):
         raise RunFolderError(
-            f"there is nothing to resume: the run in {run_dir} ended before it had done anything. Start it "
-            f"again with {start}."
+            f"there is nothing to resume: the run in {shown(run_dir)} ended before it had done anything. "
+            f"Start it again with {start}."
         )
 
 
-def change_workers(target: Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
+def change_workers(target: str | Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
     """Have the supervisor of the run at `target` change its workers, and return once it has. Raises
     `RunFolderError` where nothing runs, `RunError` with its reason where it refuses."""
     run = find_run(target)

@@ -30,6 +30,7 @@ from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorke
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.group import RankGroup
 from areal_async.launch.here import LocalLauncher, write_whole
+from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
 from areal_async.launch.plan import (
@@ -54,7 +55,7 @@ log = get_logger("supervisor")
 
 class Supervisor:
     """Runs the services of one job. `metrics_port` is its own process's, 0 for none; `records` is the run's
-    log, which services write to through it.
+    log, which services write to through it, `files` what its processes elsewhere have of this host's files.
 
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
     and is to be started again, `on_ending` once when the end is decided and the services that did not cause
@@ -67,6 +68,7 @@ class Supervisor:
         *,
         launcher: Launcher | None = None,
         records: RunLog | None = None,
+        files: HomeFilesServer | None = None,
         modules: Mapping[Role, str] = MODULES,
         metrics_port: int = 0,
         on_serving: Callable[[], None] = lambda: None,
@@ -96,7 +98,7 @@ class Supervisor:
         self._interrupted_s: float | None = None
         self._same_interrupt_s = same_interrupt_s
         self._socket = ControlSocket(
-            job.job, self.topology, folders.secret.of("supervisor"), buffer_wait_s, records
+            job.job, self.topology, folders.secret.of("supervisor"), buffer_wait_s, records, files
         )
         self._modules = modules
         self._leaving: dict[str, LeavingWorker] = {}

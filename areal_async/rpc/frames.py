@@ -26,10 +26,10 @@ import msgspec
 from typing_extensions import Buffer
 
 from areal_async.errors import MessageTooLarge, ProtocolError
-from areal_async.rpc import control_messages, gateway_messages, messages, weights_messages
+from areal_async.rpc import control_messages, gateway_messages, home_messages, messages, weights_messages
 from areal_async.rpc.schema import Fault, Message, Request, replies_to
 
-MODULES = (messages, weights_messages, control_messages, gateway_messages)
+MODULES = (messages, weights_messages, control_messages, gateway_messages, home_messages)
 """The modules that declare requests: importing them is what fills the tables of requests and replies."""
 REQUESTS: tuple[type[Request[Any]], ...] = tuple(Request.__subclasses__())
 REPLIES: tuple[type[Message], ...] = tuple(

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_async.rpc import control_messages, gateway_messages, messages, weights_messages
+from areal_async.rpc import (
+    control_messages,
+    gateway_messages,
+    home_messages,
+    messages,
+    weights_messages,
+)
 from areal_async.rpc.secret import ROLES, KeyRole
 
 Roles = frozenset[KeyRole]
@@ -60,6 +66,10 @@ CALLERS: Mapping[type, Roles] = {
     control_messages.Status: PEOPLE,
     control_messages.WriteRecord: SERVICES,
     control_messages.ReadRecords: SERVICES | PEOPLE,
+    home_messages.ListHome: SERVICES,
+    home_messages.ReadHome: SERVICES,
+    home_messages.WriteHome: TRAINER,
+    home_messages.RemoveHome: TRAINER,
     control_messages.ScaleWorkers: PEOPLE,
     control_messages.DrainWorker: PEOPLE,
 }

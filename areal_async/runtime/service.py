@@ -26,6 +26,7 @@ from types import FrameType
 
 from areal_async.errors import ArealError
 from areal_async.ownfiles import PRIVATE_UMASK
+from areal_async.rpc.address import Address
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import arm_from_environment, open_events
 from areal_async.runtime.group import start_pulse
@@ -59,6 +60,8 @@ def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -
         if ctx.job.observe.event_log:
             open_events(ctx.run_dir, ctx.name)
         arm_from_environment(ctx.run_dir)
+        if role == "trainer" and ctx.node_id != ctx.topology.home:
+            _reach_home(ctx)
         if supervisor_pid is not None:
             answer_status(ctx)
         try:
@@ -71,6 +74,14 @@ def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -
         _leave(RETRY_STATUS if restart_may_help(error, served=served) else 1)
     # A service that was told to end has not finished its work, also when it ended in order; or it says so.
     _leave(STOPPED_STATUS if ctx.stopping.is_set() and not ctx.finished.is_set() else 0)
+
+
+def _reach_home(ctx: ServiceContext) -> None:
+    """Have `home://` stand for the files of the run's home."""
+    from areal_async.storage.home import HomeFileSystem  # fsspec: most services have no use for it
+
+    address = Address(ctx.topology.control, "supervisor")
+    HomeFileSystem.connect(address, job=ctx.job.job, role=ctx.role, name=ctx.name, access=ctx.keys)
 
 
 def restart_may_help(error: BaseException, *, served: bool) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +23,7 @@ TRUSTED = 0.25
 
 def main(request: AdviseRequest) -> None:
     """Print the advice. Raises `RunFolderError` for a run that has recorded too little."""
-    run = find_run(Path(request.run))
+    run = find_run(request.run)
     window, costs = Window.of(run), measured([run])
     rules, shape = Rules.of(run.job), Shape.of(run.job)
     seen = seen_in(window)

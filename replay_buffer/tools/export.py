@@ -25,7 +25,7 @@ def main(request: ExportRequest) -> None:
 async def export(request: ExportRequest) -> str:
     """Write the file, one group in memory at a time; returns what is in it, in words."""
     state, steps = state_of(request.state), step_range(request.steps)
-    run = find_run(Path(request.run))
+    run = find_run(request.run)
     found = left = 0
     async with open_reader(run) as reader:
         look = await reader.look()

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -36,7 +35,7 @@ def main(request: PeekRequest) -> None:
 async def page(request: PeekRequest) -> RenderableType:
     """What was asked for, to print. Raises `NotFound` for a name that the buffer does not hold."""
     state = state_of(request.state)
-    async with open_reader(find_run(Path(request.run))) as reader:
+    async with open_reader(find_run(request.run)) as reader:
         look = await reader.look()
         if request.name is None:
             return groups_page(look, chosen(look.index, state), request.limit)

@@ -57,7 +57,7 @@ def costs_of(request: SimulateRequest) -> Costs:
         raise ConfigError("the command line", [Mistake("--from, --costs", problem, fix)])
     if request.costs:
         return read_costs(Path(request.costs))
-    return measured([find_run(Path(each)) for each in request.runs or ()])
+    return measured([find_run(each) for each in request.runs or ()])
 
 
 def told(prediction: Prediction) -> dict[str, str]:

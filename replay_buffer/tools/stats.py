@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from itertools import zip_longest
-from pathlib import Path
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -30,7 +29,7 @@ PATIENCE_S = 5.0  # How long a buffer may take to answer
 
 
 def main(request: StatsRequest) -> None:
-    run = find_run(Path(request.run))
+    run = find_run(request.run)
     stats, written_ms_ago = (stats_live(run), None) if run.alive else asyncio.run(stats_ended(run))
     if request.as_json:
         print(as_json(run, stats, written_ms_ago), flush=True)

@@ -11,17 +11,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FIRST_REST_S = 0.5
-LONGEST_REST_S = 30.0
+from areal_async.tries import pause_s
+
 LONGEST_TOLD_REST_S = 120.0  # A server that asks for more is asked again after this
-
-
-def pause_s(
-    tries: int, rng: random.Random, *, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S
-) -> float:
-    """Seconds before the try that follows `tries` failed ones (at least 1): half of a bound that doubles, up
-    to all of it."""
-    return min(longest_s, first_s * 2 ** min(tries - 1, 30)) * rng.uniform(0.5, 1.0)
 
 
 @dataclass

@@ -62,6 +62,7 @@ from trainer_service.loop.report import report_step
 from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
 from trainer_service.states import States
+from trainer_service.stored import CheckpointStore, push_trained
 from trainer_service.trained import write_trained
 
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
@@ -110,6 +111,7 @@ class RlTrainer:
             keep=job.checkpoint.keep,
             ranks=ranks,
             keep_best=job.checkpoint.keep_best,
+            store=CheckpointStore.of(job),
             measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
             pending=self._to_be_evaluated,
         )
@@ -375,6 +377,7 @@ class RlTrainer:
     def _export(self) -> None:
         with busy("export"):
             write_trained(self._run_dir, self._job, self._backend, self._ranks, self._files)
+            self._ranks.on_first(lambda: push_trained(self._run_dir, self._job))
         if self._ranks.first:
             log.info("model written", folder=str(self._run_dir / "model"))
             if self._run_log is not None:

@@ -41,6 +41,7 @@ from trainer_service.errors import BatchError, ModelError
 from trainer_service.loop.learner import train_step
 from trainer_service.ranks import Ranks
 from trainer_service.states import Place, States
+from trainer_service.stored import CheckpointStore, push_trained
 from trainer_service.trained import write_trained
 
 log = get_logger("trainer")
@@ -75,6 +76,7 @@ class SftTrainer:
             keep=job.checkpoint.keep,
             ranks=ranks,
             keep_best=job.checkpoint.keep_best,
+            store=CheckpointStore.of(job),
             measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
         )
         self._states = States.of(job, disk, ranks, shm_dir)
@@ -138,6 +140,7 @@ class SftTrainer:
         files = companion_files(self._job.model, self._job.trainer.dtype)
         with busy("export"):
             write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
+            self._ranks.on_first(lambda: push_trained(self._run_dir, self._job))
         return True
 
     def _restore(self, restored: Checkpoint | None) -> int:

@@ -13,6 +13,7 @@ from areal_async.cli.tools import CheckpointRequest, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.launch.runs import Run, find_run
 from areal_async.status.record import read_run_log
+from areal_async.storage.content import materialise
 from trainer_service.checkpoint import (
     accuracies,
     epoch_of,
@@ -24,10 +25,11 @@ from trainer_service.checkpoint import (
 from trainer_service.disk import companion_files
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import join_ranks
+from trainer_service.stored import CheckpointStore
 from trainer_service.trained import write_adapter, write_whole
 
 
-def write_checkpoint_model(target: Path, step: str, out: Path, *, adapter: bool = False) -> int:
+def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter: bool = False) -> int:
     """Write the model, or its `adapter` alone, of the checkpoint `step` (a number, `newest` or `best`) of the
     run at `target`; returns its step. Raises `ConfigError` for what is not there, `CheckpointError` for a
     damaged one."""
@@ -38,8 +40,13 @@ def write_checkpoint_model(target: Path, step: str, out: Path, *, adapter: bool 
     if out.exists():
         mistake = Mistake("--out", f"{out} is there already", "Name a new folder")
         raise ConfigError("the command line", [mistake])
-    folder = run.folder / "checkpoints" / f"step-{_chosen(run, step):06d}"
+    store = CheckpointStore.of(run.job)
+    chosen = _chosen(run, step, store)
+    folder = run.folder / "checkpoints" / f"step-{chosen:06d}"
+    if store is not None and not folder.exists():
+        store.bring(chosen, folder)
     checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
+    materialise(run.job)
     ranks = join_ranks(0, 1)
     backend = load_backend(run.job, ranks)
     backend.load(folder, updates=0)
@@ -48,8 +55,9 @@ def write_checkpoint_model(target: Path, step: str, out: Path, *, adapter: bool 
     return checkpoint.manifest.step
 
 
-def _chosen(run: Run, step: str) -> int:
-    there = {step_of(folder): epoch_of(folder) for folder in named_checkpoints(run.folder / "checkpoints")}
+def _chosen(run: Run, step: str, store: CheckpointStore | None) -> int:
+    there = store.epochs() if store is not None else {}
+    there |= {step_of(folder): epoch_of(folder) for folder in named_checkpoints(run.folder / "checkpoints")}
     known = accuracies(there, measured_in(read_run_log(run.folder / "metrics.jsonl"), run.job.policy))
     if step == "newest" and there:
         return max(there)
@@ -63,7 +71,7 @@ def _chosen(run: Run, step: str) -> int:
 
 
 def main(request: CheckpointRequest) -> None:
-    step = write_checkpoint_model(Path(request.run), request.step, Path(request.out), adapter=request.adapter)
+    step = write_checkpoint_model(request.run, request.step, Path(request.out), adapter=request.adapter)
     print(f"The {'adapter' if request.adapter else 'model'} after {step} steps is in {request.out}.")
 
 

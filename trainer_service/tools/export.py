@@ -20,7 +20,7 @@ def main(request: ExportRequest) -> None:
         mistake = Mistake("--state", "recorded batches have no states: they are trained", "Leave it out")
         raise ConfigError("the command line", [mistake])
     wanted = step_range(request.steps)
-    run = find_run(Path(request.run))
+    run = find_run(request.run)
     recording = Recording(run.folder)
     steps = [step for step in recording.steps if step in wanted]
     if not steps:

@@ -20,6 +20,7 @@ from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.schema import POLICY, VersionTag
+from areal_async.storage.content import materialise
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
@@ -37,7 +38,8 @@ NEAR = 1e-6
 
 def main(request: ReplayRequest) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    run = find_run(Path(request.run), request.overrides or ())
+    run = find_run(request.run, request.overrides or ())
+    materialise(run.job)
     recording = Recording(run.folder)
     out = Path(request.out) if request.out is not None else None
     if out is not None and out.exists() and any(out.iterdir()):

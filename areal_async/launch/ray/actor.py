@@ -3,17 +3,44 @@ gone; what it does there is in `process_host.py`. Bytes go in and out: nothing o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import msgspec
 import ray
 
+from areal_async.errors import RunError
 from areal_async.launch.ray.orders import PlaceOrder, StartOrder, pack
 from areal_async.launch.ray.process_host import ProcessHost
 from areal_async.ownfiles import PRIVATE_UMASK
 
 NODE_ID_DIGITS = 12  # Of Ray's 56: as many as tell the nodes of a cluster apart
 AT_ONCE = 4  # Calls that are carried out at once: one of them waits for news
+
+
+Done, Failed = b"\0", b"\1"
+"""What an answer begins with: what the call came to, or the text of its error."""
+
+
+def told(method: Callable[..., bytes | None]) -> Callable[..., bytes]:
+    """The method with its errors as text: not every exception survives the way through Ray."""
+
+    @wraps(method)
+    def call(*arguments: Any) -> bytes:
+        try:
+            return Done + (method(*arguments) or b"")
+        except Exception as error:
+            return Failed + f"{type(error).__name__}: {error}".encode()
+
+    return call
+
+
+def answer_of(data: bytes) -> bytes:
+    """What a call came to. Raises `RunError` with what it failed with."""
+    if data[:1] == Failed:
+        raise RunError(data[1:].decode())
+    return data[1:]
 
 
 class HostActor:
@@ -26,12 +53,15 @@ class HostActor:
         context = ray.get_runtime_context()
         self._host = ProcessHost(context.get_node_id()[:NODE_ID_DIGITS], ray.util.get_node_ip_address())
 
+    @told
     def place(self, order: bytes) -> bytes:
         return pack(self._host.place(msgspec.msgpack.decode(order, type=PlaceOrder)))
 
+    @told
     def start(self, order: bytes) -> bytes:
         return pack(self._host.start(msgspec.msgpack.decode(order, type=StartOrder)))
 
+    @told
     def news(self, have: bytes, wait_s: float, serves: bool) -> bytes:
         known = msgspec.msgpack.decode(have, type=dict[str, int])
         return pack(self._host.news(known, wait_s, serves=serves))
@@ -48,5 +78,5 @@ class HostActor:
 
 def new_actor(name: str, options: dict[str, Any]) -> Any:
     """A handle of a new actor that is placed as `options` say; it may wait for room."""
-    made = ray.remote(max_concurrency=AT_ONCE, max_restarts=0, max_task_retries=0)(HostActor)
-    return made.options(name=name, **options).remote()
+    fixed = {"max_concurrency": AT_ONCE, "max_restarts": 0, "max_task_retries": 0}
+    return ray.remote(HostActor).options(name=name, **fixed, **options).remote()

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import RunError
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
-from areal_async.launch.plan import thread_count
-from areal_async.launch.ray.actor import new_actor
+from areal_async.launch.home_files import with_home_store
+from areal_async.launch.plan import thread_count, with_channel
+from areal_async.launch.ray.actor import answer_of, new_actor
 from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, Started, StartOrder, pack
 from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
 from areal_async.launch.ray.process_host import listen_in
@@ -41,19 +41,21 @@ from areal_async.runtime.context import SERVED_VARIABLE
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import INCURABLE_STATUS
 from areal_async.runtime.topology import RunHost, ServicePlace, Topology
+from areal_async.storage.urls import CACHE_VARIABLE
 
 HOME = "home"
 """Node id of the supervisor's host. No process of the run shares its memory."""
 LEAST_CPUS = 0.01  # A place in a group must reserve something
 NEWS_S = 1.0
-ANSWER_S = 60.0  # Longest time for an actor that lives to do what it is told
+MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files and its place
 LOOK_S = 0.2
 CLOSE_S = 8.0
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
 """Beginnings of the names of variables that processes on other hosts are given as they are here."""
-OWN_VARIABLES = frozenset({HELD_VARIABLE, SERVED_VARIABLE})
+OWN_VARIABLES = frozenset({HELD_VARIABLE, SERVED_VARIABLE, CACHE_VARIABLE})
+"""Those that are about one host alone."""
 
 log = get_logger("launcher")
 
@@ -159,7 +161,7 @@ class RayPlace:
             self._gone(child, f"was lost with its node ({_first_line(error)})")
         except Exception as error:
             log.exception("a process could not be placed or started", service=self.place.name)
-            self._gone(child, f"could not be started ({error})")
+            self._gone(child, f"could not be started: {error}", status=INCURABLE_STATUS)
         finally:
             if meeting is not None and self.place.is_first and not meeting.done():
                 meeting.cancel()
@@ -171,16 +173,17 @@ class RayPlace:
     def _start(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
         where = ""
         if meeting is not None and not self.place.is_first:
-            where = meeting.result(ANSWER_S)
+            where = meeting.result(MEETING_S)
         order = StartOrder(
             topology=self._launcher.published_with(self.place),
             environment=self._launcher.environment_of(self.place, served_before),
             job_rank=self.place.index if meeting is not None else -1,
             meeting=where,
         )
-        data = _answer(self.actor.start.remote(pack(order)), threading.Event(), ANSWER_S)
+        # It may take long: the files of a model come first.
+        data = _answer(self.actor.start.remote(pack(order)), child.cancelled)
         if data is None:
-            raise RunError(f"its node has not answered for {ANSWER_S:g} s")
+            raise RunError("it was to end before it had begun")
         started = msgspec.msgpack.decode(data, type=Started)
         child.pid_there = started.pid
         if meeting is not None and self.place.is_first:
@@ -202,15 +205,14 @@ class RayPlace:
                 child.status = news.status
                 return
 
-    def _gone(self, child: RemoteChild, how: str) -> None:
+    def _gone(self, child: RemoteChild, how: str, status: int = LOST_STATUS) -> None:
         if self.actor is not None:
             with suppress(Exception):
                 ray.kill(self.actor)
         self.actor = None
-        child.how_lost, child.status = how, LOST_STATUS
-        if self._launcher.keeps_files(self.place):
-            child.how_lost = f"{how}, and with it the files of its Redis"
-            child.status = INCURABLE_STATUS
+        if status == LOST_STATUS and self._launcher.keeps_files(self.place):
+            how, status = f"{how}, and with it the files of its Redis", INCURABLE_STATUS
+        child.how_lost, child.status = how, status
 
 
 class RayLauncher:
@@ -239,8 +241,8 @@ class RayLauncher:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(
-                f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it (`ray "
-                "start --head`), or correct ray.address in the cluster file"
+                f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
+                "(`ray start --head`), or correct ray.address in the cluster file"
             ) from error
         address = section.home_address or ray.util.get_node_ip_address()
         self._control = listen_in(address, section.ports)
@@ -265,7 +267,9 @@ class RayLauncher:
     def join(self, place: ServicePlace) -> ServicePlace:
         need = need_of(self._job, place.role)
         self._places[place.name] = RayPlace(
-            self, place, {**_options(need), "scheduling_strategy": "SPREAD", "label_selector": dict(need.labels)}
+            self,
+            place,
+            {**_options(need), "scheduling_strategy": "SPREAD", "label_selector": dict(need.labels)},
         )
         return place
 
@@ -311,8 +315,9 @@ class RayLauncher:
             job=job.model_dump(mode="json"),
         )
         write_whole(self._folders.topology, msgspec.json.format(msgspec.json.encode(topology)))
+        told = with_home_store(with_channel(job, several_hosts=True)).model_dump(mode="json")
         with self._changed:
-            self._published = topology
+            self._published = msgspec.structs.replace(topology, job=told)
             self._changed.notify_all()
         return topology
 
@@ -420,7 +425,8 @@ class RayLauncher:
                 raise RunError(
                     f"the cluster had no room for the {group.name} of this job within "
                     f"{self._section.place_s:g} s: the job needs {needs_in_words(self._job, services)}, and "
-                    f"free are {_free()}. Wait for other jobs to end, add nodes, or ask for less (`placement`)"
+                    f"free are {_free()}. Wait for other jobs to end, add nodes, or ask for less "
+                    "(`placement`)"
                 )
         for index, (place, need) in enumerate(zip(group.places, needs, strict=True)):
             strategy = PlacementGroupSchedulingStrategy(
@@ -455,8 +461,7 @@ def _answer(reference: Any, cancelled: threading.Event, limit_s: float | None = 
     while not cancelled.is_set():
         done, _ = ray.wait([reference], timeout=LOOK_S)
         if done:
-            answer: bytes = ray.get(reference)
-            return answer
+            return answer_of(ray.get(reference))
         if limit_s is not None and time.monotonic() - begun_s > limit_s:
             return None
     return None

@@ -22,15 +22,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from areal_async.errors import RunError
 from areal_async.launch.here import LocalChild, RankLines, write_whole
+from areal_async.launch.home_files import bring_content
 from areal_async.launch.one_host import SHM_ROOT, make_host
 from areal_async.launch.ray.orders import FileNews, Placed, PlaceOrder, ProcessNews, Started, StartOrder
 from areal_async.ownfiles import is_own_folder
+from areal_async.rpc.address import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.runtime.context import keys_file
 from areal_async.runtime.process import kill_processes_of, service_environment, start_service
-from areal_async.runtime.topology import RunHost, ServicePlace
+from areal_async.runtime.topology import RunHost, ServicePlace, Topology
+from areal_async.storage.home import HomeFileSystem
 
 TOPOLOGY = "topology.json"
 IN_USE = "in-use"  # File that each host of a run on this node holds a shared lock on
@@ -131,7 +136,7 @@ class ProcessHost:
     def _start(self, order: StartOrder) -> Started:
         place, run_dir = self._order.place, Path(self.host.run_dir)
         topology = run_dir / f"{place.name}.{TOPOLOGY}"
-        write_whole(topology, order.topology)
+        write_whole(topology, msgspec.json.encode(self._bring(order)))
         threads = int(order.environment.get("OMP_NUM_THREADS", "1"))
         environment = service_environment(self._mark, threads) | order.environment
         environment[HELD_VARIABLE] = " ".join(
@@ -157,6 +162,19 @@ class ProcessHost:
                 os.close(fd)
         self._child = LocalChild(process, line_fd)
         return Started(process.pid, meeting)
+
+    def _bring(self, order: StartOrder) -> Topology:
+        """Have what the job names lie here, from the home host or from stores. The topology with the job as
+        it is on this host. Raises `ArealError`."""
+        topology = msgspec.json.decode(order.topology, type=Topology)
+        address = Address(topology.control, "supervisor")
+        keys, name = self._order.keys, self._order.place.name
+        HomeFileSystem.connect(address, job=str(topology.job["job"]), role=keys.role, name=name, access=keys)
+        try:
+            job = bring_content(topology.job, self._order.place.role)
+        finally:
+            HomeFileSystem.disconnect()
+        return msgspec.structs.replace(topology, job=job)
 
     def _appended(self, have: dict[str, int]) -> Iterator[FileNews]:
         """What the reader does not have yet, at most `PIECE_BYTES`."""

@@ -100,6 +100,8 @@ class Channel:
 
     deltas = False
     """Whether `weights.codec: auto` makes deltas: only where they save the bytes of a network."""
+    one_host = False
+    """Whether it reaches none but the processes of the trainer's host."""
     from_device = False
     """Whether `offer` wants the tensors on the trainer's device."""
 
@@ -173,6 +175,8 @@ def shared_copies(job: JobConfig) -> SharedCopies:
 
 class Shm(Channel):
     """Channel `shm`: receivers on the trainer's host read where the trainer wrote, in shared memory."""
+
+    one_host = True
 
     @staticmethod
     def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:

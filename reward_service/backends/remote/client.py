@@ -28,12 +28,12 @@ from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import TrajectoryError
+from areal_async.tries import pause_s
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.remote import RemoteArguments
 from reward_service.backends.remote.connection import RemoteError, RemoteServer
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
-from reward_service.backends.servers import pause_s
 from reward_service.checking import as_verdict, clip
 from reward_service.sdk import RewardInput, RewardLoadError
 

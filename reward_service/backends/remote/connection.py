@@ -23,6 +23,7 @@ import msgspec
 from areal_async.errors import ArealError
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.log import get_logger
+from areal_async.tries import pause_s
 from reward_service import metrics
 from reward_service.backends.remote import ANSWER_GRACE_S, RemoteArguments
 from reward_service.backends.remote.schema import (
@@ -37,7 +38,7 @@ from reward_service.backends.remote.schema import (
     ScoreRequest,
     Verdicts,
 )
-from reward_service.backends.servers import ServerState, pause_s
+from reward_service.backends.servers import ServerState
 
 T = TypeVar("T")
 

@@ -180,6 +180,21 @@ def test_all_jobs_of_a_sweep_are_taken_or_none(world, monkeypatch):
     assert len(list((world.folder / "jobs").iterdir())) == 2
 
 
+def test_what_was_run_is_never_deleted_even_if_the_database_is_gone(world, sums):
+    world.controller.submit(sums)
+    (world.folder / "jobs" / "1-sums" / "attempts").mkdir()
+    (world.folder / "jobs" / "40-old" / "attempts").mkdir(parents=True)
+    (world.folder / "jobs" / "41-half" / "files").mkdir(parents=True)
+    (world.folder / "jobs" / "notes").mkdir()
+    world.controller.store.close()
+    for path in world.folder.glob("jobs.sqlite3*"):
+        path.unlink()
+    world.controller = world._begin()
+    assert {path.name for path in (world.folder / "jobs").iterdir()} == {"1-sums", "40-old", "notes"}
+    (job,) = world.controller.submit(sums)
+    assert job.id == 41
+
+
 def test_workers_that_join_take_cores(world, sums):
     world.controller.submit(sums)
     serve(world)

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -72,6 +74,12 @@ def test_commands_without_a_controller_say_how_to_get_one(cluster, job_file, tmp
     assert not cluster.path.exists()  # nothing was begun
 
 
+def cmdline(process):
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def test_of_several_that_come_up_at_once_one_is_the_controller(cluster):
     with ThreadPoolExecutor(3) as threads:
         urls = set(threads.map(lambda _: start_controller(cluster), range(3)))
@@ -82,6 +90,13 @@ def test_of_several_that_come_up_at_once_one_is_the_controller(cluster):
     wait_for(lambda: cluster.controller() is None, "its end")
     assert not cluster.address.exists()
     wait_for(lambda: is_gone(owner.pid), "the end of its process")
+
+
+def test_a_controller_that_came_too_late_does_not_wait_for_the_others_end(cluster):
+    url = start_controller(cluster)
+    assert start_controller(cluster) == url
+    here = [process for process in psutil.process_iter() if str(cluster.path) in cmdline(process)]
+    assert [process.pid for process in here] == [cluster.controller().pid]
 
 
 def test_jobs_are_submitted_shown_changed_and_there_again(cluster, job_file, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_async.controller import processes
 from areal_async.controller.attempt import CLAIM, claim, ending_of, holder_of, void
 from areal_async.controller.controller import Controller
 from areal_async.controller.processes import RealProcesses
@@ -176,6 +177,21 @@ def test_a_run_that_cannot_be_says_why_in_its_own_words(place, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/program")
     place.submit("none")
     assert "cannot be started" in place.until("none", "FAILED").reason
+
+
+def test_a_job_sees_the_gpus_that_it_holds_and_no_others(place, monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda command, **options: told.append(options["env"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    monkeypatch.setenv("AREAL_ASYNC_RUN", "of another run")
+    monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}/elsewhere")
+    job = msgspec.structs.replace(place.submit("sums"), attempt=1, gpus=[0, 2])
+    place.table().start(job)
+    place.table().start(msgspec.structs.replace(job, gpus=[]))
+    RealProcesses(place.jobs, cluster={}, own_gpus=False).start(job)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in told] == ["GPU-a,GPU-c", "", "GPU-a,GPU-b,GPU-c"]
+    assert told[0]["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/elsewhere"]
+    assert "AREAL_ASYNC_RUN" not in told[0]
 
 
 def test_a_process_that_comes_too_late_leaves_at_once(place):

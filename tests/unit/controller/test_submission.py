@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from areal_async.config.errors import ConfigError
+from areal_async.config.fields import job_fields
 from areal_async.controller import submission as module
+from areal_async.controller.resources import Resources, resources_of
 from areal_async.controller.submission import (
     Submission,
     job_of,
@@ -205,6 +207,45 @@ def test_nothing_in_a_job_is_run_by_who_reads_it(tmp_path):
             read_jobs(submission("sums", job={section: value}), files)
     assert not trap.exists()
     assert not [name for name in set(sys.modules) - before if "trap" in name]
+
+
+WEIRD = (
+    None,
+    True,
+    -1,
+    10**30,
+    1e300,
+    "",
+    "x",
+    "x" * 5000,
+    "\x00",
+    [],
+    [[]],
+    {},
+    {"a": {"b": [None]}},
+    [1, "a"],
+)
+
+
+def test_whatever_is_in_a_field_is_read_or_refused_with_the_field(tmp_path):
+    paths = [*job_fields(), *{path.partition(".")[0] for path in job_fields()}, "policies", "reward.routes.0"]
+    for path in paths:
+        for value in WEIRD:
+            job = json.loads(json.dumps(JOB))
+            *above, last = path.split(".")
+            section = job
+            for name in above:
+                section = section.setdefault(name, {})
+            section[last] = value
+            with suppress(ConfigError):
+                for read in read_jobs(submission("sums", job=job), tmp_path):
+                    resources_of(read.config, Resources(4, 2))
+
+
+def test_jobs_beside_each_other_pick_free_ports_unless_they_name_some(tmp_path):
+    (free,) = read_jobs(submission("sums"), tmp_path)
+    (named,) = read_jobs(submission("sums", job={"observe": {"metrics_port": 9000}}), tmp_path)
+    assert (free.config.observe.metrics_port, named.config.observe.metrics_port) == (0, 9000)
 
 
 def body_of(**fields):

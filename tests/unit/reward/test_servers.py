@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service.backends.servers import ServerState, choose, pause_s
+from areal_async.tries import pause_s
+from reward_service.backends.servers import ServerState, choose
 
 
 def servers(n, **settings):

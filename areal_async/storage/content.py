@@ -1,0 +1,93 @@
+"""What a job names by URL, brought to this host; and where a job leaves what outlives the host.
+
+A job's `model`, `tasks.train` and `tasks.evaluation` hold local paths (`urls.py`); `materialise` has lie
+there what they stand for. Each host on which a process of the job runs calls it before that process starts.
+
+Below the *store* of a job, `<checkpoint.store>/<job>` or with a URL for `run_dir` the run's own place there,
+lie `checkpoints/step-000050/…`, `model/` and `adapter/`, which the trainer writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.job import JobConfig
+from areal_async.storage.remote import StorageError
+from areal_async.storage.transfer import fetch
+from areal_async.storage.urls import CACHE_VARIABLE, joined, protocol_problem, url_of
+from areal_async.tries import Tries
+
+CONTENT = ("model", "tasks.train", "tasks.evaluation")
+"""Fields of a job whose content may lie in a store."""
+BY_TRAINER = ("checkpoints", "model", "adapter")
+"""Folders of a run that its trainer puts into the job's store."""
+
+
+def materialise(job: JobConfig, tries: Tries | None = None, *, source: str = "job") -> None:
+    """Bring everything that `job` names by URL to this host. Raises `ConfigError` with every reason why
+    something cannot be had."""
+    if mistakes := content_mistakes(job, tries=tries):
+        raise ConfigError(source, mistakes)
+
+
+def content_mistakes(
+    job: JobConfig, fields: Collection[str] = CONTENT, tries: Tries | None = None
+) -> list[Mistake]:
+    """`materialise` for these fields, with what is wrong as mistakes of the job file."""
+    paths: tuple[Path | None, ...] = (job.model, job.tasks.train, job.tasks.evaluation)
+    places = {"run_dir": url_of(job.run_dir), "checkpoint.store": job.checkpoint.store}
+    mistakes = [
+        Mistake(field, *problem)
+        for field, url in places.items()
+        if url is not None and (problem := protocol_problem(url)) is not None
+    ]
+    for field, path in zip(CONTENT, paths, strict=True):
+        if field not in fields:
+            continue
+        url = url_of(path) if path is not None else None
+        if path is None or url is None:
+            continue
+        try:
+            fetch(url, path, tries, begun=_telling(url))
+        except StorageError as error:
+            what, _, fix = str(error).rstrip(".").rpartition(". ")
+            mistakes.append(Mistake(field, what, fix))
+        except OSError as error:
+            what = f"{url} cannot be written to {path.parent}: {error.strerror or error}"
+            mistakes.append(
+                Mistake(field, what, f"Free room, or name another cache folder ({CACHE_VARIABLE})")
+            )
+    return mistakes
+
+
+def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
+    """The mistakes with the URL of what the job names in place of where it lies here."""
+    paths = (job.model, job.tasks.train, job.tasks.evaluation, job.run_dir)
+    names = {str(path): url for path in paths if path is not None and (url := url_of(path)) is not None}
+
+    def told(text: str) -> str:
+        for path, url in names.items():
+            text = text.replace(path, url)
+        return text
+
+    return [replace(each, problem=told(each.problem), fix=told(each.fix)) for each in mistakes]
+
+
+def _telling(url: str) -> Callable[[int], None]:
+    return lambda size_bytes: print(f"fetching {url} ({size_bytes} bytes)", file=sys.stderr, flush=True)
+
+
+def run_url(job: JobConfig) -> str | None:
+    """Where the run's folder is mirrored to; None where it lies on this host alone."""
+    return url_of(job.run_dir / job.job)
+
+
+def store_url(job: JobConfig) -> str | None:
+    """The store of the job; None: it has none."""
+    if job.checkpoint.store is not None:
+        return joined(job.checkpoint.store, job.job)
+    return run_url(job)

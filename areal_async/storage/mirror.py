@@ -1,0 +1,178 @@
+"""A folder that is worked in here and kept up to date in a store.
+
+Promises: what has changed is in the store some `EVERY_S` later, as whole files, and all of it once `stop`
+has returned; a store that is away holds nobody up meanwhile; of two hosts that mirror to one URL the later
+is the owner, and the earlier writes no more. Not promised: that files written at one time arrive together.
+
+Left out are what means something on this host alone (locks, addresses of processes, sockets, links), what is
+being written (`*.tmp`, hidden files), and `leave_out`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from areal_async.runtime.log import get_logger
+from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
+from areal_async.tries import Tries
+
+EVERY_S = 5.0
+SHARE = 0.2  # Most of the time that mirroring may take: a slow store is written to more seldom
+MARK = (
+    "logs/mirror.json"  # Says who mirrors to a URL; lies in the folder too, so it tells whether that is newer
+)
+ROUND_S = 10.0  # How long a store that is away is asked again before the next round
+FINISH_S = 600.0
+
+log = get_logger("mirror")
+
+
+class MirrorMark(msgspec.Struct, frozen=True):
+    """Who mirrors to a URL: a random id, its host, how often it has done so, and whether it has ended."""
+
+    owner: str
+    host: str
+    rounds: int = 0
+    ended: bool = False
+
+
+class MirrorLost(StorageError):
+    """Somebody else mirrors to the URL by now."""
+
+
+def mark_there(url: str, remote: Remote | None = None) -> MirrorMark | None:
+    """The mark at `url`; None where nobody has mirrored to it. Raises `StorageError`."""
+    try:
+        return msgspec.json.decode((remote or Remote(url)).read(MARK), type=MirrorMark)
+    except StorageMissing:
+        return None
+    except msgspec.DecodeError as error:
+        raise StorageError(
+            f"{url}/{MARK} cannot be read: {error}. Remove it, or give another URL."
+        ) from error
+
+
+def mark_here(folder: Path) -> MirrorMark | None:
+    """The mark of the last who mirrored `folder` from this host, or brought it here; None for none."""
+    try:
+        return msgspec.json.decode((folder / MARK).read_bytes(), type=MirrorMark)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+class Mirror:
+    """Mirrors `folder` to `url` from `start` to `stop`: of the files in it those whose name is `wanted`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        *,
+        wanted: Callable[[str], bool] = lambda name: True,
+        every_s: float = EVERY_S,
+        tries: Tries | None = None,
+    ) -> None:
+        self.url = url
+        self._folder = folder
+        self._wanted = wanted
+        self._every_s = every_s
+        self._tries = tries
+        self._remote = Remote(url, tries or tries_for(url, ROUND_S))
+        self._pushed: dict[str, tuple[int, int]] = {}
+        """Size and time of each file when it was put there."""
+        self._mark = MirrorMark(secrets.token_hex(8), socket.gethostname())
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+
+    def start(self) -> None:
+        """Become the owner of the URL, and mirror from now on. Raises `StorageError`."""
+        self._write_mark()
+        self._thread.start()
+
+    def stop(self, limit_s: float = FINISH_S) -> None:
+        """Mirror all that is there, and end. Raises `StorageError` where that cannot be done in the time."""
+        self._stopping.set()
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise StorageError(f"{self.url}: the store has not taken what was written within {limit_s:g} s.")
+        self._remote = Remote(self.url, self._tries or tries_for(self.url, limit_s))
+        self.once()
+        self._mark = msgspec.structs.replace(self._mark, ended=True)
+        self._write_mark()
+
+    def once(self) -> None:
+        """Mirror what has changed since the last time. Raises `MirrorLost`, or `StorageError`."""
+        there = mark_there(self.url, self._remote)
+        if there is not None and there.owner != self._mark.owner:
+            raise MirrorLost(
+                f"{self.url} is written by {there.host} by now: the job was resumed there. Stop it here."
+            )
+        found = self._found()
+        changed = [name for name, what in found.items() if self._pushed.get(name) != what]
+        self._remote.each(lambda name: self._put(name, found[name]), changed)
+        gone = self._pushed.keys() - found.keys()
+        self._remote.remove(gone)
+        for name in gone:
+            del self._pushed[name]
+        self._mark = msgspec.structs.replace(self._mark, rounds=self._mark.rounds + 1)
+        self._write_mark()
+
+    def _put(self, name: str, what: tuple[int, int]) -> None:
+        try:
+            self._remote.put(name, self._folder / name)
+        except FileNotFoundError:
+            return  # it was taken away meanwhile; the next round sees that
+        self._pushed[name] = what
+
+    def _run(self) -> None:
+        took_s = 0.0
+        while not self._stopping.wait(max(self._every_s, took_s / SHARE)):
+            begun_s = time.monotonic()
+            try:
+                self.once()
+            except MirrorLost as error:
+                log.error("the run's folder is mirrored no more", error=str(error))
+                return
+            except (StorageError, OSError) as error:
+                log.warning("the run's folder is not mirrored; it is tried again", error=str(error))
+            took_s = time.monotonic() - begun_s
+
+    def _write_mark(self) -> None:
+        content = msgspec.json.encode(self._mark)
+        path = self._folder / MARK
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+        self._remote.write(MARK, content)
+
+    def _found(self) -> dict[str, tuple[int, int]]:
+        """Size and time of change of each file that is mirrored, by its name."""
+        found = {}
+        for parent, folders, names in os.walk(self._folder):
+            below = Path(parent).relative_to(self._folder)
+            folders[:] = [name for name in folders if not _is_passing(name)]
+            for name in names:
+                path = (below / name).as_posix()
+                if _is_passing(name) or path == MARK or not self._wanted(path):
+                    continue
+                try:
+                    status = os.lstat(self._folder / path)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found[path] = (status.st_size, status.st_mtime_ns)
+        return found
+
+
+def _is_passing(name: str) -> bool:
+    return name.startswith(".") or name.endswith(".tmp")

@@ -1,0 +1,287 @@
+"""One place in a store: what is asked of its file system, one bounded request at a time.
+
+Promises: a request ends within `REQUEST_S` (a longer one, such as a large upload, says so) or counts as
+failed; what failed for a passing reason (no connection, no answer, a server's error) is tried again as the
+`Tries` says; every error names the URL and what to do. Where a store asks who we are its own library
+answers, from the environment: `AWS_*` and `~/.aws` for S3, and `FSSPEC_*` for what fsspec takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from areal_async.errors import ArealError
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
+from areal_async.storage.urls import joined, protocol_problem, url_problem
+from areal_async.tries import Tries
+
+PART_BYTES = 8 << 20  # Bytes of one request of a large file
+PARALLEL = 4  # Requests under way at once
+REQUEST_S = 120.0
+LEAST_BYTES_PER_S = 256 << 10  # An upload slower than this counts as one that has no answer
+PATIENCE_S = 60.0  # How long a store that is away is asked again, where nothing else is said
+CONNECT_S, READ_S = 10.0, 60.0
+TAGS = ("ETag", "etag", "md5Hash", "crc32c", "checksum", "mtime", "LastModified", "updated", "created")
+"""What stores call that which changes with the content of a file; the first that is there counts."""
+HOPELESS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "ParamValidationError",
+    "InvalidRegionError",
+)
+"""Names of errors of the libraries that asking again would not cure."""
+
+log = get_logger("storage")
+T = TypeVar("T")
+
+
+class StorageError(ArealError):
+    """A store refuses, or holds something else than it should."""
+
+    restart_helps = False
+
+
+class StorageMissing(StorageError):
+    """There is nothing at the URL."""
+
+
+class HalfWritten(StorageError):
+    """A folder whose writer has not finished, or died."""
+
+
+class StorageAway(StorageError):
+    """A store did not answer for as long as it was asked."""
+
+    restart_helps = True
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """What a store says of a file. `tag` changes with the content; empty where it has none."""
+
+    size_bytes: int
+    tag: str = ""
+
+
+def tries_for(url: str, limit_s: float = PATIENCE_S) -> Tries:
+    """Ask again for so long; the log, and the status of this process, say that the store is away."""
+    subject = f"store {url}"
+    told = threading.Event()
+
+    def away(error: Exception) -> None:
+        board.waits(subject, f"an answer ({_text(error)})")
+        if not told.is_set():
+            told.set()
+            log.warning("the store does not answer; it is asked again", url=url, error=_text(error))
+
+    def back() -> None:
+        board.waits(subject, "")
+        if told.is_set():
+            told.clear()
+            log.info("the store answers again", url=url)
+
+    return Tries(limit_s, away, back)
+
+
+class Remote:
+    """The file or folder at `url`. Its methods block, and may be called from any thread. Each raises
+    `StorageAway` where the store does not answer in time, and `StorageError` where it refuses."""
+
+    def __init__(self, url: str, tries: Tries | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._tries = tries or tries_for(self.url)
+        if (problem := url_problem(self.url) or protocol_problem(self.url)) is not None:
+            raise StorageError(f"{url}: {problem[0]}. {problem[1]}.")
+        import fsspec  # not at the top: most jobs have no URL
+
+        self._is_s3 = self.url.startswith(("s3://", "s3a://"))
+        # One rule for tries, ours: the library makes one, of bounded length.
+        config = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {"total_max_attempts": 1}}
+        options: dict[str, Any] = {"config_kwargs": config} if self._is_s3 else {}
+        self._fs, self._path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
+        if self._is_s3:
+            self._fs.retries = 1
+
+    def listing(self) -> dict[str, StoredFile]:
+        """The files at the URL by their names below it; of a file itself the one name "". Empty: nothing is
+        there."""
+
+        def find() -> dict[str, StoredFile]:
+            found = {}
+            with suppress(FileNotFoundError):
+                for path, info in self._fs.find(self._path, detail=True).items():
+                    name = path[len(self._path) :].strip("/") if path != self._path else ""
+                    found[name] = _stored(info)
+            return found
+
+        return self._ask("list", self.url, find)
+
+    def folders(self) -> list[str]:
+        """The names directly below the URL that are folders."""
+
+        def names() -> list[str]:
+            with suppress(FileNotFoundError):
+                entries = self._fs.ls(self._path, detail=True)
+                return sorted(
+                    entry["name"].rstrip("/").rpartition("/")[2]
+                    for entry in entries
+                    if entry["type"] == "directory"
+                )
+            return []
+
+        return self._ask("list", self.url, names)
+
+    def read(self, name: str = "", begin: int = 0, end: int | None = None) -> bytes:
+        """The bytes of a file from `begin` to before `end`. Raises `StorageMissing`."""
+
+        def get() -> bytes:
+            data: bytes = self._fs.cat_file(self._at(name), start=begin or None, end=end)
+            if end is not None and len(data) != end - begin:
+                raise OSError(None, f"{len(data)} bytes came of {end - begin}")
+            return data
+
+        return self._ask("read", self._named(name), get)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a small file there, in place of one of its name."""
+
+        def put() -> None:
+            self._make_parent(name)
+            self._fs.pipe_file(self._at(name), content)
+
+        self._ask("write", self._named(name), put)
+
+    def put(self, name: str, path: Path) -> int:
+        """Upload a local file; returns its size. Raises FileNotFoundError where that is gone."""
+        size = path.stat().st_size
+        options: dict[str, Any] = (
+            {"chunksize": PART_BYTES, "max_concurrency": PARALLEL} if self._is_s3 else {}
+        )
+
+        def upload() -> None:
+            self._make_parent(name)
+            self._fs.put_file(str(path), self._at(name), **options)
+            if (there := _stored(self._fs.info(self._at(name))).size_bytes) < size:  # a log grows meanwhile
+                raise OSError(None, f"{there} bytes have come of {size}")
+
+        try:
+            self._ask("write", self._named(name), upload, REQUEST_S + size / LEAST_BYTES_PER_S)
+        except StorageError:
+            path.stat()  # the mirror of a folder that changes wants to know which of the two is gone
+            raise
+        return size
+
+    def remove(self, names: Collection[str] = ("",)) -> None:
+        """Remove these files or, of a folder, all below it. What is not there is as good as removed."""
+        for name in names:
+
+            def delete(name: str = name) -> None:
+                with suppress(FileNotFoundError):
+                    self._fs.rm(self._at(name), recursive=True)
+
+            self._ask("remove", self._named(name), delete)
+
+    def each(self, work: Callable[[T], object], items: Iterable[T]) -> None:
+        """`work` of each item, a few at once; raises the first error once all that were begun have ended."""
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="storage") as pool:
+            begun = [pool.submit(work, item) for item in items]
+            try:
+                for result in begun:
+                    result.result()
+            except BaseException:
+                for result in begun:
+                    result.cancel()
+                raise
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}" if name else self._path
+
+    def _named(self, name: str) -> str:
+        return joined(self.url, name) if name else self.url
+
+    def _make_parent(self, name: str) -> None:
+        """Stores of objects have no folders; a file system needs them."""
+        if not self._is_s3:
+            self._fs.makedirs(self._fs._parent(self._at(name)), exist_ok=True)
+
+    def _ask(self, what: str, url: str, work: Callable[[], T], limit_s: float = REQUEST_S) -> T:
+        try:
+            return self._tries.run(lambda: _within(work, limit_s), _passes)
+        except FileNotFoundError as error:
+            if what == "write":
+                raise StorageError(
+                    f"{url} could not be written: {_text(error)}. Make the bucket or folder first, or "
+                    "correct the URL."
+                ) from error
+            raise StorageMissing(
+                f"{url}: there is nothing there ({_text(error)}). Correct the URL, or put it there."
+            ) from error
+        except Exception as error:  # whatever the library of a store raises
+            if _passes(error):
+                raise StorageAway(
+                    f"{url} could not be {PAST[what]} within {self._tries.limit_s:g} s ({_text(error)}). See "
+                    "whether the store is up and can be reached from this host."
+                ) from error
+            raise StorageError(
+                f"{url} could not be {PAST[what]}: {_text(error)}. Correct the URL or who this host says it "
+                "is (docs/storage.md)."
+            ) from error
+
+
+PAST = {"list": "listed", "read": "read", "write": "written", "remove": "removed"}
+
+
+def _within(work: Callable[[], T], limit_s: float) -> T:
+    """What `work` comes to, in a daemon thread that is given up after `limit_s`: some libraries wait for
+    ever."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done = work()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(done)
+
+    threading.Thread(target=run, name="storage-request", daemon=True).start()
+    try:
+        return result.result(limit_s)
+    except NoAnswer:
+        if result.done():
+            return result.result()
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+def _passes(error: Exception) -> bool:
+    """Whether asking again may help."""
+    if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
+        return False
+    if isinstance(error, NotImplementedError | TypeError | ValueError | AttributeError | KeyError):
+        return False
+    if isinstance(error, OSError) and error.errno in REFUSED:
+        return False
+    return type(error).__name__ not in HOPELESS
+
+
+REFUSED = frozenset({22, 28, 30})
+"""EINVAL, ENOSPC and EROFS: what is asked for cannot be, or has no room."""
+
+
+def _stored(info: dict[str, Any]) -> StoredFile:
+    tag = next((str(info[name]).strip('"') for name in TAGS if info.get(name)), "")
+    return StoredFile(int(info.get("size") or 0), tag)
+
+
+def _text(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said:.200}" if said else type(error).__name__

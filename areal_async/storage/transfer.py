@@ -1,0 +1,244 @@
+"""Files and folders between this host and a store, whole or not at all.
+
+Promises: what `fetch` has put at its target is complete and was compared with what the store says of it
+(sizes, MD5 where the tag is one, the hashes of our own marker), also when several processes fetch it at once
+or one is killed on the way; a folder that `push` has not finished is refused by `fetch` (`HalfWritten`), so
+a reader never takes a part for the whole. At most `PARALLEL` requests of `PART_BYTES` are in memory.
+
+A pushed folder has a file `.areal-async.json`, the marker: written first as begun, and last with the size
+and hash of each file. A folder without one was put there by somebody else and counts as it is found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from areal_async.runtime.events import failpoint
+from areal_async.storage.remote import (
+    PART_BYTES,
+    HalfWritten,
+    Remote,
+    StorageAway,
+    StorageError,
+    StorageMissing,
+    StoredFile,
+)
+from areal_async.tries import Tries
+
+MARKER = ".areal-async.json"
+LOCK_S = 6 * 3600.0  # The longest wait for another process of this host that fetches the same
+LOOK_S = 0.1
+ROUNDS = 3  # So often is a folder begun again that changes while it is fetched
+MD5 = re.compile(r"[0-9a-f]{32}")
+
+
+class PushedFile(msgspec.Struct, frozen=True):
+    size_bytes: int
+    blake3: str
+
+
+class PushMarker(msgspec.Struct, frozen=True):
+    complete: bool
+    files: dict[str, PushedFile] = {}
+
+
+class FetchRecord(msgspec.Struct, frozen=True):
+    """What was fetched, beside it: whether the store has something else by now."""
+
+    url: str
+    files: dict[str, StoredFile]
+
+
+def fetch(
+    url: str,
+    target: Path,
+    tries: Tries | None = None,
+    *,
+    leave_out: Callable[[str], bool] = lambda name: False,
+    begun: Callable[[int], None] = lambda size_bytes: None,
+    check: Callable[[Path], None] = lambda fresh: None,
+) -> None:
+    """Have the file or folder at `url` lie at `target`; what lies there already and is the same stays.
+
+    Files whose names `leave_out` holds for are left out. `begun` is told how many bytes are to come, if any
+    are; `check` may refuse what has come before it gets its place, by an error. Raises `StorageMissing`,
+    `HalfWritten`, `StorageAway` or `StorageError`, and OSError where it cannot be written here."""
+    remote = Remote(url, tries)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    record = target.with_name(f".{target.name}.fetched")
+    with _alone(target):
+        for left in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+            _delete(left)
+        for _ in range(ROUNDS):
+            files = remote.listing()
+            marker = _marker_of(remote, files)
+            wanted = {name: file for name, file in files.items() if name != MARKER and not leave_out(name)}
+            if not wanted:
+                raise StorageMissing(f"{url}: there is nothing there. Correct the URL, or put it there.")
+            if _is_there(target, record, FetchRecord(url, wanted)):
+                return
+            fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+            begun(sum(file.size_bytes for file in wanted.values()))
+            try:
+                _download(remote, wanted, fresh)
+                again = remote.listing()
+                if any(again.get(name) != file for name, file in wanted.items()):
+                    continue  # somebody writes there
+                _compare(url, fresh, wanted, marker)
+                check(fresh)
+                record.unlink(missing_ok=True)
+                _delete(target)
+                fresh.rename(target)
+                record.write_bytes(msgspec.json.encode(FetchRecord(url, wanted)))
+                return
+            finally:
+                _delete(fresh)
+    raise StorageError(f"{url} changes while it is read. Wait until whoever writes there has finished.")
+
+
+def push(folder: Path, url: str, tries: Tries | None = None) -> None:
+    """Make `url` hold the files of `folder`, and nothing else. Until it is whole, readers are refused.
+
+    Raises `StorageAway` or `StorageError`."""
+    remote = Remote(url, tries)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    remote.write(MARKER, msgspec.json.encode(PushMarker(complete=False)))
+    hashes = {}
+
+    def put(name: str) -> None:
+        hashes[name] = PushedFile(remote.put(name, names[name]), _blake3(names[name]))
+
+    remote.each(put, names)
+    remote.remove(remote.listing().keys() - names.keys() - {MARKER})
+    failpoint("storage.mid_push")
+    remote.write(MARKER, msgspec.json.encode(PushMarker(complete=True, files=dict(sorted(hashes.items())))))
+
+
+def _marker_of(remote: Remote, files: Mapping[str, StoredFile]) -> PushMarker | None:
+    """The marker of a whole folder of ours; None for what is not ours."""
+    if MARKER not in files:
+        return None
+    try:
+        marker = msgspec.json.decode(remote.read(MARKER), type=PushMarker)
+    except msgspec.DecodeError:
+        marker = PushMarker(complete=False)
+    sizes = {name: file.size_bytes for name, file in files.items() if name != MARKER}
+    if not marker.complete or sizes != {name: file.size_bytes for name, file in marker.files.items()}:
+        raise HalfWritten(
+            f"{remote.url} is half-written: whoever writes it has not finished, or died. Wait, or have it "
+            "written again."
+        )
+    return marker
+
+
+def _is_there(target: Path, record: Path, wanted: FetchRecord) -> bool:
+    """Whether `target` is what is wanted, as was written down when it came."""
+    try:
+        if msgspec.json.decode(record.read_bytes(), type=FetchRecord) != wanted:
+            return False
+        return all(
+            (target / name if name else target).stat().st_size == file.size_bytes
+            for name, file in wanted.files.items()
+        )
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def _download(remote: Remote, files: Mapping[str, StoredFile], fresh: Path) -> None:
+    """Write the files into `fresh`, which is the file itself where their one name is empty."""
+    for name, file in files.items():
+        if name.startswith("/") or ".." in name.split("/"):
+            raise StorageError(f"{remote.url} holds a file called {name!r}, which no folder here can hold.")
+        path = fresh / name if name else fresh
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as empty:
+            empty.truncate(file.size_bytes)
+    remote.each(lambda part: _download_part(remote, fresh, *part), _parts(files))
+    for name in files:
+        _sync(fresh / name if name else fresh)
+
+
+def _parts(files: Mapping[str, StoredFile]) -> Iterator[tuple[str, int, int]]:
+    for name, file in files.items():
+        for begin in range(0, file.size_bytes, PART_BYTES):
+            yield name, begin, min(begin + PART_BYTES, file.size_bytes)
+
+
+def _download_part(remote: Remote, fresh: Path, name: str, begin: int, end: int) -> None:
+    data = remote.read(name, begin, end)
+    with (fresh / name if name else fresh).open("r+b") as file:
+        file.seek(begin)
+        file.write(data)
+
+
+def _compare(url: str, fresh: Path, files: Mapping[str, StoredFile], marker: PushMarker | None) -> None:
+    """Raise `StorageError` where what has come is not what the store or its writer says of it."""
+    for name, file in files.items():
+        path = fresh / name if name else fresh
+        if marker is not None:
+            good = _blake3(path) == marker.files[name].blake3
+        elif MD5.fullmatch(file.tag):
+            with path.open("rb") as content:
+                good = hashlib.file_digest(
+                    content, lambda: hashlib.md5(usedforsecurity=False)
+                ).hexdigest() == (file.tag)
+        else:
+            continue
+        if not good:
+            raise StorageError(
+                f"{url}: {name or 'the file'} has not come as it was written: its hash is another. Write it "
+                "there again."
+            )
+
+
+def _blake3(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """The only process of this host that fetches `target`; the kernel ends that with the process."""
+    lock = os.open(target.with_name(f".{target.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline_s = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise StorageAway(
+                        f"{target} is being fetched by another process, for {LOCK_S:g} s by now. End it."
+                    ) from None
+                time.sleep(LOOK_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

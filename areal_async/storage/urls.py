@@ -1,0 +1,125 @@
+"""Where what a URL names lies on this host.
+
+A URL is `protocol://place` of anything that fsspec knows: `s3://bucket/models/tiny`, `gs://…`, `file:///…`.
+To each belongs one path below the cache folder, `<cache>/s3/bucket/models/tiny`, and to each such path its
+URL: so a job holds local paths alone, is shown and handed on with URLs, and any host makes paths of its own
+from them. The cache folder is `~/.cache/areal-async`, or what the environment variable `AREAL_ASYNC_CACHE`
+names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+from pydantic_core import PydanticCustomError
+
+CACHE_VARIABLE = "AREAL_ASYNC_CACHE"
+FORM = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.DOTALL)
+ROOT = "@root"  # Stands in a local path for the slash that `file:///…` begins its place with
+EXTRAS = {"s3": "s3", "s3a": "s3"}
+"""Extras of this project that bring the package of a protocol."""
+
+
+def is_url(value: object) -> bool:
+    """Whether it is a text that says `protocol://…`."""
+    return isinstance(value, str) and FORM.fullmatch(value) is not None
+
+
+def joined(url: str, *names: str) -> str:
+    """The URL of what is called so below `url`."""
+    return "/".join((url.rstrip("/"), *names))
+
+
+def url_problem(url: str) -> tuple[str, str] | None:
+    """What is wrong with the form of a URL, and the fix; None for a good one."""
+    found = FORM.fullmatch(url)
+    if found is None:
+        return f"{url!r} is no URL", "Write protocol://place, for example s3://bucket/folder"
+    place = found[2]
+    if "@" in place.split("/")[0]:
+        return "the URL holds a password, and job files are copied and shown", "Leave it to the environment"
+    if "::" in url or any(sign in place for sign in "?#*[]\\\n\0"):
+        return (
+            f"{url} holds a sign that no place here can have",
+            "Leave out ::, ?, #, *, [, ] and backslashes",
+        )
+    parts = place.strip("/").split("/")
+    if any(part in ("", ".", "..", ROOT) for part in parts):
+        return f"{url} does not name one place", "Leave out `//`, `.` and `..`"
+    return None
+
+
+def protocol_problem(url: str) -> tuple[str, str] | None:
+    """What keeps this host from using URLs of the protocol of `url`, and the fix; None for nothing."""
+    protocol = url.partition(":")[0]
+    import fsspec  # not at the top: most jobs have no URL
+    from fsspec.registry import known_implementations, registry
+
+    if protocol not in known_implementations and protocol not in registry:
+        return (
+            f"no file system is known by the name {protocol}",
+            "Use s3://, gs://, file:// or another of fsspec's, or install the package that brings it",
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        fix = f"Install it with `pip install 'areal-async[{extra}]'`" if extra else "Install that package"
+        return f"{protocol}:// needs a package that is not installed here ({error})", fix
+    return None
+
+
+def cache_root() -> Path:
+    """The folder below which everything lies that a URL names."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "areal-async").absolute()
+
+
+def local_path(url: str) -> Path:
+    """Where what `url` names lies on this host, or will. Raises ValueError for what is no URL."""
+    found = FORM.fullmatch(url)
+    if found is None:
+        raise ValueError(f"{url} is no URL")
+    protocol, place = found.groups()
+    root = (ROOT,) if place.startswith("/") else ()
+    return cache_root().joinpath(protocol, *root, *place.strip("/").split("/"))
+
+
+def url_of(path: Path) -> str | None:
+    """The URL of which `path` is the local path; None for a path of the user's own."""
+    try:
+        protocol, *parts = path.relative_to(cache_root()).parts
+    except ValueError:
+        return None
+    if not parts or parts == [ROOT]:
+        return None
+    place = "/".join(["", *parts[1:]] if parts[0] == ROOT else parts)
+    return f"{protocol}://{place}"
+
+
+def shown(path: Path) -> str:
+    """The path for people: as the URL that it stands for, if it does."""
+    return url_of(path) or str(path)
+
+
+def _as_path(value: Any) -> Any:
+    """The local path of a URL; anything else as it is."""
+    return str(local_path(_checked(value))) if is_url(value) else value
+
+
+def _checked(url: str) -> str:
+    if (problem := url_problem(url)) is not None:
+        raise PydanticCustomError("url", "{problem}. {fix}", {"problem": problem[0], "fix": problem[1]})
+    return url.rstrip("/")
+
+
+def _as_written(path: Path | None) -> str | None:
+    return None if path is None else shown(path)
+
+
+FETCHED = (BeforeValidator(_as_path), PlainSerializer(_as_written, when_used="json"))
+"""Marks a path field that takes a URL too: it holds the local path, and is written as JSON with the URL."""
+StoreUrl = Annotated[str, AfterValidator(_checked)]

@@ -1,0 +1,63 @@
+"""When something that is away is asked again: the one rule for pauses, and a loop of tries within a
+deadline.
+
+Pauses double from try to try and are by chance up to half shorter, so that many who wait for one server do
+not return together. Clock, sleep and chance are the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+FIRST_REST_S = 0.5
+LONGEST_REST_S = 30.0
+
+T = TypeVar("T")
+
+
+def pause_s(
+    tries: int, rng: random.Random, *, first_s: float = FIRST_REST_S, longest_s: float = LONGEST_REST_S
+) -> float:
+    """Seconds before the try that follows `tries` failed ones (at least 1): half of a bound that doubles, up
+    to all of it."""
+    return min(longest_s, first_s * 2 ** min(tries - 1, 30)) * rng.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Tries:
+    """How long what is away is asked again, and who is told of it meanwhile.
+
+    `away` is called with the error of each failed try after which another follows, `back` once if one that
+    had failed was answered in the end. Both may be called from any thread."""
+
+    limit_s: float
+    away: Callable[[Exception], None] = lambda error: None
+    back: Callable[[], None] = lambda: None
+    longest_pause_s: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    rng: random.Random = field(default_factory=random.Random)
+
+    def run(self, work: Callable[[], T], is_passing: Callable[[Exception], bool]) -> T:
+        """What `work` comes to, tried again while its errors pass and the time lasts. Raises the last
+        error."""
+        deadline_s = self.clock() + self.limit_s
+        for tries in itertools.count(1):
+            try:
+                done = work()
+            except Exception as error:
+                pause = pause_s(tries, self.rng, longest_s=self.longest_pause_s)
+                if not is_passing(error) or self.clock() + pause > deadline_s:
+                    raise
+                self.away(error)
+                self.sleep(pause)
+            else:
+                if tries > 1:
+                    self.back()
+                return done
+        raise AssertionError("unreachable")

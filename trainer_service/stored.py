@@ -1,0 +1,140 @@
+"""What a trainer leaves in the job's store: its checkpoints, and at the end the trained model.
+
+Below the store's URL lies `checkpoints/step-000050/`, with the very files of the folder on disk. Each rank
+puts those that it has written; `manifest.json` comes last, and what has none is no checkpoint: a trainer
+killed on the way leaves the one before as the newest. A store that is away is asked again for `AWAY_S`; the
+status of the trainer says so. What cannot be removed from it is removed later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
+from areal_async.storage.content import store_url
+from areal_async.storage.remote import Remote, StorageError, tries_for
+from areal_async.storage.transfer import fetch, push
+from areal_async.storage.urls import joined
+from areal_async.tries import Tries
+from trainer_service.disk import FileEntry, hashed
+from trainer_service.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+AWAY_S = 6 * 3600.0  # A store that does not answer for so long ends the trainer, which can be resumed
+REMOVE_S = 20.0
+MODELS = ("model", "adapter")
+STEP = re.compile(r"step-(\d{6,})")
+
+log = get_logger("trainer")
+
+
+class _ManifestFiles(msgspec.Struct, frozen=True):
+    files: dict[str, FileEntry]
+    epoch: int = 0
+
+
+def epoch_in(manifest: bytes) -> int:
+    """The epoch that a checkpoint's manifest names; 0 where it cannot be read."""
+    try:
+        return msgspec.json.decode(manifest, type=_ManifestFiles).epoch
+    except msgspec.DecodeError:
+        return 0
+
+
+class CheckpointStore:
+    """The checkpoints below `url`. Any thread may call; each method raises `StorageError` unless it says
+    otherwise."""
+
+    def __init__(self, url: str, *, tries: Tries | None = None, removing: Tries | None = None) -> None:
+        self._url = url
+        self._remote = Remote(url, tries or tries_for(url, AWAY_S))
+        self._removing = Remote(url, removing or tries_for(url, REMOVE_S))
+
+    @classmethod
+    def of(cls, job: JobConfig) -> CheckpointStore | None:
+        """The store of a job; None where it has none."""
+        url = store_url(job)
+        return cls(joined(url, "checkpoints")) if url is not None else None
+
+    def url_of(self, step: int) -> str:
+        return joined(self._url, _name(step))
+
+    def put(self, step: int, folder: Path, names: Collection[str]) -> None:
+        """Upload these files of the checkpoint in `folder`."""
+        self._remote.each(lambda name: self._remote.put(f"{_name(step)}/{name}", folder / name), names)
+
+    def finish(self, step: int, folder: Path) -> None:
+        """Upload the manifest: all files are there, and from now on it is a checkpoint."""
+        self._remote.put(f"{_name(step)}/{MANIFEST}", folder / MANIFEST)
+        log.info("checkpoint stored", step=step, url=self.url_of(step))
+
+    def whole(self) -> list[int]:
+        """The steps of the checkpoints that are there."""
+        return sorted(step for step, names in self._steps().items() if MANIFEST in names)
+
+    def bring(self, step: int, folder: Path) -> None:
+        """Have the checkpoint lie at `folder`, each file with the hash of its manifest. Raises
+        `CheckpointError` where one is not."""
+
+        def check(fresh: Path) -> None:
+            try:
+                manifest = msgspec.json.decode((fresh / MANIFEST).read_bytes(), type=_ManifestFiles)
+                bad = [name for name, entry in manifest.files.items() if hashed(fresh / name) != entry]
+            except (OSError, msgspec.DecodeError) as error:
+                raise CheckpointError(f"checkpoint {self.url_of(step)} is incomplete: {error}") from error
+            if bad:
+                raise CheckpointError(f"checkpoint {self.url_of(step)}: {bad[0]} is damaged")
+
+        with board.waiting("store", f"checkpoint {step} to come from {self._url}"):
+            fetch(self.url_of(step), folder, tries_for(self._url, AWAY_S), check=check)
+
+    def epochs(self) -> dict[int, int]:
+        """Step → trainer epoch of the checkpoints that are there."""
+        return {step: epoch_in(self._remote.read(f"{_name(step)}/{MANIFEST}")) for step in self.whole()}
+
+    def went_on_from(self, restored: int) -> dict[int, int]:
+        """Remove what is later than step `restored` or has not become a checkpoint; `epochs` of the rest."""
+        for step, names in self._steps().items():
+            if step > restored or MANIFEST not in names:
+                self.remove(step)
+        return {step: epoch for step, epoch in self.epochs().items() if step <= restored}
+
+    def remove(self, step: int) -> bool:
+        """Remove a checkpoint; False where the store does not answer or refuses, which the log says."""
+        try:
+            # First what makes it one: a reader must not find the half of it.
+            self._removing.remove([f"{_name(step)}/{MANIFEST}", _name(step)])
+        except StorageError as error:
+            log.warning("a checkpoint in the store cannot be removed yet", step=step, error=str(error))
+            return False
+        return True
+
+    def _steps(self) -> dict[int, set[str]]:
+        """Step → names of its files."""
+        found: dict[int, set[str]] = {}
+        for name in self._remote.listing():
+            folder, _, rest = name.partition("/")
+            if match := STEP.fullmatch(folder):
+                found.setdefault(int(match[1]), set()).add(rest)
+        return found
+
+
+def push_trained(run_dir: Path, job: JobConfig) -> None:
+    """Put the trained model, and an adapter, of the run's folder into the job's store, if it has one."""
+    url = store_url(job)
+    for name in MODELS if url is not None else ():
+        if url is not None and (run_dir / name).is_dir():
+            there = joined(url, name)
+            with board.waiting("store", f"the trained model to be in {there}"):
+                push(run_dir / name, there, tries_for(there, AWAY_S))
+            log.info("model stored", url=there)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
