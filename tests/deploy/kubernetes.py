@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,19 @@ def schema_problems(objects: list[dict[str, Any]]) -> Iterator[str]:
             yield from (f"{name}: {text}" for text in _invalid(item))
 
 
-def _invalid(item: Mapping[str, Any]) -> Iterator[str]:
+def _invalid(item: Mapping[str, Any]) -> list[str]:
+    return _judged(json.dumps(item, sort_keys=True))
+
+
+@cache
+def _judged(text: str) -> list[str]:
     try:
-        kubernetes_validate.validate(item, VERSION, strict=True)
+        kubernetes_validate.validate(json.loads(text), VERSION, strict=True)
     except kubernetes_validate.ValidationError as error:
-        yield f"{'.'.join(map(str, error.path))}: {error.message[:200]}"
+        return [f"{'.'.join(map(str, error.path))}: {error.message[:200]}"]
     except kubernetes_validate.SchemaNotFoundError:
-        yield "there is no such kind"
+        return ["there is no such kind"]
+    return []
 
 
 # --- what belongs together ---------------------------------------------------------------------------
