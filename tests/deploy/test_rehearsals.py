@@ -260,7 +260,9 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
         refused = subprocess.run(asked, env=other, capture_output=True, text=True, timeout=60, check=False)
         assert "AuthenticationError" in refused.stderr
         known = {HEAD_PORT, 8265, MONITOR_PORT, *RAY_PORTS.values()}
-        own = {HEAD_PORT, RAY_PORTS["node_manager_port"], RAY_PORTS["object_manager_port"]}
+        own = {HEAD_PORT} | {
+            RAY_PORTS[name] for name in ("node_manager_port", "object_manager_port", "runtime_env_agent_port")
+        }
 
         def reached() -> set[int]:
             words = [*inside, "ss", "-Hltn"]
