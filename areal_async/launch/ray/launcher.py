@@ -33,7 +33,7 @@ from areal_async.launch.here import write_whole
 from areal_async.launch.home_files import with_home_store
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
-from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, Started, StartOrder, pack
+from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, ProcessStarted, StartOrder, pack
 from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
 from areal_async.launch.ray.process_host import listen_in
 from areal_async.rpc.endpoints import HELD_VARIABLE
@@ -184,7 +184,7 @@ class RayPlace:
         data = _answer(self.actor.start.remote(pack(order)), child.cancelled)
         if data is None:
             raise RunError("it was to end before it had begun")
-        started = msgspec.msgpack.decode(data, type=Started)
+        started = msgspec.msgpack.decode(data, type=ProcessStarted)
         child.pid_there = started.pid
         if meeting is not None and self.place.is_first:
             meeting.set_result(started.meeting)
