@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -157,7 +157,7 @@ class RayPlace:
             child.actor = self.actor
             self._start(child, served_before, meeting)
             self._follow(child)
-        except (RayActorError, RayError) as error:
+        except RayError as error:
             self._gone(child, f"was lost with its node ({_first_line(error)})")
         except Exception as error:
             log.exception("a process could not be placed or started", service=self.place.name)
@@ -191,10 +191,7 @@ class RayPlace:
 
     def _follow(self, child: RemoteChild) -> None:
         while True:
-            have = msgspec.msgpack.encode(self._have)
-            data = _answer(self.actor.news.remote(have, NEWS_S, child.report is not None), threading.Event())
-            assert data is not None
-            news = msgspec.msgpack.decode(data, type=ProcessNews)
+            news = self._news(child)
             for piece in news.files:
                 self._launcher.bring_home(piece.name, piece.data)
                 self._have[piece.name] = piece.offset + len(piece.data)
@@ -204,6 +201,19 @@ class RayPlace:
             if news.status is not None and not news.files:
                 child.status = news.status
                 return
+
+    def _news(self, child: RemoteChild) -> ProcessNews:
+        """What is new, however long the link to the node is cut: Ray decides when that is dead."""
+        have = msgspec.msgpack.encode(self._have)
+        while True:
+            try:
+                asked = self.actor.news.remote(have, NEWS_S, child.report is not None)
+                data = _answer(asked, threading.Event())
+            except ActorUnavailableError:  # what was heard meanwhile comes again, but for a rank's line
+                time.sleep(LOOK_S)
+                continue
+            assert data is not None
+            return msgspec.msgpack.decode(data, type=ProcessNews)
 
     def _gone(self, child: RemoteChild, how: str, status: int = LOST_STATUS) -> None:
         if self.actor is not None:
