@@ -30,11 +30,34 @@ RAY = {
 }
 
 
+CERTIFICATES = "/tmp/certificates"
+TLS = {
+    "RAY_USE_TLS": "1",
+    "RAY_TLS_SERVER_CERT": f"{CERTIFICATES}/node.crt",
+    "RAY_TLS_SERVER_KEY": f"{CERTIFICATES}/node.key",
+    "RAY_TLS_CA_CERT": f"{CERTIFICATES}/ca.crt",
+}
+
+
+def make_certificates(folder: Path) -> Path:
+    """An authority and a certificate for all nodes."""
+    folder.mkdir()
+    names = ",".join(["DNS:localhost", "IP:127.0.0.1", *(f"IP:10.77.0.{n}" for n in range(1, 10))])
+    (folder / "names").write_text(f"subjectAltName={names}")
+    for words in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=areal-ca -keyout ca.key -out ca.crt",
+        "req -newkey rsa:2048 -nodes -subj /CN=areal-node -keyout node.key -out node.csr",
+        "x509 -req -in node.csr -CA ca.crt -CAkey ca.key -CAcreateserial -extfile names -out node.crt",
+    ):
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
 def unusable() -> str:
     """Why sealed hosts cannot be made here; empty where they can."""
     if os.geteuid() != 0:
         return "sealed hosts need root"
-    for program in ("unshare", "nsenter", "ip", "mount"):
+    for program in ("unshare", "nsenter", "ip", "mount", "openssl"):
         if shutil.which(program) is None:
             return f"sealed hosts need {program}"
     tried = subprocess.run(
@@ -57,6 +80,8 @@ class SealedHosts:
             "SEALED_HOSTS_PYTHON": sys.executable,
         }
         self._state = state
+        state.parent.mkdir(parents=True, exist_ok=True)
+        self._certificates = make_certificates(state.parent / "certificates")
         self._health = {
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",
@@ -79,14 +104,22 @@ class SealedHosts:
         return done.stdout
 
     def add(self) -> int:
-        """One more host; its number."""
+        """One more host, which has the certificates of the Ray cluster's nodes; its number."""
         self.up_to += 1
         self.script("up" if self.up_to == 1 else "add", self.up_to)
+        self._copy(self.up_to, self._certificates, CERTIFICATES)
         return self.up_to
 
     def on(self, host: int, *command: str) -> list[str]:
         """The command that runs `command` on a host."""
-        variables = {**RAY, **self._health, "HOME": "/root", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        variables = {
+            **RAY,
+            **TLS,
+            **self._health,
+            "HOME": "/root",
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+        }
         given = [f"{name}={value}" for name, value in variables.items()]
         return ["bash", str(SCRIPT), "on", str(host), "env", *given, *command]
 
@@ -139,11 +172,14 @@ class SealedHosts:
 
     def copy_in(self, folder: Path) -> None:
         """Have the files of `folder` lie on the home host, in `WORK`."""
+        self._copy(1, folder, WORK)
+
+    def _copy(self, host: int, folder: Path, there: str) -> None:
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             tar.add(folder, arcname=".")
-        self.tell(1, "mkdir", "-p", WORK)
-        self.tell(1, "tar", "x", "-C", WORK, given=packed.getvalue())
+        self.tell(host, "mkdir", "-p", there)
+        self.tell(host, "tar", "x", "-C", there, given=packed.getvalue())
 
     def copy_out(self, name: str, folder: Path) -> Path:
         """Have what is called so on the home host lie in `folder`."""

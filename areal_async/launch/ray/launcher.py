@@ -254,6 +254,7 @@ class RayLauncher:
                 f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
                 "(`ray start --head`), or correct ray.address in the cluster file"
             ) from error
+        self._refuse_listeners()
         address = section.home_address or ray.util.get_node_ip_address()
         self._control = listen_in(address, section.ports)
         endpoint = f"tcp://{address}:{self._control.getsockname()[1]}"
@@ -273,6 +274,18 @@ class RayLauncher:
                 cancelled.set()
                 raise
         return [self._places[place.name].place for place in services]
+
+    def _refuse_listeners(self) -> None:
+        """Raise `RunError` where the keys of the run would cross a network in the clear."""
+        nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+        if len(nodes) > 1 and not encrypted and not self._section.trust_network:
+            ray.shutdown()
+            raise RunError(
+                f"Ray would carry the keys of this run between its {len(nodes)} nodes unencrypted. Start all "
+                "nodes and this command with RAY_USE_TLS=1 and certificates (docs/cluster.md), or, where "
+                "nobody else can listen in on their network, set ray.trust_network: true in the cluster file"
+            )
 
     def join(self, place: ServicePlace) -> ServicePlace:
         need = need_of(self._job, place.role)
