@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart packages wheelhouse wheelhouse-check reverb-env trl-env engines test test-quick test-engines lint format clean
+.PHONY: help quickstart packages wheelhouse wheelhouse-check images-check reverb-env trl-env engines test test-quick test-engines lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint              ruff and mypy"
 	@echo "make wheelhouse        collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
 	@echo "make wheelhouse-check  try those wheels in an environment that has torch and transformers alone"
+	@echo "make images-check      do what the light image does, in a folder of its own (2 GB, some minutes)"
 	@echo "make clean             remove the environment and caches; runs/ and $(ENGINES)/ stay"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -42,12 +43,16 @@ wheelhouse: $(STAMP)
 wheelhouse-check: $(STAMP)
 	$(BIN)/python deploy/wheelhouse.py check wheelhouse
 
+# What Docker would do for the light image, without Docker (docs/deploy.md).
+images-check:
+	PYTHON=$(PYTHON) deploy/docker/rehearse.sh
+
 # Programs that some tests run, by their Debian packages. Redis 7 is taken from redis-tools, which starts no daemon
 # and leaves the server that jobs start as it is. A test without its program is skipped, and the summary says so.
 packages:
 	@missing=""; need() { command -v $$1 >/dev/null || missing="$$missing $$2"; }; \
 	command -v redis-server >/dev/null || need redis-check-rdb redis-tools; \
-	need openssl openssl; need prometheus prometheus; need bwrap bubblewrap; need node nodejs; \
+	need openssl openssl; need prometheus prometheus; need bwrap bubblewrap; need node nodejs; need shellcheck shellcheck; \
 	test -z "$$missing" || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing Debian packages for some of the tests:$$missing"; \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } >/dev/null 2>&1 \

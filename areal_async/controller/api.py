@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,6 +44,7 @@ from areal_async.controller.messages import (
     RefusalAnswer,
     ResumeRequest,
     ScaleRequest,
+    ScrapeTargets,
     WorkersAnswer,
 )
 from areal_async.controller.metrics import JOBS, REFUSED
@@ -59,6 +61,7 @@ from areal_async.controller.store import StoredJob
 from areal_async.controller.submission import read_submission
 from areal_async.errors import ArealError, FaultError, RunError, RunFolderError, WireError
 from areal_async.launch.runs import Run, change_workers
+from areal_async.ownfiles import NotOurs, read_own
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, ServerFull, read_body
 from areal_async.runtime.log import get_logger
@@ -157,6 +160,21 @@ class ControllerApi:
         for state, count in (await self._call(self._controller.store.counts)).items():
             JOBS.labels(state).set(count)
         return Response(prometheus_client.generate_latest(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def _targets(self, request: Request) -> Response:
+        running = await self._call(self._controller.store.in_states, ACTIVE)
+        found = await asyncio.to_thread(lambda: [*chain.from_iterable(map(self._targets_of, running))])
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    def _targets_of(self, job: StoredJob) -> list[ScrapeTargets]:
+        """Those of one job, under its own name whatever its file says; none before it serves."""
+        path = self._controller.folder(job).targets(job.name)
+        try:
+            content = read_own(path, max_bytes=BODY_BYTES)
+            found = msgspec.json.decode(content, type=list[ScrapeTargets])
+        except (OSError, NotOurs, msgspec.DecodeError):
+            return []
+        return [ScrapeTargets(each.targets, each.labels | {"job": job.name}) for each in found]
 
     async def _document(self, request: Request) -> Response:
         return Response(msgspec.json.encode(openapi_document()), media_type="application/json")

@@ -159,3 +159,10 @@ class RefusalAnswer(msgspec.Struct, frozen=True):
     error: str
     mistakes: Sequence[MistakeAnswer] = ()
     """What is wrong with what was sent, field by field."""
+
+
+class ScrapeTargets(msgspec.Struct, frozen=True):
+    """Addresses that serve metrics, `HOST:PORT`, and the labels of their series, in Prometheus' form."""
+
+    targets: list[str]
+    labels: dict[str, str] = {}

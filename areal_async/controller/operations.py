@@ -93,6 +93,9 @@ LIMIT = Parameter("limit", "Most jobs; the newest are answered.", MOST_LISTED, 1
 OPERATIONS: tuple[Operation, ...] = (
     Operation("health", "GET", "/healthz", None, "Whether the controller answers.", "text/plain"),
     Operation("metrics", "GET", "/metrics", "look", "Jobs by state and more, for Prometheus.", "text/plain"),
+    Operation("targets", "GET", "/v1/targets", "look",
+              "Where the processes of jobs serve their metrics, as Prometheus discovers it by HTTP.",
+              "application/json"),
     Operation("document", "GET", "/v1/openapi.json", None, "This document.", "application/json"),
     Operation("cluster", "GET", "/v1/cluster", "look", "What there is, and what is free.", ClusterAnswer),
     Operation(

@@ -91,6 +91,10 @@ class JobFolder:
     def run_folder(self, name: str) -> Path:
         return self.run_dir / name
 
+    def targets(self, name: str) -> Path:
+        """What the run of the job `name` tells Prometheus, from when all serve to its end."""
+        return self.run_dir / "prometheus" / f"{name}.json"
+
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / str(number)
 
@@ -120,8 +124,7 @@ class RealProcesses:
         status = child.poll() if child is not None else None  # before the look: it may end meanwhile
         holder = holder_of(attempt)
         if isinstance(holder, Owner):
-            targets = folder.run_dir / "prometheus" / f"{job.name}.json"
-            return "serving" if targets.exists() else "starting"  # written once all serve, gone at the end
+            return "serving" if folder.targets(job.name).exists() else "starting"
         if holder == "nobody":
             if status is None or not self.void(job):
                 return "nobody"

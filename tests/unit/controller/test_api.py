@@ -129,6 +129,7 @@ async def test_every_answer_is_what_the_document_says(served, monkeypatch):
         asked = [
             ("get", "/healthz", "", None, 200),
             ("get", "/metrics", "", None, 200),
+            ("get", "/v1/targets", "", None, 200),
             ("get", "/v1/openapi.json", "", None, 200),
             ("get", "/v1/cluster", "", None, 200),
             ("post", "/v1/jobs", "", submission("two", sweep=["seed=1,2"]), 201),
@@ -353,3 +354,28 @@ async def test_what_a_job_puts_in_a_logs_place_is_not_read(served, tmp_path):
             assert (status, content) == (200, b"")
         for name in ("..%2f..%2f..%2fsubmit", "no-such", "%00", "A"):
             assert (await there.ask("GET", f"/v1/jobs/sums/logs/{name}"))[0] == 404
+
+
+async def test_prometheus_is_told_what_the_runs_of_jobs_say_under_their_names(served):
+    async with served() as there:
+        await there.start("sums")
+        folder = there.world.controller._jobs / "1-sums" / "runs" / "prometheus"
+        folder.mkdir(parents=True)
+        for text, told in (
+            (None, []),
+            ("{", []),
+            ('[{"targets": "127.0.0.1:1"}]', []),
+            (
+                '[{"targets": ["127.0.0.1:1"], "labels": {"job": "other", "process": "trainer"}}]',
+                ["127.0.0.1:1"],
+            ),
+        ):
+            if text is not None:
+                (folder / "sums.json").write_text(text)
+            status, _, content = await there.ask("GET", "/v1/targets")
+            found = json.loads(content)
+            assert (status, [each["targets"] for each in found]) == (200, [told] if told else [])
+        assert found[0]["labels"] == {"job": "sums", "process": "trainer"}
+        (folder / "sums.json").unlink()
+        (folder / "sums.json").symlink_to(there.folder.path / "look.token")
+        assert json.loads((await there.ask("GET", "/v1/targets"))[2]) == []
