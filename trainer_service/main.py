@@ -97,7 +97,7 @@ def _meet(ctx: ServiceContext) -> Ranks:
         return join_ranks(
             ctx.index,
             section.ranks,
-            device=rank_device(section.device, ctx.index),
+            device=rank_device(section.device, ctx.gpu_index),
             meeting=ctx.meeting,
             timeout_s=section.collective_s,
             start_s=start_s,

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from areal_async.cli.tools import plain, readable_errors
+from areal_async.rpc.endpoints import LOOPBACK
 
 if TYPE_CHECKING:
     from areal_async.controller.client import ControllerClient
@@ -166,7 +167,7 @@ def submit(
             client = ControllerClient.find()
             started = False
         except ControllerGone:
-            client, started = ControllerClient("http://127.0.0.1", ""), True
+            client, started = ControllerClient(f"http://{LOOPBACK}", ""), True
         packed = pack(
             job_file,
             overrides or (),

@@ -51,6 +51,9 @@ class RaySection(Section):
     ports: tuple[int, int] | None = None
     """First and last port that processes of jobs listen on, on every node, for each other; none means any.
     What torch, NCCL and Ray open among themselves is not among them."""
+    trust_network: bool = False
+    """Whether Ray may carry the keys of a run between nodes unencrypted: where nobody else can listen in on
+    their network. Otherwise a cluster of several nodes must use TLS (see docs/cluster.md)."""
     place_s: float = Field(default=600.0, gt=0)
     """Longest wait for the cluster to have room for a job that is started, such as for nodes that are being
     added."""

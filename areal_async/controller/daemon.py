@@ -32,6 +32,7 @@ from areal_async.controller.states import ACTIVE
 from areal_async.controller.store import JobStore
 from areal_async.errors import ArealError, EndpointError
 from areal_async.ownfiles import PRIVATE_UMASK
+from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.runtime.http_server import HttpServer, listen
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
 
@@ -89,7 +90,7 @@ class ControllerProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._over.set)
-        url = server.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        url = server.url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("//[::]:", "//[::1]:")
         write_durably(self._folder.address, f"{url}\n".encode())
         log.info("the controller serves", url=url, cluster=self._cluster.cluster)
         on_serving(url)

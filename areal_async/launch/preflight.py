@@ -81,6 +81,11 @@ def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
                 "Set it to false, or run the job on one machine",
             )
         )
+    devices = {"trainer.device": job.trainer.device, "rollout.device": job.rollout.device}
+    for field, device in (devices | {"evaluation.device": job.evaluation.device or ""}).items():
+        if ":" in device:
+            problem = f"{device} is a GPU of one machine, and on a cluster each process is given its own"
+            mistakes.append(Mistake(field, problem, "Write cuda"))
     if job.placement.pretend:
         problem, fix = "on a cluster processes are on hosts of their own", "Remove it"
         mistakes.append(Mistake("placement.pretend", problem, fix))

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import prometheus_client
 import zmq
 from typing_extensions import Buffer
 
@@ -46,6 +45,7 @@ from areal_async.rpc.frames import (
     write_frames,
 )
 from areal_async.rpc.lanes import Lane, Lanes
+from areal_async.rpc.metrics import REFUSED
 from areal_async.rpc.permissions import may_ask
 from areal_async.rpc.reply_book import Admission, ReplyBook
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Request, Welcome
@@ -53,13 +53,6 @@ from areal_async.rpc.secret import Access, RoleKeys
 from areal_async.rpc.sockets import PolledSocket, drop_context, end_context, open_context
 
 log = logging.getLogger("areal.wire")
-
-REFUSED = prometheus_client.Counter(
-    "areal_rpc_refused",
-    "Connections without a key of the run (stranger), and requests that the asker's role may not make "
-    "(forbidden).",
-    ["service", "reason"],
-)
 
 MAX_SESSIONS = 4096
 BUSY_RETRY_MS = 10

@@ -65,6 +65,11 @@ class ServiceContext:
         return self.place.index
 
     @property
+    def gpu_index(self) -> int:
+        """Which GPU of those that it sees is that of a rank."""
+        return 0 if self.place.gpus_of_its_own else self.index
+
+    @property
     def node_id(self) -> str:
         """Name of the host that this process is on: processes of one name share memory."""
         return self.host.node_id

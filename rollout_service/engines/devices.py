@@ -24,13 +24,18 @@ def own_gpus(
     whole = place.job if place is not None else job
     evaluates = place is not None and place.role == "evaluator"
     worker = None if evaluates else place.index if place is not None else 0
+    beside_trainer = place is not None and place.node_id == place.topology.place("trainer").node_id
+    if place is not None and place.place.gpus_of_its_own:
+        # What it sees is its own alone, counted from 0.
+        whole = whole.model_copy(update={"rollout": job.rollout}) if evaluates else whole
+        worker, beside_trainer = 0, False
     try:
         return engine_gpus(
             whole,
             worker=worker,
             replica=replica,
             visible=torch.cuda.device_count() if visible is None else visible,
-            beside_trainer=place is not None and place.node_id == place.topology.place("trainer").node_id,
+            beside_trainer=beside_trainer,
         )
     except ValueError as error:
         field = "evaluation.device" if evaluates else "rollout.device"

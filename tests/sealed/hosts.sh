@@ -3,6 +3,7 @@
 # /root and /home, and an address 10.77.0.N on a bridge that lives in a namespace of its own. Nothing but the network joins them.
 #
 #   hosts.sh up N             start N hosts (and the switch); their pids lie in $STATE
+#   hosts.sh add I            start host I beside those that are there
 #   hosts.sh on I CMD…        run a command on host I (1…N)
 #   hosts.sh cut I | mend I   take host I's link down | up
 #   hosts.sh kill I           end everything on host I at once (its PID namespace)
@@ -36,9 +37,21 @@ start_host() {
   local outer=$!
   # The first process inside is the child of unshare; it is what nsenter joins.
   local child=""
-  for _ in $(seq 100); do child=$(pgrep -P "$outer" | head -n 1); [ -n "$child" ] && break; sleep 0.05; done
+  for _ in $(seq 100); do child=$(pgrep -P "$outer" | head -n 1 || true); [ -n "$child" ] && break; sleep 0.05; done
   echo "$outer" >"$STATE/$i.outer"; echo "$child" >"$STATE/$i.pid"
   for _ in $(seq 100); do [ "$(nsenter -t "$child" -m -p -- ps -o comm= -p 1 2>/dev/null)" = sleep ] && break; sleep 0.05; done
+}
+
+join_host() {
+  local i=$1
+  start_host "$i"
+  ip link add "veth$i" type veth peer name "port$i"
+  ip link set "port$i" netns "$(pid switch)"
+  ip link set "veth$i" netns "$(pid "$i")"
+  nsenter -t "$(pid switch)" -n -- ip link set "port$i" master br0 up
+  inside "$i" ip link set "veth$i" name eth0
+  inside "$i" ip addr add "10.77.0.$i/24" dev eth0
+  inside "$i" ip link set eth0 up
 }
 
 case $1 in
@@ -47,16 +60,8 @@ case $1 in
     sleep 0.2
     nsenter -t "$(pid switch)" -n -- ip link add br0 type bridge
     nsenter -t "$(pid switch)" -n -- ip link set br0 up
-    for i in $(seq "$2"); do
-      start_host "$i"
-      ip link add "veth$i" type veth peer name "port$i"
-      ip link set "port$i" netns "$(pid switch)"
-      ip link set "veth$i" netns "$(pid "$i")"
-      nsenter -t "$(pid switch)" -n -- ip link set "port$i" master br0 up
-      inside "$i" ip link set "veth$i" name eth0
-      inside "$i" ip addr add "10.77.0.$i/24" dev eth0
-      inside "$i" ip link set eth0 up
-    done ;;
+    for i in $(seq "$2"); do join_host "$i"; done ;;
+  add) join_host "$2" ;;
   on) i=$2; shift 2; inside "$i" "$@" ;;
   cut) nsenter -t "$(pid switch)" -n -- ip link set "port$2" down ;;
   mend) nsenter -t "$(pid switch)" -n -- ip link set "port$2" up ;;
@@ -67,7 +72,7 @@ wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
 wire.bind((sys.argv[1], 0))
 with open(sys.argv[2], "wb", buffering=0) as file:
     while True:
-        file.write(wire.recv(65535))' "port$2" "$3" & echo $! >"$STATE/capture.outer" ;;
+        file.write(wire.recv(65535))' "port$2" "$3" >/dev/null 2>&1 </dev/null & echo $! >"$STATE/capture.outer" ;;
   kill) kill -KILL "$(cat "$STATE/$2.outer")" "$(pid "$2")" 2>/dev/null || true ;;
   down)
     for f in "$STATE"/*.outer "$STATE"/*.pid; do [ -e "$f" ] && kill -KILL "$(cat "$f")" 2>/dev/null || true; done

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,7 +33,7 @@ from areal_async.launch.here import write_whole
 from areal_async.launch.home_files import with_home_store
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
-from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, Started, StartOrder, pack
+from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, ProcessStarted, StartOrder, pack
 from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
 from areal_async.launch.ray.process_host import listen_in
 from areal_async.rpc.endpoints import HELD_VARIABLE
@@ -157,7 +157,7 @@ class RayPlace:
             child.actor = self.actor
             self._start(child, served_before, meeting)
             self._follow(child)
-        except (RayActorError, RayError) as error:
+        except RayError as error:
             self._gone(child, f"was lost with its node ({_first_line(error)})")
         except Exception as error:
             log.exception("a process could not be placed or started", service=self.place.name)
@@ -184,17 +184,14 @@ class RayPlace:
         data = _answer(self.actor.start.remote(pack(order)), child.cancelled)
         if data is None:
             raise RunError("it was to end before it had begun")
-        started = msgspec.msgpack.decode(data, type=Started)
+        started = msgspec.msgpack.decode(data, type=ProcessStarted)
         child.pid_there = started.pid
         if meeting is not None and self.place.is_first:
             meeting.set_result(started.meeting)
 
     def _follow(self, child: RemoteChild) -> None:
         while True:
-            have = msgspec.msgpack.encode(self._have)
-            data = _answer(self.actor.news.remote(have, NEWS_S, child.report is not None), threading.Event())
-            assert data is not None
-            news = msgspec.msgpack.decode(data, type=ProcessNews)
+            news = self._news(child)
             for piece in news.files:
                 self._launcher.bring_home(piece.name, piece.data)
                 self._have[piece.name] = piece.offset + len(piece.data)
@@ -204,6 +201,19 @@ class RayPlace:
             if news.status is not None and not news.files:
                 child.status = news.status
                 return
+
+    def _news(self, child: RemoteChild) -> ProcessNews:
+        """What is new, however long the link to the node is cut: Ray decides when that is dead."""
+        have = msgspec.msgpack.encode(self._have)
+        while True:
+            try:
+                asked = self.actor.news.remote(have, NEWS_S, child.report is not None)
+                data = _answer(asked, threading.Event())
+            except ActorUnavailableError:  # what was heard meanwhile comes again, but for a rank's line
+                time.sleep(LOOK_S)
+                continue
+            assert data is not None
+            return msgspec.msgpack.decode(data, type=ProcessNews)
 
     def _gone(self, child: RemoteChild, how: str, status: int = LOST_STATUS) -> None:
         if self.actor is not None:
@@ -244,6 +254,7 @@ class RayLauncher:
                 f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
                 "(`ray start --head`), or correct ray.address in the cluster file"
             ) from error
+        self._refuse_listeners()
         address = section.home_address or ray.util.get_node_ip_address()
         self._control = listen_in(address, section.ports)
         endpoint = f"tcp://{address}:{self._control.getsockname()[1]}"
@@ -263,6 +274,18 @@ class RayLauncher:
                 cancelled.set()
                 raise
         return [self._places[place.name].place for place in services]
+
+    def _refuse_listeners(self) -> None:
+        """Raise `RunError` where the keys of the run would cross a network in the clear."""
+        nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+        if len(nodes) > 1 and not encrypted and not self._section.trust_network:
+            ray.shutdown()
+            raise RunError(
+                f"Ray would carry the keys of this run between its {len(nodes)} nodes unencrypted. Start all "
+                "nodes and this command with RAY_USE_TLS=1 and certificates (docs/cluster.md), or, where "
+                "nobody else can listen in on their network, set ray.trust_network: true in the cluster file"
+            )
 
     def join(self, place: ServicePlace) -> ServicePlace:
         need = need_of(self._job, place.role)

@@ -41,7 +41,7 @@ class StartOrder(msgspec.Struct, frozen=True):
     """Address at which the ranks meet; empty for rank 0, which makes one."""
 
 
-class Started(msgspec.Struct, frozen=True):
+class ProcessStarted(msgspec.Struct, frozen=True):
     pid: int
     meeting: str = ""
 

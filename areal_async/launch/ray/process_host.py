@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +27,16 @@ import msgspec
 from areal_async.errors import RunError
 from areal_async.launch.here import LocalChild, RankLines, write_whole
 from areal_async.launch.home_files import bring_content
-from areal_async.launch.one_host import SHM_ROOT, make_host
-from areal_async.launch.ray.orders import FileNews, Placed, PlaceOrder, ProcessNews, Started, StartOrder
-from areal_async.ownfiles import is_own_folder
+from areal_async.launch.one_host import SHM_ROOT, make_host, volatile_roots
+from areal_async.launch.ray.orders import (
+    FileNews,
+    Placed,
+    PlaceOrder,
+    ProcessNews,
+    ProcessStarted,
+    StartOrder,
+)
+from areal_async.ownfiles import NotOurs, is_own_folder, read_own
 from areal_async.rpc.address import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.runtime.context import keys_file
@@ -69,6 +76,8 @@ class ProcessHost:
         sockets = Path(self.host.socket_dir)
         self._lock_fd = os.open(sockets / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
+        own = InUse(order.run_id, [str(folder) for folder in folders_of(self.host)])
+        os.pwrite(self._lock_fd, msgspec.json.encode(own), 0)
         path = keys_file(sockets, order.keys.role)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileExistsError):
@@ -80,7 +89,7 @@ class ProcessHost:
         self._endpoints = endpoints
         return Placed(self.host, endpoints)
 
-    def start(self, order: StartOrder) -> Started:
+    def start(self, order: StartOrder) -> ProcessStarted:
         """Start the process, or start it again. Raises OSError."""
         return self._starter.submit(self._start, order).result()
 
@@ -124,7 +133,7 @@ class ProcessHost:
         if self._lock_fd is not None:
             with suppress(BlockingIOError):
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_folders(self.host)
+                remove_folders(folders_of(self.host))
             os.close(self._lock_fd)
             self._lock_fd = None
 
@@ -133,7 +142,7 @@ class ProcessHost:
         """What marks the processes of this host: those of others on this node are theirs."""
         return f"{self._order.run_id}.{self._order.place.name}"
 
-    def _start(self, order: StartOrder) -> Started:
+    def _start(self, order: StartOrder) -> ProcessStarted:
         place, run_dir = self._order.place, Path(self.host.run_dir)
         topology = run_dir / f"{place.name}.{TOPOLOGY}"
         write_whole(topology, msgspec.json.encode(self._bring(order)))
@@ -161,7 +170,7 @@ class ProcessHost:
             for fd in given.values():
                 os.close(fd)
         self._child = LocalChild(process, line_fd)
-        return Started(process.pid, meeting)
+        return ProcessStarted(process.pid, meeting)
 
     def _bring(self, order: StartOrder) -> Topology:
         """Have what the job names lie here, from the home host or from stores. The topology with the job as
@@ -237,25 +246,35 @@ def make_folders(run_id: str, node_id: str, address: str) -> RunHost:
     return host
 
 
-def remove_folders(host: RunHost) -> None:
-    for folder in (host.run_dir, host.shm_dir, host.socket_dir):
-        shutil.rmtree(folder, ignore_errors=True)
+def folders_of(host: RunHost) -> list[Path]:
+    return [Path(folder) for folder in (host.run_dir, host.shm_dir, host.socket_dir)]
+
+
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Remove those that are this user's and called like a run's."""
+    for folder in folders:
+        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(run_id: str) -> None:
-    """Remove the folders of runs on this node that nobody holds any more: their hosts were killed."""
-    own = f"areal-{os.getuid()}-"
-    for lock in Path(tempfile.gettempdir()).glob(f"{own}*/{IN_USE}"):
-        folder = lock.parent
-        other = folder.name.removeprefix(own)
-        if other == run_id or not is_own_folder(folder):
-            continue
-        with suppress(OSError):
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(SHM_ROOT / f"{folder.name}-shm", ignore_errors=True)
-                shutil.rmtree(folder.with_name(f"{folder.name}-run"), ignore_errors=True)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(fd)
+    """Remove the folders of other runs on this node that nobody holds any more: their hosts were killed."""
+    for root in volatile_roots():
+        for lock in root.glob(f"areal-{os.getuid()}-*/{IN_USE}"):
+            with suppress(OSError, NotOurs, msgspec.DecodeError):
+                own = msgspec.json.decode(read_own(lock, max_bytes=4096), type=InUse)
+                if own.run_id == run_id:
+                    continue
+                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_folders(map(Path, own.folders))
+                finally:
+                    os.close(fd)
+
+
+class InUse(msgspec.Struct, frozen=True):
+    """What the file says that each host of a run on a node holds."""
+
+    run_id: str
+    folders: list[str]

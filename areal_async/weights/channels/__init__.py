@@ -257,7 +257,7 @@ class Nccl(Shm):
 
         arguments = Nccl.Arguments.model_validate(ctx.job.weights.channel_args)
         return TensorSender(
-            device=rank_device(ctx.job.trainer.device, ctx.index),
+            device=rank_device(ctx.job.trainer.device, ctx.gpu_index),
             limit_s=arguments.give_up_s,
             host=ctx.host.address,
         )

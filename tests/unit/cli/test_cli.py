@@ -37,7 +37,7 @@ def test_the_commands_and_their_options_are_these():
     found = surface(typer.main.get_group(app))
     found["reward"].pop("serve")
     assert found == {
-        "run": ["--overwrite", "--plain", "job_file", "overrides"],
+        "run": ["--cluster", "--overwrite", "--plain", "job_file", "overrides"],
         "up": ["--foreground", "--json", "cluster_file"],
         "down": ["--keep-jobs"],
         "submit": ["--json", "--memory-gb", "--priority", "--sweep", "job_file", "overrides"],
@@ -51,7 +51,7 @@ def test_the_commands_and_their_options_are_these():
             "show": ["--json", "overrides", "source"],
             "diff": ["--json", "other", "source"],
         },
-        "resume": ["--plain", "overrides", "target"],
+        "resume": ["--cluster", "--plain", "overrides", "target"],
         "scale": ["--timeout", "--workers", "run"],
         "simulate": ["--costs", "--from", "--json", "--seed", "--steps", "job_file", "overrides"],
         "advise": ["--json", "--steps", "run"],
@@ -84,7 +84,7 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     assert "rollout.workers" in line
     assert "max_staleness to " in line
     if command == "run":
-        assert ran == [(16, {"overwrite": True, "plain": True})]
+        assert ran == [(16, {"overwrite": True, "plain": True, "cluster": None})]
     else:
         assert ran == []
         resolved = yaml.safe_load(result.stdout)

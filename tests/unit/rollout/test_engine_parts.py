@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -227,3 +229,16 @@ def test_a_gpu_that_is_not_there_is_named_with_its_field(tmp_path: Path) -> None
     place = ServiceContext.for_test(third, tmp_path, "evaluator", "evaluator")
     with pytest.raises(EngineError, match=r"evaluation\.device"):
         own_gpus(engine_job(third), place, 0, visible=2)
+
+
+def test_a_process_that_sees_its_own_gpus_alone_counts_them_from_nought(tmp_path: Path) -> None:
+    wide = job(device="cuda", workers=3, replicas=2)
+    worker = ServiceContext.for_test(wide, tmp_path, "rollout", "rollout-2", index=2)
+    own = replace(worker, place=msgspec.structs.replace(worker.place, gpus_of_its_own=True))
+    assert [own_gpus(wide, own, replica, visible=2) for replica in range(2)] == [(0,), (1,)]
+    evaluator = ServiceContext.for_test(wide, tmp_path, "evaluator", "evaluator")
+    alone = replace(evaluator, place=msgspec.structs.replace(evaluator.place, gpus_of_its_own=True))
+    assert own_gpus(engine_job(wide), alone, 0, visible=1) == (0,)
+    rank = ServiceContext.for_test(wide, tmp_path, "trainer", "trainer-3", index=3)
+    assert rank.gpu_index == 3
+    assert replace(rank, place=msgspec.structs.replace(rank.place, gpus_of_its_own=True)).gpu_index == 0

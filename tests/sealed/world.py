@@ -1,0 +1,237 @@
+"""Hosts that share nothing but a network, on one machine, with a node of a Ray cluster on each (`hosts.sh`).
+
+Needs root, namespaces and iproute2; `usable` says why it cannot be done here."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("hosts.sh")
+GCS_PORT = 6380
+LIMIT_S = 240.0
+WORK = "/tmp/work"  # On the home host
+RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "the-token-of-these-hosts-and-no-others",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+
+
+CERTIFICATES = "/tmp/certificates"
+TLS = {
+    "RAY_USE_TLS": "1",
+    "RAY_TLS_SERVER_CERT": f"{CERTIFICATES}/node.crt",
+    "RAY_TLS_SERVER_KEY": f"{CERTIFICATES}/node.key",
+    "RAY_TLS_CA_CERT": f"{CERTIFICATES}/ca.crt",
+}
+
+
+def make_certificates(folder: Path) -> Path:
+    """An authority and a certificate for all nodes."""
+    folder.mkdir()
+    names = ",".join(["DNS:localhost", "IP:127.0.0.1", *(f"IP:10.77.0.{n}" for n in range(1, 10))])
+    (folder / "names").write_text(f"subjectAltName={names}")
+    for words in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=areal-ca -keyout ca.key -out ca.crt",
+        "req -newkey rsa:2048 -nodes -subj /CN=areal-node -keyout node.key -out node.csr",
+        "x509 -req -in node.csr -CA ca.crt -CAkey ca.key -CAcreateserial -extfile names -out node.crt",
+    ):
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def unusable() -> str:
+    """Why sealed hosts cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "sealed hosts need root"
+    for program in ("unshare", "nsenter", "ip", "mount", "openssl"):
+        if shutil.which(program) is None:
+            return f"sealed hosts need {program}"
+    tried = subprocess.run(
+        ["unshare", "-m", "-n", "-i", "-p", "--fork", "true"], capture_output=True, check=False
+    )
+    return "" if tried.returncode == 0 else "namespaces cannot be made here"
+
+
+class SealedHosts:
+    """Hosts 1 to N; host 1 is the home of jobs and the head of the Ray cluster."""
+
+    def __init__(self, state: Path, *, patience_s: int) -> None:
+        """`patience_s`: about how long a node may be silent before Ray takes it for dead."""
+        kept = (Path(sys.base_prefix), ROOT, Path(sys.prefix).resolve())
+        apart = [path for path in kept if not any(path != other and other in path.parents for other in kept)]
+        self.environment = {
+            **os.environ,
+            "SEALED_HOSTS_STATE": str(state),
+            "SEALED_HOSTS_KEEP": ":".join(str(path) for path in dict.fromkeys(apart)),
+            "SEALED_HOSTS_PYTHON": sys.executable,
+        }
+        self._state = state
+        state.parent.mkdir(parents=True, exist_ok=True)
+        self._certificates = make_certificates(state.parent / "certificates")
+        self._health = {
+            "RAY_health_check_initial_delay_ms": "1000",
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": str(max(2, patience_s // 2)),
+        }
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.up_to = 0
+
+    def script(self, *words: object, limit_s: float = 60.0) -> str:
+        done = subprocess.run(
+            ["bash", SCRIPT, *map(str, words)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def add(self) -> int:
+        """One more host, which has the certificates of the Ray cluster's nodes; its number."""
+        self.up_to += 1
+        self.script("up" if self.up_to == 1 else "add", self.up_to)
+        self._copy(self.up_to, self._certificates, CERTIFICATES)
+        return self.up_to
+
+    def on(self, host: int, *command: str) -> list[str]:
+        """The command that runs `command` on a host."""
+        variables = {
+            **RAY,
+            **TLS,
+            **self._health,
+            "HOME": "/root",
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+        }
+        given = [f"{name}={value}" for name, value in variables.items()]
+        return ["bash", str(SCRIPT), "on", str(host), "env", *given, *command]
+
+    def start(self, host: int, *command: str, output: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.on(host, *command),
+            env=self.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def tell(self, host: int, *command: str, given: bytes = b"", limit_s: float = 60.0) -> bytes:
+        done = subprocess.run(
+            self.on(host, *command),
+            env=self.environment,
+            input=given,
+            capture_output=True,
+            timeout=limit_s,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise OSError(done.returncode, done.stderr.decode(errors="replace"))
+        return done.stdout
+
+    def node(self, host: int, cpus: int, **labels: str) -> None:
+        """Start the node of the Ray cluster on a host, the head on the first."""
+        address = f"10.77.0.{host}"
+        head = ["--head", "--port", str(GCS_PORT), "--include-dashboard=false"]
+        join = ["--address", f"10.77.0.1:{GCS_PORT}"]
+        words = [
+            *(head if host == 1 else join),
+            "--node-ip-address", address,
+            "--num-cpus", str(cpus),
+            "--object-store-memory", "100000000",
+            "--labels", ",".join(f"{name}={value}" for name, value in labels.items()),
+            "--block",
+        ]  # fmt: skip
+        ray = str(Path(sys.executable).with_name("ray"))
+        log = (self._state.parent / f"ray-{host}.log").open("wb")
+        self._nodes[host] = self.start(host, ray, "start", *words, output=log)
+        if host == 1:
+            deadline_s = time.monotonic() + LIMIT_S
+            while True:
+                with suppress(OSError):
+                    self.tell(1, ray, "status", "--address", f"10.77.0.1:{GCS_PORT}")
+                    return
+                assert time.monotonic() < deadline_s, "the head of the Ray cluster does not come up"
+                time.sleep(0.5)
+
+    def copy_in(self, folder: Path) -> None:
+        """Have the files of `folder` lie on the home host, in `WORK`."""
+        self._copy(1, folder, WORK)
+
+    def _copy(self, host: int, folder: Path, there: str) -> None:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            tar.add(folder, arcname=".")
+        self.tell(host, "mkdir", "-p", there)
+        self.tell(host, "tar", "x", "-C", there, given=packed.getvalue())
+
+    def copy_out(self, name: str, folder: Path) -> Path:
+        """Have what is called so on the home host lie in `folder`."""
+        packed = io.BytesIO(self.tell(1, "tar", "c", "-C", WORK, name))
+        with tarfile.open(fileobj=packed) as tar:
+            tar.extractall(folder, filter="data")
+        return folder / name
+
+    def records(self, job: str) -> list[dict[str, Any]]:
+        """The run's records so far."""
+        with suppress(OSError):
+            said = self.tell(1, "cat", f"{WORK}/runs/{job}/metrics.jsonl")
+            return [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+        return []
+
+    def left(self, host: int) -> list[str]:
+        """What of runs lies on a host, and which of their processes live."""
+        folders = self.tell(host, "sh", "-c", "ls -d /tmp/areal-* /dev/shm/areal-* 2>/dev/null || true")
+        processes = self.tell(
+            host, "sh", "-c", "grep -l AREAL_ASYNC_RUN /proc/[0-9]*/environ 2>/dev/null || true"
+        )
+        return [*folders.decode().split(), *processes.decode().split()]
+
+    def down(self) -> None:
+        with suppress(AssertionError, subprocess.TimeoutExpired):
+            self.script("down")
+        for node in self._nodes.values():
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(30)
+
+
+@contextmanager
+def sealed_hosts(folder: Path, *, patience_s: int = 12) -> Iterator[SealedHosts]:
+    hosts = SealedHosts(folder / "hosts", patience_s=patience_s)
+    try:
+        yield hosts
+    finally:
+        hosts.down()
+
+
+def until(
+    holds: Callable[[], object],
+    what: str,
+    process: subprocess.Popen[bytes] | None = None,
+    limit_s: float = LIMIT_S,
+) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not holds():
+        assert process is None or process.poll() is None, f"the job ended before {what}"
+        assert time.monotonic() < deadline_s, f"{what} did not come within {limit_s:g} s"
+        time.sleep(0.3)
+
+
+def steps_in(records: Sequence[dict[str, Any]]) -> int:
+    return max((record["step"] + 1 for record in records if record["kind"] == "step"), default=0)
