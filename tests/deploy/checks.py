@@ -4,7 +4,7 @@ line, its sections of cluster and job files, its routes, its ports."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ def _controller_problems(container: Container, scratch: Path) -> Iterator[str]:
         found = container.mount_of(folder)
         if found is None or not found[0].writable:
             yield f"{folder} cannot be written, where sockets and weights of jobs lie"
+    yield from secrecy_problems(text, container.environment, scratch)
     for port, path in container.probes:
         if port != cluster.api.port:
             yield f"the probe of {path} asks port {port}, and the API listens on {cluster.api.port}"
@@ -116,6 +117,17 @@ def _url_problems(container: Container, text: str) -> Iterator[str]:
                 yield f"Prometheus answers no {path} at {port}"
         elif "up" in own and (api_right(path) != "" or int(port) not in container.ports):
             yield f"nobody answers {path} at {port} without a token"
+
+
+def secrecy_problems(
+    cluster_text: str, environment: Mapping[str, str | None], scratch: Path
+) -> Iterator[str]:
+    """Whether jobs would be refused because Ray carries their keys in the clear."""
+    cluster = cluster_of(cluster_text, scratch)
+    tls = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
+    encrypted = environment.get("RAY_USE_TLS") == "1" and all(environment.get(name) for name in tls)
+    if cluster.launcher == "ray" and not cluster.ray.trust_network and not encrypted:
+        yield "the network is not trusted, and Ray does not encrypt"
 
 
 def ray_problems(words: Sequence[str]) -> Iterator[str]:
@@ -211,6 +223,8 @@ def ray_up_problems(deploy: Path, scratch: Path) -> Iterator[str]:
                     yield from (f"{kind}: {text}" for text in ray_problems(words))
                 if "up" in words:
                     started = True
+                    text = (deploy / "ray" / "areal.yaml").read_text()
+                    yield from (f"{kind}: {text}" for text in secrecy_problems(text, exported, scratch))
                     named = words[-1].removeprefix("~/areal-async/")
                     if not (deploy.parent / named).is_file():
                         yield f"{kind}: there is no {named}"
@@ -249,6 +263,7 @@ def unit_problems(deploy: Path, scratch: Path) -> Iterator[str]:
         yield from (
             f"{path.name}: nobody reads the variable {name}" for name in variables if not is_read(name)
         )
+        yield from (f"{path.name}: {text}" for text in secrecy_problems(cluster_text, variables, scratch))
         state = f"/var/lib/{settings['StateDirectory'][-1]}"
         if variables.get("HOME") != state or settings.get("ProtectSystem") != ["strict"]:
             yield f"{path.name}: HOME is not the one folder that can be written"

@@ -233,6 +233,9 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
     words = command.replace("$RAY_ROLE", role).replace("${RAY_NODE_IP}", "10.77.0.1").split()
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secrets / "ray.token")}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    subprocess.run([DEPLOY / "secrets.sh", secrets, "10.77.0.1"], check=True)
+    environment |= {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_KEY": str(secrets / "ray.key")}
+    environment |= dict.fromkeys(("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT"), str(secrets / "ray.crt"))
     up = "ip link set lo up && ip addr add 10.77.0.1/32 dev lo && echo 30000 39999"
     up += " > /proc/sys/net/ipv4/ip_local_port_range && exec ray " + " ".join(words[1:])
     short = Path("/tmp") / f"areal-ray-{os.getpid()}"  # sockets lie in it
@@ -259,6 +262,8 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
         other = environment | {"RAY_AUTH_TOKEN": "0" * 64}
         refused = subprocess.run(asked, env=other, capture_output=True, text=True, timeout=60, check=False)
         assert "AuthenticationError" in refused.stderr
+        plain = environment | {"RAY_USE_TLS": "0"}
+        assert subprocess.run(asked, env=plain, capture_output=True, timeout=60, check=False).returncode != 0
         known = {HEAD_PORT, 8265, MONITOR_PORT, *RAY_PORTS.values()}
         own = {HEAD_PORT} | {
             RAY_PORTS[name] for name in ("node_manager_port", "object_manager_port", "runtime_env_agent_port")

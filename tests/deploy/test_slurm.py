@@ -25,6 +25,8 @@ case "$(basename "$0") $*" in
 "ray start "*) sleep 60 & trap 'kill $!; echo ended >> "$ENDED"; exit 0' TERM; wait ;;
 "areal-async run "*)
     until [ "$(grep -ac "^ray.start" "$CALLS")" = 2 ]; do sleep 0.05; done
+    [ "$RAY_USE_TLS" = 1 ] && openssl verify -CAfile "$RAY_TLS_CA_CERT" "$RAY_TLS_SERVER_CERT" &&
+        openssl x509 -in "$RAY_TLS_SERVER_CERT" -noout -ext subjectAltName > "$CALLS.names"
     shift 2; while [ "$1" != --cluster ]; do shift; done; cat "$2" > "$CALLS.cluster"
     [ -z "$STAY" ] || { trap 'echo told >> "$ENDED"; exit 5' TERM; sleep 60 & wait; }
     exit 3 ;;
@@ -79,6 +81,9 @@ def test_slurm_starts_a_head_then_the_others_then_the_job(slurm: Start, tmp_path
     (job,) = [call for call in calls if call[:2] == ["areal-async", "run"]]
     assert job[2:4] == [str(tmp_path / "job.yaml"), "trainer.steps=3"]
     assert [*cluster_problems((tmp_path / "calls.cluster").read_text(), tmp_path)] == []
+    assert {"IP Address:10.0.0.1", "IP Address:10.0.0.2"} <= set(
+        (tmp_path / "calls.names").read_text().split("\n")[1].strip().split(", ")
+    )
     assert not list(tmp_path.glob(".areal-async-slurm-*"))
     wait_for(lambda: (tmp_path / "ended").read_text().count("ended") == 2, "the end of Ray")
 
