@@ -23,6 +23,7 @@ from areal_async.runtime.events import arm
 from areal_async.runtime.group import Meeting
 from tests.unit.trainer.rank_process import RecordedBuffer, job_of
 from trainer_service import main, states
+from trainer_service.loop.rl import RlTrainer
 
 STEPS = 6
 
@@ -56,6 +57,14 @@ class StoppingBuffer(RecordedBuffer):
         return super().exchange(request, attachments=attachments)
 
 
+class PatientTrainer(RlTrainer):
+    """Begins no step while a state is being written, so that each step leaves its own."""
+
+    def _one_step(self, step: int) -> bool:
+        self._states.wait()
+        return super()._one_step(step)
+
+
 def run(
     rank: int, world: int, host: str, model: Path, batches: Path, folder: Path, store: str
 ) -> RecordedBuffer:
@@ -67,6 +76,7 @@ def run(
     ctx = replace(ctx, meeting=Meeting.from_environment())
     buffer = StoppingBuffer(batches, ctx)
     states.MEMORY_SHARE = 1e9  # a state after each step
+    main.RlTrainer = PatientTrainer  # type: ignore[misc]
     main.SyncClient = lambda *_, **__: buffer  # type: ignore[misc, assignment]
     main.train(ctx)
     return buffer
