@@ -216,7 +216,9 @@ class PieceWriter:
         except OSError as error:
             raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
 
-        _hand_over(group, self._receivers, self._staged, found and found.result(), layout, self._held)
+        if self._receivers:
+            into = found.result() if found is not None else None
+            _hand_over(group, self._receivers, self._staged, into, layout, self._held)
 
         def work() -> list[Part]:
             if found is None:
@@ -316,7 +318,7 @@ def _hand_over(
     layout: Layout,
     held: Sequence[list[Box]],
 ) -> None:
-    """Bring the pieces of ranks on other hosts into the file; nothing where all are on one."""
+    """Bring the pieces of ranks on other hosts into the file, which is there on rank 0's host."""
     if staged is not None:
         staged.send(group, receivers[group.rank])
     elif mapped is not None and (from_ := [rank for rank, to in receivers.items() if to == group.rank]):
