@@ -17,6 +17,12 @@ The newest `keep` checkpoints are kept, and the `keep_best` best by held-out acc
 Of a job with a store (`stored.py`) each rank puts its files there too, and rank 0 the manifest at the end,
 before the checkpoint counts as durable. A store that is away holds up the next checkpoint, not the steps
 until then.
+
+Ranks on several hosts share no disk. Their checkpoints are whole in the store alone: what is written here
+goes once it is there. What they leave in memory is in parts, each host's folder with the files of its ranks.
+It gets its name on rank 0's host, then on the others, and what was there before stays until all have named
+it. Such a state is taken only if all hosts have it, by the bytes of its manifest, and each rank finds on its
+own host all files that it reads.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
@@ -47,6 +54,9 @@ from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in
 SCHEMA = 2
 LEDGER = "ledger.bin"
 ROUND_S = 2.0  # How often ranks that have written their files ask whether the others have
+
+Reads = Callable[[Collection[str]], Collection[str]]
+"""Of the files of a checkpoint, those that a rank reads."""
 
 log = get_logger("trainer")
 
@@ -73,6 +83,14 @@ class Checkpoint:
 
     def ledger(self) -> bytes:
         return (self.folder / LEDGER).read_bytes() if LEDGER in self.manifest.files else b""
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """What rank 0 has named, or why it could not."""
+
+    manifest: bytes = b""
+    error: str = ""
+    disk_full: bool = False
 
 
 class WrittenFiles(msgspec.Struct, frozen=True):
@@ -152,13 +170,20 @@ class Checkpoints:
         self._work = Background("checkpoint")
         self._written: dict[int, int] = {}
         """Step → trainer epoch of the checkpoints of this run."""
-        if ranks.first:
+        if ranks.many_hosts and store is None and not in_memory:
+            raise TrainerError(
+                "the ranks of the trainer are on several hosts, which share no disk: name a place for "
+                "checkpoints that all of them reach (checkpoint.store)"
+            )
+        if ranks.first_here:
             for unfinished in root.glob(".step-*.tmp"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         ranks.barrier()
 
     def went_on_from(self, restored: Checkpoint) -> None:
         """Count the checkpoints up to `restored` among those written, so that they are pruned in turn."""
+        if self._ranks.many_hosts:
+            self._remove_here(but=restored.folder.name if restored.folder.parent == self.root else "")
         for folder in named_checkpoints(self.root):
             if folder.name <= restored.folder.name:
                 self._written[step_of(folder)] = epoch_of(folder)
@@ -192,8 +217,16 @@ class Checkpoints:
 
         def work() -> None:
             files = self._gathered(step, fresh, write)
-            if files is not None:
+            folder: Path | None = None
+            if self._in_memory and self._ranks.many_hosts:
+                folder = self._name_on_all(
+                    step, fresh, lambda: self._name(fresh, step, epoch, updates, files or {}, ledger)
+                )
+            elif files is not None:
                 folder = self._name(fresh, step, epoch, updates, files, ledger)
+            elif self._ranks.many_hosts and not self._ranks.beside_first:
+                self._remove_here()  # all of it is in the store
+            if files is not None:
                 durable()
                 self.size_bytes = sum(entry.size_bytes for entry in files.values())
                 (log.debug if self._in_memory else log.info)(
@@ -205,9 +238,16 @@ class Checkpoints:
                     written_s=round(time.monotonic() - begun_s, 3),
                 )
                 self.prune()
+                if self._ranks.many_hosts and not self._in_memory:
+                    self._remove_here()
             self.cost_s = blocked_s + self._wrote_s
 
         self._work.begin(work)
+
+    @property
+    def newest(self) -> int:
+        """Step of the newest that counts among those written; 0 for none. On rank 0."""
+        return max(self._written, default=0)
 
     @property
     def is_writing(self) -> bool:
@@ -262,6 +302,8 @@ class Checkpoints:
             over = self._side.broadcast(msgspec.msgpack.encode(ended) if ended is not None else b"")
         all_of = msgspec.msgpack.decode(over, type=WrittenFiles)
         if all_of.disk_full:
+            if self._ranks.many_hosts and self._ranks.first_here:
+                shutil.rmtree(fresh, ignore_errors=True)
             raise DiskFull(all_of.error) from result.exception()
         if all_of.error:
             result.result()
@@ -294,6 +336,53 @@ class Checkpoints:
             failpoint("trainer.mid_store")
             self._store.finish(step, folder)
         return folder
+
+    def _name_on_all(self, step: int, fresh: Path, name: Callable[[], Path]) -> Path:
+        """Give the folder its name on every host; all ranks call it, and it returns when all have. `name` is
+        for rank 0, which may wait for the commit of the step. Raises, on all ranks, what fails on one."""
+        first, folder, told = self._ranks.first, self.root / f"step-{step:06d}", b""
+        result = in_thread(name) if first else None
+        while not told:
+            if result is not None:
+                wait([result], ROUND_S)
+                told = _named(result) if result.done() else b""
+            told = self._side.broadcast(told if first else None)
+        named, failed = msgspec.msgpack.decode(told, type=_Named), ""
+        if named.error:
+            if not self._ranks.beside_first:
+                shutil.rmtree(fresh, ignore_errors=True)
+            if result is not None:
+                result.result()
+            raise (DiskFull if named.disk_full else TrainerError)(named.error)
+        if self._ranks.first_here and not first:
+            try:
+                (fresh / MANIFEST).write_bytes(named.manifest)
+                failpoint("trainer.mid_state")
+                replace_folder(fresh, folder)
+            except OSError as error:
+                failed = f"rank {self._ranks.rank}: {folder} cannot be written: {error}"
+        # What was there before goes only now: until all have this one, it is the newest that all have.
+        failed = next((text.decode() for text in self._side.gather(failed.encode()) if text), "")
+        failed = self._side.broadcast(failed.encode() if first else None).decode()
+        if failed:
+            raise TrainerError(failed)
+        if not self._ranks.beside_first:
+            self._remove_here(but=folder.name)
+        return folder
+
+    def _remove_here(self, but: str = "") -> None:
+        """Remove what lies on this host but for the folder called `but`; for ranks on several hosts."""
+        for folder in self.root.glob("*step-*") if self._ranks.first_here else ():
+            if folder.name != but and folder.is_dir():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _named(result: Future[Path]) -> bytes:
+    error = result.exception()
+    if error is None:
+        return msgspec.msgpack.encode(_Named((result.result() / MANIFEST).read_bytes()))
+    text = f"rank 0: {str(error) or type(error).__name__}"
+    return msgspec.msgpack.encode(_Named(error=text, disk_full=isinstance(error, DiskFull)))
 
 
 def _told(result: Future[dict[str, FileEntry]]) -> WrittenFiles:
@@ -366,16 +455,24 @@ def step_of(folder: Path) -> int:
 
 
 def newest_of_all(
-    root: Path, store: CheckpointStore | None, *, job: str, policy: str, ranks: Ranks
+    root: Path,
+    store: CheckpointStore | None,
+    *,
+    job: str,
+    policy: str,
+    ranks: Ranks,
+    reads: Reads | None = None,
 ) -> Checkpoint | None:
     """`newest_usable`, also of those in `store`: one of more steps is brought to this host first, by each
-    rank to its own, and one that the store lacks is put there."""
+    rank to its own, and one that the store lacks is put there. Where ranks are on several hosts, those in the
+    store are all that there are."""
     if store is None:
-        return newest_usable(root, job=job, policy=policy, ranks=ranks)
+        return newest_usable(root, job=job, policy=policy, ranks=ranks, reads=reads)
     failed: CheckpointError | None = None
     local: Checkpoint | None = None
     try:
-        local = newest_usable(root, job=job, policy=policy, ranks=ranks)
+        if not ranks.many_hosts:
+            local = newest_usable(root, job=job, policy=policy, ranks=ranks)
     except CheckpointError as error:
         failed = error
     told = ranks.on_first(lambda: msgspec.json.encode(store.whole()))
@@ -388,7 +485,7 @@ def newest_of_all(
         try:
             if ranks.largest(bool(said)):
                 raise CheckpointError(said or f"checkpoint {store.url_of(step)} is damaged")
-            return open_checkpoint(folder, job=job, policy=policy, ranks=ranks)
+            return open_checkpoint(folder, job=job, policy=policy, ranks=ranks, reads=reads)
         except CheckpointError as error:
             log.warning("checkpoint passed over", folder=store.url_of(step), error=str(error))
             failed = failed or error
@@ -411,18 +508,23 @@ def _brought(store: CheckpointStore, step: int, folder: Path) -> str:
     return ""
 
 
-def newest_usable(root: Path, *, job: str, policy: str, ranks: Ranks | None = None) -> Checkpoint | None:
+def newest_usable(
+    root: Path, *, job: str, policy: str, ranks: Ranks | None = None, reads: Reads | None = None
+) -> Checkpoint | None:
     """The newest checkpoint under `root` that is whole; None when there is none at all. All ranks call it,
-    see what rank 0 sees, and verify a share of the files each.
+    see what rank 0 sees, and verify a share of the files each. On several hosts they see what all hosts have,
+    and each verifies what it `reads`.
 
     Raises `CheckpointError`, that of the newest, when there are some and all are damaged."""
     names = [folder.name for folder in named_checkpoints(root)]
-    if ranks is not None:
+    if ranks is not None and ranks.many_hosts:
+        names = _on_all_hosts(root, names, ranks)
+    elif ranks is not None:
         names = msgspec.json.decode(ranks.broadcast_bytes(msgspec.json.encode(names)), type=list[str])
     first: CheckpointError | None = None
     for name in reversed(names):
         try:
-            return open_checkpoint(root / name, job=job, policy=policy, ranks=ranks)
+            return open_checkpoint(root / name, job=job, policy=policy, ranks=ranks, reads=reads)
         except CheckpointError as error:
             log.warning("checkpoint passed over", folder=str(root / name), error=str(error))
             first = first or error
@@ -431,9 +533,21 @@ def newest_usable(root: Path, *, job: str, policy: str, ranks: Ranks | None = No
     return None
 
 
-def open_checkpoint(folder: Path, *, job: str, policy: str, ranks: Ranks | None = None) -> Checkpoint:
-    """Read and verify a checkpoint; `ranks` share the work. Raises `CheckpointError` for a damaged one, or
-    one of another job, policy or schema."""
+def _on_all_hosts(root: Path, names: Collection[str], ranks: Ranks) -> list[str]:
+    """Those of the checkpoints `names` under `root` that every host has with the same manifest."""
+    mine = {name: blake3(_read(root / name / MANIFEST)).hexdigest() for name in names}
+    gathered = ranks.side().gather(msgspec.json.encode(mine))
+    found = [msgspec.json.decode(data, type=dict[str, str]) for data in gathered]
+    on_all = [name for name in names if all(each.get(name) == mine[name] for each in found)]
+    return msgspec.json.decode(ranks.broadcast_bytes(msgspec.json.encode(on_all)), type=list[str])
+
+
+def open_checkpoint(
+    folder: Path, *, job: str, policy: str, ranks: Ranks | None = None, reads: Reads | None = None
+) -> Checkpoint:
+    """Read and verify a checkpoint; `ranks` share the work, or on several hosts each verifies what it `reads`
+    (everything without). Raises `CheckpointError` for a damaged one, or one of another job, policy or
+    schema."""
     text = _read(folder / MANIFEST) if ranks is None or ranks.first else b""
     if ranks is not None:
         text = ranks.broadcast_bytes(text)
@@ -456,7 +570,10 @@ def open_checkpoint(folder: Path, *, job: str, policy: str, ranks: Ranks | None 
         )
     rank, world = (ranks.rank, ranks.world) if ranks is not None else (0, 1)
     names = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
-    share = range(rank, len(names), world)
+    share: Sequence[int] = range(rank, len(names), world)
+    if ranks is not None and ranks.many_hosts:
+        needed = set(reads(names)) if reads is not None else set(names)
+        share = [number for number, name in enumerate(names) if name in needed]
 
     def verify() -> int:
         """The number, from 1, of a file of this rank's share that is not whole; 0 for none."""

@@ -91,8 +91,8 @@ def write_model(
     weights_file: str = MODEL_FILE,
 ) -> None:
     """Write a directory that transformers loads, replacing one that is there only once it is complete. All
-    `ranks` call this alike; each writes the `pieces` that it holds, aliases of tied tensors left out. However
-    long a disk takes, no rank waits for another in one collective."""
+    `ranks` call this alike, and it lies on rank 0's host; each writes the `pieces` that it holds, aliases of
+    tied tensors left out. However long a disk takes, no rank waits for another in one collective."""
     fresh = folder.with_name(f".{folder.name}.tmp")
 
     def begin() -> None:
@@ -112,7 +112,7 @@ def write_model(
         return
     ranks.on_first(begin)
     write_tensors(fresh / weights_file, pieces, ranks.side())
-    ranks.together(lambda: sync(fresh / weights_file))
+    ranks.together(lambda: sync(fresh / weights_file) if ranks.beside_first else None)
     ranks.on_first(lambda: replace_folder(fresh, folder))
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -101,6 +102,8 @@ def _meet(ctx: ServiceContext) -> Ranks:
             meeting=ctx.meeting,
             timeout_s=section.collective_s,
             start_s=start_s,
+            node_id=ctx.node_id,
+            address=ctx.host.address,
         )
     except RankError as error:
         _name_late(error.late, f"{LATE_START} within {start_s:g} s")
@@ -135,12 +138,15 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         raise RankError(f"rank {names} of the trainer {late} (trainer.collective_s)") from error
 
 
-def _newest(ctx: ServiceContext, ranks: Ranks) -> tuple[Checkpoint | None, Checkpoint | None]:
+def _newest(
+    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend
+) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
     job, policy = ctx.job.job, ctx.job.policy
     root, store = ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job)
-    restored = newest_of_all(root, store, job=job, policy=policy, ranks=ranks)
-    left = left_in_memory(ctx.shm_dir, job=job, policy=policy, ranks=ranks, above=restored)
+    where: Any = {"job": job, "policy": policy, "ranks": ranks, "reads": lambda files: backend.reads(files)}
+    restored = newest_of_all(root, store, **where)
+    left = left_in_memory(ctx.shm_dir, **where, above=restored)
     for found, what in ((restored, "checkpoint"), (left, "state in memory")):
         if found is not None:
             log.info(f"{what} to go on from", step=found.manifest.step, folder=str(found.folder))
@@ -155,7 +161,7 @@ def _rl(
     closing: ExitStack,
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
-    restored, left = _newest(ctx, ranks)
+    restored, left = _newest(ctx, ranks, backend)
     buffer = closing.enter_context(
         SyncClient(
             ctx.buffer,
@@ -193,7 +199,7 @@ def _rl(
 
 
 def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunRecords | None) -> bool:
-    restored, left = _newest(ctx, ranks)
+    restored, left = _newest(ctx, ranks, backend)
     trainer = SftTrainer(
         ctx.job,
         ranks,

@@ -2,8 +2,8 @@
 
 Only tensors travel: the collectives of torch that move Python objects pickle them, so a manifest is
 broadcast as the bytes of its msgpack form. Ranks meet at a TCP store that rank 0 serves and the supervisor
-names, and talk over the interface that has its address: by default loopback. Those sockets of torch ask
-nobody who they are: on one rank there are none.
+names, and talk over the interface that has its address, by default loopback; on another host over the one at
+which that is reached. Those sockets of torch ask nobody who they are: on one rank there are none.
 
 Promises: no rank sits in a collective while another waits for something outside (`together`); an error of
 one rank is raised on all and names it; of ranks that wait in vain for another each says for which
@@ -81,10 +81,27 @@ class Ranks:
     timeout_s: float = COLLECTIVE_TIMEOUT_S
     """How long a collective waits for all ranks to come."""
     store: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)
+    hosts: tuple[str, ...] = ()
+    """Node id of each rank's host. Ranks of one host share its disk and its memory, those of several nothing.
+    Empty: all are on one."""
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def many_hosts(self) -> bool:
+        return len({*self.hosts}) > 1
+
+    @property
+    def first_here(self) -> bool:
+        """Whether it is the first of the ranks on its host."""
+        return self.hosts.index(self.hosts[self.rank]) == self.rank if self.hosts else self.first
+
+    @property
+    def beside_first(self) -> bool:
+        """Whether it is on rank 0's host."""
+        return not self.hosts or self.hosts[self.rank] == self.hosts[0]
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
@@ -134,7 +151,7 @@ class Ranks:
         if self.world == 1:
             return SideGroup(0, 1, None)
         limit = timedelta(seconds=self.timeout_s)
-        return SideGroup(self.rank, self.world, dist.new_group(backend="gloo", timeout=limit))
+        return SideGroup(self.rank, self.world, dist.new_group(backend="gloo", timeout=limit), self.hosts)
 
     def barrier(self) -> None:
         self.largest(0)
@@ -201,6 +218,8 @@ class SideGroup:
     rank: int
     world: int
     _group: Any
+    hosts: tuple[str, ...] = ()
+    """See `Ranks.hosts`."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
@@ -222,6 +241,14 @@ class SideGroup:
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
         return _broadcast(data, self.rank, self.world, self._group)
+
+    def send(self, data: Tensor, to: int) -> None:
+        """Hand u8 [n] to rank `to`, which receives as many."""
+        dist.send(data, dst=to, group=self._group)
+
+    def receive(self, data: Tensor, source: int) -> None:
+        """Fill u8 [n] with what rank `source` sends."""
+        dist.recv(data, src=source, group=self._group)
 
 
 def _broadcast(data: bytes | None, rank: int, world: int, group: Any = None) -> bytes:
@@ -253,14 +280,17 @@ def join_ranks(
     meeting: Meeting | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     start_s: float = COLLECTIVE_TIMEOUT_S,
+    node_id: str = "",
+    address: str = "",
 ) -> Ranks:
     """Join the process group of `world` ranks, or take the one that is there.
 
-    They meet at `meeting`; one rank alone needs none. `device` is this rank's own: `cpu` or `cuda:N`. All
-    must have come `start_s` after the first, and to each collective within `timeout_s`. Raises `RankError`,
-    which names who has not."""
+    They meet at `meeting`; one rank alone needs none. `device` is this rank's own: `cpu` or `cuda:N`;
+    `node_id` names its host, which has `address` for others. All must have come `start_s` after the first,
+    and to each collective within `timeout_s`. Raises `RankError`, which names who has not."""
     limit = timedelta(seconds=timeout_s)
     store: dist.Store = dist.HashStore()
+    hosts: tuple[str, ...] = ()
     place = torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -271,17 +301,19 @@ def join_ranks(
                 raise ValueError("more than one rank needs a meeting")
             backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, interface_of(meeting.host))
+                os.environ.setdefault(variable, interface_of(meeting.host, address))
             store = _store(meeting, start_s)
-            _await_all(store, rank, world, start_s)
+            hosts = _await_all(store, rank, world, start_s, node_id)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     mesh = DeviceMesh(place.type, torch.arange(world), mesh_dim_names=("data",))
-    return Ranks(rank, world, place, mesh, timeout_s, store)
+    return Ranks(rank, world, place, mesh, timeout_s, store, hosts)
 
 
-def _await_all(store: dist.Store, rank: int, world: int, limit_s: float) -> None:
-    """Wait until every rank has come to the store."""
-    store.set(f"{CAME}/{rank}", "1")
+def _await_all(
+    store: dist.Store, rank: int, world: int, limit_s: float, node_id: str = ""
+) -> tuple[str, ...]:
+    """Wait until every rank has come to the store; the node id of each."""
+    store.set(f"{CAME}/{rank}", node_id)
     keys = [f"{CAME}/{each}" for each in range(world)]
     try:
         store.wait(keys, timedelta(seconds=limit_s))
@@ -291,6 +323,7 @@ def _await_all(store: dist.Store, rank: int, world: int, limit_s: float) -> None
         raise RankError(
             f"of {world} ranks of the trainer, number {names} did not start within {limit_s:g} s", late
         ) from error
+    return tuple(store.get(key).decode() for key in keys)
 
 
 def _store(meeting: Meeting, limit_s: float) -> dist.Store:
@@ -304,12 +337,16 @@ def _store(meeting: Meeting, limit_s: float) -> dist.Store:
     )
 
 
-def interface_of(host: str) -> str:
-    """The name of this machine's network interface with the address `host`. Raises ValueError."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and each.address == host for each in addresses):
-            return name
-    raise ValueError(f"no network interface of this machine has the address {host}")
+def interface_of(*hosts: str) -> str:
+    """The name of this machine's network interface with the first of these addresses that one has. Raises
+    ValueError."""
+    for host in hosts:
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.family == socket.AF_INET and each.address == host for each in addresses):
+                return name
+    raise ValueError(
+        f"no network interface of this machine has the address {' or '.join(filter(None, hosts))}"
+    )
 
 
 def _nothing() -> None:

@@ -26,7 +26,14 @@ import torch
 from areal_async.config.checks import checkpoint_interval
 from areal_async.config.job import JobConfig
 from areal_async.runtime.log import get_logger
-from trainer_service.checkpoint import Checkpoint, Checkpoints, named_checkpoints, newest_usable, step_of
+from trainer_service.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    Reads,
+    named_checkpoints,
+    newest_usable,
+    step_of,
+)
 from trainer_service.disk import FileEntry
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.ranks import Ranks
@@ -76,12 +83,19 @@ def has_room(state_bytes: int, *, free_bytes: int, total_bytes: int, available_b
 
 
 def left_in_memory(
-    shm_dir: Path, *, job: str, policy: str, ranks: Ranks, above: Checkpoint | None
+    shm_dir: Path,
+    *,
+    job: str,
+    policy: str,
+    ranks: Ranks,
+    above: Checkpoint | None,
+    reads: Reads | None = None,
 ) -> Checkpoint | None:
     """The state that a trainer of this run left in memory, if it is whole and of more steps than the
-    checkpoint `above`. All ranks call it. A damaged one is as good as none."""
+    checkpoint `above`. All ranks call it. A damaged one is as good as none, and so is one of which a host
+    lacks what its ranks read (`reads`)."""
     try:
-        left = newest_usable(shm_dir / FOLDER, job=job, policy=policy, ranks=ranks)
+        left = newest_usable(shm_dir / FOLDER, job=job, policy=policy, ranks=ranks, reads=reads)
     except CheckpointError:  # it is named in the log
         return None
     if left is None or (above is not None and left.manifest.step <= above.manifest.step):
@@ -141,12 +155,15 @@ class States:
         """Count what is there: the trainer goes on from `restored`."""
         for checkpoints in filter(None, (self.disk, self.memory)):
             checkpoints.went_on_from(restored)
+        if self._ranks.many_hosts:
+            self._on_disk = self._ranks.largest(self.disk.newest if self._ranks.first else 0)
+            return
         there = [step_of(folder) for folder in named_checkpoints(self.disk.root)]
         self._on_disk = max((step for step in there if step <= restored.manifest.step), default=0)
 
     def forget_memory(self) -> None:
         """No state in memory is on the lineage of this trainer."""
-        if self.memory is not None and self._ranks.first:
+        if self.memory is not None and self._ranks.first_here:
             shutil.rmtree(self.memory.root, ignore_errors=True)
 
     def due(self, step: int, *, asked: bool = False) -> Place | None:
@@ -221,7 +238,7 @@ class States:
             self._cadences[place].cost(written.cost_s)
 
     def _fits(self) -> bool:
-        if self.memory is None or not self._ranks.first:
+        if self.memory is None or not self._ranks.first_here:
             return True
         size = self.memory.size_bytes or self.disk.size_bytes or self._guess_bytes
         usage = shutil.disk_usage(self.memory.root.parent)

@@ -79,6 +79,30 @@ def _sampling_is_the_policy(job: JobConfig) -> Iterator[Mistake]:
         )
 
 
+def _workers_are_within_their_limits(job: JobConfig) -> Iterator[Mistake]:
+    rollout, limits = job.rollout, job.rollout.autoscale
+    if not limits.max:
+        return
+    if limits.min > limits.max:
+        problem = f"{limits.min} is more than rollout.autoscale.max = {limits.max}"
+        yield Mistake("rollout.autoscale.min", problem, "Lower it, or raise max", ("rollout.autoscale.max",))
+    elif not limits.min <= rollout.workers <= limits.max:
+        yield Mistake(
+            "rollout.workers",
+            f"{rollout.workers} is not within rollout.autoscale, {limits.min} to {limits.max}",
+            "Set it to a number of workers to begin with within the limits, or change these",
+            ("rollout.autoscale.min", "rollout.autoscale.max"),
+        )
+    if 0 < len(rollout.server.urls) < (needed := limits.max * rollout.replicas):
+        yield Mistake(
+            "rollout.autoscale.max",
+            f"{limits.max} workers with {rollout.replicas} replicas need {needed} servers, and "
+            f"rollout.server.urls has {len(rollout.server.urls)}",
+            "Lower it, or give more",
+            ("rollout.server.urls", "rollout.replicas"),
+        )
+
+
 def _a_group_fits_a_worker(job: JobConfig) -> Iterator[Mistake]:
     n, limit = job.rollout.group_size, job.rollout.max_concurrent
     if n > limit:
@@ -326,6 +350,7 @@ ANY_KIND: tuple[Rule, ...] = (
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (
     reward_mistakes,
+    _workers_are_within_their_limits,
     _a_group_fits_a_worker,
     _sampling_is_the_policy,
     _response_fits_the_model,
@@ -362,7 +387,7 @@ def running_groups(job: JobConfig) -> float:
 
 
 def _engines(job: JobConfig) -> int:
-    return job.rollout.workers * job.rollout.replicas
+    return max(job.rollout.workers, job.rollout.autoscale.max) * job.rollout.replicas
 
 
 def _durations_are_even(job: JobConfig) -> bool:

@@ -79,6 +79,28 @@ class GatewaySection(Section):
         return host
 
 
+class AutoscaleSection(Section):
+    """Workers join and leave by who waits, trainer or workers, between two limits."""
+
+    max: int = Field(default=0, ge=0, le=256)
+    """Most workers of a run whose number follows who waits, trainer or workers; 0 leaves the number alone."""
+    min: int = Field(default=1, ge=1, le=256)
+    """Fewest workers of such a run."""
+    every_s: float = Field(default=30.0, gt=0)
+    """Shortest time between two changes, in seconds, and over which is measured; ten steps at least."""
+    retry_s: float = Field(default=300.0, gt=0)
+    """A change that did not pay, and a worker for which there was no room, is not tried again for so many
+    seconds, then for twice as many, up to an hour."""
+    wait_share: float = Field(default=0.1, gt=0, lt=1)
+    """Workers are added while the trainer waits for batches more than this share of the time, and taken away
+    only while it waits less than half as much."""
+    busy_share: float = Field(default=0.8, gt=0, le=1)
+    """Workers that compute for this share of the time have no room for more; some are taken away only where
+    those that stay would compute less."""
+    drain_s: float = Field(default=60.0, ge=0)
+    """Seconds in which a worker that is taken away may finish what it has."""
+
+
 class RolloutSection(Section):
     engine: str = "local"
     """What generates: `local` is torch in the worker's own process; `sglang` and `vllm` are servers in an
@@ -86,7 +108,8 @@ class RolloutSection(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """What the engine takes, by name; the built-in ones take nothing but the fields of `rollout`."""
     workers: int = Field(default=1, ge=1, le=1024)
-    """Worker processes, each with engines of its own."""
+    """Worker processes, each with engines of its own; with `autoscale.max` those to begin with."""
+    autoscale: AutoscaleSection = AutoscaleSection()
     replicas: int = Field(default=1, ge=1, le=64)
     """Engines of one worker. A group's requests stay with the one that holds their prefix."""
     group_size: int = Field(default=8, ge=1, le=65_536)

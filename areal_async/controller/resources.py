@@ -60,7 +60,9 @@ def resources_of(job: JobConfig, total: Resources, memory_gb: float = 0.0) -> Re
     `config/devices.py` says."""
     cpus = job.trainer.ranks * first_threads(job.trainer.torch_threads)
     if job.kind == "rl":
-        cpus += job.rollout.workers * first_threads(job.rollout.torch_threads)
+        workers = max(job.rollout.workers, job.rollout.autoscale.max)
+        job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
+        cpus += workers * first_threads(job.rollout.torch_threads)
         if job.tasks.evaluation is not None:
             cpus += job.evaluation.torch_threads
     return Resources(min(cpus, total.cpus), _gpus_of(job, total.gpus), memory_gb)

@@ -70,6 +70,11 @@ class FleetChange:
     joined: list[str]
     leaving: Mapping[str, Future[str]]
     workers: list[str]
+    ends_autoscale: bool = False
+
+    @property
+    def note(self) -> str:
+        return "; autoscaling is off from now on" if self.ends_autoscale else ""
 
 
 class ControlSocket:
@@ -121,6 +126,10 @@ class ControlSocket:
                 except Exception as error:
                     begun.set_exception(error)
 
+    def tell_of_drain(self, name: str) -> None:
+        """Have the buffer lease a worker nothing more, without waiting for that."""
+        self._server.do(self._tell_buffer(name))
+
     def stop(self) -> None:
         self._server.stop()
 
@@ -152,7 +161,8 @@ class ControlSocket:
     ) -> WorkersChanged:
         begun = await self._begin(request)
         untold = [name for name in begun.leaving if not await self._tell_buffer(name)]
-        return WorkersChanged(_scaled_text(begun, request.limit_ms / 1000, untold), begun.workers)
+        text = _scaled_text(begun, request.limit_ms / 1000, untold)
+        return WorkersChanged(text + begun.note, begun.workers)
 
     async def _drain(self, peer: Peer, request: DrainWorker, attachments: list[memoryview]) -> WorkersChanged:
         if request.outside:
@@ -164,7 +174,8 @@ class ControlSocket:
         ((name, ending),) = begun.leaving.items()
         await self._tell_buffer(name)
         # Shielded: whoever waits for the same end must get it too.
-        return WorkersChanged(await asyncio.shield(asyncio.wrap_future(ending)), begun.workers)
+        text = await asyncio.shield(asyncio.wrap_future(ending))
+        return WorkersChanged(text + begun.note, begun.workers)
 
     async def _begin(self, request: WorkersRequest) -> FleetChange:
         log.info("asked to change the workers", request=repr(request))

@@ -163,13 +163,17 @@ class Lifecycle:
         state.killed_s = now_s
         return [Action("kill", name)]
 
-    def exited(self, name: str, status: int, now_s: float, cause: str = "") -> list[Action]:
-        """A service has ended; `cause` says how, where more is known than its exit status says."""
+    def exited(
+        self, name: str, status: int, now_s: float, cause: str = "", *, with_host: bool = False
+    ) -> list[Action]:
+        """A service has ended; `cause` says how, where more is known than its exit status says. `with_host`:
+        it is gone with its host, which is no failure of its own: it has left, and is not started again."""
         state = self.states[name]
         lived_s = now_s - state.started_s
         state.phase, state.status, state.killed_s = Phase.ENDED, status, None
         if self.stopping:
             return self.tick(now_s)
+        state.leaving = state.leaving or with_host
         if state.leaving:
             return []
         if state.felled:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rich.table import Table
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
+from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.home_files import HomeFilesServer, exported
 from areal_async.launch.launcher import Launcher
@@ -152,6 +153,10 @@ def _run(
         run_log.write("restart", service=name, text=text)
         aggregator.tell(text, time.monotonic())
 
+    def on_scale(change: ScaleChange) -> None:
+        run_log.write("scale", **asdict(change))
+        aggregator.tell(f"from {change.before} to {change.workers} workers: {change.text}", time.monotonic())
+
     supervisor = Supervisor(
         job,
         folders,
@@ -162,6 +167,8 @@ def _run(
         files=HomeFilesServer(folders.run_dir, exported(job)) if launcher is not None else None,
         on_ending=on_ending,
         on_restart=on_restart,
+        on_scale=on_scale,
+        newest=lambda: monitor.newest,
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), started_s)
     aggregator.read(read_run_log(run_log.path))  # of the lives before

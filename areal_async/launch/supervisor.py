@@ -13,6 +13,7 @@ that started it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import selectors
 import signal
@@ -26,6 +27,7 @@ import msgspec
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import FaultError
+from areal_async.launch.autoscale import Autoscaler, ScaleChange
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.group import RankGroup
@@ -40,11 +42,12 @@ from areal_async.launch.plan import (
     worker_to_drain,
     workers_to_change,
 )
-from areal_async.rpc.control_messages import DrainWorker
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime import events
 from areal_async.runtime.log import get_logger
-from areal_async.runtime.process import RestartPolicy, exit_text
+from areal_async.runtime.process import INCURABLE_STATUS, RestartPolicy, exit_text
 from areal_async.runtime.topology import Role, ServicePlace
+from areal_async.status.aggregator import RunStatus
 from areal_async.status.record import RunLog
 
 TICK_S = 0.1
@@ -57,9 +60,11 @@ class Supervisor:
     """Runs the services of one job. `metrics_port` is its own process's, 0 for none; `records` is the run's
     log, which services write to through it, `files` what its processes elsewhere have of this host's files.
 
+    `newest` is how the run stood at the last look, by which its workers are scaled (`rollout.autoscale`).
+
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
     and is to be started again, `on_ending` once when the end is decided and the services that did not cause
-    it still run; all must be quick."""
+    it still run, `on_scale` with each change of the workers that is nobody's wish; all must be quick."""
 
     def __init__(
         self,
@@ -74,6 +79,8 @@ class Supervisor:
         on_serving: Callable[[], None] = lambda: None,
         on_ending: Callable[[Ending], None] = lambda ending: None,
         on_restart: Callable[[str, str], None] = lambda name, text: None,
+        on_scale: Callable[[ScaleChange], None] = lambda change: None,
+        newest: Callable[[], RunStatus | None] = lambda: None,
         buffer_wait_s: float = 10.0,
         same_interrupt_s: float = 0.5,
     ) -> None:
@@ -91,6 +98,10 @@ class Supervisor:
         self._on_serving = on_serving
         self._on_ending = on_ending
         self._on_restart = on_restart
+        self._on_scale = on_scale
+        scales = job.kind == "rl" and job.rollout.autoscale.max > 0
+        self._autoscaler = Autoscaler(job, newest) if scales else None
+        self._never_came = 0  # Workers that joined and never came to serve
         self._metrics_port = metrics_port
         self._told_serving = False
         self._told_ports: list[int] = []
@@ -142,11 +153,12 @@ class Supervisor:
         for name in self._group.look(time.monotonic()):
             self._apply(self.lifecycle.silent(name, time.monotonic()))
         self._apply(self.lifecycle.tick(time.monotonic()))
-        self._socket.carry_out(self._change_workers)
+        self._socket.carry_out(self._change_by_hand)
         if not self.lifecycle.stopping:
             self._take_moves(self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve()))
         for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
             self._forget(name)
+        self._autoscale()
         if self.lifecycle.stopping or not self.lifecycle.all_serve():
             return
         ports = list(self.metrics_ports.values())
@@ -170,10 +182,12 @@ class Supervisor:
             status, pid = ended[name], self.children[name].pid
             log.info("service ended", service=name, status=status)
             events.record("ended", service=name, service_pid=pid, status=status)
-            cause = self.children[name].lost() or self._group.cause_of(name, status, time.monotonic())
+            lost = self.children[name].lost()
+            cause = lost or self._group.cause_of(name, status, time.monotonic())
             self._group.forget(name)
             felled = self.lifecycle.states[name].felled
-            self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause))
+            with_host = bool(lost) and self._is_replaced(name, status)
+            self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
             if not felled:
                 self._tell_restart(name, cause or exit_text(status))
 
@@ -183,7 +197,7 @@ class Supervisor:
         """Begin what was asked. Raises `FaultError` where that makes no sense."""
         if self.lifecycle.stopping:
             raise FaultError("invalid", "the run is ending")
-        staying = [p for p in self.services if p.role == "rollout" and p.name not in self._leaving]
+        staying = self._staying()
         limit_s, now_s = asked.limit_ms / 1000, time.monotonic()
         if isinstance(asked, DrainWorker):
             joining: list[ServicePlace] = []
@@ -208,6 +222,47 @@ class Supervisor:
         names = [place.name for place in (*staying, *joining) if place.name not in gone]
         return FleetChange([place.name for place in joining], ends, names)
 
+    def _change_by_hand(self, asked: WorkersRequest) -> FleetChange:
+        """The same where somebody asks: from then on the number is theirs."""
+        autoscaler, self._autoscaler = self._autoscaler, None
+        try:
+            begun = self._change_workers(asked)
+        except BaseException:
+            self._autoscaler = autoscaler
+            raise
+        return dataclasses.replace(begun, ends_autoscale=autoscaler is not None)
+
+    def _autoscale(self) -> None:
+        """Have as many workers as the run's figures speak for, once all have served."""
+        if self._autoscaler is None or self.lifecycle.stopping or not self._told_serving:
+            return
+        staying, states = [place.name for place in self._staying()], self.lifecycle.states
+        change = self._autoscaler.look(
+            {name for name in staying if states[name].phase is Phase.SERVING},
+            workers=len(staying),
+            leave=len(self._leaving),
+            never_came=self._never_came,
+        )
+        if change is None:
+            return
+        told = dataclasses.asdict(change)
+        log.info("the number of workers changes", **told)
+        events.record("scale", **told)
+        limit_ms = int(self.job.rollout.autoscale.drain_s * 1000)
+        for name in self._change_workers(ScaleWorkers(change.workers, limit_ms)).leaving:
+            self._socket.tell_of_drain(name)
+        self._on_scale(change)
+
+    def _staying(self) -> list[ServicePlace]:
+        """The workers that are not to leave, oldest first."""
+        states = self.lifecycle.states
+        return [p for p in self.services if p.role == "rollout" and not states[p.name].leaving]
+
+    def _is_replaced(self, name: str, status: int) -> bool:
+        """Whether another worker takes the place of this one, which is gone with its node."""
+        worker = self.lifecycle.states[name].place.role == "rollout"
+        return worker and self._autoscaler is not None and status != INCURABLE_STATUS
+
     def _is_taken(self, name: str) -> bool:
         """Whether a process that we did not start, or that still leaves, works by this name."""
         return name in self.lifecycle.states or self._launcher.is_taken(name)
@@ -227,13 +282,17 @@ class Supervisor:
         self._record_workers()
         if entry is not None:
             entry.left(name, state.status, time.monotonic())
-        else:
+        elif not state.served_before:
+            self._never_came += 1
             self._on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
 
     def _record_workers(self) -> None:
-        """Write down who is there now; a resume begins with as many workers."""
-        workers = sum(p.role == "rollout" and p.name not in self._leaving for p in self.services)
-        rollout = self.job.rollout.model_copy(update={"workers": max(1, workers)})
+        """Write down who is there now; a resume begins with as many workers, and scales them if this does."""
+        scale = self.job.rollout.autoscale
+        if self._autoscaler is None:
+            scale = scale.model_copy(update={"max": 0})
+        workers = max(scale.min if scale.max else 1, len(self._staying()))
+        rollout = self.job.rollout.model_copy(update={"workers": workers, "autoscale": scale})
         self.job = self.job.model_copy(update={"rollout": rollout})
         self._publish()
 

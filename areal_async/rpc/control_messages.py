@@ -20,6 +20,7 @@ class RunRecord(Record, frozen=True):
     tokens: int = 0
     loss: float | None = None
     reward_mean: float | None = None
+    wait_s: float = 0.0  # Seconds of the step that the trainer waited for its batch
     staleness_mean: float | None = None
     staleness_max: int | None = None
     accuracy: float | None = None

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -67,6 +67,10 @@ class ControlServer:
             with suppress(RuntimeError):  # its loop has ended by itself
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(START_WAIT_S)
+
+    def do(self, work: Coroutine[Any, Any, object]) -> None:
+        """Have its thread do this beside, as long as it runs. Any thread may ask."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self) -> None:
         try:

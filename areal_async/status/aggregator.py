@@ -15,7 +15,7 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
-from areal_async.rpc.messages import NoScore
+from areal_async.rpc.messages import BufferStats, NoScore
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RECENT_STEPS = 20
@@ -75,6 +75,7 @@ class Progress:
         self.done = 0  # Steps finished
         self.trained = False  # Whether one was since the run was started or resumed
         self.tokens = 0
+        self.waited_s = 0.0
         self.loss: float | None = None
         self.staleness_seen: int | None = None
         self.self_check = ""
@@ -97,6 +98,7 @@ class Progress:
                 self._times.clear()  # a restarted trainer does steps again, at a pace of their own
             self.newest, self.done, self.trained = record, record.done, True
             self.tokens += record.tokens
+            self.waited_s += record.wait_s
             self.loss = record.loss if record.loss is not None else self.loss
             if record.time_s is not None:
                 self._times.append((record.done, record.time_s))
@@ -213,6 +215,8 @@ class RunStatus:
     self_check: str = ""  # The outcome of the trainer's self-check in words; empty before there is one
     dropped: DropReport = field(default_factory=DropReport)
     pacing: str = ""  # How far ahead is generated and why; empty where it is all that the bound allows
+    waited_s: float = 0.0  # Seconds that the trainer has waited for batches, over all finished steps
+    lease_wait: str = ""  # Why the buffer would lease nothing now; empty when it would
 
 
 @dataclass
@@ -363,8 +367,12 @@ class StatusAggregator:
         )
         return find_stall(facts, job.observe.stall_s)
 
+    @property
+    def _buffer_stats(self) -> BufferStats | None:
+        return self._services.get("buffer", _Service()).figures.buffer
+
     def _groups(self) -> dict[str, int]:
-        stats = self._services.get("buffer", _Service()).figures.buffer
+        stats = self._buffer_stats
         return {state.lower(): count for state, count in stats.groups.items()} if stats is not None else {}
 
     def status(self, now_s: float) -> RunStatus:
@@ -401,11 +409,13 @@ class StatusAggregator:
             self_check=progress.self_check,
             dropped=self._dropped,
             pacing=self._pacing(),
+            waited_s=progress.waited_s,
+            lease_wait=stats.lease_wait if (stats := self._buffer_stats) is not None else "",
         )
 
     def _pacing(self) -> str:
         """How far ahead is generated and why; of several policies, by their names."""
-        stats = self._services.get("buffer", _Service()).figures.buffer
+        stats = self._buffer_stats
         told = {policy: own.pacing for policy, own in stats.policies.items() if own.pacing} if stats else {}
         if len(told) == 1:
             return next(iter(told.values()))

@@ -204,8 +204,8 @@ class Tail:
                         yield _decoder.decode(line)
 
 
-LIFE_KINDS = frozenset({"start", "resume", "restart", "end"})
-"""Records of when a run lived and what died in it: no results."""
+LIFE_KINDS = frozenset({"start", "resume", "restart", "scale", "end"})
+"""Records of when a run lived, what died in it and how many workers it had: no results."""
 
 
 def holds_results(path: Path) -> bool:

@@ -33,13 +33,14 @@ from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
+from areal_async.weights.collectives import ByteCollectives
 from areal_async.weights.delta import DeltaPublisher, write_delta
 from areal_async.weights.layout import Layout
 from areal_async.weights.manifest import Part, remove_snapshots
 from areal_async.weights.pieces import TensorPiece, whole_piece, whole_tensors
 from areal_async.weights.retention import RetentionPolicy
 from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, finish_snapshot
-from areal_async.weights.writing import ByteCollectives, FilePool, PieceWriter, Publication, spare_file
+from areal_async.weights.writing import FilePool, PieceWriter, Publication, spare_file
 
 MAX_WAIT_MS = 60_000
 MAX_ACKS = 1024

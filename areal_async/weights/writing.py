@@ -7,20 +7,21 @@
 
 Promises:
 - A piece is copied once, from where it is to its place in the mapped file; nothing else grows with the model.
+  A rank on another host than rank 0's has no such file: it keeps a copy of its own pieces, and hands them to
+  a rank that has it (`handover.py`).
 - `begin` waits for copies alone: hashing, manifest and announcement go on in a thread.
 - Every rank hears how a publication ended. What fails on any of them fails it everywhere, before anything of
   it is announced.
 
-All ranks call `prepare` and `begin` alike, and begin a publication only once the one before has ended. They
-are processes of one host, which see the same `root`.
+All ranks call `prepare` and `begin` alike, and begin a publication only once the one before has ended. Those
+on rank 0's host see the same `root`; the others do not use theirs.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -30,6 +31,8 @@ import torch
 
 from areal_async.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
+from areal_async.weights.collectives import ByteCollectives, OneRank
+from areal_async.weights.handover import StagedPieces, receive, receivers_of, written_by
 from areal_async.weights.layout import Box, Layout, box_of, plan_layout
 from areal_async.weights.manifest import SPARE_PREFIX, Part
 from areal_async.weights.pieces import TensorPiece
@@ -37,39 +40,6 @@ from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo
 from areal_async.weights.tensor_file import MappedFile, fill, hash_ranges
 
 T = TypeVar("T")
-
-
-class ByteCollectives(Protocol):
-    """Collectives of bytes between the ranks of a trainer, which one thread at a time uses. Each rank makes
-    the same calls. They end with an error where a rank does not come."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, in their order, on rank 0; empty elsewhere."""
-        ...
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank; the others pass None."""
-        ...
-
-
-@dataclass(frozen=True)
-class OneRank:
-    """The group of a trainer of one rank."""
-
-    rank: int = 0
-    world: int = 1
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        return data or b""
 
 
 class FilePool(msgspec.Struct, frozen=True):
@@ -157,7 +127,10 @@ class PieceWriter:
         self._group: ByteCollectives = group if group is not None else OneRank()
         self._tied = frozenset(tied)
         self._lead = lead
-        self._held: list[list[Box]] | None = None
+        self._receivers = receivers_of(self._group.hosts)
+        self._staged: StagedPieces | None = None
+        """What this rank hands over, if it is not on rank 0's host."""
+        self._held: list[list[Box]] = []
         self._layout: Layout | None = None
         self._mapped: dict[int, Future[MappedFile]] = {}
         self._last: Future[SnapshotInfo] | None = None
@@ -171,13 +144,14 @@ class PieceWriter:
         Raises `SnapshotError`, on all ranks alike, for what cannot be stored."""
         self._wait_for_last()
         held = describe(self._group, pieces, self._tied)
-        if held == self._held:
+        if self._layout is not None and held == self._held:
             return
-        self._layout, self._held = plan_layout(held, MODEL_FILE), held
+        self._layout, self._held = plan_layout(written_by(held, self._receivers), MODEL_FILE), held
+        if self._group.rank in self._receivers:
+            self._staged = StagedPieces(held[self._group.rank])
         self._drop(self._mapped)
         files = self._hear(lambda lead: _Said(files=lead.offer_files())).files
-        for number in files.ready if files is not None else ():
-            self._map(number, self._layout)
+        self._map_all(files, self._layout)
 
     def begin(
         self,
@@ -200,8 +174,12 @@ class PieceWriter:
         files = self._hear(lambda lead: _Said(files=lead.take_file(tag))).files
         assert files is not None
         gone = set(self._mapped) - set(files.existing)
-        found = self._map(files.ready[0], layout)
-        problem = _each(pieces, self._tied, lambda piece: fill(found.result(), layout, piece))
+        staged, found = self._staged, None
+        if staged is not None:
+            problem = _each(pieces, self._tied, staged.copy) or _try(staged.check)[1]
+        else:
+            found = mapped = self._map(files.ready[0], layout)
+            problem = _each(pieces, self._tied, lambda piece: fill(mapped.result(), layout, piece))
         if torch.cuda.is_initialized() and problem is None:
             _, problem = _try(torch.cuda.synchronize)
         self._last = self._writing.submit(
@@ -219,23 +197,32 @@ class PieceWriter:
         self,
         tag: VersionTag,
         layout: Layout,
-        found: Future[MappedFile],
+        found: Future[MappedFile] | None,
         problem: _Problem | None,
         gone: Set[int],
         *,
         evaluate: bool,
         final: bool,
     ) -> SnapshotInfo:
-        """All that follows the copy, on a thread of its own; `gone` are files that are in use no more."""
+        """All that follows the copy, on a thread of its own; `gone` are files that are in use no more. On
+        rank 0's host `found` is the file to be filled."""
         self._drop(gone)
         group = self._group
+        if self._receivers and found is not None and problem is None:
+            _, problem = _try(found.result)  # whoever is to receive has where to
         try:
             # A part may have rows of several ranks: none is hashed before all of them are copied.
             _agree(group, problem)
         except OSError as error:
             raise SnapshotError(f"{tag.label} cannot be written under {self._root}: {error}") from error
 
+        if self._receivers:
+            into = found.result() if found is not None else None
+            _hand_over(group, self._receivers, self._staged, into, layout, self._held)
+
         def work() -> list[Part]:
+            if found is None:
+                return []
             mapped = found.result()
             if group.rank == 0:
                 mapped.write(0, layout.header)
@@ -255,8 +242,7 @@ class PieceWriter:
             return _Said(info=info, files=None if final else lead.offer_files())
 
         said = self._hear(announce)
-        for number in said.files.ready if said.files is not None else ():
-            self._map(number, layout)
+        self._map_all(said.files, layout)
         assert said.info is not None
         return said.info
 
@@ -267,6 +253,10 @@ class PieceWriter:
             said, problem = _try(lambda: of(lead))
             said = said or _Said(problem)
         return _from_first(self._group, said)
+
+    def _map_all(self, files: FilePool | None, layout: Layout) -> None:
+        for number in files.ready if files is not None and self._staged is None else ():
+            self._map(number, layout)
 
     def _map(self, number: int, layout: Layout) -> Future[MappedFile]:
         """File `number`, which is mapped and touched in the background."""
@@ -293,21 +283,46 @@ def write_tensors(
     *,
     tied: Iterable[str] = (),
 ) -> None:
-    """Write the safetensors file `path`, each rank its own pieces. Nothing is hashed, and it is durable once
-    the caller has synced it. All ranks call this alike, in a folder that is there; `pieces` is called twice.
+    """Write the safetensors file `path` on rank 0's host, each rank its own pieces. Nothing is hashed, and it
+    is durable once the caller has synced it. All ranks call this alike, in a folder that is there on that
+    host; `pieces` is called twice.
 
     Raises `SnapshotError` for what cannot be stored, and `OSError`, on all ranks, where it cannot be written.
     """
     group, left_out = group if group is not None else OneRank(), frozenset(tied)
-    layout = plan_layout(describe(group, pieces(), left_out), path.name)
-    mapped, problem = _try(lambda: MappedFile(path, layout.size_bytes, 0o666))
-    failed = _each(pieces(), left_out, lambda piece: fill(mapped, layout, piece) if mapped else None)
-    problem = problem or failed
+    held, receivers = describe(group, pieces(), left_out), receivers_of(group.hosts)
+    layout = plan_layout(written_by(held, receivers), path.name)
+    mapped, staged, problem = None, None, None
+    if group.rank in receivers:
+        staged = StagedPieces(held[group.rank])
+        problem = _each(pieces(), left_out, staged.copy) or _try(staged.check)[1]
+    else:
+        mapped, problem = _try(lambda: MappedFile(path, layout.size_bytes, 0o666))
+        failed = _each(pieces(), left_out, lambda piece: fill(mapped, layout, piece) if mapped else None)
+        problem = problem or failed
+    if receivers:
+        _agree(group, problem)
+        _hand_over(group, receivers, staged, mapped, layout, held)
     if mapped is not None and problem is None:
         if group.rank == 0:
             mapped.write(0, layout.header)
         mapped.close()
     _agree(group, problem)
+
+
+def _hand_over(
+    group: ByteCollectives,
+    receivers: Mapping[int, int],
+    staged: StagedPieces | None,
+    mapped: MappedFile | None,
+    layout: Layout,
+    held: Sequence[list[Box]],
+) -> None:
+    """Bring the pieces of ranks on other hosts into the file, which is there on rank 0's host."""
+    if staged is not None:
+        staged.send(group, receivers[group.rank])
+    elif mapped is not None and (from_ := [rank for rank, to in receivers.items() if to == group.rank]):
+        receive(group, mapped, layout, {rank: held[rank] for rank in from_})
 
 
 def spare_file(root: Path, number: int) -> Path:

@@ -15,7 +15,7 @@ names:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -123,6 +123,11 @@ class TrainingBackend(Protocol):
     def load(self, folder: Path, updates: int) -> None:
         """Restore what `save` wrote after `updates` updates, on any number of ranks; with 0 the weights
         alone, to be given out. Raises `CheckpointError`."""
+        ...
+
+    def reads(self, files: Collection[str]) -> Collection[str]:
+        """Of the names of all files that `save` wrote, on all ranks, those that `load` reads on this one.
+        Asked where ranks are on several hosts: a host needs no files but these."""
         ...
 
 

@@ -76,10 +76,13 @@ class ThreadRank:
     rank: int
     both: TwoThreads
     world: int = 2
+    many_hosts = False
 
     @property
     def first(self):
         return self.rank == 0
+
+    first_here = first
 
     def side(self):
         return self

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ class ThreadGroup:
     world: int
     to_first: queue.Queue[tuple[int, bytes]]
     from_first: list[queue.Queue[bytes]]
+    between: dict[tuple[int, int], queue.Queue[torch.Tensor]]
+    hosts: Sequence[str] = ()
 
     def gather(self, data: bytes) -> list[bytes]:
         self.to_first.put((self.rank, data))
@@ -37,11 +40,21 @@ class ThreadGroup:
                 mine.put(data)
         return self.from_first[self.rank].get(timeout=LIMIT_S)
 
+    def send(self, data: torch.Tensor, to: int) -> None:
+        self.between[self.rank, to].put(data.clone(), timeout=LIMIT_S)
 
-def groups(world: int) -> list[ThreadGroup]:
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        found = self.between[source, self.rank].get(timeout=LIMIT_S)
+        assert found.shape == data.shape
+        data.copy_(found)
+
+
+def groups(world: int, hosts: Sequence[str] = ()) -> list[ThreadGroup]:
     to_first: queue.Queue[tuple[int, bytes]] = queue.Queue()
     from_first: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(world)]
-    return [ThreadGroup(rank, world, to_first, from_first) for rank in range(world)]
+    pairs = itertools.permutations(range(world), 2)
+    between: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {pair: queue.Queue(1) for pair in pairs}
+    return [ThreadGroup(rank, world, to_first, from_first, between, hosts) for rank in range(world)]
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

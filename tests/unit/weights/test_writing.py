@@ -13,7 +13,8 @@ import safetensors.torch
 import torch
 
 from areal_async.errors import SnapshotError
-from areal_async.weights import layout, tensor_file
+from areal_async.weights import handover, layout, tensor_file
+from areal_async.weights.handover import receivers_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import MODEL_FILE, SnapshotInfo, open_snapshot, write_snapshot
@@ -57,16 +58,17 @@ def shares(version: int) -> list[list[TensorPiece]]:
 
 
 class Two:
-    """A trainer of two ranks under `place`."""
+    """A trainer of two ranks under `place`; of different `hosts` each has a folder of its own."""
 
-    def __init__(self, place: Path) -> None:
-        one, other = groups(2)
+    def __init__(self, place: Path, hosts: tuple[str, ...] = ()) -> None:
+        one, other = groups(2, hosts)
         root = place / "shm"
+        self.other_root = place / "elsewhere" if len({*hosts}) > 1 else root
         self.publisher = Publisher(
             root, f"ipc://{place}/s", job="j", access=SECRET, group=one, tied={"head": "rows"}
         )
         self.publisher.start()
-        self.other = PieceWriter(root, other, tied={"head"})
+        self.other = PieceWriter(self.other_root, other, tied={"head"})
 
     @property
     def ranks(self) -> list[Publisher | PieceWriter]:
@@ -87,10 +89,11 @@ class Two:
         together(self.publisher.close, self.other.close)
 
 
-@pytest.fixture
-def two(place: Path) -> Iterator[Two]:
-    with closing(Two(place)) as made:
+@pytest.fixture(params=[(), ("near", "far")], ids=["one host", "two hosts"])
+def two(place: Path, request: pytest.FixtureRequest) -> Iterator[Two]:
+    with closing(Two(place, request.param)) as made:
         yield made
+        assert made.other_root == place / "shm" or not made.other_root.exists()
 
 
 @pytest.mark.parametrize("part_bytes", [40, layout.PART_BYTES])
@@ -208,16 +211,66 @@ def test_a_full_disk_is_an_error_on_every_rank(two, place, monkeypatch):
         assert error.errno == errno.ENOSPC
 
 
-def test_ranks_write_a_model_file_together(tmp_path):
-    one, other = groups(2)
+@pytest.mark.parametrize("hosts", [(), ("near", "far")], ids=["one host", "two hosts"])
+def test_ranks_write_a_model_file_together(tmp_path, hosts, monkeypatch):
+    monkeypatch.setattr(handover, "MESSAGE_BYTES", 20)
+    one, other = groups(2, hosts)
     path = tmp_path / "model.safetensors"
+    there = tmp_path / "elsewhere" / path.name if hosts else path
     assert together(
         lambda: write_tensors(path, lambda: iter(shares(3)[0]), one, tied={"head"}),
-        lambda: write_tensors(path, lambda: iter(shares(3)[1]), other, tied={"head"}),
+        lambda: write_tensors(there, lambda: iter(shares(3)[1]), other, tied={"head"}),
     ) == [None, None]
+    assert there.exists() == (there == path)
     read = safetensors.torch.load_file(path)
     assert read.keys() == model(3).keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in model(3).items())
+
+
+def test_ranks_elsewhere_are_dealt_to_those_of_the_first_ones_host():
+    assert receivers_of(["a"] * 4) == receivers_of([]) == {}
+    assert receivers_of(["a", "b"]) == {1: 0}
+    assert receivers_of(["a", "b", "a", "b", "c", "b"]) == {1: 0, 3: 2, 4: 0, 5: 2}
+
+
+@pytest.mark.parametrize("extent", [(), (7,), (3, 5), (2, 3, 4), (2, 0), (1, 9, 1)])
+@pytest.mark.parametrize("limit_bytes", [4, 8, 12, 40, 400])
+def test_messages_are_bounded_and_cover_a_box_once_in_order(monkeypatch, extent, limit_bytes):
+    monkeypatch.setattr(handover, "MESSAGE_BYTES", limit_bytes)
+    whole = torch.arange(torch.Size(extent).numel(), dtype=torch.float32).reshape(extent)
+    parts = [whole[cut].reshape(-1) for cut in handover.cuts(extent, 4)]
+    assert all(0 < part.nbytes <= limit_bytes for part in parts)
+    found = torch.cat(parts).tolist() if parts else []
+    assert found == whole.reshape(-1).tolist()
+
+
+def test_ranks_of_three_hosts_publish_what_one_rank_would_have(place, monkeypatch):
+    """Two ranks of the first one's host receive; one of them holds nothing itself."""
+    monkeypatch.setattr(handover, "MESSAGE_BYTES", 16)
+    weights, hosts = model(5), ("a", "b", "a", "c", "b")
+    columns = [box("columns", weights["columns"], slice(0, 8), slice(at, at + 2)) for at in (0, 2, 4)]
+    held: list[list[TensorPiece]] = [
+        [columns[0], *(box(name, weights[name]) for name in ("norm", "scale", "none"))],
+        [columns[1]],
+        [],
+        [columns[2], box("rows", weights["rows"])],
+        [box("experts", weights["experts"])],
+    ]
+    first, *others = groups(5, hosts)
+    publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j", access=SECRET, group=first)
+    publisher.start()
+    roots = [place / "shm" if hosts[other.rank] == "a" else place / hosts[other.rank] for other in others]
+    ranks = [publisher, *map(PieceWriter, roots, others)]
+    try:
+        together(*(lambda r=r, h=h: r.prepare(h) for r, h in zip(ranks, held, strict=True)))
+        info, *said = together(
+            *(lambda r=r, h=h: r.begin(tag(5), h).result() for r, h in zip(ranks, held, strict=True))
+        )
+    finally:
+        together(*(rank.close for rank in ranks))
+    assert said == [info] * 4
+    alone = write_snapshot(place / "alone", tag(5), weights)
+    assert info.manifest_hash == alone.manifest_hash
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

@@ -11,7 +11,7 @@ over the copies too. Copies are equal bit by bit: what is counted, written or gi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +29,7 @@ from trainer_service.backends.fsdp.head import open_window, packed_columns
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
-from trainer_service.backends.fsdp.shards import HostCopies, read_shard, write_shard, write_tensors
+from trainer_service.backends.fsdp.shards import HostCopies, read_shard, shard_end, write_shard, write_tensors
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.disk import FileEntry
 from trainer_service.errors import CheckpointError, DivergenceError, ModelError
@@ -193,6 +193,13 @@ class FsdpBackend:
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
         self.updates = updates
+
+    def reads(self, files: Collection[str]) -> Collection[str]:
+        end = shard_end(self._shard_rank, self._shards_count)
+        mine = {name for name in files if name.endswith(end)}
+        if not mine:  # another number of ranks wrote them
+            return files
+        return mine | ({_rng_file(Path(), self._ranks.rank).name} & {*files})
 
 
 def _local(tensor: Tensor) -> Tensor:

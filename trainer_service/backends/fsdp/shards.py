@@ -81,9 +81,12 @@ def write_shard(
     """Write this rank's rows of each tensor, which lie in the host's memory; `rows` are those of the whole
     tensors. Returns the file by its name."""
     placed = {name: [row_range(rows[name], world, rank)[0], rows[name]] for name in shards}
-    return write_tensors(
-        folder / f"{kind}-{rank:05d}-of-{world:05d}.safetensors", shards, {ROWS: json.dumps(placed)}
-    )
+    return write_tensors(folder / f"{kind}{shard_end(rank, world)}", shards, {ROWS: json.dumps(placed)})
+
+
+def shard_end(rank: int, world: int) -> str:
+    """What the names of the files with a rank's rows end with."""
+    return f"-{rank:05d}-of-{world:05d}.safetensors"
 
 
 def write_tensors(

@@ -1,0 +1,134 @@
+"""How ranks on other hosts than the first one's give their pieces to the file that is there.
+
+Each copies its pieces into memory of its own (`StagedPieces`) and hands them, from there, to one of the ranks
+on rank 0's host, which writes them into the file and hashes them as if it had held them. So the bytes of a
+file do not depend on who is where. They go over the ranks' own group, not to the publisher's server: several
+ranks of that host take pieces at once, and one that is gone ends the publication as any collective does.
+
+Promises: a message has at most `MESSAGE_BYTES`, and a receiver keeps one; whoever hands over is taken from in
+turn with the others, so that none waits for the whole of another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from areal_async.errors import SnapshotError
+from areal_async.weights.collectives import ByteCollectives
+from areal_async.weights.layout import DTYPE_OF, Box, Layout, box_of
+from areal_async.weights.pieces import TensorPiece
+from areal_async.weights.tensor_file import MappedFile, fill
+
+MESSAGE_BYTES = 16 << 20
+
+
+def receivers_of(hosts: Sequence[str]) -> dict[int, int]:
+    """Each rank that is not on rank 0's host → the rank there that takes its pieces. Pure."""
+    there = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    others = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+    return {rank: there[index % len(there)] for index, rank in enumerate(others)}
+
+
+def written_by(held: Sequence[list[Box]], receivers: Mapping[int, int]) -> list[list[Box]]:
+    """What each rank writes into the file, given what each holds. Pure."""
+    written = [[] if rank in receivers else [*boxes] for rank, boxes in enumerate(held)]
+    for rank, receiver in receivers.items():
+        written[receiver] += held[rank]
+    return written
+
+
+class StagedPieces:
+    """This rank's pieces in the host's memory: got by the first copy, and filled again by each. With a GPU it
+    is pinned."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        """`boxes` are what the rank has said that it holds."""
+        self._boxes = boxes
+        self._known = {_key(box) for box in boxes}
+        self._copies: dict[bytes, Tensor] = {}
+
+    def copy(self, piece: TensorPiece) -> None:
+        """On a GPU the copy may still be under way when this returns. Raises `SnapshotError` for a piece that
+        the rank did not say that it holds."""
+        key, tensor = _key(box_of(piece)), piece.tensor.detach()
+        if key not in self._known:
+            raise SnapshotError(f"{piece.name} is not what the layout was planned for")
+        if key not in self._copies:
+            self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._copies[key].copy_(tensor, non_blocking=True)
+
+    def check(self) -> None:
+        """Raise `SnapshotError` unless all pieces have come."""
+        for box in self._boxes:
+            if math.prod(box.extent) and _key(box) not in self._copies:
+                raise SnapshotError(f"a piece of {box.name} was not given")
+
+    def send(self, group: ByteCollectives, to: int) -> None:
+        """Hand all of them over. Raises the group's error where `to` does not come."""
+        for box in self._boxes:
+            for cut in cuts(box.extent, DTYPE_OF[box.dtype].itemsize):
+                part = self._copies[_key(box)][cut].contiguous()
+                group.send(part.reshape(-1).view(torch.uint8), to)
+
+
+def receive(
+    group: ByteCollectives, mapped: MappedFile, layout: Layout, held: Mapping[int, Sequence[Box]]
+) -> None:
+    """Write what the ranks of `held` hand over into the file. Raises the group's error where one does not
+    come."""
+    buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+    each_of = [_messages(rank, boxes) for rank, boxes in held.items()]
+    for message in itertools.chain.from_iterable(itertools.zip_longest(*each_of)):
+        if message is None:
+            continue
+        rank, piece = message
+        size_bytes = piece.tensor.nbytes
+        group.receive(buffer[:size_bytes], rank)
+        data = buffer[:size_bytes].view(piece.tensor.dtype).view(piece.tensor.shape)
+        fill(mapped, layout, replace(piece, tensor=data))
+
+
+def cuts(extent: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Boxes that cover one of `extent` in the order of its elements, each of `MESSAGE_BYTES` at most; none of
+    an empty one. Pure."""
+    size = math.prod(extent) * itemsize
+    if not size:
+        return
+    if size <= MESSAGE_BYTES:
+        yield tuple(slice(0, n) for n in extent)
+        return
+    row = size // extent[0]
+    rows = MESSAGE_BYTES // row
+    if rows:
+        for begin in range(0, extent[0], rows):
+            yield (slice(begin, min(begin + rows, extent[0])), *(slice(0, n) for n in extent[1:]))
+        return
+    for index in range(extent[0]):
+        for rest in cuts(extent[1:], itemsize):
+            yield (slice(index, index + 1), *rest)
+
+
+def _messages(rank: int, boxes: Sequence[Box]) -> Iterator[tuple[int, TensorPiece]]:
+    """What comes from a rank: pieces of tensors without memory."""
+    for box in boxes:
+        dtype = DTYPE_OF[box.dtype]
+        for cut in cuts(box.extent, dtype.itemsize):
+            offset = tuple(at + each.start for at, each in zip(box.offset, cut, strict=True))
+            shape = [each.stop - each.start for each in cut]
+            yield (
+                rank,
+                TensorPiece(
+                    box.name, tuple(box.shape), offset, torch.empty(shape, dtype=dtype, device="meta")
+                ),
+            )
+
+
+def _key(box: Box) -> bytes:
+    return msgspec.msgpack.encode(box)
