@@ -41,7 +41,7 @@ from areal_async.rpc.address import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.runtime.context import keys_file
 from areal_async.runtime.process import kill_processes_of, service_environment, start_service
-from areal_async.runtime.topology import RunHost, ServicePlace, Topology
+from areal_async.runtime.topology import Role, RunHost, ServicePlace, Topology
 from areal_async.storage.home import HomeFileSystem
 
 TOPOLOGY = "topology.json"
@@ -147,7 +147,9 @@ class ProcessHost:
         topology = run_dir / f"{place.name}.{TOPOLOGY}"
         write_whole(topology, msgspec.json.encode(self._bring(order)))
         threads = int(order.environment.get("OMP_NUM_THREADS", "1"))
-        environment = service_environment(self._mark, threads) | order.environment
+        ours = service_environment(self._mark, threads)
+        environment = {name: ours[name] for name in ours if not is_secret(name, place.role)}
+        environment |= order.environment
         environment[HELD_VARIABLE] = " ".join(
             f"{self._endpoints[served]}={sock.fileno()}" for served, sock in self._held.items()
         )
@@ -198,6 +200,15 @@ class ProcessHost:
                         data = file.read(room)
                     room -= len(data)
                     yield FileNews(name, offset, data)
+
+
+def is_secret(variable: str, role: Role) -> bool:
+    """Whether a process of this role has no business with a variable of its node's: by the one it could start
+    programs on all of the cluster, by the other it could read and write the stores of all jobs. Workers and
+    rewards run code of others."""
+    if variable.startswith(("RAY_AUTH_TOKEN", "RAY_TLS_")):
+        return True
+    return variable.startswith("AWS_") and role in ("rollout", "evaluator", "reward")
 
 
 def served_by(place: ServicePlace) -> list[str]:

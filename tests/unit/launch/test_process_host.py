@@ -159,6 +159,24 @@ def _marked(process, placed):
         return False
 
 
+def test_a_process_does_not_get_what_opens_the_cluster_and_workers_not_the_stores(
+    placed, behave, monkeypatch
+):
+    behave({"reward": "serve", "buffer": "serve"})
+    for name in ("RAY_AUTH_TOKEN", "RAY_TLS_SERVER_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret of the node")
+    found = {}
+    for name in ("reward", "buffer"):
+        process = placed(name=name)
+        pid = process.start().pid
+        process.follow(lambda it: it.report is not None)
+        found[name] = psutil.Process(pid).environ()
+    assert not {name for name in found["reward"] if name.startswith(("RAY_AUTH", "RAY_TLS", "AWS_"))}
+    assert {name for name in found["buffer"] if name.startswith(("RAY_", "AWS_"))} == {
+        "AWS_SECRET_ACCESS_KEY"
+    }
+
+
 def test_folders_of_a_host_that_was_killed_go_with_the_next_run(placed, home, folders, node):
     dead = process_host.make_folders("0123456789ab", NODE, ADDRESS)
     folders_there = [str(folder) for folder in process_host.folders_of(dead)]
