@@ -158,6 +158,14 @@ def test_ranks_that_come_back_on_each_others_hosts_go_on_from_the_store(one_host
     same_model(one_host, two_hosts)
 
 
+def test_states_of_one_name_that_are_not_the_same_are_not_taken(one_host, two_hosts):
+    assert two_hosts.finish(STOP_AFTER="5") == 0
+    manifest = two_hosts.folder / "far" / "shm" / "trainer-state" / "step-000005" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"epoch": 1', b'"epoch": 2'))
+    assert two_hosts.finish() == 4
+    same_model(one_host, two_hosts)
+
+
 def test_a_rank_killed_while_it_names_its_part_of_a_state_has_both_go_on_from_the_one_before(
     one_host, two_hosts
 ):
