@@ -108,6 +108,15 @@ def test_workers_leave_when_the_trainer_becomes_the_slower_side_and_come_back():
     assert job.run(3000) >= 4
 
 
+def test_a_job_stays_within_its_limits_however_much_it_lacks_or_has():
+    job = Job(trainer_s=1.0, rollout_s=30.0, workers=3, section=AutoscaleSection(min=3, max=6))
+    assert job.run(3000) == 6
+    job.trainer_s = 300.0
+    job.section = job.section.model_copy(update={"every_s": 300.0})
+    assert job.run(60_000) == 3
+    assert all(3 <= change.workers <= 6 for _, change in job.changes)
+
+
 def test_what_does_not_pay_is_taken_back_and_tried_ever_more_seldom():
     # One more worker than two makes nothing faster: they all wait for the same thing.
     job = Job(trainer_s=0.5, rollout_s=2.0, most_useful=2)
