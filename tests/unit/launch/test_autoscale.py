@@ -22,7 +22,7 @@ START_S = 20.0
 class Job:
     """A job whose trainer takes `trainer_s` a step, and one worker `rollout_s`; several share the work.
     No more than `room` come to serve, and no more than `most_useful` do anything. Batches that lie ready, at
-    most `ahead`, are used first."""
+    most `ahead`, are used first. Engines compute for a part `computes` of the time of an episode."""
 
     trainer_s: float
     rollout_s: float
@@ -31,6 +31,7 @@ class Job:
     most_useful: int = 1000
     room: int = 1000
     ahead: float = 2.0
+    computes: float = 1.0
     noise: float = 0.0
     never_came: int = 0
 
@@ -81,7 +82,7 @@ class Job:
         self.ready += made - trained
         self.steps += trained
         self.waited_s += LOOK_S * (1 - trained / could_train)
-        busy = made / could_make * useful / self.serving if could_make else 0.0
+        busy = self.computes * made / could_make * useful / self.serving if could_make else 0.0
         return busy, made < could_make or useful < self.serving
 
     def reasons(self):
@@ -107,6 +108,15 @@ def test_workers_leave_when_the_trainer_becomes_the_slower_side_and_come_back():
     assert job.run(3000) >= 4
 
 
+def test_a_job_stays_within_its_limits_however_much_it_lacks_or_has():
+    job = Job(trainer_s=1.0, rollout_s=30.0, workers=3, section=AutoscaleSection(min=3, max=6))
+    assert job.run(3000) == 6
+    job.trainer_s = 300.0
+    job.section = job.section.model_copy(update={"every_s": 300.0})
+    assert job.run(60_000) == 3
+    assert all(3 <= change.workers <= 6 for _, change in job.changes)
+
+
 def test_what_does_not_pay_is_taken_back_and_tried_ever_more_seldom():
     # One more worker than two makes nothing faster: they all wait for the same thing.
     job = Job(trainer_s=0.5, rollout_s=2.0, most_useful=2)
@@ -122,10 +132,11 @@ def test_what_does_not_pay_is_taken_back_and_tried_ever_more_seldom():
 
 def test_workers_that_are_missed_late_are_not_taken_away_again_and_again():
     # What lies ready lasts for longer than is looked: the worker seems not to be missed at first.
-    job = Job(trainer_s=1.0, rollout_s=2.4, workers=3, ahead=40.0)
-    job.section = AutoscaleSection(max=16, busy_share=1.0, wait_share=0.05)
+    job = Job(trainer_s=1.0, rollout_s=2.4, workers=3, ahead=40.0, computes=0.1)
     job.run(8 * 3600)
-    assert "workers_idle" not in job.reasons()[12:]
+    taken_s = [at_s for at_s, change in job.changes if change.reason == "workers_idle"]
+    assert 3 <= len(taken_s) <= 12
+    assert taken_s[-1] - taken_s[-2] >= 3600
 
 
 def test_a_job_in_balance_is_left_alone_however_noisy():
@@ -165,19 +176,45 @@ def test_a_job_that_lost_all_its_workers_gets_them_back_once_there_is_room():
     assert job.run(400) == 2, "below the least number it is asked as often as every retry_s"
 
 
+@pytest.mark.parametrize(
+    ("waits", "busy", "held_back", "reason"),
+    [
+        (0.3, 0.9, True, "trainer_waits"),  # the staleness bound holds them back, and all of it is under way
+        (0.3, 0.1, False, "trainer_waits"),  # full of episodes that wait for tools
+        (0.3, 0.1, True, None),  # all is generated that may be: something else is slow
+        (0.07, 0.1, True, None),  # between the two shares of waiting
+        (0.07, 0.9, False, None),
+        (0.01, 0.1, True, "workers_idle"),
+        (0.01, 0.1, False, None),  # they take all that there is
+        (0.01, 0.7, True, None),  # those that stay would be busy for more than 0.8
+    ],
+)
+def test_what_is_changed_follows_who_waits(waits, busy, held_back, reason):
+    course, changes = ScaleCourse(4), []
+    for tick in range(61):
+        look = FleetLook(tick / 2, tick, waits * tick / 2, 4, busy=busy, held_back=held_back)
+        course, change = follow(course, AutoscaleSection(max=8), look)
+        changes += [change] if change is not None else []
+    assert changes == []
+    course, change = follow(
+        course, AutoscaleSection(max=8), FleetLook(30.5, 61, waits * 30.5, 4, busy=busy, held_back=held_back)
+    )
+    assert (change and change.reason) == reason
+
+
 @given(
     least=st.integers(1, 6),
     more=st.integers(0, 10),
     looks=st.lists(
         st.tuples(
-            st.floats(0, 100),
-            st.integers(-3, 40),
-            st.floats(0, 1),
-            st.floats(0, 1),
+            st.floats(5, 50),
+            st.sampled_from([-3, 0, 4, 9, 14]),
+            st.sampled_from([0.0, 0.07, 0.5]),
+            st.sampled_from([0.01, 0.9]),
             st.booleans(),
-            st.integers(-2, 2),
-            st.integers(0, 2),
-            st.booleans(),
+            st.sampled_from([0, 0, 0, 0, -2]),
+            st.sampled_from([0, 0, 0, 0, 1]),
+            st.sampled_from([True, True, True, False]),
         ),
         max_size=60,
     ),
