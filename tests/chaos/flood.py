@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import psutil
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, until
 
-from areal_async.rpc.secret import Access, RunSecret
+from areal_async.rpc.secret import CHUNKS, Access, RunSecret
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance
@@ -159,10 +159,11 @@ class Flood:
             if path.name == "redis":
                 yield Face("redis", str(path), lambda n, at=path: flood_redis(at, secret, n))
             else:
-                yield Face(path.name, str(path), self._zmq(f"ipc://{path}", secret))
+                yield Face(path.name, str(path), self._zmq(f"ipc://{path}", secret.of("cli")))
         for port, process in sorted(listening(processes).items()):
             kind, name = kind_of(port), named(process).rpartition(" ")[0]
-            send = self._zmq(f"tcp://127.0.0.1:{port}", secret) if kind == "chunks" else http(kind, port)
+            keys = secret.of("rollout").shown(f"tcp://127.0.0.1:{port}", CHUNKS)
+            send = self._zmq(f"tcp://127.0.0.1:{port}", keys) if kind == "chunks" else http(kind, port)
             yield Face(f"{kind} of {name}", port, send)
         port = self.rewards.port
         yield Face("reward server, http", port, http("reward", port, TOKEN))
