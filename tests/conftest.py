@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+# Processes that tests start find `tests` as these do.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+)
 
 if TYPE_CHECKING:
     from tests.stores import S3Server
