@@ -18,7 +18,7 @@ def start_ranks(commands: Sequence[Sequence[str]], **options: Any) -> list[subpr
 
     In each process `Meeting.from_environment` says where they meet. Nobody listens for their pulses."""
     environment = options.pop("env", os.environ)
-    started, lines = [], RankLines(LOOPBACK, len(commands))
+    started, lines = [], RankLines(LOOPBACK, several=len(commands) > 1)
     for rank, command in enumerate(commands):
         place = ServicePlace(rank_name(rank), "trainer", rank, MODULES["trainer"], metrics_port=0)
         variables, given, line_fd = lines.prepare(place)

@@ -33,6 +33,7 @@ from areal_async.runtime.topology import Role, ServicePlace, Topology
 
 VMSTAT = Path("/proc/vmstat")
 SWEEP_S = 1.0
+BACKLOG = 1024  # Ranks that may connect at once
 
 
 class LocalChild:
@@ -81,9 +82,10 @@ class RankLines:
     """What the ranks of a trainer are given when they start on one host: a line to whoever starts them, and
     the socket at which they meet, on an interface of that host."""
 
-    def __init__(self, interface: str, ranks: int, meeting: str = "") -> None:
+    def __init__(self, interface: str, *, several: bool, meeting: str = "") -> None:
+        """`several`: the trainer has more than one rank."""
         self._interface = interface
-        self._ranks = ranks
+        self._several = several
         self.meeting = meeting
         """Address at which the ranks of this start meet, once rank 0 was prepared."""
 
@@ -96,9 +98,9 @@ class RankLines:
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         given = {PULSE_VARIABLE: write_fd}
         variables = {}
-        if self._ranks > 1:
-            if place.index == 0:
-                listening = socket.create_server((self._interface, 0), backlog=max(128, self._ranks))
+        if self._several:
+            if place.is_first:
+                listening = socket.create_server((self._interface, 0), backlog=BACKLOG)
                 self.meeting = f"{self._interface}:{listening.getsockname()[1]}"
                 given[LISTENING_VARIABLE] = listening.detach()
             variables[MEETING_VARIABLE] = self.meeting
@@ -113,7 +115,7 @@ class LocalLauncher:
     ) -> None:
         self._job = job
         self._folders = folders
-        self._lines = RankLines(folders.host.loopback, job.trainer.ranks)
+        self._lines = RankLines(folders.host.loopback, several=job.trainer.ranks > 1)
         self._spares = Spares(
             most=job.trainer.ranks,  # they die together
             after_s=job.supervisor.spare_after_s,

@@ -71,7 +71,7 @@ class Launcher(Protocol):
         services serve."""
 
     def scrape_targets(self, ports: dict[str, int]) -> dict[str, str]:
-        """Where Prometheus finds the metrics of each process, `HOST:PORT`, by its name."""
+        """Where Prometheus on this host finds the metrics of processes, `HOST:PORT`, by name."""
 
     def close(self) -> None:
         """Leave no process of the run, however it was started."""

@@ -364,7 +364,9 @@ class Supervisor:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
         addresses = self._launcher.scrape_targets(self.metrics_ports)
         found: list[tuple[str, str, str]] = [
-            (place.role, place.name, addresses[place.name]) for place in self.services
+            (place.role, place.name, addresses[place.name])
+            for place in self.services
+            if place.name in addresses
         ]
         if self._metrics_port:
             home = self.topology.home_host

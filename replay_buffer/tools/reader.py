@@ -108,6 +108,12 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
         if run.job.buffer.redis != "embedded":
             address = RedisAddress.of(run.job.buffer)
         elif run.topology is not None:
+            host = run.topology.hosts[run.topology.place("buffer").node_id]
+            if host.socket_dir != run.topology.home_host.socket_dir:
+                raise RunFolderError(
+                    f"the buffer of {run.folder} is on another host ({host.address}), and its Redis is read "
+                    "there alone: `buffer stats` asks the buffer itself, or give the job a Redis by URL"
+                )
             password = run.keys.token("redis")
             address = RedisAddress.parse(f"unix://:{password}@{run.topology.home_host.socket_dir}/redis")
         else:

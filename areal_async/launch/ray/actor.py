@@ -53,6 +53,10 @@ class HostActor:
         context = ray.get_runtime_context()
         self._host = ProcessHost(context.get_node_id()[:NODE_ID_DIGITS], ray.util.get_node_ip_address())
 
+    def address(self) -> str:
+        """IP address of its node."""
+        return ray.util.get_node_ip_address()
+
     @told
     def place(self, order: bytes) -> bytes:
         return pack(self._host.place(msgspec.msgpack.decode(order, type=PlaceOrder)))

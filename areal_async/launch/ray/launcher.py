@@ -127,6 +127,8 @@ class RayPlace:
         self._lives += 1
         actor = new_actor(f"{self.place.name}.{self._lives}", dict(self.options))
         try:
+            if (there := _wait_for(actor.address.remote(), cancelled)) is not None:
+                self._launcher.refuse_listeners(there)
             data = _answer(actor.place.remote(pack(self._launcher.order_for(self.place))), cancelled)
         except BaseException:
             ray.kill(actor)
@@ -177,7 +179,7 @@ class RayPlace:
         order = StartOrder(
             topology=self._launcher.published_with(self.place),
             environment=self._launcher.environment_of(self.place, served_before),
-            job_rank=self.place.index if meeting is not None else -1,
+            meets=meeting is not None,
             meeting=where,
         )
         # It may take long: the files of a model come first.
@@ -240,6 +242,13 @@ class RayLauncher:
         self._files = threading.Lock()
 
     def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
+        try:
+            return self._begin(job, services)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
         self._job = job
         section = self._section
         try:
@@ -254,8 +263,8 @@ class RayLauncher:
                 f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
                 "(`ray start --head`), or correct ray.address in the cluster file"
             ) from error
-        self._refuse_listeners()
-        address = section.home_address or ray.util.get_node_ip_address()
+        self._node = ray.util.get_node_ip_address()
+        address = section.home_address or self._node
         self._control = listen_in(address, section.ports)
         endpoint = f"tcp://{address}:{self._control.getsockname()[1]}"
         os.environ[HELD_VARIABLE] = f"{endpoint}={self._control.fileno()}"
@@ -274,18 +283,6 @@ class RayLauncher:
                 cancelled.set()
                 raise
         return [self._places[place.name].place for place in services]
-
-    def _refuse_listeners(self) -> None:
-        """Raise `RunError` where the keys of the run would cross a network in the clear."""
-        nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-        if len(nodes) > 1 and not encrypted and not self._section.trust_network:
-            ray.shutdown()
-            raise RunError(
-                f"Ray would carry the keys of this run between its {len(nodes)} nodes unencrypted. Start all "
-                "nodes and this command with RAY_USE_TLS=1 and certificates (docs/cluster.md), or, where "
-                "nobody else can listen in on their network, set ray.trust_network: true in the cluster file"
-            )
 
     def join(self, place: ServicePlace) -> ServicePlace:
         need = need_of(self._job, place.role)
@@ -350,11 +347,8 @@ class RayLauncher:
         return moved
 
     def scrape_targets(self, ports: dict[str, int]) -> dict[str, str]:
-        hosts = {name: place.host for name, place in self._places.items()}
-        return {
-            name: f"{host.address if (host := hosts.get(name)) else self._home.loopback}:{port}"
-            for name, port in ports.items()
-        }
+        """None: processes serve their metrics to their own node alone."""
+        return {}
 
     def close(self) -> None:
         ends = [ending for place in self._places.values() if (ending := place.close()) is not None]
@@ -373,14 +367,22 @@ class RayLauncher:
 
     # --- what the threads of places ask --------------------------------------------------------------
 
+    def refuse_listeners(self, address: str) -> None:
+        """Raise `RunError` where the keys of the run would go to a node at `address` in the clear."""
+        encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+        if address != self._node and not encrypted and not self._section.trust_network:
+            raise RunError(
+                f"Ray would carry keys of this run from {self._node} to {address} unencrypted. Start all "
+                "nodes and this command with RAY_USE_TLS=1 and certificates (docs/cluster.md), or, where "
+                "nobody else can listen in on their network, set ray.trust_network: true in the cluster file"
+            )
+
     def order_for(self, place: ServicePlace) -> PlaceOrder:
-        device = {"trainer": self._job.trainer.device, "rollout": self._job.rollout.device}
         return PlaceOrder(
             self._folders.run_id,
             place,
             self._folders.secret.of(place.role),
             self._section.ports,
-            device.get(place.role, "cpu"),
         )
 
     def moved(self, place: RayPlace) -> None:
@@ -477,16 +479,20 @@ def _options(need: Need) -> dict[str, Any]:
     return options
 
 
-def _answer(reference: Any, cancelled: threading.Event, limit_s: float | None = None) -> bytes | None:
-    """What a call to an actor comes to: however long its link is cut, as long as Ray takes the actor for
-    alive. None when `cancelled`, or after `limit_s`. Raises `RayError`."""
-    begun_s = time.monotonic()
+def _answer(reference: Any, cancelled: threading.Event) -> bytes | None:
+    """What a call to an actor comes to, None when `cancelled`. Raises `RayError`, and `RunError` with what
+    the call failed with."""
+    answer = _wait_for(reference, cancelled)
+    return None if answer is None else answer_of(answer)
+
+
+def _wait_for(reference: Any, cancelled: threading.Event) -> Any:
+    """What is referred to, however long the link is cut, as long as Ray takes the actor for alive; None when
+    `cancelled`."""
     while not cancelled.is_set():
         done, _ = ray.wait([reference], timeout=LOOK_S)
         if done:
-            return answer_of(ray.get(reference))
-        if limit_s is not None and time.monotonic() - begun_s > limit_s:
-            return None
+            return ray.get(reference)
     return None
 
 

@@ -19,8 +19,6 @@ class PlaceOrder(msgspec.Struct, frozen=True):
     keys: RoleKeys
     ports: tuple[int, int] | None
     """First and last port that may be listened on; None: any."""
-    device: str
-    """Where the process computes: `cpu`, or `cuda`, for which the node must have given a GPU."""
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -35,10 +33,10 @@ class StartOrder(msgspec.Struct, frozen=True):
 
     topology: bytes
     environment: dict[str, str]
-    job_rank: int
-    """Rank of a trainer that has several; -1 for any other process."""
+    meets: bool
+    """Whether it is a rank of a trainer that has several."""
     meeting: str
-    """Address at which the ranks meet; empty for rank 0, which makes one."""
+    """Address at which these meet; empty for rank 0, which makes one."""
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import re
 import shutil
 import socket
 import tempfile
@@ -49,8 +50,9 @@ IN_USE = "in-use"  # File that each host of a run on this node holds a shared lo
 PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
 LOOK_S = 0.05
 SWEEP_S = 2.0
-SHIPPED = ("logs/{name}.log", "logs/{name}-*.log", "events/{name}-*.jsonl")
-"""Files of a process that are handed on, below the folder that outlives it."""
+SHIPPED = r"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl"
+"""Files of a process that are handed on, below the folder that outlives it: its log, those of its engines'
+servers, its events. `trainer-1` and `rollout-10` are others' names."""
 BACKLOG = 512
 
 
@@ -155,15 +157,9 @@ class ProcessHost:
         )
         if self._child is not None:
             self._child.close()
-        meeting, given, line_fd = "", dict[str, int](), None
-        if order.job_rank >= 0:
-            lines = RankLines(self._address, ranks=2, meeting=order.meeting)
-            variables, given, line_fd = lines.prepare(place)
-            environment |= variables | {variable: str(fd) for variable, fd in given.items()}
-            meeting = lines.meeting
-        elif place.role == "trainer":
-            variables, given, line_fd = RankLines(self._address, ranks=1).prepare(place)
-            environment |= variables | {variable: str(fd) for variable, fd in given.items()}
+        lines = RankLines(self._address, several=order.meets, meeting=order.meeting)
+        variables, given, line_fd = lines.prepare(place)
+        environment |= variables | {variable: str(fd) for variable, fd in given.items()}
         fds = [*given.values(), *(sock.fileno() for sock in self._held.values())]
         try:
             log_path = run_dir / "logs" / f"{place.name}.log"
@@ -172,7 +168,7 @@ class ProcessHost:
             for fd in given.values():
                 os.close(fd)
         self._child = LocalChild(process, line_fd)
-        return ProcessStarted(process.pid, meeting)
+        return ProcessStarted(process.pid, lines.meeting)
 
     def _bring(self, order: StartOrder) -> Topology:
         """Have what the job names lie here, from the home host or from stores. The topology with the job as
@@ -190,16 +186,18 @@ class ProcessHost:
     def _appended(self, have: dict[str, int]) -> Iterator[FileNews]:
         """What the reader does not have yet, at most `PIECE_BYTES`."""
         room, run_dir = PIECE_BYTES, Path(self.host.run_dir)
-        for pattern in SHIPPED:
-            for path in sorted(run_dir.glob(pattern.format(name=self._order.place.name))):
-                name = path.relative_to(run_dir).as_posix()
-                offset = have.get(name, 0)
-                if path.stat().st_size > offset and room > 0:
-                    with path.open("rb") as file:
-                        file.seek(offset)
-                        data = file.read(room)
-                    room -= len(data)
-                    yield FileNews(name, offset, data)
+        own = re.compile(SHIPPED.format(name=re.escape(self._order.place.name)))
+        for path in sorted(run_dir.glob("*/*")):
+            name = path.relative_to(run_dir).as_posix()
+            if own.fullmatch(name) is None or room <= 0:
+                continue
+            offset = have.get(name, 0)
+            if path.stat().st_size > offset:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read(room)
+                room -= len(data)
+                yield FileNews(name, offset, data)
 
 
 def is_secret(variable: str, role: Role) -> bool:

@@ -55,9 +55,7 @@ class Placed:
         self.home, self.folders = home, folders
         place = home.place(name)
         self.host = ProcessHost(NODE, ADDRESS)
-        self.placed = self.host.place(
-            PlaceOrder(folders.run_id, place, folders.secret.of(place.role), ports, "cpu")
-        )
+        self.placed = self.host.place(PlaceOrder(folders.run_id, place, folders.secret.of(place.role), ports))
         self.place = msgspec.structs.replace(place, node_id=NODE, status=self.placed.endpoints["status"])
         self.have, self.said, self.report, self.status = {}, {}, None, None
 
@@ -67,7 +65,7 @@ class Placed:
         told = msgspec.structs.replace(self.home, services=[*others, self.place], hosts=hosts)
         self.report = self.status = None
         variables = {"PYTHONPATH": os.environ["PYTHONPATH"], **environment}
-        return self.host.start(StartOrder(msgspec.json.encode(told), variables, -1, ""))
+        return self.host.start(StartOrder(msgspec.json.encode(told), variables, meets=False, meeting=""))
 
     def follow(self, until_what):
         def told():
@@ -122,6 +120,21 @@ def test_logs_come_as_they_are_written_and_nothing_twice(placed, behave):
     reward.follow(lambda it: it.status is not None)
     log = Path(reward.placed.host.run_dir) / "logs" / "reward.log"
     reward.follow(lambda it: it.said["logs/reward.log"] == log.read_bytes())
+
+
+def test_only_its_own_files_are_handed_on_and_not_those_of_another_whose_name_begins_alike(placed, behave):
+    behave({"trainer": "serve"})
+    trainer = placed(name="trainer")
+    trainer.start()
+    trainer.follow(lambda it: it.report is not None)
+    run_dir = Path(trainer.placed.host.run_dir)
+    (run_dir / "events").mkdir(exist_ok=True)
+    own = ("logs/trainer-sglang-0.log", "events/trainer-77.jsonl")
+    others = ("logs/trainer-1.log", "logs/trainer-1-sglang-0.log", "events/trainer-1-78.jsonl", "logs/notes")
+    for name in (*own, *others):
+        (run_dir / name).write_text(name)
+    trainer.follow(lambda it: set(own) <= it.said.keys())
+    assert not set(others) & trainer.said.keys()
 
 
 def test_what_the_job_names_lies_on_the_host_before_the_process_starts(placed, behave, job, node):
