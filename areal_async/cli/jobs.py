@@ -82,7 +82,7 @@ def up(
         from areal_async.controller.daemon import TAKEN_STATUS, serve, start_controller
         from areal_async.controller.folder import ClusterFolder, ClusterFolderError
 
-        cluster = load_cluster(cluster_file) if cluster_file is not None else None
+        cluster = load_cluster(cluster_file, queued=True) if cluster_file is not None else None
         folder = ClusterFolder(cluster_dir(cluster))
         if folder.path != cluster_dir():
             note(f"note: commands find this cluster with {DIR_VARIABLE}={folder.path}")

@@ -81,13 +81,18 @@ class ClusterConfig(Section):
     AREAL_ASYNC_CLUSTER_DIR says."""
 
 
-def load_cluster(path: Path) -> ClusterConfig:
-    """The cluster of a file; a relative `dir` is relative to the file. Raises `ConfigError`."""
+def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
+    """The cluster of a file; a relative `dir` is relative to the file. `queued`: a controller is to queue jobs
+    for it. Raises `ConfigError`."""
     content = read_mapping(path)
     try:
         cluster = ClusterConfig.model_validate(content)
     except ValidationError as error:
         raise ConfigError(str(path), [_mistake(detail) for detail in error.errors()]) from None
+    if queued and cluster.launcher == "ray" and None in (cluster.resources.cpus, cluster.resources.gpus):
+        problem = "this machine's cores and GPUs are not those of a Ray cluster"
+        fix = "Name the cpus and gpus of all its nodes, or those that it may be scaled up to"
+        raise ConfigError(str(path), [Mistake("resources", problem, fix)])
     if cluster.dir is None:
         return cluster
     folder = os.path.normpath(path.resolve().parent / cluster.dir.expanduser())

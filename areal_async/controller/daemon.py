@@ -212,7 +212,7 @@ def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
 def main() -> int:
     path, *files = [argument for argument in sys.argv[1:] if argument != "--hold"]
     try:
-        cluster = load_cluster(Path(files[0])) if files else None
+        cluster = load_cluster(Path(files[0]), queued=True) if files else None
         return serve(ClusterFolder(Path(path)), cluster, hold="--hold" in sys.argv)
     except ArealError as error:
         print(f"error: {error}", file=sys.stderr)

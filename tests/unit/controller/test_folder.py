@@ -143,6 +143,10 @@ def test_a_cluster_file_is_read_strictly(tmp_path, monkeypatch):
         ("resources: {memory_gb: .inf}\n", "memory_gb"),
         ("api: {port: 70000}\n", "api.port: 70000 is too large"),
         ("api: {host: ''}\n", "api.host"),
+        (
+            "launcher: ray\nresources: {cpus: 8}\n",
+            "resources: this machine's cores .* Name the cpus and gpus",
+        ),
         ("- a\n", "holds a list"),
     ],
 )
@@ -150,4 +154,4 @@ def test_what_is_wrong_in_a_cluster_file_is_named(tmp_path, text, said):
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        load_cluster(path)
+        load_cluster(path, queued=True)
