@@ -82,8 +82,8 @@ class ClusterConfig(Section):
 
 
 def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
-    """The cluster of a file; a relative `dir` is relative to the file. `queued`: a controller is to queue jobs
-    for it. Raises `ConfigError`."""
+    """The cluster of a file; a relative `dir` is relative to the file. `queued`: a controller is to queue
+    jobs for it. Raises `ConfigError`."""
     content = read_mapping(path)
     try:
         cluster = ClusterConfig.model_validate(content)
