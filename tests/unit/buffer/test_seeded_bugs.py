@@ -263,7 +263,7 @@ BUGS_OF_TWO: dict[str, tuple[PutIn, int, str]] = {
 }
 
 
-def broken_promise(eta: int, *, two: bool, examples: int = 100) -> str:
+def broken_promise(eta: int, *, two: bool, examples: int = 400) -> str:
     """What the first life in which something is amiss says of it; empty when all of them pass."""
     rules = {"overtaken_waits": not two}
     fields = {"consumers": consumers_of(eta, two), "ledger_rules": rules}
