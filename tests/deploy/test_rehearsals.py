@@ -189,15 +189,7 @@ def _boxed(container: Container, scratch: Path) -> list[str]:
         "--cap-drop",
         "ALL",
     ]
-    for folder in {
-        "/usr",
-        "/bin",
-        "/lib",
-        "/lib64",
-        sys.base_prefix,
-        str(BIN.parent.resolve()),
-        str(ROOT.resolve()),
-    }:
+    for folder in ("/usr", "/bin", "/lib", "/lib64"):
         words += ["--ro-bind-try", folder, folder]
     words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/opt"]
     for number, (point, mount) in enumerate(sorted(container.mounts.items())):
@@ -209,6 +201,9 @@ def _boxed(container: Container, scratch: Path) -> list[str]:
         else:
             continue
         words += ["--bind" if mount.writable else "--ro-bind", str(source), point]
+    # Last: they may lie where the container has something of its own, such as /tmp.
+    for folder in dict.fromkeys((sys.base_prefix, str(BIN.parent.resolve()), str(ROOT.resolve()))):
+        words += ["--ro-bind", folder, folder]
     path = f"{BIN.parent.resolve() / 'bin'}:/usr/bin:/bin"
     given = {"PATH": path, "HOME": "/var/lib/areal-async", "PYTHONPATH": str(ROOT.resolve())}
     for name, value in (given | dict(container.environment)).items():

@@ -215,8 +215,9 @@ def test_tensors_can_be_had_before_their_version_is_announced(tmp_path, model_di
 def test_a_record_of_every_step(tmp_path, model_dir, batches):
     buffer = rank_process.RecordedBuffer(batches)
     assert _trainer(model_dir, tmp_path, buffer).run(name="trainer", ready=lambda: None)
-    records = read_run_log(tmp_path / "metrics.jsonl")
+    *records, last = read_run_log(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert (last["kind"], last["policy"], last["epoch"]) == ("model", "policy", records[-1]["epoch"])
     third = records[2]
     assert (third["kind"], third["policy"], third["version"], third["episodes"]) == ("step", "policy", 3, 16)
     assert REGISTRY.get_sample_value("areal_trainer_step", {"policy": "policy"}) == 4
