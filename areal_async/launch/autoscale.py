@@ -20,10 +20,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import prometheus_client
-
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import AutoscaleSection
+from areal_async.launch.metrics import CHANGES, WORKERS
 from areal_async.status.aggregator import RunStatus
 
 Direction = Literal["up", "down"]
@@ -36,11 +35,6 @@ SPAN_STEPS = 10
 HELD_BACK = 0.5
 """Workers to whom the buffer would lease nothing for this share of the time are held back by it."""
 LONGEST_PATIENCE_S = 3600.0
-
-WORKERS = prometheus_client.Gauge("areal_autoscale_workers", "Rollout workers that autoscaling wants now.")
-CHANGES = prometheus_client.Counter(
-    "areal_autoscale_changes", "Changes of the number of rollout workers by autoscaling.", ["reason"]
-)
 
 
 @dataclass(frozen=True)
