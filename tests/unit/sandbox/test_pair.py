@@ -89,14 +89,15 @@ def test_no_other_descriptor_is_open_in_either(sandbox):
 
 def test_pairs_follow_one_another_and_leave_nothing(sandbox):
     sandbox.run_pair(python(""), python(""))
-    before = processes_below(), len(os.listdir("/proc/self/fd"))
+    processes, descriptors = processes_below(), len(os.listdir("/proc/self/fd"))
     for n in range(4):
         tests, _ = sandbox.run_pair(
             python(f"os.write(LINK, b'n{n}')\nprint(os.read(LINK, 9).decode())"), python(ECHO)
         )
         assert tests.stdout == f"N{n}\n".encode(), tests.describe()
         assert sandbox.run(python(f"print({n})")).stdout == f"{n}\n".encode()
-    assert (processes_below(), len(os.listdir("/proc/self/fd"))) == before
+    assert processes_below() <= processes  # what other tests left may end meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_a_launcher_that_dies_is_started_again(sandbox):
