@@ -33,7 +33,7 @@ from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, 
 from areal_async.rpc.secret import ROLES, RunSecret
 from areal_async.runtime.context import keys_file
 from areal_async.runtime.process import kill_processes_of
-from areal_async.runtime.topology import RunHost
+from areal_async.runtime.topology import OnHost, RunHost
 from areal_async.status.record import holds_results
 from areal_async.weights.channels import channel_of
 from areal_async.weights.manifest import remove_snapshots
@@ -73,7 +73,7 @@ class Owner(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class RunFolders:
+class RunFolders(OnHost):
     """The folders of one run that holds its lock."""
 
     run_id: str
@@ -84,18 +84,6 @@ class RunFolders:
     secret: RunSecret  # What the keys of its roles are made of; in a file beside the sockets
     snapshots: Path | None = None
     """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.host.run_dir)
-
-    @property
-    def socket_dir(self) -> Path:
-        return Path(self.host.socket_dir)
-
-    @property
-    def shm_dir(self) -> Path:
-        return Path(self.host.shm_dir)
 
     @property
     def logs(self) -> Path:

@@ -20,7 +20,7 @@ from areal_async.rpc.address import Address
 from areal_async.rpc.secret import FILE as SECRET_FILE
 from areal_async.rpc.secret import KeyRole, RoleKeys, RunAccess, RunSecret
 from areal_async.runtime.group import Meeting
-from areal_async.runtime.topology import Role, RunHost, ServicePlace, Topology
+from areal_async.runtime.topology import OnHost, Role, RunHost, ServicePlace, Topology
 
 KEYS = "keys"  # Folder beside the sockets with the keys of each role
 SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
@@ -28,7 +28,7 @@ SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"
 
 
 @dataclass(frozen=True)
-class ServiceContext:
+class ServiceContext(OnHost):
     """All a service needs to know about its place in the run.
 
     `stop` and `stopping` are one signal, for coroutines and for threads: once set, the service finishes
@@ -73,19 +73,6 @@ class ServiceContext:
     def node_id(self) -> str:
         """Name of the host that this process is on: processes of one name share memory."""
         return self.host.node_id
-
-    @property
-    def run_dir(self) -> Path:
-        """Everything that outlives this process."""
-        return Path(self.host.run_dir)
-
-    @property
-    def socket_dir(self) -> Path:
-        return Path(self.host.socket_dir)
-
-    @property
-    def shm_dir(self) -> Path:
-        return Path(self.host.shm_dir)
 
     @property
     def has_served(self) -> bool:

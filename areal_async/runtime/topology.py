@@ -42,6 +42,25 @@ class RunHost(msgspec.Struct, frozen=True):
         return self.local + name
 
 
+class OnHost:
+    """What is on `host` knows that host's folders as paths."""
+
+    host: RunHost
+
+    @property
+    def run_dir(self) -> Path:
+        """Everything that outlives a process of the run here."""
+        return Path(self.host.run_dir)
+
+    @property
+    def socket_dir(self) -> Path:
+        return Path(self.host.socket_dir)
+
+    @property
+    def shm_dir(self) -> Path:
+        return Path(self.host.shm_dir)
+
+
 class ServicePlace(msgspec.Struct, frozen=True):
     """One process of the run: its name, what it is, how it is started, where it is asked and watched."""
 
