@@ -22,6 +22,7 @@ from areal_async.config.load import dump_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import write_keys
 from areal_async.launch.one_host import topology_here
+from areal_async.launch.plan import services_of
 from areal_async.launch.runs import find_run
 from areal_async.rpc.messages import (
     Claim,
@@ -65,7 +66,7 @@ class Workplace:
         write_keys(ctx.keys, ctx.socket_dir)
         self.ctx = replace(ctx, host=host)
         (self.folder / "job.yaml").write_text(dump_job(self.job))
-        topology = topology_here("1234", host, [], self.job.model_dump(mode="json"), {})
+        topology = topology_here("1234", host, services_of(self.job), self.job.model_dump(mode="json"), {})
         (self.folder / "topology.json").write_bytes(msgspec.json.encode(topology))
         self.is_alive(True)
 
