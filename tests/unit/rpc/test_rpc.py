@@ -1,6 +1,7 @@
 import asyncio
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -314,3 +315,24 @@ async def test_the_blocking_client_keeps_the_same_promises(endpoint):
     async with serving(endpoint, handle) as server:
         await asyncio.to_thread(use, server.endpoint)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("rpc-")]
+
+
+async def test_threads_that_come_together_to_a_blocking_client_share_one_loop(endpoint):
+    def use(server_endpoint):
+        for _ in range(20):
+            client = SyncClient(server_endpoint, job="j", role="trainer", name="t", access=SECRET)
+            together = threading.Barrier(8)
+
+            def come(client=client, together=together):
+                together.wait(30)
+                client.connect(20)
+                return client.call(Fetch([]), timeout_s=20)
+
+            with ThreadPoolExecutor(8) as pool:
+                asked = [pool.submit(come) for _ in range(8)]
+                assert [one.result(60) for one in asked] == [Fetched(["trainer", "t", "Fetch"])] * 8
+            assert len([t for t in threading.enumerate() if t.name.startswith("rpc-")]) == 1
+            client.close()
+
+    async with serving(endpoint, echo) as server:
+        await asyncio.to_thread(use, server.endpoint)
