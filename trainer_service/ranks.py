@@ -13,7 +13,6 @@ one rank is raised on all and names it; of ranks that wait in vain for another e
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +22,13 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from areal_async.rpc.endpoints import interface_of
 from areal_async.runtime.group import Meeting
 from trainer_service.errors import RankError
 
@@ -334,18 +333,6 @@ def _store(meeting: Meeting, limit_s: float) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=meeting.listening_fd,
         timeout=timedelta(seconds=limit_s),
-    )
-
-
-def interface_of(*hosts: str) -> str:
-    """The name of this machine's network interface with the first of these addresses that one has. Raises
-    ValueError."""
-    for host in hosts:
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(each.family == socket.AF_INET and each.address == host for each in addresses):
-                return name
-    raise ValueError(
-        f"no network interface of this machine has the address {' or '.join(filter(None, hosts))}"
     )
 
 

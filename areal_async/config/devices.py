@@ -140,7 +140,7 @@ def shared_with_engines(job: JobConfig, visible: int | None = None) -> Iterator[
             "weights.channel",
             f"trainer and engine are on one GPU (cuda:{min(shared)}), and NCCL takes only one member from "
             "each",
-            "Set it to shm, or one of the devices to another GPU",
+            "Set it to auto, or one of the devices to another GPU",
             ("rollout.device", "trainer.device"),
         )
 

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import zmq
 from typing_extensions import Buffer
 
@@ -39,6 +40,18 @@ ZAP_FRAMES_BEFORE = 6
 """Frames before what the client shows: version, request, domain, address, identity, mechanism."""
 ZAP_FRAMES = ZAP_FRAMES_BEFORE + 2
 ANYBODY = "known"  # The user of a peer whose role is not told apart
+
+
+def interface_of(*hosts: str) -> str:
+    """The name of this machine's network interface with the first of these addresses that one has. Raises
+    `EndpointError`."""
+    for host in hosts:
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.family == socket.AF_INET and each.address == host for each in addresses):
+                return name
+    raise EndpointError(
+        f"no network interface of this machine has the address {' or '.join(filter(None, hosts))}"
+    )
 
 
 def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) -> None:

@@ -205,64 +205,6 @@ class Disk(Channel):
         return Disk.Arguments.model_validate(job.weights.channel_args).directory / job.job
 
 
-class Nccl(Shm):
-    """Channel `nccl`: as `shm`, and the trainer sends the tensors from its own device to SGLang servers that
-    serve already. The servers' side is `rollout_service/engines/sglang/weights.py`."""
-
-    from_device = True
-
-    class Arguments(Section):
-        give_up_s: float = Field(default=60.0, gt=0)
-        """Longest time for a group to form, or for 512 MB to be taken; then the engine loads the snapshot."""
-
-    @staticmethod
-    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        yield from Shm.check_job(job, arguments, field)
-        rollout, trainer = job.rollout, job.trainer
-        if trainer.ranks > 1:
-            yield Mistake(
-                "weights.channel",
-                f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them",
-                "Set it to shm, or trainer.ranks to 1",
-                ("trainer.ranks",),
-            )
-        if trainer.lora.rank:
-            problem = "`nccl` sends whole weights from device to device, and with trainer.lora there are none"
-            yield Mistake("weights.channel", problem, "Set it to shm, zmq or disk", ("trainer.lora.rank",))
-        engine = declared_engine(rollout.engine)
-        if engine is not None and (reason := engine.no_group):
-            able = (name for name in ENGINES.built_in if not engine_part(name).no_group)
-            yield Mistake(
-                "weights.channel",
-                f"`nccl` is not for rollout.engine {rollout.engine}: {reason}",
-                f"Set it to shm, or rollout.engine to {' or '.join(able)}",
-                ("rollout.engine",),
-            )
-        kinds = {device.partition(":")[0] for device in (rollout.device, trainer.device)}
-        devices = ("rollout.device", "trainer.device")
-        if len(kinds) > 1:
-            yield Mistake(
-                "weights.channel",
-                f"a process group joins GPUs with GPUs (by NCCL) or CPUs with CPUs (by gloo), not the "
-                f"trainer's {trainer.device} with the engine's {rollout.device}",
-                "Set it to shm, or both devices to one kind",
-                devices,
-            )
-        elif kinds == {"cuda"}:
-            yield from shared_with_engines(job)
-
-    @staticmethod
-    def publishing_end(ctx: ServiceContext) -> PublishingEnd:
-        from areal_async.weights.channels.tensor_sender import TensorSender
-
-        arguments = Nccl.Arguments.model_validate(ctx.job.weights.channel_args)
-        return TensorSender(
-            device=rank_device(ctx.job.trainer.device, ctx.gpu_index),
-            limit_s=arguments.give_up_s,
-            host=ctx.host.address,
-        )
-
-
 class Zmq(Channel):
     """Channel `zmq`: receivers on other hosts fetch snapshots in chunks, and hand chunks on to each other."""
 
@@ -303,12 +245,82 @@ class Zmq(Channel):
         )
 
 
+class Nccl(Channel):
+    """Channel `nccl`: the trainer sends the tensors from its own device to SGLang servers that serve already.
+    Beside it snapshots go as by `shm` where one host has all of the job, else as by `zmq`. The servers' side
+    is `rollout_service/engines/sglang/weights.py`."""
+
+    from_device = True
+
+    class Arguments(Zmq.Arguments):
+        give_up_s: float = Field(default=60.0, gt=0)
+        """Longest time for a group to form, or for 512 MB to be taken; then the engine loads the snapshot. As
+        with `zmq`, a fetch of a snapshot that has received nothing for so long fails."""
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        rollout, trainer = job.rollout, job.trainer
+        if trainer.ranks > 1:
+            yield Mistake(
+                "weights.channel",
+                f"`nccl` sends whole tensors from one device, and with {trainer.ranks} ranks none has them",
+                "Set it to auto, or trainer.ranks to 1",
+                ("trainer.ranks",),
+            )
+        if trainer.lora.rank:
+            problem = "`nccl` sends whole weights from device to device, and with trainer.lora there are none"
+            yield Mistake("weights.channel", problem, "Set it to auto, zmq or disk", ("trainer.lora.rank",))
+        engine = declared_engine(rollout.engine)
+        if engine is not None and (reason := engine.no_group):
+            able = (name for name in ENGINES.built_in if not engine_part(name).no_group)
+            yield Mistake(
+                "weights.channel",
+                f"`nccl` is not for rollout.engine {rollout.engine}: {reason}",
+                f"Set it to auto, or rollout.engine to {' or '.join(able)}",
+                ("rollout.engine",),
+            )
+        kinds = {device.partition(":")[0] for device in (rollout.device, trainer.device)}
+        devices = ("rollout.device", "trainer.device")
+        if len(kinds) > 1:
+            yield Mistake(
+                "weights.channel",
+                f"a process group joins GPUs with GPUs (by NCCL) or CPUs with CPUs (by gloo), not the "
+                f"trainer's {trainer.device} with the engine's {rollout.device}",
+                "Set it to auto, or both devices to one kind",
+                devices,
+            )
+        elif kinds == {"cuda"}:
+            yield from shared_with_engines(job)
+
+    @staticmethod
+    def publishing_end(ctx: ServiceContext) -> PublishingEnd:
+        from areal_async.weights.channels.tensor_sender import TensorSender
+
+        arguments = Nccl.Arguments.model_validate(ctx.job.weights.channel_args)
+        return TensorSender(
+            device=rank_device(ctx.job.trainer.device, ctx.gpu_index),
+            limit_s=arguments.give_up_s,
+            host=ctx.host.address,
+            snapshots=(Zmq if _several_hosts(ctx) else Channel).publishing_end(ctx),
+        )
+
+    @staticmethod
+    def receiving_end(ctx: ServiceContext, name: str) -> ReceivingEnd:
+        """Raises `EndpointError`."""
+        return (Zmq if _several_hosts(ctx) else Channel).receiving_end(ctx, name)
+
+
 class Auto(Channel):
     """Channel `auto`: the launcher puts `shm` in its place where one host has all of the job, else `zmq` with
     these arguments."""
 
     class Arguments(Zmq.Arguments):
         pass
+
+
+def _several_hosts(ctx: ServiceContext) -> bool:
+    """A process that is started again may be on another host than it was, so all hosts count."""
+    return len(ctx.topology.hosts) > 1
 
 
 def _listen(ctx: ServiceContext) -> str:

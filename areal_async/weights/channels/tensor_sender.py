@@ -13,10 +13,11 @@ Promises:
 - A failure costs its group the update under way: all members take the snapshot. The next group is of those
   who ask then. One in which anything failed is never used again.
 - An engine that asks late keeps nobody waiting: it takes the snapshot, and is waited for the next time.
-- Nothing is hashed on the way. The snapshot with the hashes is published all the same.
+- Nothing is hashed on the way. The snapshot with the hashes is published all the same, at an end of its own
+  (`snapshots`), whoever reads it.
 
-The meeting point listens on the interface `host`, by default loopback: then members are processes of this
-host.
+The meeting point and the group's own connections are at the address `host` of this machine, by default
+loopback: then members are processes of this host. They ask nobody who they are, and are not encrypted.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from areal_async.errors import SnapshotError
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.rpc.endpoints import LOOPBACK, interface_of
 from areal_async.rpc.schema import Message, Ok, VersionTag
+from areal_async.rpc.server import Answer
 from areal_async.rpc.weights_messages import (
     AskTensors,
     BreakGroup,
@@ -94,6 +97,7 @@ class TensorSender(PublishingEnd):
         device: str,
         limit_s: float,
         host: str = LOOPBACK,
+        snapshots: PublishingEnd | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         max_sends: int = MAX_SENDS,
         window_s: float = WINDOW_S,
@@ -103,6 +107,7 @@ class TensorSender(PublishingEnd):
         self._window_s = window_s
         self._device = torch.device(device)
         self._host = host
+        self._snapshots = snapshots if snapshots is not None else PublishingEnd()
         self._limit_s = limit_s
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -116,18 +121,27 @@ class TensorSender(PublishingEnd):
         self._closing = False
 
     async def start(self) -> None:
-        """Raises `SnapshotError` where torch lacks the backend."""
+        """Raises `SnapshotError` where torch lacks the backend, and `EndpointError` where no interface has
+        `host` or the snapshots' end cannot serve."""
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if not dist.is_backend_available(backend):
             raise SnapshotError(
                 f"this torch ({torch.__version__}) has no {backend}, which weights.channel = nccl needs "
                 f"with trainer.device = {self._device}: install a build that has it, or set weights.channel "
-                "to shm"
+                "to auto"
             )
         if backend == "nccl":
             # NCCL's watchdog would end the trainer when an engine dies: the group looks after that itself,
             # and ends alone.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ.setdefault(f"{backend.upper()}_SOCKET_IFNAME", interface_of(self._host))
+        await self._snapshots.start()
+
+    def add(self, directory: Path, manifest_hash: str) -> None:
+        self._snapshots.add(directory, manifest_hash)
+
+    def remove(self, manifest_hash: str) -> bool:
+        return self._snapshots.remove(manifest_hash)
 
     def offer(self, tag: VersionTag, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tag` is sent from now on, and nothing else."""
@@ -152,13 +166,13 @@ class TensorSender(PublishingEnd):
         with self._lock:
             self._copy = _Copy(tag, buckets, data)
 
-    async def answer(self, message: Message) -> Plan | Ok | NoNews | None:
+    async def answer(self, message: Message) -> Answer | None:
         """Begin to send once those who ask are together, if that version is there to be sent; and keep the
         members of a group in step."""
         if isinstance(message, AskTensors):
             return await self._asked(message)
         if not isinstance(message, TakeBucket | BreakGroup):
-            return None
+            return await self._snapshots.answer(message)
         with self._lock:
             groups = (self._group, *self._sends.values())
         group = next((one for one in groups if one is not None and one.name == message.group), None)
@@ -186,6 +200,7 @@ class TensorSender(PublishingEnd):
             group.break_up("the trainer is ending")
         with self._lock:
             self._copy = self._group = None
+        await self._snapshots.close()
 
     # --- who asks ------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from areal_async.config.devices import first_threads
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
+from areal_async.rpc.endpoints import interface_of
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
 from areal_async.trajectory import Sampling
@@ -160,6 +161,9 @@ class ServerSettings:
     """Further flags of a server that is started here."""
     ready_s: float = 300.0
     """Seconds until it must serve."""
+    interface: str = ""
+    """Network interface on which a server that is started here is in a process group with the trainer; empty:
+    it is in none."""
     log_path: Path = Path("server.log")
     """File to which a server that is started here writes."""
     patience: Patience = PATIENCE
@@ -175,7 +179,8 @@ def settings_of(
     """The settings of the engine that the job names, which is a server. The arguments are those of
     `engines.make_engine`.
 
-    Raises `EngineError` when the server's environment or GPU is not there, or none is named to attach to."""
+    Raises `EngineError` when the server's environment or GPU is not there, or none is named to attach to, and
+    `EndpointError` where no network interface has the address of this host."""
     rollout = job.rollout
     url = attached_url(job, place, replica)
     try:
@@ -197,6 +202,7 @@ def settings_of(
         python=python,
         arguments=rollout.server.arguments,
         ready_s=rollout.server.ready_s,
+        interface=interface_of(place.host.address) if place and job.weights.channel == "nccl" else "",
         log_path=logs / f"{owner}-{rollout.engine}-{replica}.log",
     )
 

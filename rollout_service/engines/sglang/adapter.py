@@ -128,8 +128,9 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
     if launch.settings.device == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
         found.setdefault("OMP_NUM_THREADS", "1")
-        # For the group in which the trainer sends weights: nobody beyond this host is a member.
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        found.setdefault("GLOO_SOCKET_IFNAME", launch.settings.interface or "lo")
+    elif launch.settings.interface:
+        found.setdefault("NCCL_SOCKET_IFNAME", launch.settings.interface)
     return found
 
 

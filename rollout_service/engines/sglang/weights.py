@@ -126,7 +126,7 @@ class TensorReceiver:
             if size > 1:
                 raise EngineError(
                     f"{client.name} runs with --{flag} {size}, and takes tensors only with 1: remove it from "
-                    "rollout.server.arguments, or set weights.channel to shm"
+                    "rollout.server.arguments, or set weights.channel to auto"
                 )
         self._ranks, self._group = sizes.tp_size, ""
         if python is not None:
@@ -262,7 +262,7 @@ def check_releases(ours: str, theirs: str) -> None:
         raise EngineError(
             f"weights.channel nccl needs one torch release on both sides, but the trainer's is {ours} and "
             f"the server's {theirs}: install torch {release_of(theirs)} beside the trainer, or set "
-            "weights.channel to shm"
+            "weights.channel to auto"
         )
 
 

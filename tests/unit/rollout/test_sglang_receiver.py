@@ -216,7 +216,7 @@ def test_without_tensors_the_directory_is_loaded_and_the_trainer_asked_ever_less
 @pytest.mark.parametrize("size", ["pp_size", "dp_size"])
 def test_servers_that_cannot_take_tensors_are_refused_at_the_start(size: str) -> None:
     receiver = TensorReceiver(ScriptedTrainer(), "r/0")
-    with pytest.raises(EngineError, match=r"size 2.*weights.channel to shm"):
+    with pytest.raises(EngineError, match=r"size 2.*weights.channel to auto"):
         asyncio.run(receiver.opened(ScriptedServer(**{size: 2}), None))  # type: ignore[arg-type]
 
 

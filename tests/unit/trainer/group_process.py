@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from areal_async.config.job import LoraSection
+from areal_async.rpc.endpoints import interface_of
 from areal_async.runtime.group import Meeting
 from areal_async.weights.pieces import TensorPiece
 from trainer_service import disk, trained
@@ -55,7 +56,7 @@ def main(rank: int, folder: Path) -> dict[str, object]:
     torch.set_num_threads(1)
     meeting = Meeting.from_environment()
     assert meeting is not None
-    seen: dict[str, object] = {"interface": ranks_module.interface_of(meeting.host)}
+    seen: dict[str, object] = {"interface": interface_of(meeting.host)}
     ranks = join_ranks(rank, 2, meeting=meeting, timeout_s=LIMIT_S, start_s=60.0)
 
     def slow() -> str:

@@ -1,24 +1,32 @@
 """Publisher and receivers together, over the channels that cross hosts."""
 
 import asyncio
+import dataclasses
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
+import psutil
 import pytest
 import torch
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import SnapshotError
 from areal_async.registry import PartError
-from areal_async.rpc.weights_messages import SnapshotNotice
+from areal_async.rpc.client import Client
+from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, ReceivingEnd, channel_of, makes_deltas
 from areal_async.weights.channels.fetching import SnapshotFetcher
 from areal_async.weights.channels.serving import SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
+from tests.unit.weights.member import Member
 from tests.unit.weights.world import PATIENCE_S, SECRET, names, tag
 
 
@@ -267,6 +275,56 @@ async def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_rec
     misspelt = job_with(place, channel=job.weights.channel, channel_args={"pots": 1})
     with pytest.raises(PartError, match=r"weights\.channel_args\.post: .* needs 'post', and it is missing"):
         channel_of(misspelt)
+
+
+def address_beyond_loopback():
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            if one.family == socket.AF_INET and not one.address.startswith("127."):
+                return one.address
+    pytest.skip("this machine has no network")
+
+
+def connections_on_loopback():
+    found = psutil.Process().net_connections("tcp4")
+    return {c.fd for c in found if c.status == psutil.CONN_ESTABLISHED and c.raddr.ip.startswith("127.")}
+
+
+async def test_nccl_takes_tensors_and_the_snapshot_to_another_host_by_the_address_of_the_trainers(
+    place, monkeypatch
+):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    address, before = address_beyond_loopback(), connections_on_loopback()
+    job = job_with(place, channel="nccl")
+    trainer = ServiceContext.for_test(job, place, "trainer", "trainer")
+    host = msgspec.structs.replace(trainer.host, address=address)
+    other = msgspec.structs.replace(host, node_id="b")
+    topology = msgspec.structs.replace(trainer.topology, hosts={host.node_id: host, "b": other})
+    trainer = dataclasses.replace(trainer, topology=topology, host=host)
+    worker = dataclasses.replace(trainer, host=other)
+    p = make_publisher(trainer, files={}, tied={})
+    p.start()
+    try:
+        p.publish(tag(0), weights(0))
+        r = make_receiver(worker, "serve", name="rollout-0")
+        await r.connect(10)
+        _, snapshot = await take(r)
+        assert snapshot.path.parent == worker.shm_dir / "weights" / "b"
+        assert snapshot.tensors["w"][0] == 0
+        engine = Client(worker.weights, job="j", role="rollout", name="e", access=worker.keys)
+        await engine.connect(10)
+        by_wire = SimpleNamespace(answer=partial(engine.call, timeout_s=30))
+        member = Member("rollout-0/0")
+        member.tag = tag(0)
+        plan = await by_wire.answer(AskTensors(member.name, "", tag(0), 1))
+        assert plan.host == address
+        taken = await member.take(by_wire, plan)
+        assert torch.equal(taken["w"], weights(0)["w"])
+        assert connections_on_loopback() == before
+        await engine.close()
+        await r.close()
+    finally:
+        await asyncio.to_thread(p.close)
 
 
 @pytest.mark.parametrize("channel", ["shm", "zmq", "disk", "nccl"])
