@@ -172,9 +172,6 @@ class LocalLauncher:
         self._spares.tend(now_s, calm=calm)
         return []
 
-    def scrape_targets(self, ports: dict[str, int]) -> dict[str, str]:
-        return {name: f"{self._folders.host.loopback}:{port}" for name, port in ports.items()}
-
     def close(self) -> None:
         """Leave no process: no service, nor what they detached, nor a spare."""
         self._spares.close()

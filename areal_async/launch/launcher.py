@@ -70,8 +70,5 @@ class Launcher(Protocol):
         """Do what is to be done beside; the places that have changed since the last call. `calm`: all
         services serve."""
 
-    def scrape_targets(self, ports: dict[str, int]) -> dict[str, str]:
-        """Where Prometheus on this host finds the metrics of processes, `HOST:PORT`, by name."""
-
     def close(self) -> None:
         """Leave no process of the run, however it was started."""

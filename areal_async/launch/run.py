@@ -51,7 +51,7 @@ from areal_async.rpc.messages import BufferStats, Stats
 from areal_async.rpc.secret import RoleKeys
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
-from areal_async.runtime.metrics import serve_metrics
+from areal_async.runtime.metrics import other_hosts, serve_metrics
 from areal_async.runtime.status import board
 from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import DropReport, StatusAggregator
@@ -175,9 +175,7 @@ def _run(
     with open_view(console, plain=plain) as show:
         monitor = Monitor(
             aggregator,
-            clients=lambda: StatusClients(
-                lambda: supervisor.topology, job.job, folders.secret.of("supervisor")
-            ),
+            clients=StatusClients(lambda: supervisor.topology, job.job, folders.secret.of("supervisor")),
             phases=supervisor.phases,
             show=show,
             threads=ThreadSplit(job, len(os.sched_getaffinity(0))),
@@ -185,9 +183,11 @@ def _run(
         )
         board.figures = lambda: ServiceFigures(run=msgspec.to_builtins(monitor.newest))
         monitor.start()
+        other_hosts.read = monitor.metrics
         try:
             ending = supervisor.run()
         finally:
+            other_hosts.forget()
             monitor.stop()
     shares = [
         share for name in aggregator.names("rollout") if (share := aggregator.busy_while_training(name))

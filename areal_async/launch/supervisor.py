@@ -45,6 +45,7 @@ from areal_async.launch.plan import (
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime import events
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import elsewhere
 from areal_async.runtime.process import INCURABLE_STATUS, RestartPolicy, exit_text
 from areal_async.runtime.topology import Role, ServicePlace
 from areal_async.status.aggregator import RunStatus
@@ -104,7 +105,7 @@ class Supervisor:
         self._never_came = 0  # Workers that joined and never came to serve
         self._metrics_port = metrics_port
         self._told_serving = False
-        self._told_ports: list[int] = []
+        self._named: object = None  # Who was named to Prometheus, and where
         self._told_ending = False
         self._interrupted_s: float | None = None
         self._same_interrupt_s = same_interrupt_s
@@ -161,9 +162,9 @@ class Supervisor:
         self._autoscale()
         if self.lifecycle.stopping or not self.lifecycle.all_serve():
             return
-        ports = list(self.metrics_ports.values())
-        if ports != self._told_ports:
-            self._told_ports = ports
+        named = (self.services, list(self.metrics_ports.values()))
+        if named != self._named:
+            self._named = named
             self._write_targets()
         if not self._told_serving:
             self._told_serving = True
@@ -362,22 +363,15 @@ class Supervisor:
 
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
-        addresses = self._launcher.scrape_targets(self.metrics_ports)
-        found: list[tuple[str, str, str]] = [
-            (place.role, place.name, addresses[place.name])
-            for place in self.services
-            if place.name in addresses
-        ]
-        if self._metrics_port:
-            home = self.topology.home_host
-            found.append(("supervisor", "supervisor", f"{home.loopback}:{self._metrics_port}"))
-        targets = [
-            {
-                "targets": [address],
-                "labels": {"job": self.job.job, "service": role, "process": name},
-            }
-            for role, name, address in found
-        ]
+        home, targets = self.topology.home_host, []
+        found: list[tuple[str, str, str]] = [(p.role, p.name, p.node_id) for p in self.services]
+        for service, process, host in (*found, ("supervisor", "supervisor", home.node_id)):
+            port = self.metrics_ports.get(process, self._metrics_port)
+            labels = {"job": self.job.job, "service": service, "process": process, "host": host}
+            if host != home.node_id:  # it serves its metrics to its own host alone
+                port, labels["__metrics_path__"] = self._metrics_port, elsewhere(process)
+            if port:
+                targets.append({"targets": [f"{home.loopback}:{port}"], "labels": labels})
         folder = self.folders.targets.parent
         if not folder.is_dir():
             folder.mkdir()

@@ -38,6 +38,7 @@ from areal_async.rpc.address import Address
 from areal_async.rpc.by_file import LEAST_BYTES, ClientFiles
 from areal_async.rpc.frames import (
     BY_FILE,
+    MAX_MESSAGE_BYTES,
     READS_FILES,
     Kind,
     read_attachments,
@@ -82,7 +83,8 @@ class Client:
 
     `timeout_s` is the patience of every call that names none of its own. An unanswered request is repeated
     after `resend_after_s`, then after twice as long, and so on: only a lost reply needs it, since a lost
-    connection is noticed at once. `async with` connects and closes.
+    connection is noticed at once. An answer with a part above `max_part_bytes` ends the connection.
+    `async with` connects and closes.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         max_in_flight: int = 64,
         resend_after_s: float = RESEND_AFTER_S,
+        max_part_bytes: int = MAX_MESSAGE_BYTES,
         rng: random.Random | None = None,
     ) -> None:
         self.address = address if isinstance(address, Address) else Address(address)
@@ -105,6 +108,7 @@ class Client:
         self._access = access
         self._timeout_s = timeout_s
         self._resend_after_s = resend_after_s
+        self._max_part_bytes = max_part_bytes
         self._rng = rng or random.Random()
         self._uid = secrets.randbits(64)
         self._ids = itertools.count(1)
@@ -287,7 +291,7 @@ class Client:
         context = open_context()
         sock = context.socket(zmq.DEALER)
         try:
-            endpoints.tune(sock)
+            endpoints.tune(sock, max_part_bytes=self._max_part_bytes)
             # Not zmq.IMMEDIATE: with it, libzmq drops replies that came just before a disconnect. What it may
             # queue for a server that is not there is answered WHO by the next one, and then repeated.
             sock.setsockopt(zmq.RECONNECT_IVL, 20)

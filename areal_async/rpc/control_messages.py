@@ -90,6 +90,10 @@ class Status(Request[ServiceStatus], frozen=True):
     """Where servers of the run are found now, by their names."""
 
 
+class ReadMetrics(Request[Ok], frozen=True):
+    """The series of a service for Prometheus, as text in the attachment of the answer."""
+
+
 # --- services -> supervisor --------------------------------------------------------------------------
 
 

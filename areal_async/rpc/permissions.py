@@ -64,6 +64,7 @@ CALLERS: Mapping[type, Roles] = {
     gateway_messages.CountCalls: GENERATORS,
     # to every service, and to the supervisor
     control_messages.Status: PEOPLE,
+    control_messages.ReadMetrics: frozenset({"supervisor"}),
     control_messages.WriteRecord: SERVICES,
     control_messages.ReadRecords: SERVICES | PEOPLE,
     home_messages.ListHome: SERVICES,

@@ -2,7 +2,9 @@
 
 Every service declares its own series in its `metrics.py` on the default registry; this module serves them
 over HTTP, from one thread with an event loop of its own, and holds the one series that all share,
-`areal_busy_seconds_total{activity}`. However many ask, and whatever they send, the process works on.
+`areal_busy_seconds_total{activity}`. However many ask, and whatever they send, the process works on. The
+supervisor serves those of processes on other hosts too, each at a path of its own (`elsewhere`): asked for as
+they are scraped, never kept, so a scrape of one that does not answer fails.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import gzip
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.exposition import choose_encoder, gzip_accepted
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, gzip_accepted
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -32,8 +34,34 @@ from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 # A `_created` series beside every counter doubles what is scraped and says nothing we use.
 prometheus_client.disable_created_metrics()
 
+PATH = "/metrics"
 LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_s=30.0)
 END_LIMIT_S = 5.0
+
+
+class OtherHosts:
+    """How a supervisor reads the metrics of a process on another host, by its name."""
+
+    read: Callable[[str], Awaitable[bytes]]
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """There is none any more."""
+        self.read = _nobody
+
+
+async def _nobody(name: str) -> bytes:
+    raise KeyError(name)
+
+
+other_hosts = OtherHosts()
+
+
+def elsewhere(name: str) -> str:
+    """The path at which the supervisor serves the metrics of the process called `name`."""
+    return f"{PATH}/{name}"
 
 
 class MetricsPortError(ArealError):
@@ -92,18 +120,33 @@ def _listen(port: int) -> socket.socket:
 
 
 async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
-    """An ASGI application: the default registry in a form that the scraper takes, compressed if it may be."""
+    """An ASGI application: the default registry in a form that the scraper takes, or the series of a process
+    on another host, compressed if they may be."""
     request = Request(scope)
     if request.method != "GET":
         response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
     else:
+        response = await _scraped(request)
+    await response(scope, receive, send)
+
+
+async def _scraped(request: Request) -> Response:
+    name = request.url.path.removeprefix(elsewhere(""))
+    if name == request.url.path:
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
         text = encode(prometheus_client.REGISTRY)
-        headers = {"content-type": media_type, "connection": "close"}
-        if gzip_accepted(request.headers.get("accept-encoding", "")):
-            text, headers["content-encoding"] = gzip.compress(text), "gzip"
-        response = Response(text, headers=headers)
-    await response(scope, receive, send)
+    else:
+        media_type = CONTENT_TYPE_PLAIN_0_0_4
+        try:
+            text = await other_hosts.read(name)
+        except KeyError:
+            return PlainTextResponse(f"nothing is known of a process {name}", 404)
+        except (ArealError, TimeoutError) as error:
+            return PlainTextResponse(f"{name} does not answer. {error}", 504)
+    headers = {"content-type": media_type, "connection": "close"}
+    if gzip_accepted(request.headers.get("accept-encoding", "")):
+        text, headers["content-encoding"] = gzip.compress(text), "gzip"
+    return Response(text, headers=headers)
 
 
 @dataclass

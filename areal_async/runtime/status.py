@@ -19,11 +19,19 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import prometheus_client
 
-from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceState, ServiceStatus, Status
-from areal_async.rpc.schema import Request
+from areal_async.rpc.control_messages import (
+    ReadMetrics,
+    RunRecord,
+    ServiceFigures,
+    ServiceState,
+    ServiceStatus,
+    Status,
+)
+from areal_async.rpc.schema import Ok, Request
 from areal_async.rpc.secret import Access
-from areal_async.rpc.server import Handler, Peer, Server, by_type
+from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.metrics import busy
 
@@ -48,9 +56,12 @@ class ControlServer:
         job: str,
         access: Access,
         handlers: Mapping[type[Request[Any]], Handler],
+        **limits: int,
     ) -> None:
+        """`limits` are the server's."""
         handler = by_type(service, handlers)
-        self._make = partial(Server, endpoint, service=service, job=job, access=access, handler=handler)
+        who = {"service": service, "job": job, "access": access}
+        self._make = partial(Server, endpoint, handler=handler, **who, **limits)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
@@ -169,14 +180,23 @@ class NoticeHandler(logging.Handler):
 
 
 def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
-    """Answer `Status` for the service of `ctx` from `board`, as long as this process lives."""
+    """Answer `Status` for the service of `ctx` from `board`, and `ReadMetrics`, as long as this process
+    lives."""
 
     async def answer(peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
         board.threads = request.threads or board.threads
         ctx.moved(request.endpoints)
         return board.status(ctx.name, serves=ctx.has_served)
 
+    async def series(peer: Peer, request: ReadMetrics, attachments: list[memoryview]) -> Answer:
+        return Ok(), [prometheus_client.generate_latest()]
+
     logging.getLogger("areal").addHandler(NoticeHandler(board))
     ControlServer(
-        ctx.place.status, service=ctx.name, job=ctx.job.job, access=ctx.keys, handlers={Status: answer}
+        ctx.place.status,
+        service=ctx.name,
+        job=ctx.job.job,
+        access=ctx.keys,
+        handlers={Status: answer, ReadMetrics: series},
+        cached_replies=0,  # asking twice does no harm, and pages of series would be held for long
     ).start()

@@ -16,7 +16,8 @@ from contextlib import suppress
 from areal_async.errors import ArealError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
-from areal_async.rpc.control_messages import ServiceStatus, Status
+from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
+from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import STALL
@@ -29,6 +30,8 @@ log = get_logger("watchdog")
 
 POLL_S = 0.5
 ANSWER_S = 5.0  # The longest that an answer is waited for before the service is asked anew
+SCRAPE_S = 1.5  # The same for its metrics, below what Prometheus waits
+MAX_PART_BYTES = 16 << 20  # Longest part of an answer; who sends a longer one is left
 LOOK_S = 2.0  # The longest that one look at everything takes
 REPORT_S = 30.0  # How often a stall is logged while it lasts
 ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
@@ -46,23 +49,43 @@ class StatusClients:
     async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
         """Raises ArealError where it does not answer within `ANSWER_S`. `threads` is told to it."""
         topology = self._topology()
-        place = topology.place(name)
+        endpoints = {"buffer": topology.buffer, "weights": topology.weights}
+        status, _ = await self._exchange(name, Status(threads, endpoints))
+        return status
+
+    async def metrics(self, name: str) -> bytes:
+        """The series of a service as text for Prometheus, as they are now. Raises ArealError or TimeoutError
+        where it does not answer within `SCRAPE_S`, KeyError where there is none of that name."""
+        async with asyncio.timeout(SCRAPE_S):
+            _, parts = await self._exchange(name, ReadMetrics())
+        return b"".join(parts)
+
+    async def _exchange(self, name: str, request: Request[R]) -> tuple[R, list[memoryview]]:
+        place = self._topology().place(name)
         client = self._clients.pop(name, None)
         is_new = client is None
         if client is None:
-            address = Address(place.status, place.role)
-            client = Client(address, job=self._job, role="supervisor", name="monitor", access=self._access)
+            client = Client(
+                Address(place.status, place.role),
+                job=self._job,
+                role="supervisor",
+                name="monitor",
+                access=self._access,
+                max_part_bytes=MAX_PART_BYTES,
+            )
         client.address.move(place.status)
         try:
             if is_new:
                 await client.connect(ANSWER_S)
-            endpoints = {"buffer": topology.buffer, "weights": topology.weights}
-            status = await client.call(Status(threads, endpoints), timeout_s=ANSWER_S)
+            answer = await client.exchange(request, timeout_s=ANSWER_S)
         except BaseException:
             await client.close()
             raise
-        self._clients[name] = client
-        return status
+        if name in self._clients:  # it was asked two things at once
+            await client.close()
+        else:
+            self._clients[name] = client
+        return answer
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -76,7 +99,7 @@ class Monitor:
         self,
         aggregator: StatusAggregator,
         *,
-        clients: Callable[[], StatusClients],
+        clients: StatusClients,
         phases: Callable[[], Mapping[str, str]],
         show: Callable[[RunStatus], None],
         load: LoadLog,
@@ -84,7 +107,7 @@ class Monitor:
     ) -> None:
         """`threads`: how many CPU threads services are to compute with, by the prefixes of their names."""
         self._aggregator = aggregator
-        self._make_clients = clients
+        self._clients = clients
         self._phases = phases
         self._show = show
         self._split = threads
@@ -111,12 +134,16 @@ class Monitor:
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._look(LOOK_S), self._loop).result(2 * LOOK_S)
 
+    async def metrics(self, name: str) -> bytes:
+        """What `StatusClients.metrics` says, for another loop, until this is stopped."""
+        asked = asyncio.run_coroutine_threadsafe(self._clients.metrics(name), self._loop)
+        return await asyncio.wrap_future(asked)
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._watch())
 
     async def _watch(self) -> None:
-        self._clients = self._make_clients()
         try:
             while True:
                 with suppress(TimeoutError):

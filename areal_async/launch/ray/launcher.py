@@ -346,10 +346,6 @@ class RayLauncher:
             moved, self._moved = self._moved, []
         return moved
 
-    def scrape_targets(self, ports: dict[str, int]) -> dict[str, str]:
-        """None: processes serve their metrics to their own node alone."""
-        return {}
-
     def close(self) -> None:
         ends = [ending for place in self._places.values() if (ending := place.close()) is not None]
         with suppress(RayError):

@@ -12,6 +12,7 @@ from areal_async.launch.folders import claim_folders
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
+from areal_async.runtime.metrics import elsewhere
 from areal_async.runtime.process import service_environment
 from tests.processes import processes_of
 from tests.unit.launch.launching import STAND_IN, changed
@@ -47,6 +48,24 @@ def test_all_serve_before_their_endpoints_are_named_and_the_run_ends_once_the_tr
     assert all(entry["targets"][0] != "127.0.0.1:0" for entry in seen)
     assert (folders.run_dir / "order").read_text().split() == ["rollout-0", "reward", "buffer"]
     assert {path.name for path in folders.logs.iterdir()} == {f"{name}.log" for name in names}
+
+
+def test_a_process_on_another_host_is_scraped_through_the_supervisors_own_port(job, folders, behave):
+    behave({"trainer": "finishes"})
+    job = changed(job, "placement", pretend={"rollout-0": "gpu-7"})
+    seen = {}
+
+    def look():
+        seen.update({one["labels"]["process"]: one for one in json.loads(folders.targets.read_text())})
+
+    supervise(job, folders, look, metrics_port=9999)
+    there, here = seen["rollout-0"], seen["reward"]
+    assert there["targets"] == ["127.0.0.1:9999"] != here["targets"]
+    assert (there["labels"]["host"], here["labels"]["host"]) == ("gpu-7", "local")
+    paths = {name for name, one in seen.items() if "__metrics_path__" in one["labels"]}
+    assert paths == {"rollout-0"}
+    assert there["labels"]["__metrics_path__"] == elsewhere("rollout-0")
+    assert seen["supervisor"]["targets"] == ["127.0.0.1:9999"]
 
 
 @pytest.mark.parametrize(

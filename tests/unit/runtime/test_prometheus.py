@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hostile_http import free_port, until
 
+from areal_async.runtime.metrics import elsewhere
+
 CONFIG = Path(__file__).parents[3] / "deploy" / "prometheus" / "prometheus.yml"
 
 needs_prometheus = pytest.mark.skipif(
@@ -20,7 +22,12 @@ needs_prometheus = pytest.mark.skipif(
 
 SERVICE = """
 import sys
-from areal_async.runtime.metrics import busy, start_metrics_server
+from areal_async.runtime.metrics import busy, other_hosts, start_metrics_server
+async def read(name):
+    if name == "rollout-1":
+        raise TimeoutError("after 1.5 s")
+    return b'areal_told{by="rollout-0"} 7\\n'
+other_hosts.read = read
 with busy("train"):
     print(start_metrics_server(0), flush=True)
     sys.stdin.read()
@@ -37,14 +44,20 @@ def service_port():
 
 @pytest.fixture
 def checkout(tmp_path, service_port):
-    """A copy of the scrape file at its place in a checkout, beside a run that lists one process."""
+    """A copy of the scrape file at its place in a checkout, beside a run that lists a process here and two on
+    another host, of which one does not answer."""
     config = tmp_path / "deploy" / "prometheus" / "prometheus.yml"
     config.parent.mkdir(parents=True)
     shutil.copy(CONFIG, config)
     targets = tmp_path / "runs" / "prometheus" / "demo.json"
     targets.parent.mkdir(parents=True)
-    labels = {"job": "demo", "process": "trainer"}
-    targets.write_text(json.dumps([{"targets": [f"127.0.0.1:{service_port}"], "labels": labels}]))
+    listed = []
+    for name in ("trainer", "rollout-0", "rollout-1"):
+        labels = {"job": "demo", "process": name}
+        if name != "trainer":
+            labels["__metrics_path__"] = elsewhere(name)
+        listed.append({"targets": [f"127.0.0.1:{service_port}"], "labels": labels})
+    targets.write_text(json.dumps(listed))
     return tmp_path
 
 
@@ -63,8 +76,11 @@ def test_a_real_prometheus_finds_a_run_and_answers_for_its_series(checkout):
         [series] = query(port, "areal_busy_seconds_total")
         assert series["metric"].items() >= {"job": "demo", "process": "trainer", "activity": "train"}.items()
         assert float(series["value"][1]) > 0
-        [up] = query(port, "up")
-        assert up["value"][1] == "1"
+        until(lambda: len(query(port, "up")) == 3, "not all were scraped", 60.0)
+        up = {one["metric"]["process"]: one["value"][1] for one in query(port, "up")}
+        assert up == {"trainer": "1", "rollout-0": "1", "rollout-1": "0"}
+        [told] = query(port, "areal_told")
+        assert (told["metric"]["process"], told["value"][1]) == ("rollout-0", "7")
     finally:
         prometheus.terminate()
         prometheus.wait(60)

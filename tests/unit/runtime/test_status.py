@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from areal_async.errors import PeerGone, RpcTimeout
+from areal_async.errors import ArealError, PeerGone, RpcTimeout
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
@@ -81,6 +81,22 @@ def test_what_is_waited_for_and_a_drain_are_said_as_long_as_they_are():
 
     said.draining = True
     assert said.status("rollout-0", serves=True).state == "draining"
+
+
+async def test_a_service_says_its_series_as_they_are_now_and_one_that_left_says_nothing(ctx):
+    answer_status(ctx, StatusBoard())
+    clients = StatusClients(lambda: ctx.topology, ctx.job.job, ctx.keys)
+    try:
+        for _ in range(2):
+            with busy("series_test"):
+                text = await clients.metrics(ctx.name)
+        assert b'areal_busy_seconds_total{activity="series_test"}' in text
+        with pytest.raises((ArealError, TimeoutError)):
+            await clients.metrics("rollout-7")
+        with pytest.raises(KeyError):
+            await clients.metrics("../buffer")
+    finally:
+        await clients.close()
 
 
 async def test_nobody_at_the_endpoint_is_an_error(ctx):

@@ -223,7 +223,7 @@ def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job, t
     shown = []
     monitor = Monitor(
         StatusAggregator(job, ["trainer", "reward"], 0.0),
-        clients=lambda: Answers(trainer=trainer),
+        clients=Answers(trainer=trainer),
         phases=lambda: {"trainer": "serving", "reward": "serving"},
         show=shown.append,
         load=LoadLog(RunLog(tmp_path / "metrics.jsonl")),
@@ -240,7 +240,7 @@ def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job, tm
     answers = Answers(**{name: said(name) for name in names})
     monitor = Monitor(
         StatusAggregator(job, names, 0.0),
-        clients=lambda: answers,
+        clients=answers,
         phases=lambda: dict.fromkeys(names, "serving"),
         show=lambda status: None,
         load=LoadLog(RunLog(tmp_path / "metrics.jsonl")),
