@@ -7,9 +7,9 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 
 
-def fetch_samples(port: int, timeout_s: float = 5.0) -> dict[str, float]:
-    """Value by series, as exposed at a loopback port: `areal_buffer_groups{state="queued"}`."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=timeout_s) as answer:
+def fetch_samples(port: int, timeout_s: float = 5.0, path: str = "/metrics") -> dict[str, float]:
+    """Value by series, as exposed at a path of a loopback port: `areal_buffer_groups{state="queued"}`."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=timeout_s) as answer:
         text = answer.read().decode()
     samples = {}
     for family in text_string_to_metric_families(text):

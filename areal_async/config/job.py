@@ -37,15 +37,15 @@ class WeightsSection(Section):
     channel: str = "auto"
     """How new weights reach the engines: `shm` is shared memory on one host; `zmq` sends them to other hosts
     in chunks, which receivers hand on to each other; `auto` is `shm` where one host has all of the job and
-    `zmq` elsewhere; `disk` is a directory that all hosts see; `nccl` is `shm`, and the trainer sends the
+    `zmq` elsewhere; `disk` is a directory that all hosts see; `nccl` is as `auto`, and the trainer sends the
     tensors from its own device to SGLang servers that serve already. A channel of another package is named by
     its entry point, one of your own as `path.py:name`."""
     channel_args: dict[str, Any] = Field(default_factory=dict)
     """What the channel takes, by name (see docs/weights-channels.md)."""
     codec: Literal["auto", "full", "delta"] = "auto"
     """What travels: whole snapshots (`full`), or for receivers that hold the version before what changed
-    (`delta`, lossless). `auto` is `delta` on `zmq` and `full` elsewhere, where receivers read the files that
-    the trainer wrote."""
+    (`delta`, lossless). `auto` is `delta` on `zmq`, and on `nccl` between hosts, and `full` elsewhere, where
+    receivers read the files that the trainer wrote."""
     delta_below: float = Field(default=0.5, gt=0, le=1)
     """A delta is offered where it is smaller than this share of the full snapshot."""
     keep: int = Field(default=1, ge=1, le=10_000)

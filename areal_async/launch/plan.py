@@ -55,10 +55,13 @@ def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[S
 
 
 def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
-    """`job` with the channel that `weights.channel: auto` stands for: `zmq` where several hosts have it."""
-    if job.weights.channel != "auto":
-        return job
-    chosen = {"channel": "zmq"} if several_hosts else {"channel": "shm", "channel_args": {}}
+    """`job` with the channel that `weights.channel: auto` stands for: `zmq` where several hosts have it.
+    Beside `nccl` snapshots are brought in the same way, and with the same codec."""
+    weights, chosen = job.weights, dict[str, object]()
+    if weights.channel == "auto":
+        chosen = {"channel": "zmq"} if several_hosts else {"channel": "shm", "channel_args": {}}
+    elif weights.channel == "nccl" and several_hosts and weights.codec == "auto":
+        chosen = {"codec": "delta"}
     return job.model_copy(update={"weights": job.weights.model_copy(update=chosen)})
 
 

@@ -67,5 +67,8 @@ def test_auto_is_shared_memory_on_one_host_and_the_network_on_several(job):
     assert with_channel(job, several_hosts=False).weights.channel == "shm"
     several = with_channel(changed(job, "weights", channel_args={"patience_s": 1}), several_hosts=True)
     assert (several.weights.channel, several.weights.channel_args) == ("zmq", {"patience_s": 1})
+    group = changed(job, "weights", channel="nccl")
+    assert with_channel(group, several_hosts=True).weights.codec == "delta"
+    assert with_channel(group, several_hosts=False) == group
     named = changed(job, "weights", channel="disk", channel_args={"directory": "/x"})
     assert with_channel(named, several_hosts=True) == named
