@@ -35,7 +35,7 @@ from replay_buffer.ledger.decide import (
     KeepAlive,
     decide,
 )
-from replay_buffer.ledger.index import Edge, Index, WriteSet
+from replay_buffer.ledger.index import Edge, Index, LedgerRecords, WriteSet
 from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.ledger.records import GroupRecord, GroupState, LedgerMeta, Versions
 from replay_buffer.ledger.rules import Rules, Tasks
@@ -214,6 +214,13 @@ class Coordinator:
             return await self._store.blobs(wanted, by_file=by_file)
         except StoreUnavailable as error:
             raise _unavailable(error) from error
+
+    def records(self) -> LedgerRecords:
+        """All records as they are now. Raises `FaultError("unavailable")`."""
+        index = self._ready()
+        return LedgerRecords(
+            index.meta, {**index.groups}, {**index.leases}, {**index.claims}, {**index.batches}
+        )
 
     # --- deciding ---
 

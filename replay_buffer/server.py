@@ -33,11 +33,13 @@ from areal_async.rpc.messages import (
     Heartbeat,
     Lease,
     Leases,
+    LedgerSeen,
     NextBatch,
     OpenTrainer,
     PutEpisodes,
     PutVerdicts,
     Release,
+    SeeLedger,
     Stats,
     Waiting,
 )
@@ -113,6 +115,7 @@ class BufferServer:
             OpenTrainer: self._open_trainer,
             Drain: self._drain,
             Stats: self._stats,
+            SeeLedger: self._see,
         }
         """What the ledger decides by itself, and what needs more than its decision."""
         self.handle = by_type("buffer", self.handlers)
@@ -221,6 +224,11 @@ class BufferServer:
     async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
         reply = (await self._coordinator.execute(message)).reply
         return self._with_redis(reply) if isinstance(reply, BufferStats) else reply
+
+    async def _see(self, peer: Peer, message: SeeLedger, attachments: list[memoryview]) -> Answer:
+        records = self._coordinator.records()
+        seen = LedgerSeen(self._coordinator.now_ms, self._redis_bytes)
+        return seen, [await asyncio.to_thread(msgspec.msgpack.encode, records)]
 
     def _with_redis(self, figures: BufferStats) -> BufferStats:
         return msgspec.structs.replace(figures, redis_bytes=self._redis_bytes)

@@ -267,6 +267,17 @@ class LedgerCopy(Message, frozen=True):
     step: int
 
 
+class LedgerSeen(Message, frozen=True):
+    """The records of the ledger at `now_ms`, as bytes in the one attachment."""
+
+    now_ms: int
+    redis_bytes: int
+
+
+class SeeLedger(Request[LedgerSeen], frozen=True):
+    """Ask for the ledger as it is, to look at."""
+
+
 class ExportLedger(Request[LedgerCopy], frozen=True):
     """Ask for the ledger as of the last committed step, to go into the checkpoint."""
 

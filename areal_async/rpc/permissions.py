@@ -40,11 +40,12 @@ CALLERS: Mapping[type, Roles] = {
     messages.PutVerdicts: REWARD,
     messages.OpenTrainer: TRAINER,
     messages.NextBatch: TRAINER,
-    messages.Fetch: TRAINER,
+    messages.Fetch: TRAINER | PEOPLE,
     messages.Commit: TRAINER,
     messages.ExportLedger: TRAINER,
     messages.Checkpointed: TRAINER,
     messages.Stats: PEOPLE | TRAINER,
+    messages.SeeLedger: PEOPLE,
     # to the trainer's publisher, and to whoever has chunks of a snapshot
     weights_messages.WaitSnapshot: GENERATORS,
     weights_messages.AckSnapshot: GENERATORS,

@@ -1,8 +1,9 @@
 """A job's ledger and episodes for somebody who only looks.
 
 Promises: nothing is changed. Of a run that is alive, its Redis is asked with commands that read, and no front
-epoch is taken; of one that has ended, a copy of its files is, in a Redis of the reader's own. What is read is
-the ledger as of one moment; episodes are read after it, so those of a group that left meanwhile are missing.
+epoch is taken; where that is on another host, the buffer is asked; of one that has ended, a copy of its files
+is, in a Redis of the reader's own. What is read is the ledger as of one moment; episodes are read after it,
+so those of a group that left meanwhile are missing.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_async.errors import RunFolderError
+import msgspec
+
+from areal_async.errors import FaultError, RunFolderError
 from areal_async.launch.runs import Run
-from replay_buffer.ledger.index import Index
+from areal_async.rpc.address import Address
+from areal_async.rpc.client import Client
+from areal_async.rpc.messages import Fetch, SeeLedger
+from replay_buffer.ledger.index import Index, LedgerRecords
 from replay_buffer.ledger.records import GroupRecord
 from replay_buffer.ledger.rules import Rules, TaskOrder, Tasks
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable
@@ -26,6 +32,8 @@ from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES, BlobRef, read_ref
 from replay_buffer.redis.store import read_ledger
 from replay_buffer.redis.writer import Keys
+
+ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,36 @@ class LedgerReader:
         return await asyncio.to_thread(_from_file, self._run.folder / "buffer" / EPISODES / ref.name, ref)
 
 
+class BufferReader:
+    """The same, in the words of a buffer that serves."""
+
+    def __init__(self, client: Client, run: Run, tasks: Tasks) -> None:
+        self.tasks = tasks
+        self._client = client
+        self._run = run
+
+    async def look(self) -> Look:
+        """Raises `WireError`."""
+        seen, (data,) = await self._client.exchange(SeeLedger(), timeout_s=ANSWER_S)
+        records = msgspec.msgpack.decode(data, type=LedgerRecords)
+        index = Index(Rules.of(self._run.job), self.tasks, records, nonce="")
+        return Look(index, seen.now_ms, seen.now_ms, seen.redis_bytes)
+
+    async def blobs(self, group: GroupRecord) -> dict[int, bytes]:
+        """As of `LedgerReader`. Raises `WireError`."""
+        blobs = {}
+        for sample in range(len(group.episodes)):
+            asked = Fetch([f"{group.group_id}.{sample}"])
+            try:
+                _, (blob,) = await self._client.exchange(asked, timeout_s=ANSWER_S)
+            except FaultError as error:
+                if error.kind != "invalid":
+                    raise
+            else:
+                blobs[sample] = bytes(blob)
+        return blobs
+
+
 def _from_file(path: Path, ref: BlobRef) -> bytes | None:
     try:
         with path.open("rb") as file:
@@ -100,9 +138,9 @@ def _from_file(path: Path, ref: BlobRef) -> bytes | None:
 
 
 @contextlib.asynccontextmanager
-async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
+async def open_reader(run: Run) -> AsyncIterator[LedgerReader | BufferReader]:
     """A reader of the run's ledger. Raises `RunFolderError` when there is none (any more), `TaskFileError`
-    when the task file is gone."""
+    when the task file is gone, `WireError` where a buffer on another host does not answer."""
     tasks = TaskOrder.of(run.job)
     async with contextlib.AsyncExitStack() as stack:
         if run.job.buffer.redis != "embedded":
@@ -110,10 +148,10 @@ async def open_reader(run: Run) -> AsyncIterator[LedgerReader]:
         elif run.topology is not None:
             host = run.topology.hosts[run.topology.place("buffer").node_id]
             if host.socket_dir != run.topology.home_host.socket_dir:
-                raise RunFolderError(
-                    f"the buffer of {run.folder} is on another host ({host.address}), and its Redis is read "
-                    "there alone: `buffer stats` asks the buffer itself, or give the job a Redis by URL"
-                )
+                at = Address(run.topology.buffer, "buffer")
+                client = Client(at, job=run.job.job, role="cli", name="reader", access=run.keys)
+                yield BufferReader(await stack.enter_async_context(client), run, tasks)
+                return
             password = run.keys.token("redis")
             address = RedisAddress.parse(f"unix://:{password}@{run.topology.home_host.socket_dir}/redis")
         else:
