@@ -56,12 +56,18 @@ class ControlServer:
         job: str,
         access: Access,
         handlers: Mapping[type[Request[Any]], Handler],
-        **limits: int,
+        cached_replies: int = 4096,
     ) -> None:
-        """`limits` are the server's."""
-        handler = by_type(service, handlers)
-        who = {"service": service, "job": job, "access": access}
-        self._make = partial(Server, endpoint, handler=handler, **who, **limits)
+        """`cached_replies` is the server's."""
+        self._make = partial(
+            Server,
+            endpoint,
+            service=service,
+            job=job,
+            access=access,
+            handler=by_type(service, handlers),
+            cached_replies=cached_replies,
+        )
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started: Future[None] = Future()
