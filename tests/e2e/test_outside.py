@@ -1,9 +1,15 @@
 """One installed package adds an engine, a workflow, an environment, a reward and an advantage: a job uses all
-five by name, and no file of ours was edited."""
+five by name, and no file of ours was edited. While it runs, nothing of it can be reached from outside."""
 
+import contextlib
+import ipaddress
 import os
+import socket
 
+import psutil
 import pytest
+
+from tests.processes import processes_of
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +78,27 @@ above_ten = outsider:above_ten
 """
 
 
+class PortScan:
+    """The sockets of a run's processes, by the name of each, in all looks that were taken."""
+
+    def __init__(self, job) -> None:
+        self.job = job
+        self.listening, self.datagram = {}, {}
+
+    def look(self) -> bool:
+        """Look at all that is there now; returns whether a step is trained."""
+        for process in (*processes_of(self.job.record["run_id"]), self.job.process):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(process.pid)
+                name = " ".join(process.cmdline()[-1:])
+                for each in process.net_connections("inet"):
+                    if each.type != socket.SOCK_STREAM:
+                        self.datagram.setdefault(name, set()).add(each.laddr)
+                    elif each.status == psutil.CONN_LISTEN:
+                        self.listening.setdefault(name, set()).add(each.laddr.ip)
+        return bool(self.job.steps())
+
+
 def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_environment(
     workspace, running, tmp_path
 ):
@@ -92,7 +119,13 @@ def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_enviro
     )
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     with running("run", job_file, PYTHONPATH=os.pathsep.join(filter(None, paths))) as job:
+        scan = PortScan(job)
+        job.wait_for(lambda: (job.folder / "run.lock").exists() and scan.look(), "a step")
         run = job.end()
+    assert {"buffer", "trainer", "reward", "rollout-0"} <= scan.listening.keys(), "their metrics at least"
+    reached = set().union(*scan.listening.values())
+    assert all(ipaddress.ip_address(address).is_loopback for address in reached), scan.listening
+    assert scan.datagram == {}
     assert (job.folder / "engine.txt").read_text() == "noted"
     steps = run.records("step")
     assert [step["step"] for step in steps] == [0, 1]

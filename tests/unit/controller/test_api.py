@@ -191,7 +191,7 @@ async def test_a_token_that_may_look_changes_nothing_and_none_sees_nothing(serve
         assert there.downs == []
 
 
-async def test_a_token_that_was_replaced_is_no_longer_let_in(served):
+async def test_a_token_that_was_replaced_is_no_longer_let_in(served, caplog):
     async with served() as there:
         old = there.folder.token()
         assert (await there.ask("GET", "/v1/jobs", token=old))[0] == 200
@@ -199,7 +199,11 @@ async def test_a_token_that_was_replaced_is_no_longer_let_in(served):
         new.write_text(f"submit {hash_of('mine')}\n")
         new.chmod(0o600)
         new.replace(there.folder.tokens)
+        before = counted("token")
         assert (await there.ask("GET", "/v1/jobs", token=old))[0] == 401
+        assert counted("token") == before + 1
+        assert "a token is not let in" in caplog.messages
+        assert not any(old in str(vars(record)) for record in caplog.records)
         assert (await there.ask("GET", "/v1/jobs", token="mine"))[0] == 200
 
 
