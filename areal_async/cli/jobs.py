@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
@@ -247,46 +247,44 @@ def top(
     with readable_errors():
         from rich.live import Live
 
-        from areal_async.cli.tables import Frame
+        from areal_async.cli.tables import frame_of
 
         client, console = controller(), console_for_tables()
-        frame = Frame.of(client)
+        answer, page = frame_of(client)
         if once or as_json or not console.is_terminal:
-            show(frame, frame.page(), as_json)
+            show(answer, page, as_json)
             return
-        with Live(frame.page(), console=console, auto_refresh=False, screen=True) as live:
+        with Live(page, console=console, auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(every_s)
-                live.update(Frame.of(client).page(), refresh=True)
+                live.update(frame_of(client)[1], refresh=True)
 
 
 @jobs.command()
 def pause(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
     """End a job's processes in order, free what it holds, and keep it for a resume."""
-    with readable_errors():
-        client = controller()
-        _finish(client, client.pause(job), no_wait, as_json)
+    _end(job, "pause", no_wait, as_json)
 
 
 @jobs.command()
 def stop(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
     """End a job in order. `resume` can go on with it."""
+    _end(job, "stop", no_wait, as_json)
+
+
+def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool) -> None:
+    """Wait until a job has ended as it is asked to, and say how it stands."""
     with readable_errors():
+        from areal_async.controller.client import ControllerGone
+
         client = controller()
-        _finish(client, client.stop(job), no_wait, as_json)
-
-
-def _finish(client: ControllerClient, job: JobAnswer, no_wait: bool, as_json: bool) -> None:
-    """Wait until a job has ended as it was asked to, and say how it stands."""
-    from areal_async.controller.client import ControllerGone
-
-    deadline_s = time.monotonic() + END_LIMIT_S
-    while job.doing and not no_wait:
-        if time.monotonic() > deadline_s:
-            raise ControllerGone(f"job {job.name} is still {job.doing} after {END_LIMIT_S:.0f} s")
-        time.sleep(LOOK_S)
-        job = client.job(str(job.id)).job
-    show(job, told(job), as_json)
+        job, deadline_s = client.ask(name, verb), time.monotonic() + END_LIMIT_S
+        while job.doing and not no_wait:
+            if time.monotonic() > deadline_s:
+                raise ControllerGone(f"job {job.name} is still {job.doing} after {END_LIMIT_S:.0f} s")
+            time.sleep(LOOK_S)
+            job = client.job(str(job.id)).job
+        show(job, told(job), as_json)
 
 
 def told(job: JobAnswer) -> str:

@@ -41,11 +41,6 @@ unset areal_keys
 keys = typer.Typer(help="Make what the hosts of a cluster know each other by.", no_args_is_help=True)
 
 
-@keys.callback()
-def _group() -> None:
-    """With it `init` is a command of its own, though it is the only one."""
-
-
 @keys.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A new folder.")] = Path("keys"),

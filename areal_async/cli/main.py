@@ -105,7 +105,7 @@ def run(
 
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
-        _run(job, cluster, as_json, plain, overwrite=overwrite)
+        _run(job, cluster, plain, as_json, overwrite=overwrite)
 
 
 @app.command()
@@ -135,25 +135,17 @@ def resume(
         if Path(target).is_file():
             recorded = shown(job.run_dir / job.job / "job.yaml")
             note(f"note: it goes on as {recorded} says; to change a field, name it: key=value")
-        _run(job, cluster, as_json, plain, resume=True)
+        _run(job, cluster, plain, as_json, resume=True)
 
 
-def _run(
-    job: JobConfig,
-    cluster_file: Path | None,
-    as_json: bool,
-    plain: bool,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-) -> None:
+def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, **how: Any) -> None:
     from areal_async.config.cluster import load_cluster
     from areal_async.launch.run import run_job
 
     print_warnings(job)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
     console = Console(stderr=as_json)
-    result = run_job(job, overwrite=overwrite, resume=resume, plain=plain, console=console, cluster=cluster)
+    result = run_job(job, cluster=cluster, console=console, plain=plain, **how)
     if as_json:
         print_json(result.summary)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -50,30 +49,17 @@ def jobs_table(jobs: Sequence[JobAnswer], now_s: float) -> Table:
     return table
 
 
-class Frame(msgspec.Struct, frozen=True):
-    """One frame of `top`: a cluster, its jobs, and by their ids what the runs of some tell of themselves."""
-
-    url: str
-    cluster: ClusterAnswer
-    jobs: list[JobAnswer]
-    figures: dict[int, FiguresAnswer]
-
-    @classmethod
-    def of(cls, client: ControllerClient) -> Frame:
-        """It as it is now."""
-        cluster, jobs = client.cluster(), client.jobs(ended=False)
-        figures: dict[int, FiguresAnswer] = {}
-        for job in [job for job in jobs if job.state == "RUNNING"][:WATCHED]:
-            try:
-                figures[job.id] = client.figures(str(job.id))
-            except ArealError as error:  # a run that is busy must not hide the others
-                figures[job.id] = FiguresAnswer(message=str(error))
-        return cls(client.url, cluster, jobs, figures)
-
-    def page(self) -> RenderableType:
-        """It for a terminal."""
-        table = top_table(self.jobs, self.figures, time.time())
-        return Group(cluster_page(self.cluster, self.url), Text(), table)
+def frame_of(client: ControllerClient) -> tuple[dict[str, Any], RenderableType]:
+    """One frame of `top`, asked for now: as JSON, and for a terminal."""
+    cluster, jobs = client.cluster(), client.jobs(ended=False)
+    figures: dict[int, FiguresAnswer] = {}
+    for job in [job for job in jobs if job.state == "RUNNING"][:WATCHED]:
+        try:
+            figures[job.id] = client.figures(str(job.id))
+        except ArealError as error:  # a run that is busy must not hide the others
+            figures[job.id] = FiguresAnswer(message=str(error))
+    page = Group(cluster_page(cluster, client.url), Text(), top_table(jobs, figures, time.time()))
+    return {"cluster": cluster, "jobs": jobs, "figures": figures}, page
 
 
 def top_table(jobs: Sequence[JobAnswer], figures: Mapping[int, FiguresAnswer], now_s: float) -> Table:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
+from msgspec.structs import asdict
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
@@ -86,23 +87,19 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
 
 
 def answer_of(group: GroupRecord) -> dict[str, Any]:
-    """What `--json` prints of a group."""
-    episodes = [
-        {
-            "episode": f"{group.group_id}.{sample}",
-            "state": EpisodeState(each.state).name,
-            "units": each.n_units,
-            "sampled": each.n_sampled,
-            "versions": {policy: [held.oldest, held.newest] for policy, held in each.versions.items()},
-            "reward": each.reward if each.state == EpisodeState.VERDICT else None,
-            "components": each.components or {},
-            "size_bytes": each.size_bytes,
-        }
-        for sample, each in enumerate(group.episodes)
-    ]
-    about = {"group": group.group_id, "state": GroupState(group.least_state).name, "row": group.row}
-    about |= {"pass": group.pass_index, "attempt": group.attempt, "size_bytes": group.size_bytes}
-    return {**about, "steps": steps_of(group), "episodes": episodes}
+    """What the ledger has of a group, with names for its states."""
+    found = asdict(group) | {"state": GroupState(group.least_state).name, "steps": steps_of(group)}
+    episodes = enumerate(asdict(each) for each in group.episodes)
+    return found | {
+        "episodes": [
+            {
+                "episode_id": f"{group.group_id}.{sample}",
+                **{name: value for name, value in each.items() if name != "rows"},
+                "state": EpisodeState(each["state"]).name,
+            }
+            for sample, each in episodes
+        ]
+    }
 
 
 def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:

@@ -34,7 +34,6 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from areal_async.runtime.context import ServiceContext
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (
@@ -50,6 +49,7 @@ from replay_buffer.tools.peek import (
 from replay_buffer.tools.reader import open_reader
 from replay_buffer.tools.stats import answer_of, draw, stats_ended, stats_live
 from tests.callers import put
+from tests.contexts import context_for_test
 from tests.unit.buffer.conftest import serving, sums_job
 
 
@@ -60,7 +60,7 @@ class Workplace:
         self.folder = folder / "runs" / "sums"
         self.folder.mkdir(parents=True)
         self.job = sums_job(folder, "sums", **buffer)
-        ctx = ServiceContext.for_test(self.job, folder, "buffer", "buffer")
+        ctx = context_for_test(self.job, folder, "buffer", "buffer")
         host = msgspec.structs.replace(ctx.host, run_dir=str(self.folder))
         write_keys(ctx.keys, ctx.socket_dir)
         self.ctx = replace(ctx, host=host)
@@ -143,7 +143,7 @@ async def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workpla
     assert "4 of 4 groups" in page
     assert "4 groups are outstanding" in page, "why no lease would be granted"
     assert "verdict:score" in page
-    told = answer_of(run, ended, written_ms_ago)
+    told = msgspec.to_builtins(answer_of(run, ended, written_ms_ago), enc_hook=str)
     assert not told["alive"]
     assert told["stats"]["policies"]["policy"]["v_train"] == 0
 

@@ -95,7 +95,7 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     assert "rollout.workers" in line
     assert "max_staleness to " in line
     if command == "run":
-        given = {"overwrite": True, "resume": False, "plain": True, "cluster": None}
+        given = {"overwrite": True, "plain": True, "cluster": None}
         assert ran == [(16, True, given)]
         assert result.stdout == '{"steps":3,"accuracy_end":null}\n'
     else:

@@ -240,8 +240,8 @@ async def test_the_client_says_what_the_controller_says(served, monkeypatch):
             ("PENDING", "waits for 4 cores"),
         ]
         assert (await ask(client.cluster)).free.cpus == 2
-        assert (await ask(client.stop, "sums")).doing == "stopping"
-        assert (await ask(client.pause, str(second.id))).state == "PAUSED"
+        assert (await ask(client.ask, "sums", "stop")).doing == "stopping"
+        assert (await ask(client.ask, str(second.id), "pause")).state == "PAUSED"
         detail = await ask(client.job, "wide")
         assert [entry.state for entry in detail.history] == ["PENDING", "PAUSED"]
         assert detail.config["rollout"]["workers"] == 9
@@ -256,7 +256,7 @@ async def test_the_client_says_what_the_controller_says(served, monkeypatch):
         with pytest.raises(TokenRefused, match="let in"):
             await ask(ControllerClient(client.url, "x").jobs, ended=True)
         with pytest.raises(TokenRefused, match="may only look"):
-            await ask(ControllerClient(client.url, there.folder.token("look")).stop, "wide")
+            await ask(ControllerClient(client.url, there.folder.token("look")).ask, "wide", "stop")
         await ask(client.down, keep_jobs=True)
         assert there.downs == [True]
         assert await ask(reached, client.url)
