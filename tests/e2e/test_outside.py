@@ -9,8 +9,6 @@ import socket
 import psutil
 import pytest
 
-from tests.processes import processes_of
-
 pytestmark = pytest.mark.slow
 
 PACKAGE = '''
@@ -24,7 +22,7 @@ class Noted(EnginePart):
     """The local engine, which leaves a note where it runs."""
 
     def make(self, job, **how):
-        (how["place"].run_log.parent / "engine.txt").write_text("noted")
+        (how["place"].run_dir / "engine.txt").write_text("noted")
         return engine_part("local").make(job, **how)
 
 
@@ -78,6 +76,9 @@ above_ten = outsider:above_ten
 """
 
 
+SERVICES = ("buffer", "trainer", "reward", "rollout-0")
+
+
 class PortScan:
     """The sockets of a run's processes, by the name of each, in all looks that were taken."""
 
@@ -87,10 +88,10 @@ class PortScan:
 
     def look(self) -> bool:
         """Look at all that is there now; returns whether a step is trained."""
-        for process in (*processes_of(self.job.record["run_id"]), self.job.process):
+        supervisor = psutil.Process(self.job.process.pid)
+        for process in (supervisor, *supervisor.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(process.pid)
-                name = " ".join(process.cmdline()[-1:])
+                name = next((each for each in SERVICES if each in process.cmdline()), "others")
                 for each in process.net_connections("inet"):
                     if each.type != socket.SOCK_STREAM:
                         self.datagram.setdefault(name, set()).add(each.laddr)
@@ -120,9 +121,9 @@ def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_enviro
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     with running("run", job_file, PYTHONPATH=os.pathsep.join(filter(None, paths))) as job:
         scan = PortScan(job)
-        job.wait_for(lambda: (job.folder / "run.lock").exists() and scan.look(), "a step")
+        job.wait_for(scan.look, "a step")
         run = job.end()
-    assert {"buffer", "trainer", "reward", "rollout-0"} <= scan.listening.keys(), "their metrics at least"
+    assert {*SERVICES} <= scan.listening.keys(), "their metrics at least"
     reached = set().union(*scan.listening.values())
     assert all(ipaddress.ip_address(address).is_loopback for address in reached), scan.listening
     assert scan.datagram == {}
