@@ -22,12 +22,22 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateResult
-from trainer_service.backends.fsdp.loading import tied_names
 from trainer_service.disk import companion_files
 
 SHARPNESS = 4.0
 """Factor on the last norm of a fresh model: its logits then spread over some nats, so that greedy decoding
 has clear choices and log-probs far from uniform show an error."""
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Alias -> name for parameters that occur more than once."""
+    names: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            aliases[name] = first
+    return aliases
 
 
 def write_sharp_model(

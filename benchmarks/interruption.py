@@ -49,10 +49,10 @@ from interruption_window import Mode, Window, show
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.context import ServiceContext
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.replicas import exchange
+from tests.contexts import context_for_test
 
 BAR, BAR_EVERY_S = 0.97, 20.0
 
@@ -172,7 +172,7 @@ def make(mode: Mode, model: Path, folder: Path, options: argparse.Namespace) -> 
         rollout["server"] = json.loads(options.server)
     content = {"job": "interruption", "model": model, "tasks": {"train": "none"}, "rollout": rollout}
     job = JobConfig.model_validate(content)
-    place = ServiceContext.for_test(job, folder / mode, "rollout", "rollout-0")
+    place = context_for_test(job, folder / mode, "rollout", "rollout-0")
     return make_engine(job, slots=options.lanes, activity="rollout", place=place)
 
 

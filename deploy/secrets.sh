@@ -1,17 +1,15 @@
 #!/bin/sh
-# usage: secrets.sh FOLDER [ADDRESS...]   makes the secrets of a cluster, once: what is there already stays as it is.
+# usage: secrets.sh FOLDER   makes the secrets of a cluster, once: what is there already stays as it is.
 #
-#   ray.crt, ray.key  a certificate for the nodes of those IP addresses, which Ray encrypts its traffic with
-#   ray.token         what each Ray node and client shows (RAY_AUTH_TOKEN_PATH)
-#   redis.front       password of the buffer's user in Redis
-#   redis.reader      password of the user for tools
-#   users.acl         the users of Redis, with hashes of those passwords
+#   ray.token      what each Ray node and client shows (RAY_AUTH_TOKEN_PATH)
+#   redis.front    password of the buffer's user in Redis
+#   redis.reader   password of the user for tools
+#   users.acl      the users of Redis, with hashes of those passwords
 #
 # The folder is closed. The files in it are readable, so that a container's own user can read what is mounted.
 set -eu
 umask 077
 folder=$1
-shift
 mkdir -p "$folder"
 chmod 700 "$folder"
 cd "$folder"
@@ -29,11 +27,4 @@ user areal-front on #$(hash_of redis.front) resetchannels resetkeys ~areal:{*}:*
 user areal-reader on #$(hash_of redis.reader) resetchannels resetkeys %R~areal:{*}:* -@all +hget +hmget +hgetall +hexists +ping +time +info +multi +exec +mget +hlen +hkeys +hscan +hstrlen +exists +type +select
 user probe on nopass resetchannels resetkeys -@all +ping
 EOF
-if [ $# -gt 0 ] && [ ! -s ray.crt ]; then
-    names=DNS:localhost,IP:127.0.0.1
-    for address in "$@"; do names=$names,IP:$address; done
-    openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=areal-async -addext "subjectAltName=$names" \
-        -keyout ray.key -out ray.crt 2> /dev/null
-    chmod 444 ray.crt ray.key
-fi
 chmod 444 ray.token redis.front redis.reader users.acl

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from areal_async.cli.tools import readable_errors
+from areal_async.cli.tools import AsJson, Overrides, print_json, readable_errors, show
 
 config = typer.Typer(help="Look at the fields of jobs, and at what jobs differ in.", no_args_is_help=True)
 
@@ -17,20 +16,16 @@ Source = Annotated[
     str,
     typer.Argument(metavar="JOB.YAML|RUN|JOB", help="A job file, a run folder, or a job of the controller."),
 ]
-Changes = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change first.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of YAML.")]
 
 
-@config.command()
-def show(source: Source, overrides: Changes = None, as_json: AsJson = False) -> None:
+@config.command("show")
+def show_fields(source: Source, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print a job with every field resolved; what it points at need not be there."""
     with readable_errors():
         from areal_async.config.yamlfile import dump_yaml
 
         content = content_of(source, overrides or [])
-        print(json.dumps(content) if as_json else dump_yaml(content), end="\n" if as_json else "")
+        show(content, dump_yaml(content).rstrip("\n"), as_json)
 
 
 @config.command()
@@ -53,7 +48,7 @@ def diff(
             second = dict(_leaves(content_of(other, [])))
         fields = [path for path in job_fields() if first.get(path) != second.get(path)]
         if as_json:
-            print(json.dumps({path: [first.get(path), second.get(path)] for path in fields}))
+            print_json({path: [first.get(path), second.get(path)] for path in fields})
         else:
             for path in fields:
                 old, new = (

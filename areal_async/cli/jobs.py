@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 
-from areal_async.cli.tools import plain, readable_errors
+from areal_async.cli.tools import AsJson, Overrides, console_for_tables, plain, readable_errors, show
 from areal_async.rpc.endpoints import LOOPBACK
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ jobs = typer.Typer()
 
 END_LIMIT_S = 120.0  # Longest wait for a job to pause or stop, or for a controller to end
 LOOK_S = 0.3
-PIPED_WIDTH = 200
 
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once; `ps` shows what becomes of it.")]
 
 
@@ -48,16 +46,6 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="Its name, or its id.", 
 def note(text: str) -> None:
     """One line on standard error, for a person."""
     Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
-
-
-def console_for_tables() -> Console:
-    """The terminal, or where there is none lines that are long enough for a program to read."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
-def print_json(answer: object) -> None:
-    print(msgspec.json.encode(answer).decode())
 
 
 def controller() -> ControllerClient:
@@ -95,11 +83,9 @@ def up(
         if found is not None and cluster is not None:
             note("note: the file has no effect; `areal-async down --keep-jobs` first, then `up` with it")
         url = found or start_controller(folder, cluster_file)
-        if as_json:
-            print_json({"url": url, "folder": str(folder.path), "was_up": found is not None})
-        else:
-            how = "a controller is up already" if found is not None else "the controller is up"
-            print(f"{how} at {url}, in {folder.path}")
+        how = "a controller is up already" if found is not None else "the controller is up"
+        answer = {"url": url, "folder": folder.path, "was_up": found is not None}
+        show(answer, f"{how} at {url}, in {folder.path}", as_json)
 
 
 @jobs.command()
@@ -107,6 +93,7 @@ def down(
     keep_jobs: Annotated[
         bool, typer.Option("--keep-jobs", help="Leave the jobs running; the next controller finds them.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Stop every job that runs, in order, and then the controller."""
     with readable_errors():
@@ -118,7 +105,11 @@ def down(
         folder = ClusterFolder(cluster_dir())
         if folder.controller() is None:
             if keep_jobs or not folder.leaves_jobs():
-                print(f"no controller is up in {folder.path}")
+                show(
+                    {"was_up": False, "stopped": [], "waiting": []},
+                    f"no controller is up in {folder.path}",
+                    as_json,
+                )
                 return
             start_controller(folder, hold=True)  # one that died has left jobs behind
         client = ControllerClient.find()
@@ -132,7 +123,8 @@ def down(
                 )
             time.sleep(LOOK_S)
         stopped = f"stopped {', '.join(job.name for job in ending)}; " if ending else ""
-        print(f"{stopped}the controller is down")
+        answer = {"was_up": True, "stopped": ending, "waiting": waiting}
+        show(answer, f"{stopped}the controller is down", as_json)
         if waiting:
             note(f"note: {len(waiting)} jobs that wait or are paused are there again at the next `up`")
 
@@ -140,9 +132,7 @@ def down(
 @jobs.command()
 def submit(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change.")
-    ] = None,
+    overrides: Overrides = None,
     priority: Annotated[
         int, typer.Option(min=-1000, max=1000, help="Jobs of a higher one are started first.")
     ] = 0,
@@ -182,11 +172,11 @@ def submit(
             note(f"note: a controller was started at {start_controller(folder)}, in {folder.path}")
             client = ControllerClient.find()
         made = client.submit(packed)
-        if as_json:
-            print_json(made)
-            return
-        for job in made:
-            print(f"submitted {job.name} (id {job.id}){': ' if job.waits_for else ''}{job.waits_for}")
+        lines = (
+            f"submitted {job.name} (id {job.id}){': ' if job.waits_for else ''}{job.waits_for}"
+            for job in made
+        )
+        show(made, "\n".join(lines), as_json)
 
 
 @jobs.command()
@@ -199,10 +189,7 @@ def ps(
         from areal_async.cli.tables import jobs_table
 
         found = controller().jobs(ended=with_ended)
-        if as_json:
-            print_json(found)
-        else:
-            console_for_tables().print(jobs_table(found, time.time()))
+        show(found, jobs_table(found, time.time()), as_json)
 
 
 @jobs.command()
@@ -220,14 +207,11 @@ def status(
         client = controller()
         if job is None:
             cluster = client.cluster()
-            print_json(cluster) if as_json else Console().print(cluster_page(cluster, client.url))
+            show(cluster, cluster_page(cluster, client.url), as_json)
             return
         found = client.job(job)
         figures = client.figures(job) if found.job.state in ("STARTING", "RUNNING") else None
-        if as_json:
-            print_json({**msgspec.to_builtins(found), "figures": msgspec.to_builtins(figures)})
-        else:
-            Console(soft_wrap=True).print(job_page(found, figures))
+        show(msgspec.to_builtins(found) | {"figures": figures}, job_page(found, figures), as_json)
 
 
 @jobs.command()
@@ -243,12 +227,9 @@ def logs(
     """Print what a job, or one of its processes, has logged."""
     with readable_errors():
         client = controller()
-        if as_json:
-            print_json(client.logs(job).logs)
-            return
-        if names:
-            for each in client.logs(job).logs:
-                print(f"{each.name}  {each.size_bytes} bytes")
+        if names or as_json:
+            found = client.logs(job).logs
+            show(found, "\n".join(f"{each.name}  {each.size_bytes} bytes" for each in found), as_json)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for piece in client.log(job, service, follow=follow):
@@ -260,6 +241,7 @@ def logs(
 def top(
     once: Annotated[bool, typer.Option("--once", help="One frame, and no more.")] = False,
     every_s: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two frames.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One frame as JSON.")] = False,
 ) -> None:
     """Watch the jobs: how far they are, what they reach, what is free."""
     with readable_errors():
@@ -268,42 +250,41 @@ def top(
         from areal_async.cli.tables import frame_of
 
         client, console = controller(), console_for_tables()
-        if once or not console.is_terminal:
-            console.print(frame_of(client))
+        answer, page = frame_of(client)
+        if once or as_json or not console.is_terminal:
+            show(answer, page, as_json)
             return
-        with Live(frame_of(client), console=console, auto_refresh=False, screen=True) as live:
+        with Live(page, console=console, auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(every_s)
-                live.update(frame_of(client), refresh=True)
+                live.update(frame_of(client)[1], refresh=True)
 
 
 @jobs.command()
 def pause(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
     """End a job's processes in order, free what it holds, and keep it for a resume."""
-    with readable_errors():
-        client = controller()
-        _finish(client, client.pause(job), no_wait, as_json)
+    _end(job, "pause", no_wait, as_json)
 
 
 @jobs.command()
 def stop(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
     """End a job in order. `resume` can go on with it."""
+    _end(job, "stop", no_wait, as_json)
+
+
+def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool) -> None:
+    """Wait until a job has ended as it is asked to, and say how it stands."""
     with readable_errors():
+        from areal_async.controller.client import ControllerGone
+
         client = controller()
-        _finish(client, client.stop(job), no_wait, as_json)
-
-
-def _finish(client: ControllerClient, job: JobAnswer, no_wait: bool, as_json: bool) -> None:
-    """Wait until a job has ended as it was asked to, and say how it stands."""
-    from areal_async.controller.client import ControllerGone
-
-    deadline_s = time.monotonic() + END_LIMIT_S
-    while job.doing and not no_wait:
-        if time.monotonic() > deadline_s:
-            raise ControllerGone(f"job {job.name} is still {job.doing} after {END_LIMIT_S:.0f} s")
-        time.sleep(LOOK_S)
-        job = client.job(str(job.id)).job
-    print_json(job) if as_json else print(told(job))
+        job, deadline_s = client.ask(name, verb), time.monotonic() + END_LIMIT_S
+        while job.doing and not no_wait:
+            if time.monotonic() > deadline_s:
+                raise ControllerGone(f"job {job.name} is still {job.doing} after {END_LIMIT_S:.0f} s")
+            time.sleep(LOOK_S)
+            job = client.job(str(job.id)).job
+        show(job, told(job), as_json)
 
 
 def told(job: JobAnswer) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,20 +11,28 @@ from rich.text import Text
 
 from areal_async import __version__
 from areal_async.cli.fields import config
-from areal_async.cli.jobs import jobs, of_controller, told
+from areal_async.cli.jobs import jobs, note, of_controller, told
+from areal_async.cli.keys import keys
 from areal_async.cli.tools import (
     AdviseRequest,
+    AsJson,
     CheckpointRequest,
+    Overrides,
     PlanRequest,
+    RunArgument,
     SimulateRequest,
     add_command,
     buffer,
+    print_json,
     readable_errors,
     reward,
+    show,
 )
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
+    from areal_async.controller.messages import WorkersAnswer
+    from areal_async.rpc.control_messages import WorkersChanged
 
 app = typer.Typer(
     name="areal-async",
@@ -52,14 +60,15 @@ def main(
 app.add_typer(buffer, name="buffer")
 app.add_typer(reward, name="reward")
 app.add_typer(config, name="config")
+app.add_typer(keys, name="keys")
 app.registered_commands += jobs.registered_commands
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
-]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")]
+Summary = Annotated[
+    bool,
+    typer.Option("--json", help="Nothing but summary.json on standard output; the rest goes to the other."),
+]
 Cluster = Annotated[
     Path | None, typer.Option(metavar="CLUSTER.YAML", help="A cluster's file; else it runs on this machine.")
 ]
@@ -87,19 +96,16 @@ def run(
     overwrite: Overwrite = False,
     plain: Plain = False,
     cluster: Cluster = None,
+    as_json: Summary = False,
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
-        from areal_async.config.cluster import load_cluster
         from areal_async.config.load import load_job
         from areal_async.launch.preflight import check_contents
-        from areal_async.launch.run import run_job
 
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
-        print_warnings(job)
-        where = load_cluster(cluster) if cluster is not None else None
-        run_job(job, overwrite=overwrite, plain=plain, cluster=where)
+        _run(job, cluster, plain, as_json, overwrite=overwrite)
 
 
 @app.command()
@@ -114,28 +120,38 @@ def resume(
     overrides: Overrides = None,
     plain: Plain = False,
     cluster: Cluster = None,
+    as_json: Summary = False,
 ) -> None:
     """Go on with a run that was killed, interrupted or failed, or queue a job of the controller again."""
     with readable_errors():
         if (client := of_controller(target)) is not None:
-            print(told(client.resume(str(target), overrides or ())))
+            queued = client.resume(str(target), overrides or ())
+            show(queued, told(queued), as_json)
             return
-        from areal_async.config.cluster import load_cluster
-        from areal_async.launch.run import run_job
         from areal_async.launch.runs import job_to_resume
         from areal_async.storage.urls import shown
 
         job = job_to_resume(target, overrides or ())
         if Path(target).is_file():
             recorded = shown(job.run_dir / job.job / "job.yaml")
-            print(f"note: it goes on as {recorded} says; to change a field, name it: key=value", flush=True)
-        print_warnings(job)
-        where = load_cluster(cluster) if cluster is not None else None
-        run_job(job, resume=True, plain=plain, cluster=where)
+            note(f"note: it goes on as {recorded} says; to change a field, name it: key=value")
+        _run(job, cluster, plain, as_json, resume=True)
+
+
+def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, **how: Any) -> None:
+    from areal_async.config.cluster import load_cluster
+    from areal_async.launch.run import run_job
+
+    print_warnings(job)
+    cluster = load_cluster(cluster_file) if cluster_file is not None else None
+    console = Console(stderr=as_json)
+    result = run_job(job, cluster=cluster, console=console, plain=plain, **how)
+    if as_json:
+        print_json(result.summary)
 
 
 @app.command()
-def validate(job_file: JobFile, overrides: Overrides = None) -> None:
+def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a job file, what it names and what it needs, and print it with every field resolved."""
     with readable_errors():
         from areal_async.config.load import dump_job, load_job
@@ -144,7 +160,7 @@ def validate(job_file: JobFile, overrides: Overrides = None) -> None:
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
         print_warnings(job)
-        print(dump_job(job), end="")
+        show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
 
 
 add_command(app, "plan", PlanRequest)
@@ -152,14 +168,6 @@ add_command(app, "simulate", SimulateRequest)
 add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
 
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run's folder, its URL or its job file, or a job of the controller.",
-        show_default=False,
-    ),
-]
 Within = Annotated[
     float,
     typer.Option("--timeout", min=0, help="Seconds in which a worker that leaves may finish what it has."),
@@ -171,17 +179,10 @@ def scale(
     run: RunArgument,
     workers: Annotated[int, typer.Option(min=1, help="Rollout workers that the run is to have.")],
     timeout_s: Within = 60.0,
+    as_json: AsJson = False,
 ) -> None:
     """Have more or fewer rollout workers in a run that goes on; the newest leave first."""
-    with readable_errors():
-        if (client := of_controller(run)) is not None:
-            request = {"workers": workers, "timeout_s": timeout_s}
-            print(client.change(str(run), "scale", request, timeout_s).text)
-            return
-        from areal_async.launch.runs import change_workers
-        from areal_async.rpc.control_messages import ScaleWorkers
-
-        print(change_workers(run, ScaleWorkers(workers, int(timeout_s * 1000))).text)
+    _change(run, "scale", {"workers": workers}, timeout_s, as_json)
 
 
 @app.command()
@@ -192,38 +193,49 @@ def drain(
     outside: Annotated[
         bool, typer.Option("--outside", help="A worker that was started by hand; it is not waited for.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Have a rollout worker finish what it has, hand back the rest and end, and wait for that."""
-    with readable_errors():
-        if (client := of_controller(run)) is not None:
-            request = {"worker": worker, "timeout_s": timeout_s, "outside": outside}
-            print(client.change(str(run), "drain", request, timeout_s).text)
-            return
-        from areal_async.launch.runs import change_workers
-        from areal_async.rpc.control_messages import DrainWorker
+    _change(run, "drain", {"worker": worker, "outside": outside}, timeout_s, as_json)
 
-        print(change_workers(run, DrainWorker(worker, int(timeout_s * 1000), outside)).text)
+
+def _change(run: str, how: str, request: dict[str, Any], timeout_s: float, as_json: bool) -> None:
+    with readable_errors():
+        done: WorkersAnswer | WorkersChanged
+        if (client := of_controller(run)) is not None:
+            done = client.change(run, how, request | {"timeout_s": timeout_s}, timeout_s)
+        else:
+            from areal_async.launch.runs import change_workers
+            from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
+
+            kind = ScaleWorkers if how == "scale" else DrainWorker
+            done = change_workers(run, kind(**request, limit_ms=int(timeout_s * 1000)))
+        show({"text": done.text, "workers": done.workers}, done.text, as_json)
 
 
 @app.command()
 def doctor(
     clean: Annotated[bool, typer.Option("--clean", help="Delete what dead runs left behind.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look whether this machine is ready, and say what to do where it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
         from areal_async.launch.one_host import volatile_roots
 
-        console = Console(soft_wrap=True)
-        for folder in remove_leftovers(volatile_roots()) if clean else ():
-            console.print(f"removed {folder}", highlight=False)
-        failed = False
+        removed = remove_leftovers(volatile_roots()) if clean else []
+        console, findings = Console(soft_wrap=True, highlight=False), []
+        for folder in () if as_json else removed:
+            console.print(f"removed {folder}")
         for finding in examine():
-            failed = failed or finding.level == "fail"
-            color = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
-            told = f"{finding.found}. {finding.fix}." if finding.fix else finding.found
-            console.print(Text.assemble((f"{finding.level:4}", color), f"  {finding.about:13}  {told}"))
-        if failed:
+            findings.append(finding)
+            if not as_json:
+                color = {"ok": "green", "warn": "yellow", "fail": "bold red"}[finding.level]
+                told = f"{finding.found}. {finding.fix}." if finding.fix else finding.found
+                console.print(Text.assemble((f"{finding.level:4}", color), f"  {finding.about:13}  {told}"))
+        if as_json:
+            print_json({"removed": removed, "findings": findings})
+        if any(finding.level == "fail" for finding in findings):
             raise typer.Exit(1)
 
 
@@ -233,30 +245,35 @@ def quickstart(
     seed: Annotated[int, typer.Option(help="Seed of model, tasks and training.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs"),
     plain: Plain = False,
+    as_json: Summary = False,
 ) -> None:
     """Make a tiny model and train it through all five services: a few minutes on two cores."""
     with readable_errors():
         from areal_async.quickstart.main import quickstart as start
 
-        start(seed=seed, out=out, plain=plain, overrides=overrides or ())
+        console = Console(stderr=as_json)
+        result = start(seed=seed, out=out, plain=plain, overrides=overrides or (), console=console)
+        if as_json:
+            print_json(result.summary)
 
 
 @reward.command()
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, its file and its folder.")],
     parent: Annotated[Path, typer.Option("--in", metavar="DIR", help="Where to make the folder.")] = Path(),
+    as_json: AsJson = False,
 ) -> None:
     """Make a folder with a reward that works, its test, a few tasks and a job file."""
     with readable_errors():
         from areal_async.rewardfiles import write_reward_files
 
         shown = write_reward_files(name, parent).as_posix()
-        console = Console(soft_wrap=True, highlight=False)
-        console.print(f"{shown}/ has {name}.py, test_{name}.py, tasks.jsonl and job.yaml. What next:")
-        console.print(f"  python -m pytest {shown}", markup=False)
-        console.print(
-            f"  areal-async reward test {shown}/{name}.py:{name} --data {shown}/tasks.jsonl", markup=False
+        lines = (
+            f"{shown}/ has {name}.py, test_{name}.py, tasks.jsonl and job.yaml. What next:",
+            f"  python -m pytest {shown}",
+            f"  areal-async reward test {shown}/{name}.py:{name} --data {shown}/tasks.jsonl",
         )
+        show({"folder": shown}, "\n".join(lines), as_json)
 
 
 if __name__ == "__main__":

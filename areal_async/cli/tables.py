@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -49,8 +49,8 @@ def jobs_table(jobs: Sequence[JobAnswer], now_s: float) -> Table:
     return table
 
 
-def frame_of(client: ControllerClient) -> RenderableType:
-    """One frame of `top`, asked for now."""
+def frame_of(client: ControllerClient) -> tuple[dict[str, Any], RenderableType]:
+    """One frame of `top`, asked for now: as JSON, and for a terminal."""
     cluster, jobs = client.cluster(), client.jobs(ended=False)
     figures: dict[int, FiguresAnswer] = {}
     for job in [job for job in jobs if job.state == "RUNNING"][:WATCHED]:
@@ -58,7 +58,8 @@ def frame_of(client: ControllerClient) -> RenderableType:
             figures[job.id] = client.figures(str(job.id))
         except ArealError as error:  # a run that is busy must not hide the others
             figures[job.id] = FiguresAnswer(message=str(error))
-    return Group(cluster_page(cluster, client.url), Text(), top_table(jobs, figures, time.time()))
+    page = Group(cluster_page(cluster, client.url), Text(), top_table(jobs, figures, time.time()))
+    return {"cluster": cluster, "jobs": jobs, "figures": figures}, page
 
 
 def top_table(jobs: Sequence[JobAnswer], figures: Mapping[int, FiguresAnswer], now_s: float) -> Table:

@@ -16,11 +16,13 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 from areal_async.rpc.endpoints import LOOPBACK
+
+PIPED_WIDTH = 200
 
 RunArgument = Annotated[
     str,
@@ -30,21 +32,28 @@ RunArgument = Annotated[
         show_default=False,
     ),
 ]
+JobFile = Annotated[str, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 Steps = Annotated[
     str | None, typer.Option(metavar="A:B", help="Only steps from A to before B; either may be left out.")
 ]
 State = Annotated[str | None, typer.Option(metavar="STATE", help="Only groups in this state, e.g. SCORED.")]
 
 
-class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the requests. What is not given is None."""
+
+    as_json: AsJson = False
 
 
 class StatsRequest(ToolRequest, frozen=True):
     """What the buffer holds, its limits, and why leases or batches wait."""
 
     run: RunArgument
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a page.")] = False
 
 
 class PeekRequest(ToolRequest, frozen=True):
@@ -75,10 +84,7 @@ class ReplayRequest(ToolRequest, frozen=True):
     """Train on the recorded batches again, with no generation, and compare bit by bit."""
 
     run: RunArgument
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. trainer.optimizer.lr=1e-4."),
-    ] = None
+    overrides: Overrides = None
     steps: Steps = None
     out: Annotated[str | None, typer.Option(metavar="DIR", help="A new folder to keep the model in.")] = None
 
@@ -138,25 +144,18 @@ class ServeRequest(ToolRequest, frozen=True):
 class PlanRequest(ToolRequest, frozen=True):
     """The memory that a job's trainer needs on each rank, and the tokens per micro-batch that fit."""
 
-    job_file: Annotated[str, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. trainer.ranks=8."),
-    ] = None
+    job_file: JobFile
+    overrides: Overrides = None
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="A GPU, such as H100, instead of the visible one.")
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False
 
 
 class SimulateRequest(ToolRequest, frozen=True):
     """Predict how a job would run: steps per second, staleness, who idles, what is wasted."""
 
-    job_file: Annotated[str, typer.Argument(metavar="JOB.YAML", help="The job file.", show_default=False)]
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to change, e.g. buffer.max_staleness=0."),
-    ] = None
+    job_file: JobFile
+    overrides: Overrides = None
     runs: Annotated[
         list[str] | None,
         typer.Option("--from", metavar="RUN", help="A run that measured the costs; may be given again."),
@@ -166,7 +165,6 @@ class SimulateRequest(ToolRequest, frozen=True):
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="Steps that are simulated, after a warm-up.")] = 100
     seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False
 
 
 class AdviseRequest(ToolRequest, frozen=True):
@@ -174,7 +172,6 @@ class AdviseRequest(ToolRequest, frozen=True):
 
     run: RunArgument
     steps: Annotated[int, typer.Option(min=1, help="Steps of each simulation, after a warm-up.")] = 100
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a page.")] = False
 
 
 class CheckpointRequest(ToolRequest, frozen=True):
@@ -244,6 +241,27 @@ def run_tool(kind: type[R], main: Callable[[R], int | None]) -> NoReturn:
 def plain(text: str) -> str:
     """Text that somebody else wrote, safe to print: control characters are shown, not obeyed."""
     return "".join(char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def console_for_tables() -> Console:
+    """The terminal, or where there is none lines that are long enough for a program to read."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
+
+
+def print_json(answer: object) -> None:
+    """One line of JSON. What is no number is null, a path is its text."""
+    print(msgspec.json.encode(answer, enc_hook=str).decode(), flush=True)
+
+
+def show(answer: object, text: RenderableType, as_json: bool) -> None:
+    """Print what a command found out: `answer` as JSON, or `text` for a person."""
+    if as_json:
+        print_json(answer)
+    elif isinstance(text, str):
+        print(text, flush=True)
+    else:
+        console_for_tables().print(text)
 
 
 DEBUG_VARIABLE = "AREAL_ASYNC_DEBUG"

@@ -15,6 +15,7 @@ from areal_async.config.job import JobConfig, LoraSection
 from areal_async.config.parts import part_mistakes
 from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 from areal_async.config.rewardcheck import programs_run, reward_mistakes
+from areal_async.storage.urls import url_of
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
 
@@ -339,6 +340,15 @@ def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("evaluation.server.urls", problem, "Give one")
 
 
+def _ranks_share_a_place_for_checkpoints(job: JobConfig) -> Iterator[Mistake]:
+    names = ["trainer", *(f"trainer-{rank}" for rank in range(1, job.trainer.ranks))]
+    on = {job.placement.pretend.get(name) for name in names}
+    if len(on) > 1 and job.checkpoint.store is None and url_of(job.run_dir) is None:
+        problem = "the trainer's ranks are on several hosts, which share no disk for checkpoints"
+        fix = "Name a place that all of them reach in checkpoint.store, or have all ranks on one host"
+        yield Mistake("placement.pretend", problem, fix, ("checkpoint.store",))
+
+
 ANY_KIND: tuple[Rule, ...] = (
     part_mistakes,
     _redis_url,
@@ -346,6 +356,7 @@ ANY_KIND: tuple[Rule, ...] = (
     _ports_are_usable,
     _best_can_be_told,
     _adapters_have_a_rank,
+    _ranks_share_a_place_for_checkpoints,
 )
 SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
 RL_ONLY: tuple[Rule, ...] = (

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
@@ -120,11 +120,8 @@ class ControllerClient:
     def figures(self, name: str) -> FiguresAnswer:
         return self._ask(FiguresAnswer, "GET", _path(name, "figures"), repeat=True)
 
-    def pause(self, name: str) -> JobAnswer:
-        return self._ask(JobsAnswer, "POST", _path(name, "pause"), repeat=True).jobs[0]
-
-    def stop(self, name: str) -> JobAnswer:
-        return self._ask(JobsAnswer, "POST", _path(name, "stop"), repeat=True).jobs[0]
+    def ask(self, name: str, verb: Literal["pause", "stop"]) -> JobAnswer:
+        return self._ask(JobsAnswer, "POST", _path(name, verb), repeat=True).jobs[0]
 
     def resume(self, name: str, overrides: Sequence[str]) -> JobAnswer:
         body = msgspec.json.encode(ResumeRequest(list(overrides)))

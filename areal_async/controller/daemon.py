@@ -26,7 +26,7 @@ from areal_async.controller.client import ControllerGone, reached
 from areal_async.controller.controller import STOP_LIMIT_S, Controller
 from areal_async.controller.folder import ClusterFolder, ClusterFolderError, TokenBook
 from areal_async.controller.metrics import RECONCILE_FAILURES
-from areal_async.controller.processes import RealProcesses, detached_environment, tail_of
+from areal_async.controller.processes import RealProcesses, detached_environment, start_detached, tail_of
 from areal_async.controller.resources import machine_resources
 from areal_async.controller.states import ACTIVE
 from areal_async.controller.store import JobStore
@@ -169,23 +169,9 @@ def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *,
     folder.make()
     if folder.log.exists() and folder.log.stat().st_size > LOG_BYTES:
         folder.log.replace(folder.log.with_suffix(".log.1"))
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    output = os.open(folder.log, flags, 0o600)
-    arguments = ["--hold"] if hold else []
-    arguments += [str(folder.path), *([] if cluster_file is None else [str(cluster_file.resolve())])]
-    try:
-        child = subprocess.Popen(
-            # -P: a folder of the user's that is called like a package must not stand in for it.
-            [sys.executable, "-P", "-m", "areal_async.controller.daemon", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-            env=detached_environment(),
-            start_new_session=True,
-        )
-    finally:
-        os.close(output)
+    module = ["areal_async.controller.daemon", *(["--hold"] if hold else []), str(folder.path)]
+    module += [] if cluster_file is None else [str(cluster_file.resolve())]
+    child = start_detached(module, folder.log, Path("/"), detached_environment())
     deadline_s = time.monotonic() + START_LIMIT_S
     while True:
         with suppress(ControllerGone):

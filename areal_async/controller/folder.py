@@ -55,35 +55,19 @@ class ClusterFolderError(ArealError):
     restart_helps = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class ClusterFolder:
     """The paths in the folder of a cluster, which need not be there yet."""
 
     path: Path
 
-    @property
-    def address(self) -> Path:
-        return self.path / "address"
-
-    @property
-    def tokens(self) -> Path:
-        return self.path / "tokens"
-
-    @property
-    def database(self) -> Path:
-        return self.path / "jobs.sqlite3"
-
-    @property
-    def jobs(self) -> Path:
-        return self.path / "jobs"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "controller.log"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "cluster.yaml"
+    def __post_init__(self) -> None:
+        self.address, self.tokens, self.database = (
+            self.path / name for name in ("address", "tokens", "jobs.sqlite3")
+        )
+        self.jobs, self.log, self.config = (
+            self.path / name for name in ("jobs", "controller.log", "cluster.yaml")
+        )
 
     def make(self) -> None:
         """Make the folder, or close it if it is there. Raises `ClusterFolderError`."""

@@ -40,21 +40,8 @@ class JobAnswer(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, job: StoredJob, run_folder: str, waits_for: str) -> JobAnswer:
         doing = {"run": "", "pause": "pausing", "stop": "stopping"}[job.wish] if job.state in ACTIVE else ""
-        return cls(
-            job.id,
-            job.name,
-            job.state,
-            doing,  # type: ignore[arg-type]
-            waits_for,
-            job.priority,
-            job.submitted_s,
-            job.changed_s,
-            job.reason,
-            job.attempt,
-            job.needs,
-            job.gpus,
-            run_folder,
-        )
+        own = {name: getattr(job, name) for name in cls.__struct_fields__ if hasattr(job, name)}
+        return cls(**own, doing=doing, waits_for=waits_for, run_folder=run_folder)  # type: ignore[arg-type]
 
 
 class JobsAnswer(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,21 +161,9 @@ class RealProcesses:
         environment = detached_environment()
         if self._own_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names_of(job.gpus, os.environ))
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        output = os.open(folder.output, flags, 0o600)
-        try:
-            # -P: a folder of the user's that is called like a package must not stand in for it.
-            self._started[job.id, job.attempt] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "areal_async.controller.attempt_process", str(attempt)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=folder.files,
-                env=environment,
-                start_new_session=True,
-            )
-        finally:
-            os.close(output)
+        command = ["areal_async.controller.attempt_process", str(attempt)]
+        started = start_detached(command, folder.output, folder.files, environment)
+        self._started[job.id, job.attempt] = started
 
     def tell_to_stop(self, job: StoredJob) -> None:
         stop = self._folder(job).attempt(job.attempt) / STOP
@@ -219,6 +207,25 @@ def detached_environment() -> dict[str, str]:
             map(os.path.abspath, filter(None, paths.split(os.pathsep)))
         )
     return environment
+
+
+def start_detached(
+    module: Sequence[str], output: Path, folder: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a module with its arguments in `folder`, as a process that outlives this one and appends what it
+    prints to `output`. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(output, flags, 0o600), "wb") as file:
+        return subprocess.Popen(
+            # -P: a folder of the user's that is called like a package must not stand in for it.
+            [sys.executable, "-P", "-m", *module],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def tail_of(path: Path, size_bytes: int) -> str:

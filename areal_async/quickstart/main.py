@@ -32,12 +32,19 @@ def prepare(directory: Path, seed: int) -> None:
         (directory / name).write_text(text, encoding="utf-8")
 
 
-def quickstart(*, seed: int, out: Path, plain: bool = False, overrides: Sequence[str] = ()) -> RunResult:
+def quickstart(
+    *,
+    seed: int,
+    out: Path,
+    plain: bool = False,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+) -> RunResult:
     """Run both jobs under `out`, replacing an earlier quickstart there; returns the result of the RL job.
 
     `overrides` are `key=value` for the RL job. Raises what `run_job` raises.
     """
-    console = Console()
+    console = console or Console()
     files = out / "quickstart-files"
     console.print(f"[bold]1/3[/] two-digit arithmetic, tokenizer and a random model → {files}")
     prepare(files, seed)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from areal_async.cli.tools import AdviseRequest, run_tool
+from areal_async.cli.tools import AdviseRequest, print_json, run_tool
 from areal_async.launch.runs import find_run
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import Advice, Variant, advise
@@ -30,10 +28,15 @@ def main(request: AdviseRequest) -> None:
     off = abs(predicted(rules, shape, costs, steps=request.steps).steps_per_s / seen["steps_per_s"] - 1)
     advice = advise(rules, shape, costs, steps=request.steps, off=min(off, TRUSTED))
     if request.as_json:
-        found = {"seen": seen, "off": off, "bottleneck": advice.bottleneck, "noise": advice.noise}
-        found |= {"now": asdict(advice.now), "parts": [asdict(each) for each in advice.parts]}
+        found: dict[str, Any] = {
+            "seen": seen,
+            "off": off,
+            "bottleneck": advice.bottleneck,
+            "noise": advice.noise,
+        }
+        found |= {"now": advice.now, "parts": advice.parts}
         found |= {"better": [each.change for each in advice.better]}
-        print(json.dumps(found | {"alternatives": [asdict(each) for each in advice.alternatives]}, indent=2))
+        print_json(found | {"alternatives": advice.alternatives})
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(_table(seen, advice))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rich.console import Console
-
-from areal_async.cli.tools import ExportRequest, run_tool, step_range
+from areal_async.cli.tools import ExportRequest, run_tool, show, step_range
 from areal_async.launch.runs import find_run
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
 from replay_buffer.ledger.records import EpisodeState, GroupRecord, GroupState
@@ -17,13 +15,19 @@ from replay_buffer.tools.reader import open_reader
 
 
 def main(request: ExportRequest) -> None:
-    text = asyncio.run(export(request))
-    written = size(Path(request.out).stat().st_size)
-    Console(soft_wrap=True).print(f"{text} in {request.out} ({written}).", highlight=False)
+    found = asyncio.run(export(request))
+    written = Path(request.out).stat().st_size
+    left = found["left"]
+    gone = f" ({left} more groups left the buffer meanwhile)" if left else ""
+    text = (
+        f"{found['episodes']} episodes of {found['groups']} groups{gone} in {request.out} ({size(written)})."
+    )
+    show({"out": request.out, **found, "size_bytes": written}, text, request.as_json)
 
 
-async def export(request: ExportRequest) -> str:
-    """Write the file, one group in memory at a time; returns what is in it, in words."""
+async def export(request: ExportRequest) -> dict[str, int]:
+    """Write the file, one group in memory at a time; returns how many episodes and groups are in it, and how
+    many groups left the buffer meanwhile."""
     state, steps = state_of(request.state), step_range(request.steps)
     run = find_run(request.run)
     found = left = 0
@@ -43,8 +47,7 @@ async def export(request: ExportRequest) -> str:
                 source = look.index.tasks.task(group.row, group.pass_index).data_source
                 for sample in sorted(held):
                     file.add(exported(group, sample, held[sample], source))
-    gone = f" ({left} more groups left the buffer meanwhile)" if left else ""
-    return f"{file.rows} episodes of {found} groups{gone}"
+    return {"episodes": file.rows, "groups": found, "left": left}
 
 
 def exported(group: GroupRecord, sample: int, blob: bytes, data_source: str) -> ExportedEpisode:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
-from rich.console import Console, RenderableType
+from msgspec.structs import asdict
 from rich.console import Group as Stack
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.cli.tools import PeekRequest, plain, run_tool
+from areal_async.cli.tools import PeekRequest, plain, run_tool, show
 from areal_async.errors import ArealError
 from areal_async.launch.runs import find_run
-from areal_async.trajectory import SegmentKind, TrajectoryError, unpack
+from areal_async.trajectory import Episode, SegmentKind, TrajectoryError, unpack
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.records import EpisodeRecord, EpisodeState, GroupRecord, GroupState
 from replay_buffer.tools.reader import Look, open_reader
@@ -29,20 +31,28 @@ class NotFound(ArealError):
 
 
 def main(request: PeekRequest) -> None:
-    Console().print(asyncio.run(page(request)))
+    show(*asyncio.run(found_by(request)), request.as_json)
 
 
-async def page(request: PeekRequest) -> RenderableType:
-    """What was asked for, to print. Raises `NotFound` for a name that the buffer does not hold."""
+async def found_by(request: PeekRequest) -> tuple[dict[str, Any], RenderableType]:
+    """What was asked for, as JSON and as a page. Raises `NotFound` for a name that the buffer does not
+    hold."""
     state = state_of(request.state)
     async with open_reader(find_run(request.run)) as reader:
         look = await reader.look()
         if request.name is None:
-            return groups_page(look, chosen(look.index, state), request.limit)
+            groups = chosen(look.index, state)
+            shown = [answer_of(group) for group in groups[: request.limit]]
+            return {"groups": shown, "of": len(groups)}, groups_page(look, groups, request.limit)
         group, sample = find(look, request.name)
+        answer = answer_of(group)
         if sample is None:
-            return group_page(look, group)
-        return episode_page(look, group, sample, (await reader.blobs(group)).get(sample))
+            return answer, group_page(look, group)
+        blob = (await reader.blobs(group)).get(sample)
+        answer = answer["episodes"][sample]
+        with suppress(TrajectoryError):
+            answer |= texts_of(look, group, unpack(blob)) if blob is not None else {}
+        return answer, episode_page(look, group, sample, blob)
 
 
 def state_of(name: str | None) -> GroupState | None:
@@ -74,6 +84,29 @@ def find(look: Look, name: str) -> tuple[GroupRecord, int | None]:
     if not sample.isdecimal() or int(sample) >= len(group.episodes):
         raise NotFound(f"group {group_id} has no sample {sample!r}: it has {len(group.episodes)}, from 0.")
     return group, int(sample)
+
+
+def answer_of(group: GroupRecord) -> dict[str, Any]:
+    """What the ledger has of a group, with names for its states."""
+    found = asdict(group) | {"state": GroupState(group.least_state).name, "steps": steps_of(group)}
+    episodes = enumerate(asdict(each) for each in group.episodes)
+    return found | {
+        "episodes": [
+            {
+                "episode_id": f"{group.group_id}.{sample}",
+                **{name: value for name, value in each.items() if name != "rows"},
+                "state": EpisodeState(each["state"]).name,
+            }
+            for sample, each in episodes
+        ]
+    }
+
+
+def texts_of(look: Look, group: GroupRecord, held: Episode) -> dict[str, str]:
+    """What an episode says, beside what would be right."""
+    truth = look.index.tasks.task(group.row, group.pass_index).ground_truth
+    header = held.header
+    return {"prompt": header.prompt_text, "response": header.response_text, "ground truth": str(truth)}
 
 
 # --- pages ---
@@ -152,13 +185,8 @@ def episode_page(look: Look, group: GroupRecord, sample: int, blob: bytes | None
         )
         for index in range(len(segments))
     )
-    task = look.index.tasks.task(group.row, group.pass_index)
-    texts = {
-        "prompt": header.prompt_text,
-        "response": header.response_text,
-        "ground truth": str(task.ground_truth),
-    }
-    shown = [part for name, text in texts.items() for part in ("", Text(name, "bold"), Text(_cut(text)))]
+    texts = texts_of(look, group, held).items()
+    shown = [part for name, text in texts for part in ("", Text(name, "bold"), Text(_cut(text)))]
     return Stack(title, "", facts(rows), "", table_of(titles, parts), *shown)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from areal_async.cli.tools import SimulateRequest, run_tool
+from areal_async.cli.tools import SimulateRequest, print_json, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.load import load_job
 from areal_async.config.yamlfile import dump_yaml
@@ -35,8 +33,7 @@ def main(request: SimulateRequest) -> None:
         problem = "no step is ever done: the limits leave no room for a batch, or everything is dropped"
         raise ConfigError(request.job_file, [Mistake("buffer", problem, "Raise buffer.max_groups")])
     if request.as_json:
-        found = {"prediction": asdict(prediction), "costs": costs.model_dump(), "took_s": round(took_s, 2)}
-        print(json.dumps(found, indent=2))
+        print_json({"prediction": prediction, "costs": costs.model_dump(), "took_s": round(took_s, 2)})
         return
     console = Console(soft_wrap=True, highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from itertools import zip_longest
+from typing import Any
 
 import msgspec
-from rich.console import Console, RenderableType
 from rich.console import Group as Stack
+from rich.console import RenderableType
 from rich.text import Text
 
-from areal_async.cli.tools import StatsRequest, plain, run_tool
+from areal_async.cli.tools import StatsRequest, plain, run_tool, show
 from areal_async.config.job import JobConfig
 from areal_async.launch.runs import Run, find_run
 from areal_async.rpc.address import Address
@@ -31,10 +32,7 @@ PATIENCE_S = 5.0  # How long a buffer may take to answer
 def main(request: StatsRequest) -> None:
     run = find_run(request.run)
     stats, written_ms_ago = (stats_live(run), None) if run.alive else asyncio.run(stats_ended(run))
-    if request.as_json:
-        print(as_json(run, stats, written_ms_ago), flush=True)
-    else:
-        Console().print(draw(run, stats, written_ms_ago))
+    show(answer_of(run, stats, written_ms_ago), draw(run, stats, written_ms_ago), request.as_json)
 
 
 def stats_live(run: Run) -> BufferStats:
@@ -55,11 +53,10 @@ async def stats_ended(run: Run) -> tuple[BufferStats, int]:
     return figures, int(time.time() * 1000) - look.written_ms
 
 
-def as_json(run: Run, stats: BufferStats, written_ms_ago: int | None) -> str:
-    """One JSON object; every field is there, also those that are 0 or empty."""
-    fields = {"job": run.job.job, "folder": str(run.folder), "alive": run.alive}
-    figures = msgspec.structs.asdict(stats)
-    return msgspec.json.encode(fields | {"written_ms_ago": written_ms_ago, "stats": figures}).decode()
+def answer_of(run: Run, stats: BufferStats, written_ms_ago: int | None) -> dict[str, Any]:
+    """What `--json` prints; every field is there, also those that are 0 or empty."""
+    fields = {"job": run.job.job, "folder": run.folder, "alive": run.alive}
+    return fields | {"written_ms_ago": written_ms_ago, "stats": msgspec.structs.asdict(stats)}
 
 
 def draw(run: Run, stats: BufferStats, written_ms_ago: int | None) -> RenderableType:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.cli.tools import TrialRequest, plain, run_tool
+from areal_async.cli.tools import TrialRequest, plain, print_json, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import explain
 from areal_async.config.load import apply_overrides, load_job
@@ -67,6 +67,10 @@ def main(request: TrialRequest) -> int:
     samples, source = read_samples(data, request.column, request.limit)
     with shown_prints():
         judged = asyncio.run(judge(section, samples))
+    wrong = why_it_fails(judged)
+    if request.as_json:
+        print_json({"failed": wrong, "answers": [answer_of(one) for one in judged]})
+        return 1 if wrong else 0
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
     console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
@@ -74,9 +78,15 @@ def main(request: TrialRequest) -> int:
         if table.row_count:
             console.print(table)
             console.print()
-    wrong = why_it_fails(judged)
     console.print(Text(f"failed: {', '.join(wrong)}", "bold red") if wrong else Text("ok", "bold green"))
     return 1 if wrong else 0
+
+
+def answer_of(one: JudgedAnswer) -> dict[str, Any]:
+    """What `--json` prints of an answer."""
+    score = one.verdict.value if isinstance(one.verdict, Score) else None
+    told = {"row": one.sample.row, "verdict": kind_of(one.verdict), "score": score}
+    return told | {"message": message_of(one.verdict), "elapsed_ms": one.elapsed_ms}
 
 
 def target(request: TrialRequest) -> tuple[RewardSection, Path]:

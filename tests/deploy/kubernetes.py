@@ -111,7 +111,7 @@ def together_problems(objects: list[dict[str, Any]], scratch: Path) -> Iterator[
         if not name.endswith("redis") and spec["securityContext"].get("runAsUser") != USER:
             yield f"{name} is not the user of the images"
     (cluster,) = of_kind["RayCluster"]
-    (wanted,) = re.findall(r'^ray = \["ray==(.+)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (wanted,) = re.findall(r'^ray = \["ray==([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     if cluster["spec"]["rayVersion"] != wanted:
         yield f"Ray is {cluster['spec']['rayVersion']}, and pyproject.toml has {wanted}"
     auth = cluster["spec"].get("authOptions", {})

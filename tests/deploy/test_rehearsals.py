@@ -16,6 +16,7 @@ import psutil
 import pytest
 import redis as redis_sync
 
+from areal_async.cli.keys import make_keys
 from areal_async.config.job import RedisLoginSection
 from areal_async.config.redis_url import parse_redis_url
 from replay_buffer.ledger.opening import OpenedWith
@@ -217,20 +218,23 @@ def _boxed(container: Container, scratch: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not can("unshare", "--net", "true"), reason="needs root, for a network of its own")
 def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
-    tmp_path: Path, secrets: Path
+    tmp_path: Path,
 ) -> None:
-    """The command of the systemd unit with the role that its comment gives, in a network of its own."""
+    """What `keys init` makes, in another place, and the command of the systemd unit with the role that its
+    comment gives, in a network of its own."""
     pytest.importorskip("ray")
     unit = DEPLOY / "systemd" / "areal-async-ray.service"
     (command,) = unit_settings(unit)["ExecStart"]
     role = "--head --port=6380 --dashboard-host=127.0.0.1 --num-cpus=0 --num-gpus=0"
     assert role in unit.read_text()
     words = command.replace("$RAY_ROLE", role).replace("${RAY_NODE_IP}", "10.77.0.1").split()
-    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secrets / "ray.token")}
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    subprocess.run([DEPLOY / "secrets.sh", secrets, "10.77.0.1"], check=True)
-    environment |= {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_KEY": str(secrets / "ray.key")}
-    environment |= dict.fromkeys(("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT"), str(secrets / "ray.crt"))
+    keys = tmp_path / "keys"
+    make_keys(tmp_path / "made", ["10.77.0.1"])
+    shutil.copytree(tmp_path / "made", keys)
+    shutil.rmtree(tmp_path / "made")
+    exported = subprocess.check_output(["bash", "-c", f". {keys}/env.sh && env -0"], text=True).split("\0")
+    environment = dict(line.split("=", 1) for line in exported if line)
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
     up = "ip link set lo up && ip addr add 10.77.0.1/32 dev lo && echo 30000 39999"
     up += " > /proc/sys/net/ipv4/ip_local_port_range && exec ray " + " ".join(words[1:])
     short = Path("/tmp") / f"areal-ray-{os.getpid()}"  # sockets lie in it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ printf '%s\\0' "$(basename "$0")" "$@" >> "$CALLS"; printf '\\n' >> "$CALLS"
 case "$(basename "$0") $*" in
 "scontrol show hostnames "*) printf 'node-a\\nnode-b\\n' ;;
 "hostname --ip-address") echo 10.0.0.1 10.0.0.2 ;;
+"areal-async keys "*) exec "$PYTHON" -m areal_async.cli.main "$@" ;;
 "ray start "*) sleep 60 & trap 'kill $!; echo ended >> "$ENDED"; exit 0' TERM; wait ;;
 "areal-async run "*)
     until [ "$(grep -ac "^ray.start" "$CALLS")" = 2 ]; do sleep 0.05; done
@@ -52,7 +54,7 @@ def slurm(tmp_path: Path) -> Start:
         environment = os.environ | {
             "PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "node-[a-b]", "CALLS": str(tmp_path / "calls"),
-            "ENDED": str(tmp_path / "ended"), "STAY": stay,
+            "ENDED": str(tmp_path / "ended"), "STAY": stay, "PYTHON": sys.executable,
         }  # fmt: skip
         words = ["bash", SCRIPT, tmp_path / "job.yaml", "trainer.steps=3"]
         return subprocess.Popen(words, env=environment, text=True)

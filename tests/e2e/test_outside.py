@@ -1,8 +1,12 @@
 """One installed package adds an engine, a workflow, an environment, a reward and an advantage: a job uses all
-five by name, and no file of ours was edited."""
+five by name, and no file of ours was edited. While it runs, nothing of it can be reached from outside."""
 
+import contextlib
+import ipaddress
 import os
+import socket
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -18,7 +22,7 @@ class Noted(EnginePart):
     """The local engine, which leaves a note where it runs."""
 
     def make(self, job, **how):
-        (how["place"].run_log.parent / "engine.txt").write_text("noted")
+        (how["place"].run_dir / "engine.txt").write_text("noted")
         return engine_part("local").make(job, **how)
 
 
@@ -72,6 +76,30 @@ above_ten = outsider:above_ten
 """
 
 
+SERVICES = ("buffer", "trainer", "reward", "rollout-0")
+
+
+class PortScan:
+    """The sockets of a run's processes, by the name of each, in all looks that were taken."""
+
+    def __init__(self, job) -> None:
+        self.job = job
+        self.listening, self.datagram = {}, {}
+
+    def look(self) -> bool:
+        """Look at all that is there now; returns whether a step is trained."""
+        supervisor = psutil.Process(self.job.process.pid)
+        for process in (supervisor, *supervisor.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                name = next((each for each in SERVICES if each in process.cmdline()), "others")
+                for each in process.net_connections("inet"):
+                    if each.type != socket.SOCK_STREAM:
+                        self.datagram.setdefault(name, set()).add(each.laddr)
+                    elif each.status == psutil.CONN_LISTEN:
+                        self.listening.setdefault(name, set()).add(each.laddr.ip)
+        return bool(self.job.steps())
+
+
 def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_environment(
     workspace, running, tmp_path
 ):
@@ -92,7 +120,13 @@ def test_a_package_adds_a_reward_a_workflow_an_advantage_an_engine_and_an_enviro
     )
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     with running("run", job_file, PYTHONPATH=os.pathsep.join(filter(None, paths))) as job:
+        scan = PortScan(job)
+        job.wait_for(scan.look, "a step")
         run = job.end()
+    assert {*SERVICES} <= scan.listening.keys(), "their metrics at least"
+    reached = set().union(*scan.listening.values())
+    assert all(ipaddress.ip_address(address).is_loopback for address in reached), scan.listening
+    assert scan.datagram == {}
     assert (job.folder / "engine.txt").read_text() == "noted"
     steps = run.records("step")
     assert [step["step"] for step in steps] == [0, 1]

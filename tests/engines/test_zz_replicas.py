@@ -16,12 +16,12 @@ from agreement import Snapshots
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.process import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.replicas import ReplicaSet
+from tests.contexts import context_for_test
 from tests.engines.conftest import LENGTH, processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -46,7 +46,7 @@ async def test_requests_survive_the_death_of_their_server(
     def make(index: int) -> Any:
         """The first is attached to the server that runs already, the next starts its own."""
         job = job_of(name, endless, [] if made else [url])
-        place = ServiceContext.for_test(job, tmp_path, "rollout", "rollout-0")
+        place = context_for_test(job, tmp_path, "rollout", "rollout-0")
         made.append(make_engine(job, slots=16, activity="rollout", place=place, replica=index))
         return made[-1]
 

@@ -26,6 +26,7 @@ from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.weights.publisher import make_publisher
 from areal_async.weights.receiver import make_receiver
+from tests.contexts import context_for_test
 from tests.unit.weights.member import Member
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -38,7 +39,7 @@ def context(folder: Path, node: str) -> ServiceContext:
     """Of a process on one of two hosts, as a launcher of several would make it."""
     places: Any = {"job": "j", "model": str(folder), "tasks": {"train": "t.jsonl"}, "run_dir": str(folder)}
     job = JobConfig.model_validate(places | {"weights": {"channel": "nccl"}})
-    ctx = ServiceContext.for_test(job, folder, "trainer", "trainer", node_id=node)
+    ctx = context_for_test(job, folder, "trainer", "trainer", node_id=node)
     hosts = {
         name: msgspec.structs.replace(ctx.host, node_id=name, address=address)
         for name, address in ADDRESSES.items()

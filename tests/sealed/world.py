@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from areal_async.cli.keys import make_keys
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("hosts.sh")
 GCS_PORT = 6380
@@ -24,7 +26,6 @@ LIMIT_S = 240.0
 WORK = "/tmp/work"  # On the home host
 RAY = {
     "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": "the-token-of-these-hosts-and-no-others",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
 }
@@ -32,6 +33,7 @@ RAY = {
 
 CERTIFICATES = "/tmp/certificates"
 TLS = {
+    "RAY_AUTH_TOKEN_PATH": f"{CERTIFICATES}/ray.token",
     "RAY_USE_TLS": "1",
     "RAY_TLS_SERVER_CERT": f"{CERTIFICATES}/node.crt",
     "RAY_TLS_SERVER_KEY": f"{CERTIFICATES}/node.key",
@@ -39,25 +41,11 @@ TLS = {
 }
 
 
-def make_certificates(folder: Path) -> Path:
-    """An authority and a certificate for all nodes."""
-    folder.mkdir()
-    names = ",".join(["DNS:localhost", "IP:127.0.0.1", *(f"IP:10.77.0.{n}" for n in range(1, 10))])
-    (folder / "names").write_text(f"subjectAltName={names}")
-    for words in (
-        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=areal-ca -keyout ca.key -out ca.crt",
-        "req -newkey rsa:2048 -nodes -subj /CN=areal-node -keyout node.key -out node.csr",
-        "x509 -req -in node.csr -CA ca.crt -CAkey ca.key -CAcreateserial -extfile names -out node.crt",
-    ):
-        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
-    return folder
-
-
 def unusable() -> str:
     """Why sealed hosts cannot be made here; empty where they can."""
     if os.geteuid() != 0:
         return "sealed hosts need root"
-    for program in ("unshare", "nsenter", "ip", "mount", "openssl"):
+    for program in ("unshare", "nsenter", "ip", "mount"):
         if shutil.which(program) is None:
             return f"sealed hosts need {program}"
     tried = subprocess.run(
@@ -81,7 +69,8 @@ class SealedHosts:
         }
         self._state = state
         state.parent.mkdir(parents=True, exist_ok=True)
-        self._certificates = make_certificates(state.parent / "certificates")
+        self._certificates = state.parent / "certificates"
+        make_keys(self._certificates, [f"10.77.0.{n}" for n in range(1, 10)])
         self._health = {
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_async.cli.tools import CheckpointRequest, run_tool
+from areal_async.cli.tools import CheckpointRequest, run_tool, show
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.launch.runs import Run, find_run
 from areal_async.status.record import read_run_log
@@ -72,7 +72,8 @@ def _chosen(run: Run, step: str, store: CheckpointStore | None) -> int:
 
 def main(request: CheckpointRequest) -> None:
     step = write_checkpoint_model(request.run, request.step, Path(request.out), adapter=request.adapter)
-    print(f"The {'adapter' if request.adapter else 'model'} after {step} steps is in {request.out}.")
+    text = f"The {'adapter' if request.adapter else 'model'} after {step} steps is in {request.out}."
+    show({"out": request.out, "step": step}, text, request.as_json)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
-from areal_async.cli.tools import ExportRequest, run_tool, step_range
+from areal_async.cli.tools import ExportRequest, run_tool, show, step_range
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.launch.runs import find_run
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
@@ -46,9 +44,10 @@ def main(request: ExportRequest) -> None:
                             parts=entry.parts,
                         )
                     )
-    size_kib = out.stat().st_size / 1024
-    text = f"{file.rows} episodes of {len(steps)} steps in {out} ({size_kib:.0f} KiB)."
-    Console(soft_wrap=True).print(text, highlight=False)
+    size_bytes = out.stat().st_size
+    text = f"{file.rows} episodes of {len(steps)} steps in {out} ({size_bytes / 1024:.0f} KiB)."
+    answer = {"out": out, "episodes": file.rows, "steps": len(steps), "size_bytes": size_bytes}
+    show(answer, text, request.as_json)
 
 
 if __name__ == "__main__":

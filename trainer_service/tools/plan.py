@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_async.cli.tools import PlanRequest, run_tool
+from areal_async.cli.tools import PlanRequest, print_json, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.files import lora_target_mistakes
 from areal_async.config.job import JobConfig
@@ -47,7 +47,7 @@ def main(request: PlanRequest) -> None:
     if gpu is not None and not found["gpu"]["fits"]:
         found["gpu"]["enough"] = changes_that_fit(job, lambda other: _most_tokens(other, job, gpu))
     if request.as_json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
         _show(found)
 

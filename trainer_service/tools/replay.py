@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from areal_async.cli.tools import ReplayRequest, run_tool, step_range
+from areal_async.cli.tools import ReplayRequest, print_json, run_tool, step_range
 from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
 from areal_async.launch.runs import Run, find_run
@@ -37,7 +37,7 @@ NEAR = 1e-6
 
 
 def main(request: ReplayRequest) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, stderr=request.as_json)
     run = find_run(request.run, request.overrides or ())
     materialise(run.job)
     recording = Recording(run.folder)
@@ -55,9 +55,13 @@ def main(request: ReplayRequest) -> None:
     if start is not None:
         console.print(f"From the checkpoint of step {start.manifest.step}.")
     kept = out / run.job.job if out is not None else None
-    replay(run, recording, start, steps[-1], exact=not request.overrides, out=kept, console=console)
+    differing = replay(
+        run, recording, start, steps[-1], exact=not request.overrides, out=kept, console=console
+    )
     if kept is not None:
         console.print(f"The model is in {kept}.")
+    if request.as_json:
+        print_json({"steps": steps, "differing": differing, "model": kept})
 
 
 def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint | None:
@@ -85,9 +89,10 @@ def replay(
     exact: bool,
     out: Path | None,
     console: Console,
-) -> None:
+) -> list[int]:
     """Train from `start` (None: from the model) to step `last`, print each step, and leave the model in the
-    folder `out`. Raises what training raises, and where `exact` `TrainerError` at the first difference."""
+    folder `out`; returns the steps that differ. Raises what training raises, and where `exact` `TrainerError`
+    at the first difference."""
     section = run.job.trainer
     torch.set_num_threads(first_threads(section.torch_threads))
     torch.manual_seed(run.job.seed)
@@ -98,7 +103,7 @@ def replay(
         backend.load(start.folder, start.manifest.updates)
         first = start.manifest.step
     learner = Learner(run.job, ranks, backend)
-    differing = known = 0
+    known, differing = 0, []
     most = 1  # ranks that recorded a step
     for step in range(first, last + 1):
         found = recording.read(step)
@@ -122,11 +127,11 @@ def replay(
                 "version of this program or of torch is another than that of the run, or it ran on a device "
                 "that does not repeat its sums in one order."
             )
-        differing += bool(text)
+        differing += [step] if text else []
         known += bool(found.weights_hash)
     steps = last + 1 - first
     if differing:
-        console.print(f"{differing} of {steps} steps differ.")
+        console.print(f"{len(differing)} of {steps} steps differ.")
     elif most > 1:
         console.print(
             f"All steps are within {NEAR:g} of the recording of {most} ranks: losses and gradient norms. One "
@@ -137,6 +142,7 @@ def replay(
         console.print(f"All steps are bit by bit as recorded: losses, gradient norms and {weights}.")
     if out is not None:
         write_trained(out, run.job, backend, ranks, companion_files(run.job.model, section.dtype))
+    return differing
 
 
 def hash_of_weights(job: JobConfig, backend: TrainingBackend) -> str:

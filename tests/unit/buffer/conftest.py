@@ -56,6 +56,7 @@ from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import main
+from tests.contexts import context_for_test
 
 RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
@@ -405,7 +406,7 @@ def context(tmp_path: Path, redis_url: str, job_name: str) -> Callable[..., Serv
 
     def make(redis: str = redis_url, rows: int = 20, **buffer: Any) -> ServiceContext:
         job = sums_job(tmp_path, job_name, rows, redis=redis, **buffer)
-        return ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
+        return context_for_test(job, tmp_path, "buffer", "buffer")
 
     return make
 

@@ -35,7 +35,6 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.topology import Topology
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
@@ -50,8 +49,9 @@ from replay_buffer.tools.peek import (
     state_of,
 )
 from replay_buffer.tools.reader import open_reader
-from replay_buffer.tools.stats import as_json, draw, stats_ended, stats_live
+from replay_buffer.tools.stats import answer_of, draw, stats_ended, stats_live
 from tests.callers import put
+from tests.contexts import context_for_test
 from tests.unit.buffer.conftest import serving, sums_job
 
 
@@ -62,7 +62,7 @@ class Workplace:
         self.folder = folder / "runs" / "sums"
         self.folder.mkdir(parents=True)
         self.job = sums_job(folder, "sums", **buffer)
-        ctx = ServiceContext.for_test(self.job, folder, "buffer", "buffer")
+        ctx = context_for_test(self.job, folder, "buffer", "buffer")
         host = msgspec.structs.replace(ctx.host, run_dir=str(self.folder))
         write_keys(ctx.keys, ctx.socket_dir)
         self.ctx = replace(ctx, host=host)
@@ -157,7 +157,7 @@ async def test_a_run_says_the_same_of_itself_while_it_is_alive_and_after(workpla
     assert "4 of 4 groups" in page
     assert "4 groups are outstanding" in page, "why no lease would be granted"
     assert "verdict:score" in page
-    told = json.loads(as_json(run, ended, written_ms_ago))
+    told = msgspec.to_builtins(answer_of(run, ended, written_ms_ago), enc_hook=str)
     assert not told["alive"]
     assert told["stats"]["policies"]["policy"]["v_train"] == 0
 
@@ -261,14 +261,14 @@ async def test_what_is_exported_comes_back_as_the_same_episodes(workplace, blob,
     async with place.serving() as client:
         stored = await fill(client, blob)
         await client.call(NextBatch("policy", 1, 0))
-        assert await export_tool.export(request) == "5 episodes of 3 groups"
+        assert await export_tool.export(request) == {"episodes": 5, "groups": 3, "left": 0}
     rows = pq.read_table(out).to_pylist()
     assert {row["episode_id"]: row["blob"] for row in rows} == stored
     assert sorted(row["reward"] for row in rows if row["reward"] is not None) == [0, 0.25, 0.5, 0.75]
     assert {row["data_source"] for row in rows} == {"sums"}
     assert [row["steps"] for row in rows if row["group_state"] == "BATCHED"] == [[0]] * 4
     leased = msgspec.structs.replace(request, state="leased", overwrite=True)
-    assert await export_tool.export(leased) == "1 episodes of 1 groups"
+    assert await export_tool.export(leased) == {"episodes": 1, "groups": 1, "left": 0}
 
 
 def test_text_of_a_model_cannot_steer_the_terminal():

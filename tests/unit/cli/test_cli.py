@@ -1,7 +1,9 @@
 import json
+import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -37,36 +39,40 @@ def test_the_commands_and_their_options_are_these():
     found = surface(typer.main.get_group(app))
     found["reward"].pop("serve")
     assert found == {
-        "run": ["--cluster", "--overwrite", "--plain", "job_file", "overrides"],
+        "run": ["--cluster", "--json", "--overwrite", "--plain", "job_file", "overrides"],
         "up": ["--foreground", "--json", "cluster_file"],
-        "down": ["--keep-jobs"],
+        "down": ["--json", "--keep-jobs"],
         "submit": ["--json", "--memory-gb", "--priority", "--sweep", "job_file", "overrides"],
         "ps": ["--all", "--json"],
         "status": ["--json", "job"],
         "logs": ["--follow", "--json", "--list", "-f", "job", "service"],
-        "top": ["--every", "--once"],
+        "top": ["--every", "--json", "--once"],
         "pause": ["--json", "--no-wait", "job"],
         "stop": ["--json", "--no-wait", "job"],
         "config": {
             "show": ["--json", "overrides", "source"],
             "diff": ["--json", "other", "source"],
         },
-        "resume": ["--cluster", "--plain", "overrides", "target"],
-        "scale": ["--timeout", "--workers", "run"],
+        "resume": ["--cluster", "--json", "--plain", "overrides", "target"],
+        "scale": ["--json", "--timeout", "--workers", "run"],
         "simulate": ["--costs", "--from", "--json", "--seed", "--steps", "job_file", "overrides"],
         "advise": ["--json", "--steps", "run"],
-        "drain": ["--outside", "--timeout", "run", "worker"],
-        "validate": ["job_file", "overrides"],
-        "export": ["--adapter", "--out", "--step", "run"],
-        "doctor": ["--clean"],
+        "drain": ["--json", "--outside", "--timeout", "run", "worker"],
+        "validate": ["--json", "job_file", "overrides"],
+        "export": ["--adapter", "--json", "--out", "--step", "run"],
+        "doctor": ["--clean", "--json"],
         "plan": ["--gpu", "--json", "job_file", "overrides"],
-        "quickstart": ["--out", "--plain", "--seed", "overrides"],
-        "reward": {"new": ["--in", "name"], "test": ["--column", "--data", "--limit", "fields", "reward"]},
+        "quickstart": ["--json", "--out", "--plain", "--seed", "overrides"],
+        "keys": {"init": ["--host", "--json", "folder"]},
+        "reward": {
+            "new": ["--in", "--json", "name"],
+            "test": ["--column", "--data", "--json", "--limit", "fields", "reward"],
+        },
         "buffer": {
             "stats": ["--json", "run"],
-            "peek": ["--limit", "--state", "name", "run"],
-            "export": ["--batches", "--overwrite", "--state", "--steps", "out", "run"],
-            "replay": ["--out", "--steps", "overrides", "run"],
+            "peek": ["--json", "--limit", "--state", "name", "run"],
+            "export": ["--batches", "--json", "--overwrite", "--state", "--steps", "out", "run"],
+            "replay": ["--json", "--out", "--steps", "overrides", "run"],
         },
     }
 
@@ -75,8 +81,13 @@ def test_the_commands_and_their_options_are_these():
 def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch, command):
     ran = []
     run_job = "areal_async.launch.run.run_job"
-    monkeypatch.setattr(run_job, lambda job, **options: ran.append((job.rollout.workers, options)))
-    options = ["--overwrite", "--plain"] if command == "run" else []
+
+    def pretended(job, *, console, **options):
+        ran.append((job.rollout.workers, console.stderr, options))
+        return SimpleNamespace(summary={"steps": 3, "accuracy_end": math.nan})
+
+    monkeypatch.setattr(run_job, pretended)
+    options = ["--overwrite", "--plain", "--json"] if command == "run" else []
     result = call(command, job_file, "rollout.workers=16", *options)
     assert result.exit_code == 0
     (line,) = result.stderr.splitlines()
@@ -84,7 +95,9 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     assert "rollout.workers" in line
     assert "max_staleness to " in line
     if command == "run":
-        assert ran == [(16, {"overwrite": True, "plain": True, "cluster": None})]
+        given = {"overwrite": True, "plain": True, "cluster": None}
+        assert ran == [(16, True, given)]
+        assert result.stdout == '{"steps":3,"accuracy_end":null}\n'
     else:
         assert ran == []
         resolved = yaml.safe_load(result.stdout)
@@ -129,6 +142,17 @@ def test_doctor_finds_this_machine_fit():
     for about in ("packages", "redis-server", "shared memory", "sandbox", "leftovers"):
         assert about in result.stdout
     assert f"({doctor_module.find_redis_server()})\n" in result.stdout, "whole, to be copied"
+
+
+def test_doctor_validate_and_mistakes_are_read_by_scripts(job_file):
+    told = json.loads(call("doctor", "--json").stdout)
+    assert told["removed"] == []
+    assert {finding["level"] for finding in told["findings"]} <= {"ok", "warn", "fail"}
+    resolved = json.loads(call("validate", job_file, "seed=7", "--json").stdout)
+    assert resolved == json.loads(call("config", "show", job_file, "seed=7", "--json").stdout)
+    assert resolved["seed"] == 7
+    refused = call("validate", job_file, "sed=7", "--json")
+    assert (refused.exit_code, refused.stdout) == (2, "")
 
 
 def test_doctor_fails_where_a_run_would(monkeypatch):

@@ -191,7 +191,7 @@ async def test_a_token_that_may_look_changes_nothing_and_none_sees_nothing(serve
         assert there.downs == []
 
 
-async def test_a_token_that_was_replaced_is_no_longer_let_in(served):
+async def test_a_token_that_was_replaced_is_no_longer_let_in(served, caplog):
     async with served() as there:
         old = there.folder.token()
         assert (await there.ask("GET", "/v1/jobs", token=old))[0] == 200
@@ -199,7 +199,11 @@ async def test_a_token_that_was_replaced_is_no_longer_let_in(served):
         new.write_text(f"submit {hash_of('mine')}\n")
         new.chmod(0o600)
         new.replace(there.folder.tokens)
+        before = counted("token")
         assert (await there.ask("GET", "/v1/jobs", token=old))[0] == 401
+        assert counted("token") == before + 1
+        assert "a token is not let in" in caplog.messages
+        assert not any(old in str(vars(record)) for record in caplog.records)
         assert (await there.ask("GET", "/v1/jobs", token="mine"))[0] == 200
 
 
@@ -236,8 +240,8 @@ async def test_the_client_says_what_the_controller_says(served, monkeypatch):
             ("PENDING", "waits for 4 cores"),
         ]
         assert (await ask(client.cluster)).free.cpus == 2
-        assert (await ask(client.stop, "sums")).doing == "stopping"
-        assert (await ask(client.pause, str(second.id))).state == "PAUSED"
+        assert (await ask(client.ask, "sums", "stop")).doing == "stopping"
+        assert (await ask(client.ask, str(second.id), "pause")).state == "PAUSED"
         detail = await ask(client.job, "wide")
         assert [entry.state for entry in detail.history] == ["PENDING", "PAUSED"]
         assert detail.config["rollout"]["workers"] == 9
@@ -252,7 +256,7 @@ async def test_the_client_says_what_the_controller_says(served, monkeypatch):
         with pytest.raises(TokenRefused, match="let in"):
             await ask(ControllerClient(client.url, "x").jobs, ended=True)
         with pytest.raises(TokenRefused, match="may only look"):
-            await ask(ControllerClient(client.url, there.folder.token("look")).stop, "wide")
+            await ask(ControllerClient(client.url, there.folder.token("look")).ask, "wide", "stop")
         await ask(client.down, keep_jobs=True)
         assert there.downs == [True]
         assert await ask(reached, client.url)

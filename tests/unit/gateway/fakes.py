@@ -241,10 +241,11 @@ def made_gateway(tokenizer: Any, **how: Any) -> Iterator[Gateway]:
         for name in ("trains", "header_s", "max_model_len", "start", "model")
         if name in how
     }
+    address = how.pop("address", "127.0.0.1")
     started = Started(tokenizer)
     with TemporaryDirectory(prefix="areal-") as folder:
         place = Path(folder)
-        host = make_host("local", run_dir=place, socket_dir=place, shm_dir=place)
+        host = make_host("local", run_dir=place, socket_dir=place, shm_dir=place, address=address)
         keys = RunSecret.generate().of("rollout")
         own = {"max_model_len": 4096, "model": Path(), "start": started.start, **own}
         gateway = Gateway(GatewaySection(**how), job="job", name="w", host=host, keys=keys, **own)

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -64,6 +65,44 @@ async def test_a_key_works_while_its_episode_lasts(tokenizer: Any) -> None:
                 assert reply.json()["error"]["type"] == "authentication_error"
                 assert reason in reply.json()["error"]["message"]
                 assert (await http.get("/v1/models", headers=headers)).status_code == 401
+
+
+def address_for_others() -> str:
+    """An address of this machine that is not loopback."""
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family is socket.AF_INET and not each.address.startswith("127."):
+                return each.address
+    pytest.skip("this machine has no address but loopback")
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_at_an_address_that_others_reach_only_an_episodes_own_key_opens_it(
+    named: bool, tokenizer: Any
+) -> None:
+    """By `rollout.gateway.host: IP`, or `host` where the run's hosts know this one by that address."""
+    address, engine = address_for_others(), Scripted(tokenizer)
+    how = {"host": address} if named else {"host": "host", "address": address}
+    async with serving(engine, tokenizer, **how) as (gateway, _, first):
+        assert first.origin.startswith(f"http://{address}:")
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", int(first.origin.rpartition(":")[2])), timeout=5)
+        async with httpx.AsyncClient(base_url=first.origin, trust_env=False) as http:
+            for headers in ({}, {"authorization": "Bearer guess"}, {"x-api-key": "guess"}):
+                for reply in (
+                    await http.post(ROUTE, json=CHAT, headers=headers),
+                    await http.get("/v1/models"),
+                ):
+                    assert reply.status_code == 401
+        other = make_context(engine, tokenizer, gateway)
+        async with other.gateway() as second, http_of(second) as http:
+            assert (await http.post(ROUTE, json=CHAT)).status_code == 200
+        assert (first.calls, second.calls) == (0, 1), "a key opens its own episode alone"
+        async with http_of(second) as http:
+            assert (await http.post(ROUTE, json=CHAT)).status_code == 401, "its episode has ended"
+        assert len(engine.log) == 1, "who was refused has reached no engine"
+        async with http_of(first) as http:
+            assert (await http.post(ROUTE, json=CHAT)).status_code == 200
 
 
 async def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -> None:

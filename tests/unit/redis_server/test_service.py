@@ -12,8 +12,8 @@ from redis.exceptions import NoPermissionError
 from areal_async.launch.preflight import find_redis_server
 from areal_async.rpc.messages import Lease, OpenTrainer, Stats
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.context import ServiceContext
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
+from tests.contexts import context_for_test
 from tests.redis_client import documented_rights
 from tests.unit.buffer.conftest import serving, sums_job
 from tests.waiting import wait_for
@@ -27,7 +27,7 @@ async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tie
     server.admin.execute_command("ACL", "SETUSER", "front", "on", ">pass", *documented_rights(job_name))
     redis = {"redis": f"unix://front@{server.socket}", "redis_login": {"password_env": "REDIS_PASSWORD"}}
     job = sums_job(tmp_path, job_name, **redis)
-    ctx = ServiceContext.for_test(job, tmp_path, "buffer", "buffer")
+    ctx = context_for_test(job, tmp_path, "buffer", "buffer")
     async with serving(ctx) as client:
         epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
         assert (await client.call(Lease("w", 1, [VersionTag("policy", epoch, 0)]))).groups

@@ -10,12 +10,12 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score, Timeout
-from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.service import restart_may_help
 from reward_service import __main__ as own
 from reward_service import metrics
 from reward_service.sdk import RewardLoadError
 from reward_service.server import RewardServer
+from tests.contexts import context_for_test
 from tests.unit.reward.fake_buffer import FakeBuffer, serve
 
 
@@ -214,7 +214,7 @@ async def test_a_reward_process_starts_again_while_its_reward_is_away_if_it_was_
             pass
 
     monkeypatch.setattr(own, "Router", Router)
-    ctx = ServiceContext.for_test(JobConfig.model_validate(job), tmp_path, "reward", "reward")
+    ctx = context_for_test(JobConfig.model_validate(job), tmp_path, "reward", "reward")
     object.__setattr__(ctx, "served_before", served_before)
     with pytest.raises(RewardLoadError) as caught:
         await own.main(ctx)

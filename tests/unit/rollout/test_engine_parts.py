@@ -23,12 +23,12 @@ from areal_async.config.parts import own_part_mistakes
 from areal_async.launch.plan import ready_limit_s
 from areal_async.launch.preflight import check_contents
 from areal_async.registry import ENGINES, PartError
-from areal_async.runtime.context import ServiceContext
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.devices import own_device, own_gpus
 from rollout_service.engines.http.adapter import settings_of
 from rollout_service.evaluator import engine_job
+from tests.contexts import context_for_test
 from tests.unit.rollout.fakes import FakeBuffer, group, job, working
 
 STUB = """
@@ -200,10 +200,10 @@ def test_replicas_of_two_workers_and_the_evaluation_have_gpus_of_their_own(
     tmp_path: Path, four_gpus: None
 ) -> None:
     two = job(device="cuda", workers=2, replicas=2)
-    worker = ServiceContext.for_test(two, tmp_path, "rollout", "rollout-1", index=1)
+    worker = context_for_test(two, tmp_path, "rollout", "rollout-1", index=1)
     assert [own_device(two, worker, replica) for replica in range(2)] == ["cuda:2", "cuda:3"]
     three = job(device="cuda", workers=3)
-    evaluator = ServiceContext.for_test(three, tmp_path, "evaluator", "evaluator")
+    evaluator = context_for_test(three, tmp_path, "evaluator", "evaluator")
     assert own_device(engine_job(three), evaluator, 0) == "cuda:3"
     assert own_device(job(), None, 0) == "cpu"
 
@@ -215,7 +215,7 @@ def test_a_server_sees_its_own_gpus_alone_by_the_names_of_ours(tmp_path: Path, f
     for engine, flag in (("sglang", "tp-size"), ("vllm", "tensor-parallel-size")):
         server = {"environment": str(environment), "arguments": {flag: 2}}
         ours = job(engine=engine, device="cuda", replicas=2, server=server)
-        place = ServiceContext.for_test(ours, tmp_path, "rollout", "rollout-0")
+        place = context_for_test(ours, tmp_path, "rollout", "rollout-0")
         how: Any = {"slots": 1, "activity": "rollout", "place": place}
         found = [settings_of(ours, **how, replica=replica).gpus for replica in range(2)]
         assert found == [("4", "5"), ("6", "7")]
@@ -226,19 +226,19 @@ def test_a_gpu_that_is_not_there_is_named_with_its_field(tmp_path: Path) -> None
     third = job(device="cuda:2")
     with pytest.raises(EngineError, match=r"rollout\.device: cuda:2 .* needs 3, and 2 are visible"):
         own_gpus(third, None, 0, visible=2)
-    place = ServiceContext.for_test(third, tmp_path, "evaluator", "evaluator")
+    place = context_for_test(third, tmp_path, "evaluator", "evaluator")
     with pytest.raises(EngineError, match=r"evaluation\.device"):
         own_gpus(engine_job(third), place, 0, visible=2)
 
 
 def test_a_process_that_sees_its_own_gpus_alone_counts_them_from_nought(tmp_path: Path) -> None:
     wide = job(device="cuda", workers=3, replicas=2)
-    worker = ServiceContext.for_test(wide, tmp_path, "rollout", "rollout-2", index=2)
+    worker = context_for_test(wide, tmp_path, "rollout", "rollout-2", index=2)
     own = replace(worker, place=msgspec.structs.replace(worker.place, gpus_of_its_own=True))
     assert [own_gpus(wide, own, replica, visible=2) for replica in range(2)] == [(0,), (1,)]
-    evaluator = ServiceContext.for_test(wide, tmp_path, "evaluator", "evaluator")
+    evaluator = context_for_test(wide, tmp_path, "evaluator", "evaluator")
     alone = replace(evaluator, place=msgspec.structs.replace(evaluator.place, gpus_of_its_own=True))
     assert own_gpus(engine_job(wide), alone, 0, visible=1) == (0,)
-    rank = ServiceContext.for_test(wide, tmp_path, "trainer", "trainer-3", index=3)
+    rank = context_for_test(wide, tmp_path, "trainer", "trainer-3", index=3)
     assert rank.gpu_index == 3
     assert replace(rank, place=msgspec.structs.replace(rank.place, gpus_of_its_own=True)).gpu_index == 0

@@ -18,13 +18,13 @@ from areal_async.errors import RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Score, Verdict
 from areal_async.rpc.weights_messages import NoNews
-from areal_async.runtime.context import ServiceContext
 from areal_async.status.record import RunLog
 from rollout_service.engines.base import EngineError, EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.workflows import Renderer, load_workflow
+from tests.contexts import context_for_test
 from tests.unit.rollout.fakes import ScriptedSource, notice
 
 
@@ -271,7 +271,7 @@ async def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothin
 def test_the_evaluations_engine_is_the_rollouts_kind_or_its_own(endless: Any, tmp_path: Path) -> None:
     def engine(rollout: Any, **evaluation: Any) -> tuple[Any, str | None]:
         found = engine_job(job(endless, rollout=rollout, **evaluation))
-        place = ServiceContext.for_test(found, tmp_path, "evaluator", "evaluator")
+        place = context_for_test(found, tmp_path, "evaluator", "evaluator")
         return found.rollout, attached_url(found, place, 0)
 
     server = {"urls": ["http://127.0.0.1:1"], "arguments": {"tp": 2}}

@@ -15,12 +15,13 @@ from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from rollout_service import service
 from rollout_service.service import NameTaken, name_of_our_own
+from tests.contexts import context_for_test
 from tests.unit.rollout.fakes import job
 
 
 def test_a_second_worker_of_the_same_name_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    ctx = ServiceContext.for_test(job(), tmp_path, "rollout", "rollout-7")
-    other = ServiceContext.for_test(job(), tmp_path, "rollout", "rollout-8")
+    ctx = context_for_test(job(), tmp_path, "rollout", "rollout-7")
+    other = context_for_test(job(), tmp_path, "rollout", "rollout-8")
     with name_of_our_own(ctx):
         with pytest.raises(NameTaken, match=rf"rollout-7 works .* \(process {os.getpid()}\).*--name"):
             with name_of_our_own(ctx):
@@ -58,7 +59,7 @@ async def test_each_restart_of_an_engine_holds_its_snapshot_for_itself_and_outli
     given: dict[str, Any] = {}
     monkeypatch.setattr(service, "make_receiver", make_receiver)
     monkeypatch.setattr(service, "ReplicaSet", lambda *positional, **named: given.update(named))
-    ctx = ServiceContext.for_test(job(), tmp_path, "rollout", "rollout-0")
+    ctx = context_for_test(job(), tmp_path, "rollout", "rollout-0")
     service.make_replicas(ctx, on_serving=lambda share: None, on_exchange=lambda going_on: None)
 
     async with given["newest"]() as one, given["newest"]() as other:

@@ -43,7 +43,7 @@ def test_every_request_says_who_may_make_it():
     assert not may_ask("", Stats)
 
 
-async def test_a_role_gets_what_it_needs_and_no_more_whatever_it_says_it_is(endpoint):
+async def test_a_role_gets_what_it_needs_and_no_more_whatever_it_says_it_is(endpoint, caplog):
     before = refused("the-buffer", "forbidden")
     async with serving(endpoint, access=SECRET.of("buffer"), service="the-buffer") as server:
         async with client_of(server, "rollout") as rollout, client_of(server, "trainer") as trainer:
@@ -55,9 +55,10 @@ async def test_a_role_gets_what_it_needs_and_no_more_whatever_it_says_it_is(endp
         assert server.counters["forbidden"] == 2
         assert server.counters["requests"] == 2
     assert refused("the-buffer", "forbidden") == before + 2
+    assert "trainer of role rollout asked the the-buffer for Commit" in caplog.messages
 
 
-async def test_keys_of_another_run_open_nothing(endpoint):
+async def test_keys_of_another_run_open_nothing(endpoint, caplog):
     async with serving(endpoint, access=SECRET.of("buffer"), service="old-keys") as server:
         stranger = client_of(server, "trainer", secret=RunSecret.generate())
         with pytest.raises((EndpointError, RpcTimeout)):
@@ -75,6 +76,7 @@ async def test_keys_of_another_run_open_nothing(endpoint):
         assert not server.sessions
         assert server.counters["strangers"] >= 1
     assert refused("old-keys", "stranger") >= 1
+    assert "a connection without a key of this run was refused by the old-keys" in caplog.messages
 
 
 async def test_a_process_of_one_role_cannot_stand_in_for_a_server_of_another():

@@ -8,16 +8,16 @@ import torch
 
 from areal_async.errors import ArealError, PeerGone, RpcTimeout
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import StatusBoard, answer_status
 from areal_async.status.monitor import StatusClients
+from tests.contexts import context_for_test
 
 
 @pytest.fixture
 def ctx(job, tmp_path):
-    return ServiceContext.for_test(job, tmp_path, "rollout", "rollout-0")
+    return context_for_test(job, tmp_path, "rollout", "rollout-0")
 
 
 async def ask(ctx, name="rollout-0"):

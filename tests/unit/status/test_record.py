@@ -12,11 +12,11 @@ from areal_async.launch.commands import ControlSocket
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import WriteRecord
-from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.status import board
 from areal_async.status import record
 from areal_async.status.curves import Curve, draw_curves, field, ratio, rolling_mean
 from areal_async.status.record import RunLog, open_records, read_run_log
+from tests.contexts import context_for_test
 
 
 def test_records_come_back_in_order_with_null_for_what_json_has_no_form_and_are_told_in_the_status(tmp_path):
@@ -55,7 +55,7 @@ async def home(ctx, records):
 
 @pytest.fixture
 def ctx(job, tmp_path):
-    return ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+    return context_for_test(job, tmp_path, "trainer", "trainer")
 
 
 async def test_records_of_services_come_to_the_home_of_the_run_in_their_order_and_once(ctx, tmp_path):

@@ -21,6 +21,7 @@ from areal_async.rpc.messages import NextBatch, Waiting
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import arm
 from areal_async.runtime.group import Meeting
+from tests.contexts import context_for_test
 from tests.unit.trainer.rank_process import RecordedBuffer, job_of
 from trainer_service import main, states
 from trainer_service.loop.rl import RlTrainer
@@ -70,9 +71,7 @@ def run(
 ) -> RecordedBuffer:
     here = folder / host
     name = f"trainer-{rank}" if rank else "trainer"
-    ctx = ServiceContext.for_test(
-        job_on(model, here, store, world), here, "trainer", name, index=rank, node_id=host
-    )
+    ctx = context_for_test(job_on(model, here, store, world), here, "trainer", name, index=rank, node_id=host)
     ctx = replace(ctx, meeting=Meeting.from_environment())
     buffer = StoppingBuffer(batches, ctx)
     states.MEMORY_SHARE = 1e9  # a state after each step

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
 from areal_async.rpc.server import Server
-from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.group import Note
 from areal_async.runtime.service import restart_may_help
 from areal_async.status.record import read_run_log
 from areal_async.weights.publisher import Publisher
+from tests.contexts import context_for_test
 from tests.unit.trainer import rank_process
 from trainer_service import main as trainer_main
 from trainer_service.checkpoint import open_checkpoint
@@ -45,7 +45,7 @@ async def test_a_whole_rl_job(tmp_path, model_dir, make_batch):
         batch, blobs = make_batch(step, max_staleness=1, groups=3)
         write_step(tmp_path / "given", batch, blobs, losses=[], grad_norms=[])
     job = rank_process.job_of(model_dir, tmp_path, steps=3, record_batches=True)
-    ctx = ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+    ctx = context_for_test(job, tmp_path, "trainer", "trainer")
     recorded = rank_process.RecordedBuffer(tmp_path / "given")
     async with serving(ctx, recorded):
         await main(ctx)
@@ -64,7 +64,7 @@ async def test_a_refusal_of_the_buffer_ends_the_job(tmp_path, model_dir):
         def next_batch(self, epoch, step):
             raise FaultError("fenced", "epoch 2 has replaced epoch 1")
 
-    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    ctx = context_for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
     with pytest.raises(FaultError, match="epoch 2 has replaced epoch 1"):
         async with serving(ctx, Fenced(tmp_path)):
             await main(ctx)
@@ -77,7 +77,7 @@ async def test_a_trainer_that_runs_out_of_memory_says_so(tmp_path, model_dir, mo
     told = []
     monkeypatch.setattr(trainer_main, "load_backend", too_large)
     monkeypatch.setattr(trainer_main, "tell", told.append)
-    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    ctx = context_for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
     with pytest.raises(torch.OutOfMemoryError):
         await main(ctx)
     assert told == [Note("ran out of memory (CUDA out of memory. Tried to allocate 9 GiB)")]
@@ -99,7 +99,7 @@ async def test_what_an_error_says_is_told_before_the_publisher_is_closed(tmp_pat
     monkeypatch.setattr(trainer_main.RlTrainer, "run", too_large)
     monkeypatch.setattr(Publisher, "close", closed)
     monkeypatch.setattr(trainer_main, "tell", lambda note: done.append("told"))
-    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    ctx = context_for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
     with pytest.raises(MemoryError):
         async with serving(ctx, rank_process.RecordedBuffer(tmp_path)):
             await main(ctx)
@@ -116,7 +116,7 @@ async def test_a_rank_names_those_that_do_not_start_and_does_not_end_before_they
     monkeypatch.setattr(trainer_main, "join_ranks", alone)
     monkeypatch.setattr(trainer_main, "tell", done.append)
     monkeypatch.setattr(trainer_main, "time", SimpleNamespace(sleep=done.append))
-    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    ctx = context_for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
     with pytest.raises(RankError):
         await main(ctx)
     assert done == [Note("did not come to the meeting within 150 s and was killed", (2,)), GIVE_UP_S]
@@ -137,7 +137,7 @@ async def test_a_rank_that_waits_in_vain_for_another_does_not_end_before_that_is
     monkeypatch.setattr(trainer_main, "load_backend", lost)
     monkeypatch.setattr(trainer_main, "tell", done.append)
     monkeypatch.setattr(trainer_main, "time", SimpleNamespace(sleep=done.append))
-    ctx = ServiceContext.for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
+    ctx = context_for_test(rank_process.job_of(model_dir, tmp_path), tmp_path, "trainer", "trainer")
     waiting = Waiting(0, 2, torch.device("cpu"), None)
     with pytest.raises(RankError, match="rank 1 of the trainer did not come to a collective within 600 s"):
         await main(ctx)
@@ -152,7 +152,7 @@ def sft_context(model_dir, tmp_path, answers):
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     content = {"job": "warm", "kind": "sft", "model": model_dir, "tasks": {"train": tmp_path / "t.jsonl"}}
     job = JobConfig.model_validate(content | {"trainer": {"steps": 2}, "sft": {"batch_size": 4}})
-    return ServiceContext.for_test(job, tmp_path, "trainer", "trainer")
+    return context_for_test(job, tmp_path, "trainer", "trainer")
 
 
 async def test_a_task_that_makes_no_example_ends_a_supervised_job_before_it_serves(tmp_path, model_dir):

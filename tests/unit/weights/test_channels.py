@@ -20,12 +20,12 @@ from areal_async.errors import SnapshotError
 from areal_async.registry import PartError
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
-from areal_async.runtime.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, ReceivingEnd, channel_of, makes_deltas
 from areal_async.weights.channels.fetching import SnapshotFetcher
 from areal_async.weights.channels.serving import SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
+from tests.contexts import context_for_test
 from tests.unit.weights.member import Member
 from tests.unit.weights.world import PATIENCE_S, SECRET, names, tag
 
@@ -259,7 +259,7 @@ async def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_rec
     (place / "post").mkdir()
     args = {"post": str(place / "post")}
     job = job_with(place, channel=f"{place}/courier.py:Courier", channel_args=args, keep=2)
-    ctx = ServiceContext.for_test(job, place, "trainer", "trainer")
+    ctx = context_for_test(job, place, "trainer", "trainer")
     p = make_publisher(ctx, files={}, tied={})
     p.start()
     try:
@@ -296,7 +296,7 @@ async def test_nccl_takes_tensors_and_the_snapshot_to_another_host_by_the_addres
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     address, before = address_beyond_loopback(), connections_on_loopback()
     job = job_with(place, channel="nccl")
-    trainer = ServiceContext.for_test(job, place, "trainer", "trainer")
+    trainer = context_for_test(job, place, "trainer", "trainer")
     host = msgspec.structs.replace(trainer.host, address=address)
     other = msgspec.structs.replace(host, node_id="b")
     topology = msgspec.structs.replace(trainer.topology, hosts={host.node_id: host, "b": other})
@@ -331,7 +331,7 @@ async def test_nccl_takes_tensors_and_the_snapshot_to_another_host_by_the_addres
 def test_each_channel_of_the_table_makes_its_ends(place, channel):
     args = {"directory": str(place)} if channel == "disk" else {}
     job = job_with(place, channel=channel, channel_args=args)
-    ctx = ServiceContext.for_test(job, place, "trainer", "trainer")
+    ctx = context_for_test(job, place, "trainer", "trainer")
     found = channel_of(ctx.job)
     assert isinstance(found.publishing_end(ctx), PublishingEnd)
     assert isinstance(found.receiving_end(ctx, "r"), ReceivingEnd)

@@ -91,17 +91,6 @@ def load_sharded(
     return loaded
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Alias -> name for parameters that occur more than once."""
-    names: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first != name:
-            aliases[name] = first
-    return aliases
-
-
 def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
     """[first, end) of the rows that this rank holds, and whether it is the first of those that hold them."""
     start, end, first = 0, tensor.shape[0], True

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from areal_async.cli.tools import ServeRequest, run_tool
+from areal_async.cli.tools import ServeRequest, print_json, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.yamlfile import parse_yaml
 from areal_async.errors import ArealError
@@ -63,7 +63,10 @@ async def serve(request: ServeRequest) -> None:
         server = http_server(service, token, listening, tls)
         server.start()
         stack.push_async_callback(server.close)
-        announce(offers, server.url, request.workers, guarded=bool(token))
+        if request.as_json:
+            print_json({"url": server.url, "rewards": [offer.name for offer in offers]})
+        else:
+            announce(offers, server.url, request.workers, guarded=bool(token))
         ends = (asyncio.ensure_future(stop.wait()), pool.broken)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
