@@ -20,7 +20,6 @@ import asyncio
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,19 +32,18 @@ import psutil
 from buffer_service import cpu_s
 from packed_workers import PackedLauncher
 from scale import Shared, numbers, percentiles
-from timed_services import STEP_S
-from timer_engine import HELD, OVER, RUNS
+from timer_engine import HELD, OVER, RUNS, STEP_S
 
 import areal_async.launch.run as launch
 from areal_async.config.job import JobConfig
 from areal_async.launch.plan import MODULES
 from areal_async.launch.runs import Run
-from areal_async.quickstart.model import write_model
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Heartbeat, Lease, Release
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RoleKeys
 from areal_async.runtime.context import keys_file
+from areal_async.runtime.process import ChildProcess
 from areal_async.runtime.topology import Topology
 from areal_async.status.monitor import StatusClients
 
@@ -58,10 +56,14 @@ PROBE_S = 0.1  # Between two requests of the probe while the run goes on
 LIMITS = ("generation", "trainer")
 TO_FRONT = ("Lease", "Heartbeat", "PutEpisodes", "Release")
 PROBE = "rollout-probe"
+LOG = "head.log"
+END_S = 120.0  # Longest time in which a run ends
 
 
 def job_of(folder: Path, workers: int, units: int, limit: str) -> dict[str, Any]:
     """A job whose batch is what its workers make in one go."""
+    from areal_async.quickstart.model import write_model  # torch, which a head does without
+
     batch = max(8, workers)
     rows = [
         {"prompt": f"{i}+{i}=", "data_source": "sums", "reward_model": {"ground_truth": str(2 * i)}}
@@ -122,34 +124,44 @@ def head(job: JobConfig, samples: Path) -> None:
 
 @contextmanager
 def started(folder: Path, job: dict[str, Any], step_s: float) -> Iterator[psutil.Process]:
-    """The head of the run, ended with the block."""
+    """The head of the run, ended with the block, and with this process."""
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, STEP_S: str(step_s)}
-    with (folder / "head.log").open("wb") as log:
-        command = [sys.executable, __file__, "--as-head", json.dumps(job), str(folder / "head.json")]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            yield psutil.Process(process.pid)
-            process.wait(120)
-            if process.returncode:
-                sys.exit((folder / "head.log").read_text()[-4000:])
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+    command = [sys.executable, __file__, "--as-head", json.dumps(job), str(folder / "head.json")]
+    child = ChildProcess(command, environment=environment, output=folder / LOG)
+
+    def ends() -> bool:
+        deadline_s = time.monotonic() + END_S
+        while child.alive and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        return not child.alive
+
+    try:
+        yield psutil.Process(child.pid)
+        if not ends() or child.poll():
+            sys.exit((folder / LOG).read_text()[-4000:])
+    finally:
+        if child.alive:
+            child.terminate()
+            ends()
+            child.kill()
+            child.join()
 
 
 def processes_of(head: psutil.Process) -> dict[str, list[psutil.Process]]:
     """The processes of the run by what they are."""
-    names = {"replay_buffer": "front", "redis": "redis", "packed_workers": "workers", "--name trainer": "trainer"}
+    names = {
+        "replay_buffer": "front",
+        "redis": "redis",
+        "packed_workers": "workers",
+        "--name trainer": "trainer",
+    }
     found: dict[str, list[psutil.Process]] = {"head": [head]}
     for process in head.children(recursive=True):
         command = " ".join(process.cmdline())
-        what = "redis" if "redis" in process.name() else next((n for k, n in names.items() if k in command), "")
+        what = (
+            "redis" if "redis" in process.name() else next((n for k, n in names.items() if k in command), "")
+        )
         found.setdefault(what, []).append(process)
     return found
 
@@ -243,7 +255,7 @@ async def until_serving(run: Run, workers: int, head: psutil.Process) -> None:
         if time.monotonic() > deadline_s:
             sys.exit(f"{serving} of {workers + 3} services serve after {START_S:g} s")
         await asyncio.sleep(1)
-    sys.exit((run.folder.parent.parent / "head.log").read_text()[-4000:])
+    sys.exit((run.folder.parent.parent / LOG).read_text()[-4000:])
 
 
 async def measure(options: argparse.Namespace, workers: int, limit: str) -> dict[str, Any]:
@@ -274,7 +286,7 @@ async def found(folder: Path, head: psutil.Process) -> Run:
         if (folder / "topology.json").exists() and (run := Run.open(folder)).alive:
             return run
         await asyncio.sleep(0.5)
-    sys.exit((folder.parent.parent / "head.log").read_text()[-4000:])
+    sys.exit((folder.parent.parent / LOG).read_text()[-4000:])
 
 
 async def watch(
@@ -313,8 +325,12 @@ async def watch(
         row["cpu_held"] = meter.read()
         row["cpu_ms"] = await prober.series(front, row["cpu_held"]["front"])
         row["peak_mib"] = {what: sum(map(peak_mib, some)) for what, some in processes.items() if what}
-        row["threads"] = {what: sum(p.num_threads() for p in some) for what, some in processes.items() if what}
-        row["descriptors"] = {what: sum(p.num_fds() for p in some) for what, some in processes.items() if what}
+        row["threads"] = {
+            what: sum(p.num_threads() for p in some) for what, some in processes.items() if what
+        }
+        row["descriptors"] = {
+            what: sum(p.num_fds() for p in some) for what, some in processes.items() if what
+        }
         return row
 
 

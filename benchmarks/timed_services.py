@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 from scale import CLAIM_EPISODES, FETCH_EPISODES, Shared
-from timer_engine import OVER
+from timer_engine import OVER, STEP_S
 
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
@@ -42,7 +42,6 @@ from areal_async.runtime.topology import Role
 from areal_async.status.record import open_records
 from areal_async.weights.publisher import make_publisher
 
-STEP_S = "MANY_ENGINES_STEP_S"  # Environment variable: how long a step of the trainer takes
 WAIT_MS = 500
 
 

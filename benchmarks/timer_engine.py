@@ -22,6 +22,7 @@ from areal_async.runtime.context import ServiceContext
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, Tell, Weights
 
 RUNS, HELD, OVER = range(3)
+STEP_S = "MANY_ENGINES_STEP_S"  # Environment variable: how long a step of the trainer takes
 HELD_S = 0.25  # Between two looks at the phase
 
 
