@@ -3,10 +3,10 @@
     python benchmarks/many_engines.py [--workers 8,32,128,512] [--seconds 24] [--units 2048] [--json FILE]
 
 The run is real: supervisor, status poll, records, buffer with its Redis, publisher, and for each worker the
-product's own with its key, clients, leases, heartbeats and status endpoint (`packed_workers.py`). Only engines
-(`timer_engine.py`), trainer and scorer (`timed_services.py`) wait instead of computing. Each number of workers
-is measured twice: `generation` limits, so that every lease is granted at once, and the `trainer` limits, so
-that all workers wait for room most of the time.
+product's own with its key, clients, leases, heartbeats and status endpoint (`packed_workers.py`). Only the
+engines (`timer_engine.py`), the trainer and the scorer (`timed_services.py`) wait instead of computing. Each
+number of workers is measured twice: where `generation` limits the run every lease is granted at once, and
+where the `trainer` does all workers wait for room most of the time.
 
 Latencies of admission and heartbeat are those that a client in a process of its own sees while the run goes
 on. Their CPU is that of the front in a series of them while all engines hold their answers, less what the
@@ -49,7 +49,6 @@ from areal_async.status.monitor import StatusClients
 
 HERE = Path(__file__).parent
 GROUP = 4
-ANSWER_S = 5.0  # Mean time of an answer
 START_S = 180.0  # Longest time in which all workers come to serve
 SERIES = 400  # Requests of a kind in a series
 PROBE_S = 0.1  # Between two requests of the probe while the run goes on
@@ -60,18 +59,18 @@ LOG = "head.log"
 END_S = 120.0  # Longest time in which a run ends
 
 
-def job_of(folder: Path, workers: int, units: int, limit: str) -> dict[str, Any]:
+def job_of(folder: Path, options: argparse.Namespace, workers: int, limit: str) -> dict[str, Any]:
     """A job whose batch is what its workers make in one go."""
     from areal_async.quickstart.model import write_model  # torch, which a head does without
 
-    batch = max(8, workers)
+    batch, units = max(8, workers), options.units
     rows = [
         {"prompt": f"{i}+{i}=", "data_source": "sums", "reward_model": {"ground_truth": str(2 * i)}}
         for i in range(10, 50)
     ]
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     write_model(folder / "model", 0, positions=2 * units)
-    arguments = {"mean_s": ANSWER_S, "units": units, "phase": str(folder / "phase")}
+    arguments = {"mean_s": options.answer_s, "units": units, "phase": str(folder / "phase")}
     return {
         "job": "many",
         "model": str(folder / "model"),
@@ -127,7 +126,8 @@ def started(folder: Path, job: dict[str, Any], step_s: float) -> Iterator[psutil
     """The head of the run, ended with the block, and with this process."""
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, STEP_S: str(step_s)}
-    command = [sys.executable, __file__, "--as-head", json.dumps(job), str(folder / "head.json")]
+    order = [json.dumps(job), str(folder / "head.json")]
+    command = [sys.executable, __file__, "--as-head", *order]
     child = ChildProcess(command, environment=environment, output=folder / LOG)
 
     def ends() -> bool:
@@ -263,8 +263,8 @@ async def measure(options: argparse.Namespace, workers: int, limit: str) -> dict
         folder = Path(name)
         shared = Shared(folder / "phase")
         shared.set(1, RUNS)
-        job = job_of(folder, workers, options.units, limit)
-        step_s = 0.2 if limit == "generation" else 3 * ANSWER_S
+        job = job_of(folder, options, workers, limit)
+        step_s = 0.2 if limit == "generation" else 3 * options.answer_s
         began_s = time.monotonic()
         with started(folder, job, step_s) as head:
             try:
@@ -319,7 +319,7 @@ async def watch(
             "view_ms": percentiles(sorted(views)),
         }
         shared.set(1, HELD)
-        await asyncio.sleep(2 * ANSWER_S)
+        await asyncio.sleep(2 * options.answer_s + 1)
         meter = Meter(processes)
         await asyncio.sleep(options.seconds / 3)
         row["cpu_held"] = meter.read()
@@ -378,34 +378,49 @@ def line(row: dict[str, Any]) -> str:
 
 
 HEADS = (
-    "workers limited-by cpu:head front redis trainer workers MiB:head front redis req/s "
-    "lease-ms beat-ms lease-cpu beat-cpu poll-ms poll-every view-ms"
-).split()
+    *("workers", "limited-by", "cpu:head", "front", "redis", "trainer", "workers", "MiB:head", "front"),
+    *("redis", "req/s", "lease-ms", "beat-ms", "lease-cpu", "beat-cpu", "poll-ms", "poll-every", "view-ms"),
+)
 
 
 async def main(options: argparse.Namespace) -> None:
     print(" ".join(f"{each:>11}" for each in HEADS), flush=True)
-    rows = []
     for limit in options.limits:
         for workers in options.workers:
-            rows.append(await measure(options, workers, limit))
-            print(line(rows[-1]), flush=True)
+            before = os.getloadavg()[0]
+            row = await measure(options, workers, limit)
+            print(line(row), flush=True)
             if options.json is not None:
-                machine = {"cores": os.cpu_count(), "system": platform.platform(), "load": os.getloadavg()}
-                command = "python " + " ".join(["benchmarks/many_engines.py", *sys.argv[1:]])
-                written = {"command": command, "machine": machine, "rows": rows}
-                options.json.write_text(json.dumps(written, indent=1) + "\n")
+                write(options.json, row | {"load_before": before})
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Put a row in the place of that of the same run."""
+
+    def key(row: dict[str, Any]) -> tuple[int, int]:
+        return LIMITS.index(row["limit"]), row["workers"]
+
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = sorted([*(one for one in rows if key(one) != key(row)), row], key=key)
+    command = "python " + " ".join(["benchmarks/many_engines.py", *sys.argv[1:]])
+    machine = {"cores": os.cpu_count(), "system": platform.platform()}
+    path.write_text(json.dumps({"command": command, "machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=numbers, default=[8, 32, 128, 512])
+    parser.add_argument("--limits", nargs="*", default=list(LIMITS), choices=LIMITS)
+    parser.add_argument("--seconds", type=float, default=24.0)
+    parser.add_argument("--units", type=int, default=2048, help="tokens of an answer")
+    parser.add_argument("--answer-s", type=float, default=5.0, help="mean time of an answer")
+    parser.add_argument("--dir", type=Path, default=None, help="where the files lie meanwhile")
+    parser.add_argument("--json", type=Path, default=None, help="rows that it has of other runs stay")
+    return parser
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-head"]:
         head(JobConfig.model_validate_json(sys.argv[2]), Path(sys.argv[3]))
         sys.exit()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", type=numbers, default=[8, 32, 128, 512])
-    parser.add_argument("--limits", nargs="*", default=list(LIMITS), choices=LIMITS)
-    parser.add_argument("--seconds", type=float, default=24.0)
-    parser.add_argument("--units", type=int, default=2048, help="tokens of an answer")
-    parser.add_argument("--dir", type=Path, default=None, help="where the files lie meanwhile")
-    parser.add_argument("--json", type=Path, default=None)
-    asyncio.run(main(parser.parse_args()))
+    asyncio.run(main(arguments().parse_args()))

@@ -134,7 +134,8 @@ class PackedLauncher(LocalLauncher):
         number = place.index // WORKERS_EACH
         if number not in self._packs:
             name = f"pack-{number}"
-            log, samples = self._folders.logs / f"{name}.log", self._folders.run_dir.parent / f"{name}.json"
+            log = self._folders.logs / f"{name}.log"
+            samples = self._folders.run_dir.parent / f"{name}.json"
             environment = self._environment("rollout")
             self._packs[number] = Pack(self._folders.topology, log, environment, samples)
         return PackedChild(self._packs[number], place.name)
@@ -174,7 +175,7 @@ class OwnRegistry:
 
 
 def watch_calls(seen: dict[str, list[tuple[float, float]]], shared: Shared) -> None:
-    """Note when each kind of request of this process is asked, and how long its answer takes, from here on."""
+    """Note when each request of this process is asked, and how long its answer takes, by kind."""
     exchange = Client.exchange
 
     async def timed(self: Client, request: Any, **options: Any) -> Any:
@@ -187,8 +188,9 @@ def watch_calls(seen: dict[str, list[tuple[float, float]]], shared: Shared) -> N
     Client.exchange = timed  # type: ignore[method-assign, assignment]
 
 
-async def pack(topology: Path, samples: Path) -> None:
-    """Run the workers that standard input names, until its end."""
+async def pack(topology: Path) -> dict[str, list[tuple[float, float]]]:
+    """Run the workers that standard input names, until its end; when each kind of request was asked, and how
+    long its answer took."""
     status.board = WorkersBoard()  # type: ignore[assignment]
     from rollout_service import service  # now, so that it and what it imports find this board
 
@@ -227,9 +229,10 @@ async def pack(topology: Path, samples: Path) -> None:
     for task in tasks.values():
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
-    samples.write_text(json.dumps(seen))
+    return seen
 
 
 if __name__ == "__main__":
-    asyncio.run(pack(Path(sys.argv[1]), Path(sys.argv[2])))
+    calls = asyncio.run(pack(Path(sys.argv[1])))
+    Path(sys.argv[2]).write_text(json.dumps(calls))
     os._exit(0)

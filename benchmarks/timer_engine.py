@@ -1,4 +1,4 @@
-"""An engine that computes nothing: it answers after a time, and holds its answers while a measurement says so.
+"""An engine that computes nothing: it answers after a time, and holds answers while a measurement says so.
 
 A job names it as `rollout.engine: …/timer_engine.py:engine`. The phase of the measurement lies in a file that
 all processes map (`scale.Shared`).
@@ -57,7 +57,7 @@ class TimerEngine:
         self._running += 1
         try:
             await asyncio.sleep(self._given.mean_s * self._rng.uniform(0.5, 1.5))
-            while self._shared.phase == HELD:
+            while self._shared.phase == HELD:  # noqa: ASYNC110 - another process says so, in shared memory
                 await asyncio.sleep(HELD_S)
         finally:
             self._running -= 1

@@ -92,7 +92,7 @@ class Coordinator:
         self._on_confirmed = on_confirmed
         self._alive_ms = alive_ms
         self._polls: dict[Edge, dict[asyncio.Event, None]] = {edge: {} for edge in EDGES}
-        """What the polls under way wait on, the longest first: cleared before looking, set when the edge fires."""
+        """What the polls under way wait on, the longest first: cleared before looking, set when it fires."""
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
