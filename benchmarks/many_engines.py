@@ -51,6 +51,7 @@ HERE = Path(__file__).parent
 GROUP = 4
 START_S = 180.0  # Longest time in which all workers come to serve
 SERIES = 400  # Requests of a kind in a series
+ROOM_GROUPS = 1200  # At least so many may be outstanding: those of a series, too
 PROBE_S = 0.1  # Between two requests of the probe while the run goes on
 LIMITS = ("generation", "trainer")
 TO_FRONT = ("Lease", "Heartbeat", "PutEpisodes", "Release")
@@ -91,9 +92,9 @@ def job_of(folder: Path, options: argparse.Namespace, workers: int, limit: str) 
         },
         "buffer": {
             "batch_groups": batch,
-            "max_staleness": 64 if limit == "generation" else 4,
+            "max_staleness": max(4, ROOM_GROUPS // batch),
             "pacing": "full" if limit == "generation" else "fresh",
-            "max_groups": 80 * batch,
+            "max_groups": max(40 * batch, 2 * ROOM_GROUPS),
             "max_bytes": 8 << 30,
             "lease_s": 30,
         },

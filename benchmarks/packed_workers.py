@@ -40,6 +40,7 @@ from areal_async.runtime.topology import ServicePlace
 WORKERS_EACH = 128
 STOPPED = 143
 LONGEST_LINE = 1 << 16
+LOOK_S = 0.25  # Between two looks at whether the measurement is over
 
 
 # --- the supervisor's side ---------------------------------------------------------------------------
@@ -188,9 +189,9 @@ def watch_calls(seen: dict[str, list[tuple[float, float]]], shared: Shared) -> N
     Client.exchange = timed  # type: ignore[method-assign, assignment]
 
 
-async def pack(topology: Path) -> dict[str, list[tuple[float, float]]]:
-    """Run the workers that standard input names, until its end; when each kind of request was asked, and how
-    long its answer took."""
+async def pack(topology: Path, samples: Path) -> None:
+    """Run the workers that standard input names, until its end. When the measurement is over, write when each
+    kind of request was asked, and how long its answer took."""
     status.board = WorkersBoard()  # type: ignore[assignment]
     from rollout_service import service  # now, so that it and what it imports find this board
 
@@ -200,12 +201,19 @@ async def pack(topology: Path) -> dict[str, list[tuple[float, float]]]:
     contexts: dict[str, ServiceContext] = {}
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
+    async def write_at_end(shared: Shared) -> None:
+        while shared.phase != OVER:  # noqa: ASYNC110 - another process says so, in shared memory
+            await asyncio.sleep(LOOK_S)
+        await asyncio.to_thread(samples.write_text, json.dumps(seen))
+
     async def work(name: str) -> None:
         board = status.StatusBoard()
         _board.set(board)
         ctx = dataclasses.replace(ServiceContext.load(topology, name), ready_fd=os.dup(1))
         if not contexts:
-            watch_calls(seen, Shared(Path(ctx.job.rollout.engine_args["phase"])))
+            shared = Shared(Path(ctx.job.rollout.engine_args["phase"]))
+            watch_calls(seen, shared)
+            tasks[""] = asyncio.create_task(write_at_end(shared))
         contexts[name] = ctx
         status.answer_status(ctx, board)
         code = 1
@@ -229,10 +237,8 @@ async def pack(topology: Path) -> dict[str, list[tuple[float, float]]]:
     for task in tasks.values():
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
-    return seen
 
 
 if __name__ == "__main__":
-    calls = asyncio.run(pack(Path(sys.argv[1])))
-    Path(sys.argv[2]).write_text(json.dumps(calls))
+    asyncio.run(pack(Path(sys.argv[1]), Path(sys.argv[2])))
     os._exit(0)
