@@ -24,18 +24,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 from buffer_service import cpu_s
 from packed_workers import PackedLauncher
-from scale import Shared, numbers, percentiles
+from scale import CHECKPOINT_STEPS, Shared, numbers, percentiles
 from timer_engine import HELD, OVER, RUNS, STEP_S
 
 import areal_async.launch.run as launch
 from areal_async.config.job import JobConfig
+from areal_async.errors import WireError
 from areal_async.launch.plan import MODULES
 from areal_async.launch.runs import Run
 from areal_async.rpc.client import Client
@@ -78,7 +79,7 @@ def job_of(folder: Path, options: argparse.Namespace, workers: int, limit: str) 
         "run_dir": str(folder / "runs"),
         "tasks": {"train": str(folder / "tasks.jsonl")},
         "trainer": {"steps": 100_000},
-        "checkpoint": {"every_steps": 5},
+        "checkpoint": {"every_steps": CHECKPOINT_STEPS},
         "observe": {"metrics_port": 0},
         "supervisor": {"ready_s": START_S},
         "rollout": {
@@ -116,7 +117,7 @@ def head(job: JobConfig, samples: Path) -> None:
     launch._launcher = lambda cluster, folders: PackedLauncher(job, folders)
     try:
         launch.run_job(
-            job, plain=True, modules=MODULES | {"trainer": "timed_services", "reward": "timed_services"}
+            job, plain=True, modules={**MODULES, "trainer": "timed_services", "reward": "timed_services"}
         )
     finally:
         samples.write_text(json.dumps(asked))
@@ -141,6 +142,8 @@ def started(folder: Path, job: dict[str, Any], step_s: float) -> Iterator[psutil
         yield psutil.Process(child.pid)
         if not ends() or child.poll():
             sys.exit((folder / LOG).read_text()[-4000:])
+    except psutil.Error as error:
+        sys.exit(f"{error}; the run said last:\n{(folder / LOG).read_text()[-4000:]}")
     finally:
         if child.alive:
             child.terminate()
@@ -247,12 +250,13 @@ class Prober:
 
 
 async def until_serving(run: Run, workers: int, head: psutil.Process) -> None:
-    deadline_s = time.monotonic() + START_S
+    deadline_s, serving = time.monotonic() + START_S, 0
     while head.status() != psutil.STATUS_ZOMBIE:
-        state = await asyncio.to_thread(run.status)
-        serving = sum(each.phase == "serving" for each in state.services)
-        if serving == workers + 3 and state.step >= 2:
-            return
+        with suppress(WireError):  # a machine that starts so much may be held up
+            state = await asyncio.to_thread(run.status)
+            serving = sum(each.phase == "serving" for each in state.services)
+            if serving == workers + 3 and state.step >= 2:
+                return
         if time.monotonic() > deadline_s:
             sys.exit(f"{serving} of {workers + 3} services serve after {START_S:g} s")
         await asyncio.sleep(1)
@@ -271,11 +275,12 @@ async def measure(options: argparse.Namespace, workers: int, limit: str) -> dict
             try:
                 run = await found(folder / "runs" / "many", head)
                 await until_serving(run, workers, head)
-                row = {"workers": workers, "limit": limit, "start_s": time.monotonic() - began_s}
-                row |= await watch(options, run, head, shared)
+                start_s = time.monotonic() - began_s
+                row = await watch(options, run, head, shared)
             finally:
                 shared.set(1, OVER)
-        window = row.pop("window")
+        window: list[float] = row.pop("window")
+        row = {"workers": workers, "limit": limit, "start_s": start_s} | row
         row |= polls(json.loads((folder / "head.json").read_text()), window)
         row["requests_per_s"] = requests(folder / "runs", window)
         return row

@@ -186,7 +186,7 @@ def watch_calls(seen: dict[str, list[tuple[float, float]]], shared: Shared) -> N
             seen[type(request).__name__].append((began_s, time.monotonic() - began_s))
         return answer
 
-    Client.exchange = timed  # type: ignore[method-assign, assignment]
+    Client.exchange = timed  # type: ignore[method-assign]
 
 
 async def pack(topology: Path, samples: Path) -> None:

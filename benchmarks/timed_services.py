@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from scale import CLAIM_EPISODES, FETCH_EPISODES, Shared
+from scale import CHECKPOINT_STEPS, CLAIM_EPISODES, FETCH_EPISODES, Shared
 from timer_engine import OVER, STEP_S
 
 from areal_async.errors import FaultError, RpcTimeout
@@ -48,7 +48,7 @@ async def train(ctx: ServiceContext) -> None:
     """Train until the measurement is over; then the run is done."""
     shared, step_s = Shared(Path(ctx.job.rollout.engine_args["phase"])), float(os.environ[STEP_S])
     tensors = {"weight": torch.zeros(16, 16)}
-    policy, every = ctx.job.policy, ctx.job.checkpoint.every_steps
+    policy = ctx.job.policy
     publisher = make_publisher(ctx, files={}, tied={})
     publisher.start()
     records = open_records(ctx)
@@ -70,7 +70,7 @@ async def train(ctx: ServiceContext) -> None:
         step += 1
         await asyncio.to_thread(publisher.publish, VersionTag(policy, epoch, step), tensors)
         await buffer.call(Commit(policy, epoch, step - 1))
-        if step % every == 0:
+        if step % CHECKPOINT_STEPS == 0:
             await buffer.call(Checkpointed(policy, epoch, step))
         await asyncio.to_thread(records.write, "step", step=step - 1, version=step - 1, reward_mean=1.0)
     if shared.phase == OVER:

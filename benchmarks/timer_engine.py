@@ -87,7 +87,7 @@ class TimerEngine:
 
 
 class TimerPart(EnginePart):
-    Arguments = TimerArguments
+    Arguments = TimerArguments  # type: ignore[assignment]
     needs = "directory"
 
     def make(
