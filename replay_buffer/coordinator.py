@@ -91,8 +91,8 @@ class Coordinator:
         self._revive = revive
         self._on_confirmed = on_confirmed
         self._alive_ms = alive_ms
-        self._events = {edge: asyncio.Event() for edge in EDGES}
-        """What polls wait on, by edge: taken before looking, replaced when it fires."""
+        self._polls: dict[Edge, dict[asyncio.Event, None]] = {edge: {} for edge in EDGES}
+        """What the polls under way wait on, the longest first: cleared before looking, set when it fires."""
         self._seen_ms = 0
         self._wrote_ms = 0
         self._stopping = False
@@ -177,33 +177,36 @@ class Coordinator:
         edge: Edge,
         is_empty: Callable[[Message], bool],
         more_comes: Callable[[Index], bool] | None = None,
+        again: asyncio.Event | None = None,
     ) -> Message:
-        """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`.
+        """Execute; while the reply is empty, execute again whenever `edge` fires, for at most `wait_ms`. Who
+        sets `again` has this poll alone look again.
 
         While `more_comes`, what there is may wait for `GATHER_S`: fewer and fuller replies cost less."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_ms / 1000
         gather_s = deadline_s if more_comes is not None else 0.0
-        while True:
-            fired = self._events[edge]
-            if more_comes is not None and self.index is not None and more_comes(self.index):
-                gather_s = min(gather_s, loop.time() + GATHER_S)
-                if await _happens(fired, gather_s - loop.time()):
-                    continue
-            reply = (await self.execute(command)).reply
-            left_s = deadline_s - loop.time()
-            if left_s <= 0 or self._stopping or not is_empty(reply):
-                return reply
-            await _happens(fired, self._until_change(edge, left_s))
-
-    def wake(self, edge: Edge) -> None:
-        """Have every poll of `edge` look again."""
-        self._fire([edge])
+        fired = again or asyncio.Event()
+        self._polls[edge][fired] = None
+        try:
+            while True:
+                fired.clear()
+                if more_comes is not None and self.index is not None and more_comes(self.index):
+                    gather_s = min(gather_s, loop.time() + GATHER_S)
+                    if await _happens(fired, gather_s - loop.time()):
+                        continue
+                reply = (await self.execute(command)).reply
+                left_s = deadline_s - loop.time()
+                if left_s <= 0 or self._stopping or not is_empty(reply):
+                    return reply
+                await _happens(fired, self._until_change(edge, left_s))
+        finally:
+            del self._polls[edge][fired]
 
     def _fire(self, edges: Iterable[Edge] = EDGES) -> None:
         for edge in edges:
-            self._events[edge].set()
-            self._events[edge] = asyncio.Event()
+            for fired in self._polls[edge]:
+                fired.set()
 
     async def blobs(
         self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False

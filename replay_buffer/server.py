@@ -104,7 +104,9 @@ class BufferServer:
         self._job = job
         self._store = store
         self._redis_bytes = 0
-        self._lease_waits: dict[str, object] = {}  # Worker → a token of its latest lease request under way
+        self._lease_waits: dict[
+            str, asyncio.Event
+        ] = {}  # Worker → what has its newest lease request look again
         self.handlers: dict[type[Request[Any]], Handler] = {
             **dict.fromkeys((asked for asked in DECIDES if issubclass(asked, Request)), self._execute),
             Lease: self._lease,
@@ -139,26 +141,29 @@ class BufferServer:
     async def _lease(self, peer: Peer, message: Lease, attachments: list[memoryview]) -> Answer:
         """A worker that asks again, for it serves another version now, no longer waits for its older request:
         that one is answered at once, so that old requests do not hold the worker's places."""
-        waiting = self._lease_waits.get(message.worker)
-        current = self._lease_waits[message.worker] = object()
-        if waiting is not None:
-            self._coordinator.wake("lease")
+        self._look_again(message.worker)
+        current = self._lease_waits[message.worker] = asyncio.Event()
 
         def is_empty(reply: Message) -> bool:
             newest = self._lease_waits.get(message.worker) is current
             return newest and isinstance(reply, Leases) and not reply.groups and not reply.drain
 
         try:
-            return await self._coordinator.poll(message, _wait_ms(message), "lease", is_empty)
+            return await self._coordinator.poll(message, _wait_ms(message), "lease", is_empty, again=current)
         finally:
             if self._lease_waits.get(message.worker) is current:
                 del self._lease_waits[message.worker]
+
+    def _look_again(self, worker: str) -> None:
+        """Of all lease requests that wait, have only this worker's look again."""
+        if (waiting := self._lease_waits.get(worker)) is not None:
+            waiting.set()
 
     async def _drain(self, peer: Peer, message: Drain, attachments: list[memoryview]) -> Answer:
         log.info("worker drains", worker=message.worker, reason=message.reason)
         reply = (await self._coordinator.execute(message)).reply
         # Its waiting lease request is answered now: nothing will be granted to it.
-        self._coordinator.wake("lease")
+        self._look_again(message.worker)
         return reply
 
     async def _put(self, peer: Peer, message: PutEpisodes, attachments: list[memoryview]) -> Answer:

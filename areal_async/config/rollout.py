@@ -82,9 +82,9 @@ class GatewaySection(Section):
 class AutoscaleSection(Section):
     """Workers join and leave by who waits, trainer or workers, between two limits."""
 
-    max: int = Field(default=0, ge=0, le=256)
+    max: int = Field(default=0, ge=0, le=1024)
     """Most workers of a run whose number follows who waits, trainer or workers; 0 leaves the number alone."""
-    min: int = Field(default=1, ge=1, le=256)
+    min: int = Field(default=1, ge=1, le=1024)
     """Fewest workers of such a run."""
     every_s: float = Field(default=30.0, gt=0)
     """Shortest time between two changes, in seconds, and over which is measured; ten steps at least."""

@@ -104,7 +104,7 @@ def supervisor_port(job: JobConfig, services: Sequence[ServicePlace]) -> int:
     return first + len(services) if first else 0
 
 
-MAX_WORKERS = 256  # The most workers of one run on one host: more is taken for a slip of the finger
+MAX_WORKERS = 1024  # The most workers of one run on one host: more is taken for a slip of the finger
 
 
 def workers_to_change(

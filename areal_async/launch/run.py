@@ -52,6 +52,7 @@ from areal_async.rpc.secret import RoleKeys
 from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import other_hosts, serve_metrics
+from areal_async.runtime.process import raise_file_limit
 from areal_async.runtime.status import board
 from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import DropReport, StatusAggregator
@@ -90,6 +91,7 @@ def run_job(
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or Console()
+    raise_file_limit()
     if cluster is not None and cluster.launcher == "ray":
         check_for_cluster(job, source=f"job {job.job}")
         job = on_any_ports(job)

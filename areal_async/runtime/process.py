@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ READY_LINE_LIMIT_BYTES = 4096
 GUARD = Path(__file__).with_name("guard.py")
 INCURABLE_STATUS = 1
 """Exit status by which a service says that starting it again would not help (see `runtime/service.py`)."""
+MOST_FILES = 1 << 16  # What a process takes at most of the files that it may have open
 GONE_LIMIT_S = 10.0  # The longest wait for a killed process: a kernel call of a driver may hold it
 
 OnOrphaned = Literal["terminate", "kill", "kill_group"]
@@ -181,6 +183,15 @@ class ChildProcess:
         fd, self._ready_fd = self._ready_fd, None
         if fd is not None:
             os.close(fd)
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, have as many files open as they may: a head has about ten
+    for each service of its run, a front one for each client, and the limit to begin with is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def start_service(

@@ -32,6 +32,7 @@ from areal_async.runtime.events import arm_from_environment, open_events
 from areal_async.runtime.group import start_pulse
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
 from areal_async.runtime.metrics import start_metrics_server
+from areal_async.runtime.process import raise_file_limit
 from areal_async.runtime.status import answer_status
 from areal_async.runtime.topology import Role
 
@@ -49,6 +50,7 @@ log = get_logger("service")
 def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -> None:
     """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
     os.umask(PRIVATE_UMASK)
+    raise_file_limit()
     start_pulse()
     options = _parse(role)
     served = False

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -35,8 +35,9 @@ class LoadLog:
         self._due_s, self._steps = now_s + EVERY_S, steps
         counts = [status.figures.buffer.reasons for status in services.values() if status.figures.buffer]
         try:
-            told = {name: _load(status) for name, status in services.items()}
-        except psutil.Error:
+            cpu_s = _cpu_s({status.pid for status in services.values()})
+            told = {name: _load(status, cpu_s[status.pid]) for name, status in services.items()}
+        except KeyError:
             return  # One has just ended: what it used up cannot be known any more
         told["supervisor"] = {"cpu_s": round(time.process_time(), 3)}
         cores = len(os.sched_getaffinity(0))
@@ -45,20 +46,25 @@ class LoadLog:
         )
 
 
-def _load(status: ServiceStatus) -> dict[str, Any]:
+def _load(status: ServiceStatus, cpu_s: float) -> dict[str, Any]:
     return {
-        "cpu_s": round(_cpu_s(status.pid), 3),
+        "cpu_s": round(cpu_s, 3),
         "busy_s": {name: round(seconds, 4) for name, seconds in status.busy_s.items()},
         "tokens": status.figures.tokens,
         **status.figures.sums,
     }
 
 
-def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process and its children, those that have ended too."""
-    process = psutil.Process(pid)
-    total_s = sum(process.cpu_times()[:4])
-    for child in process.children(recursive=True):
-        with suppress(psutil.Error):
-            total_s += sum(child.cpu_times()[:4])
-    return float(total_s)
+def _cpu_s(pids: set[int]) -> dict[int, float]:
+    """CPU seconds of these processes and their children, those that have ended too, from one look at all that
+    run here. Raises `KeyError` where one does not."""
+    spent_s: dict[int, float] = {}
+    children: dict[int, list[int]] = defaultdict(list)
+    for process in psutil.process_iter(["ppid", "cpu_times"]):
+        spent_s[process.pid] = sum((process.info["cpu_times"] or ())[:4])
+        children[process.info["ppid"]].append(process.pid)
+
+    def with_children(pid: int) -> float:
+        return spent_s[pid] + sum(map(with_children, children[pid]))
+
+    return {pid: with_children(pid) for pid in pids}

@@ -21,7 +21,7 @@ from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import Access
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import STALL
-from areal_async.runtime.topology import Topology
+from areal_async.runtime.topology import ServicePlace, Topology
 from areal_async.status.aggregator import RunStatus, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.watchdog import Stall
@@ -45,6 +45,8 @@ class StatusClients:
         self._job = job
         self._access = access
         self._clients: dict[str, Client] = {}
+        self._seen: Topology | None = None
+        self._places: dict[str, ServicePlace] = {}  # Those of `_seen`
 
     async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
         """Raises ArealError where it does not answer within `ANSWER_S`. `threads` is told to it."""
@@ -61,7 +63,10 @@ class StatusClients:
         return b"".join(parts)
 
     async def _exchange(self, name: str, request: Request[R]) -> tuple[R, list[memoryview]]:
-        place = self._topology().place(name)
+        topology = self._topology()
+        if topology is not self._seen:
+            self._seen, self._places = topology, {place.name: place for place in topology.services}
+        place = self._places.get(name) or topology.place(name)
         client = self._clients.pop(name, None)
         is_new = client is None
         if client is None:

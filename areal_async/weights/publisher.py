@@ -302,7 +302,6 @@ class Publisher:
                 self._kept.acknowledge(message.receiver, message.purpose, message.tag)
                 self._acks.append(message)
                 self._lock.notify_all()
-            self._wake_waiters()
             return Ok()
         answer = await self._channel.answer(message)
         if answer is None:

@@ -47,7 +47,7 @@ from replay_buffer.ledger.transaction import (
     try_succeeded,
 )
 
-MAX_DRAINING = 256
+MAX_DRAINING = 1024
 """Names of draining workers that are kept; a fleet whose workers never use a name again would fill Redis."""
 FRESH_PART = 8
 """A lease renewed within this part of its life is not written again: workers report at every new version."""
@@ -257,8 +257,8 @@ def arrived(index: Index, message: Arrived, now_ms: int) -> Decision:
     tx = Transaction(index, now_ms)
     if message.name in index.meta.draining:
         tx.set_meta(draining={n: why for n, why in index.meta.draining.items() if n != message.name})
-    for held in [lease_ for lease_ in index.leases.values() if lease_.worker == message.name]:
-        end_lease(tx, index.groups[held.group_id], "worker_restarted")
+    for lease_id in sorted(index.leases_of.get(message.name, ())):
+        end_lease(tx, index.groups[index.leases[lease_id].group_id], "worker_restarted")
     for claim_id in sorted(index.claims_of.get(message.name, ())):
         end_claim(tx, claim_id, "scorer_restarted")
     return tx.decide(Ok())

@@ -188,8 +188,8 @@ def test_what_makes_no_sense_is_refused_with_the_reason(job, folders, behave):
             (DrainWorker("rollout-5", 100), r"rollout-5 is no worker.*workers are rollout-0.*--outside"),
             (DrainWorker("trainer", 100), "trainer is no worker"),
             (DrainWorker("rollout-0", 100), "the only worker"),
-            (ScaleWorkers(1000, 100), "1 to 256 workers"),
-            (ScaleWorkers(0, 100), "1 to 256 workers"),
+            (ScaleWorkers(2000, 100), "1 to 1024 workers"),
+            (ScaleWorkers(0, 100), "1 to 1024 workers"),
         ):
             with pytest.raises(RunError, match=words):
                 change_workers(folders.run_dir, request)
@@ -330,7 +330,7 @@ def test_who_scales_by_hand_ends_autoscaling_for_the_run_and_its_resumes(job, fo
 
     def script(supervisor, told, launcher):
         told.waits = 0.07
-        with pytest.raises(RunError, match="1 to 256"):
+        with pytest.raises(RunError, match="1 to 1024"):
             change_workers(folders.run_dir, ScaleWorkers(0, 100))
         told_so = change_workers(folders.run_dir, ScaleWorkers(2, 100)).text
         assert told_so == "started rollout-1; autoscaling is off from now on"

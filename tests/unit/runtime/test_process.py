@@ -44,6 +44,16 @@ async def test_the_exit_status_is_that_of_the_command(code, status):
     assert not child.alive
 
 
+async def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path):
+    code = (
+        "import resource as r; from areal_async.runtime.process import raise_file_limit as up\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, 200)); up(); print(*r.getrlimit(r.RLIMIT_NOFILE)); up()"
+    )
+    child = ChildProcess(python(code), output=tmp_path / "log")
+    assert await ended(child) == 0
+    assert (tmp_path / "log").read_text() == "200 200\n"
+
+
 async def test_a_command_that_does_not_exist_says_so(tmp_path):
     child = ChildProcess([str(tmp_path / "nothing")], output=tmp_path / "log")
     assert await ended(child) == 127

@@ -2,19 +2,24 @@
 
 import asyncio
 import os
+import sys
 import time
 
 import msgspec
+import psutil
 import pytest
 
 from areal_async.errors import PeerGone
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
+from areal_async.runtime.process import ChildProcess
 from areal_async.status.aggregator import MESSAGE_LIFE_S, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor
 from areal_async.status.record import RunLog, Tail
+from tests.waiting import wait_for
 
+BURN = "import time; t = time.process_time\nwhile t() < 0.3: pass\ntime.sleep(600)"
 NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
 
 
@@ -366,9 +371,17 @@ def test_what_a_run_uses_up_is_recorded_now_and_then_while_steps_are_done(tmp_pa
     for steps, now_s in ((1, 10.0), (2, 11.0), (2, 20.0), (3, 21.0), (4, 40.0), (4, 50.0)):
         load.look(answers, steps, now_s)
     load.look({"trainer": said("trainer", pid=2**30)}, 5, 60.0)  # It has just ended
+    child = ChildProcess([sys.executable, "-c", BURN])
+    wait_for(lambda: sum(psutil.Process(child.pid).cpu_times()[:2]) >= 0.2)
+    load.look({"trainer": said("trainer", pid=os.getpid()), "child": said("child", pid=child.pid)}, 6, 70.0)
+    child.kill()
+    child.join()
     records = list(Tail(log.path).records())
-    assert [record["kind"] for record in records] == ["load"] * 3
-    assert [record["steps"] for record in records] == [1, 2, 4]
+    assert [record["kind"] for record in records] == ["load"] * 4
+    assert [record["steps"] for record in records] == [1, 2, 4, 6]
+    both = records[3]["services"]
+    assert both["child"]["cpu_s"] >= 0.2
+    assert both["trainer"]["cpu_s"] >= records[2]["services"]["trainer"]["cpu_s"] + 0.2, "with its children"
     assert records[0]["services"]["trainer"]["cpu_s"] > 0
     assert records[0]["cores"] >= 1
 

@@ -84,6 +84,34 @@ async def test_a_waiting_receiver_hears_of_a_publication_at_once(publisher):
     await r.close()
 
 
+async def test_what_one_receiver_acknowledges_has_no_other_looked_after(place):
+    """Hundreds acknowledge each version while hundreds wait for the next one."""
+    looks = []
+
+    def clock() -> float:
+        looks.append(0)  # whoever asks for a snapshot is looked after at a time
+        return 0.0
+
+    publisher = Publisher(place / "shm", f"ipc://{place}/s", job="j", clock=clock, access=SECRET)
+    publisher.start()
+    publisher.publish(tag(0), weights(0))
+    receivers = [await receiver(publisher, name=f"r{number}") for number in range(8)]
+    waiting = [asyncio.create_task(r.next(tag(0), wait_ms=60_000)) for r in receivers]
+    for r in receivers:
+        await r.next(tag(0))  # answered, so its wait is under way
+    looks.clear()
+    for r in receivers:
+        await r.ack(tag(0))
+    await receivers[0].next(tag(0))
+    assert len(looks) == 1
+    publisher.publish(tag(1), weights(1))
+    for each in waiting:
+        expect_notice(await asyncio.wait_for(each, 60), 1)
+    for r in receivers:
+        await r.close()
+    publisher.close()
+
+
 async def test_the_evaluator_gets_the_pinned_ones_in_order_and_the_trainer_waits_for_it(publisher):
     for version in range(5):
         publisher.publish(tag(version), weights(version), evaluate=version in (0, 2, 4), final=version == 4)
