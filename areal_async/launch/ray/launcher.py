@@ -11,6 +11,7 @@ One thread for each process of the run talks to its actor; the supervisor's neve
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -251,6 +252,7 @@ class RayLauncher:
     def _begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
         self._job = job
         section = self._section
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
                 address=section.address,
@@ -263,6 +265,8 @@ class RayLauncher:
                 f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
                 "(`ray start --head`), or correct ray.address in the cluster file"
             ) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray's would end this process at once, with a trace
         self._node = ray.util.get_node_ip_address()
         address = section.home_address or self._node
         self._control = listen_in(address, section.ports)

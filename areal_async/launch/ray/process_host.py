@@ -76,7 +76,9 @@ class ProcessHost:
         sweep(order.run_id)
         self.host = make_folders(order.run_id, self._node_id, self._address)
         sockets = Path(self.host.socket_dir)
-        self._lock_fd = os.open(sockets / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Not beside the sockets: whoever cleans up after a dead supervisor on this host removes those.
+        in_use = Path(self.host.run_dir) / IN_USE
+        self._lock_fd = os.open(in_use, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
         own = InUse(order.run_id, [str(folder) for folder in folders_of(self.host)])
         os.pwrite(self._lock_fd, msgspec.json.encode(own), 0)

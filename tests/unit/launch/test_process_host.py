@@ -1,6 +1,7 @@
 """The host of one process on a node, without the Ray that tells it what to do."""
 
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -193,9 +194,10 @@ def test_folders_of_a_host_that_was_killed_go_with_the_next_run(placed, home, fo
     dead = process_host.make_folders("0123456789ab", NODE, ADDRESS)
     folders_there = [str(folder) for folder in process_host.folders_of(dead)]
     in_use = process_host.InUse("0123456789ab", folders_there)
-    (Path(dead.socket_dir) / process_host.IN_USE).write_bytes(msgspec.json.encode(in_use))
+    (Path(dead.run_dir) / process_host.IN_USE).write_bytes(msgspec.json.encode(in_use))
+    shutil.rmtree(dead.socket_dir)  # by who cleaned up after its supervisor, if that was on this host
     live = placed()
-    assert not Path(dead.socket_dir).exists()
+    assert not Path(dead.run_dir).exists()
     assert not Path(dead.shm_dir).exists()
     process_host.sweep("another run")
     assert Path(live.placed.host.socket_dir).is_dir(), "somebody holds it"
