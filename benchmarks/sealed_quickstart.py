@@ -17,9 +17,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from areal_async.config.load import load_job
@@ -61,22 +62,18 @@ def warm_model(folder: Path) -> None:
 
 
 class Faults:
-    """What is done to a running job, and how long no new step came of it."""
+    """What is done to a running job."""
 
     def __init__(self, hosts: SealedHosts, job: SubmittedJob, cut_s: float) -> None:
         self.hosts, self.job, self.cut_s = hosts, job, cut_s
         self.places = {"trainer": 2, "engine": 3}
         self.seen: list[dict[str, Any]] = []
 
-    @contextmanager
-    def at(self, step: int, what: str) -> Iterator[None]:
+    def strike(self, step: int, what: str, fault: Callable[[], None]) -> None:
         self.job.until_step(step, LIMIT_S)
-        before, begun_s = self.job.steps(), time.monotonic()
-        print(f"{what} at step {before}", flush=True)
-        yield
-        self.job.until_step(before + 1, LIMIT_S)
-        self.seen.append({"what": what, "step": before, "no_step_s": round(time.monotonic() - begun_s, 1)})
+        self.seen.append({"what": what, "step": self.job.steps(), "at_s": time.time()})
         print(json.dumps(self.seen[-1]), flush=True)
+        fault()
 
     def replace_host(self, part: str) -> None:
         self.hosts.script("kill", self.places[part])
@@ -99,9 +96,21 @@ class Faults:
             (0.5, "controller killed, another up", self.kill_controller),
             (0.65, "trainer's host killed and replaced", lambda: self.replace_host("trainer")),
         ]
-        for share, what, strike in faults:
-            with self.at(int(share * steps), what):
-                strike()
+        for share, what, fault in faults:
+            self.strike(int(share * steps), what, fault)
+
+
+def with_gaps(faults: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The faults, each with when it was, in seconds from the first step, and with the longest time from one
+    step to the next until the next fault."""
+    times = [record["time_s"] for record in records if record["kind"] == "step"]
+    ends = [*(fault["at_s"] for fault in faults[1:]), times[-1]]
+    found = []
+    for fault, end_s in zip(faults, ends, strict=True):
+        gaps = [after - before for before, after in pairwise(times) if fault["at_s"] < after <= end_s + 1]
+        at_s = round(fault["at_s"] - times[0], 1)
+        found.append({**fault, "at_s": at_s, "longest_step_s": round(max(gaps, default=0.0), 1)})
+    return found
 
 
 def run(folder: Path, warm: Path, steps: int, cut_s: float) -> dict[str, Any]:
@@ -133,17 +142,16 @@ def run(folder: Path, warm: Path, steps: int, cut_s: float) -> dict[str, Any]:
         run_dir = hosts.copy_out(job.run, folder / "back")
     verdict = judged(run_dir, load_job(job_file, changes))
     summary = json.loads((run_dir / "summary.json").read_text())
-    curve = [
-        [record["version"], record["accuracy"]]
-        for record in read_run_log(run_dir / "metrics.jsonl")
-        if record["kind"] == "evaluation"
-    ]
+    records = read_run_log(run_dir / "metrics.jsonl")
+    times = [record["time_s"] for record in records if record["kind"] == "step"]
+    curve = [[record["version"], record["accuracy"]] for record in records if record["kind"] == "evaluation"]
     return {
         "state": told["state"],
         "attempts": told["attempt"],
         **{key: summary[key] for key in KEPT},
         "accuracy_by_version": curve,
-        "faults": faults.seen,
+        "median_step_s": round(median(after - before for before, after in pairwise(times)), 2),
+        "faults": with_gaps(faults.seen, records),
         "checker": verdict.figures | {"violations": [str(each) for each in verdict.violations]},
         "left_on_hosts": left,
     }

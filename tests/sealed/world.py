@@ -130,7 +130,7 @@ class SealedHosts:
         """One more host, which has the certificates of the Ray cluster's nodes; its number."""
         self.up_to += 1
         self.script("up" if self.up_to == 1 else "add", self.up_to)
-        self._copy(self.up_to, self._certificates, CERTIFICATES)
+        self.copy(self.up_to, self._certificates, CERTIFICATES)
         return self.up_to
 
     def on(self, host: int, *command: str) -> list[str]:
@@ -206,9 +206,9 @@ class SealedHosts:
 
     def copy_in(self, folder: Path) -> None:
         """Have the files of `folder` lie on the home host, in `WORK`."""
-        self._copy(1, folder, WORK)
+        self.copy(1, folder, WORK)
 
-    def _copy(self, host: int, folder: Path, there: str) -> None:
+    def copy(self, host: int, folder: Path, there: str) -> None:
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             tar.add(folder, arcname=".")

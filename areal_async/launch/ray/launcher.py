@@ -11,6 +11,7 @@ One thread for each process of the run talks to its actor; the supervisor's neve
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -31,10 +32,18 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import RunError
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
-from areal_async.launch.home_files import with_home_store
+from areal_async.launch.home_files import BUFFER, with_home_store
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
-from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, ProcessStarted, StartOrder, pack
+from areal_async.launch.ray.orders import (
+    FileNews,
+    Placed,
+    PlaceOrder,
+    ProcessNews,
+    ProcessStarted,
+    StartOrder,
+    pack,
+)
 from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
 from areal_async.launch.ray.process_host import listen_in
 from areal_async.rpc.endpoints import HELD_VARIABLE
@@ -51,6 +60,7 @@ NEWS_S = 1.0
 MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files and its place
 LOOK_S = 0.2
 CLOSE_S = 8.0
+KEEP_S = 60.0  # In which what a buffer holds must have come home; beyond, a resume goes on without
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
@@ -188,6 +198,8 @@ class RayPlace:
         if data is None:
             raise RunError("it was to end before it had begun")
         started = msgspec.msgpack.decode(data, type=ProcessStarted)
+        if self._launcher.keeps_files(self.place):
+            self._launcher.forget_buffer()
         child.pid_there = started.pid
         if meeting is not None and self.place.is_first:
             meeting.set_result(started.meeting)
@@ -355,6 +367,7 @@ class RayLauncher:
         return {}
 
     def close(self) -> None:
+        self._keep_buffer()
         ends = [ending for place in self._places.values() if (ending := place.close()) is not None]
         with suppress(RayError):
             if ends:
@@ -429,6 +442,39 @@ class RayLauncher:
     def keeps_files(self, place: ServicePlace) -> bool:
         """Whether what this process needs lies on its node alone."""
         return place.role == "buffer" and self._job.buffer.redis == "embedded"
+
+    def forget_buffer(self) -> None:
+        """A buffer goes on with what lies at home of an earlier one: that is old from now on."""
+        shutil.rmtree(Path(self._home.run_dir) / BUFFER, ignore_errors=True)
+
+    def _keep_buffer(self) -> None:
+        """Have the files of the buffer's own Redis lie at home, all or none, for a resume."""
+        place = self._places.get("buffer")
+        if place is None or place.actor is None or not self.keeps_files(place.place):
+            return
+        fresh, have = Path(self._home.run_dir) / f".{BUFFER}", dict[str, int]()
+        shutil.rmtree(fresh, ignore_errors=True)
+        deadline_s = time.monotonic() + KEEP_S
+        try:
+            while pieces := self._kept(place, have, deadline_s):
+                for piece in pieces:
+                    path = fresh / Path(piece.name).relative_to(BUFFER)
+                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    with path.open("ab") as file:
+                        file.write(piece.data)
+                    have[piece.name] = piece.offset + len(piece.data)
+            if have:
+                self.forget_buffer()
+                fresh.rename(fresh.with_name(BUFFER))
+        except (RayError, RunError, OSError, ValueError) as error:
+            log.warning("a resume has the newest checkpoint, not what the buffer held", error=str(error))
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    @staticmethod
+    def _kept(place: RayPlace, have: dict[str, int], deadline_s: float) -> list[FileNews]:
+        asked = place.actor.kept.remote(msgspec.msgpack.encode(have))
+        data = ray.get(asked, timeout=max(0.0, deadline_s - time.monotonic()))
+        return msgspec.msgpack.decode(answer_of(data), type=list[FileNews])
 
     # --- placing --------------------------------------------------------------------------------------
 

@@ -166,6 +166,39 @@ def test_nothing_is_left_of_it_and_the_last_one_on_a_node_takes_the_folders_away
     assert not any(folder.exists() for folder in folders)
 
 
+def test_what_a_buffer_leaves_comes_home_and_goes_to_the_host_of_the_next(placed, folders, behave):
+    behave({"buffer": "serve"})
+    buffer = placed(name="buffer")
+    there = Path(buffer.placed.host.run_dir) / "buffer"
+    pid = buffer.start().pid
+    buffer.follow(lambda it: it.report is not None)
+    content = {"appendonlydir/one.aof": os.urandom(process_host.PIECE_BYTES + 3), "empty.aof": b""}
+    for name, data in content.items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(data)
+    have = {}
+    while pieces := buffer.host.kept(have):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        for piece in pieces:
+            at_home = folders.run_dir / piece.name
+            at_home.parent.mkdir(parents=True, exist_ok=True)
+            with at_home.open("ab") as file:
+                assert file.tell() == piece.offset
+                file.write(piece.data)
+            have[piece.name] = piece.offset + len(piece.data)
+    assert have == {f"buffer/{name}": len(data) for name, data in content.items()}
+    buffer.host.close()
+    assert not there.exists()
+    following = placed(name="buffer")
+    following.start()
+    assert {name: (there / name).read_bytes() for name in content} == content
+    (there / "empty.aof").write_bytes(b"newer")
+    following.host.kill()
+    following.follow(lambda it: it.status is not None)
+    following.start()
+    assert (there / "empty.aof").read_bytes() == b"newer", "what is there is not overwritten"
+
+
 def _marked(process, placed):
     try:
         return process.environ().get("AREAL_ASYNC_RUN") == f"{placed.folders.run_id}.{placed.place.name}"
