@@ -1,7 +1,7 @@
 """The quickstart's RL job on three hosts that share nothing but a network, with hosts, a link and the
 controller failing meanwhile: what it reaches, what each failure costs, and whether any promise was broken.
 
-    PYTHONPATH=. python benchmarks/sealed_quickstart.py --json benchmarks/results/sealed_hosts.json
+    PYTHONPATH=. python benchmarks/sealed_quickstart.py --steps 300 --json benchmarks/results/sealed_hosts.json
 
 The hosts are those of `tests/sealed` (root). The buffer is on the first, the trainer on the second, the
 engine on the third; the job is submitted to a controller on the first. The event log is on, for the checker
@@ -170,7 +170,8 @@ def main() -> None:
         warm = options.warm or Path(folder) / "warm"
         warm_model(warm)
         found = run(Path(folder) / "run", warm, options.steps, options.cut_s)
-    command = " ".join(["PYTHONPATH=. python benchmarks/sealed_quickstart.py", *sys.argv[1:]])
+    given = f"--steps {options.steps} --cut-s {options.cut_s:g}"
+    command = f"PYTHONPATH=. python benchmarks/sealed_quickstart.py {given}"
     result = {"command": command, "cores": len(os.sched_getaffinity(0)), **found}
     print(json.dumps(result, indent=1))
     if options.json is not None:

@@ -1,8 +1,8 @@
 """One job on three hosts that share nothing but a network: no disk, no shared memory, no process ids.
 
 Its model, tasks and reward lie on the first host; its buffer runs there, its trainer on the second and its
-engine on the third. The controller is killed, the hosts of engine and trainer are killed and replaced, and
-a link is cut."""
+engine on the third. The controller is killed, the hosts of engine and trainer are killed and replaced, the
+job is paused and resumed, and a link is cut."""
 
 import time
 from pathlib import Path
@@ -49,15 +49,19 @@ def test_a_job_on_three_hosts_outlives_two_of_them_a_cut_link_and_its_controller
             lost_at = submitted.steps()
             hosts.areal("up")
             submitted.until_step(lost_at + 8)
+            hosts.areal("pause", "sealed")
+            assert submitted.told()["reason"] == "paused on request"
+            hosts.areal("resume", "sealed")
+            submitted.until_step(submitted.steps() + 1)
             hosts.script("cut", 2)
             time.sleep(4)  # the fault itself
             hosts.script("mend", 2)
             submitted.until_step(lost_at + 11)
             hosts.script("kill", 2)
             hosts.node(hosts.add(), 2, part="trainer")
-            until(submitted.endings, "the end of the job")
+            until(lambda: len(submitted.endings()) == 2, "the end of the job")
             until(lambda: submitted.told()["state"] == "SUCCEEDED", "its success", limit_s=60)
-            assert submitted.told()["attempt"] == 1
+            assert submitted.told()["attempt"] == 2
             hosts.areal("down")
         except BaseException:
             print(submitted.said())
