@@ -1,7 +1,7 @@
 """The quickstart's RL job on three hosts that share nothing but a network, with hosts, a link and the
 controller failing meanwhile: what it reaches, what each failure costs, and whether any promise was broken.
 
-    PYTHONPATH=. python benchmarks/sealed_quickstart.py --steps 300 --json benchmarks/results/sealed_hosts.json
+    PYTHONPATH=. python benchmarks/sealed_quickstart.py --json benchmarks/results/sealed_hosts.json
 
 The hosts are those of `tests/sealed` (root). The buffer is on the first, the trainer on the second, the
 engine on the third; the job is submitted to a controller on the first. The event log is on, for the checker
@@ -159,7 +159,7 @@ def run(folder: Path, warm: Path, steps: int, cut_s: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--cut-s", type=float, default=30.0)
     parser.add_argument("--warm", type=Path, help="Folder of a warm start, which is made if it is not there.")
     parser.add_argument("--json", type=Path)
