@@ -2,8 +2,8 @@
 
 Promises: nothing is started before the whole job has its places; a process whose node is gone is said to be
 lost, and its next start asks Ray for another place; what processes append to their logs and events is on the
-home host a second later; when `close` has returned, or this process has died, nothing of the run is left on
-any node.
+home host a second later; when `close` has returned, what the buffer's own Redis held lies there too, for a
+resume; then, or when this process has died, nothing of the run is left running on any node.
 
 One thread for each process of the run talks to its actor; the supervisor's never waits for one.
 """
