@@ -50,8 +50,8 @@ log = get_logger("controller")
 
 class Controller:
     """Decides over the jobs of `store`, whose folders are below `jobs`. `total` is what they may take
-    together; with `own_gpus` each GPU is one job's at a time, by its number. `clock` is unix time in
-    seconds."""
+    together; with `own_gpus` each GPU is one job's at a time, by its number, without it Ray reserves them.
+    `clock` is unix time in seconds."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Controller:
         job = self.find(name)
         config = job_of(job.content, self._jobs, self._jobs)
         rollout = config.rollout.model_copy(update={"workers": workers})
-        needs = resources_of(config.model_copy(update={"rollout": rollout}), self.total, job.needs.memory_gb)
+        needs = self._needs_of(config.model_copy(update={"rollout": rollout}), job.needs.memory_gb)
         self.store.set_needs(job.id, msgspec.structs.replace(needs, gpus=job.needs.gpus))
 
     def stop_all(self) -> list[StoredJob]:
@@ -182,9 +182,12 @@ class Controller:
             return Turns((), {job.id: "waits for the cluster to come up" for job in order_of(waiting)})
         return take_turns(waiting, self.free())
 
+    def _needs_of(self, config: JobConfig, memory_gb: float) -> Resources:
+        return resources_of(config, self.total, memory_gb, by_ray=not self._own_gpus)
+
     def _fitting(self, config: JobConfig, memory_gb: float) -> Resources:
         """What the job needs. Raises `ConfigError` where the cluster could never give it."""
-        needs = resources_of(config, self.total, memory_gb)
+        needs = self._needs_of(config, memory_gb)
         if lacking := self.total.lacks(needs):
             has = f"{self.total.cpus} cores, {self.total.gpus} GPUs, {self.total.memory_gb:g} GiB of memory"
             problem = f"it needs {lacking}, and the whole cluster has {has}"

@@ -158,6 +158,7 @@ class RealProcesses:
             job.content, str(folder.files), str(folder.run_dir), job.overrides, self._modules, self._cluster
         )
         write_durably(attempt / REQUEST, msgspec.json.encode(request))
+        folder.targets(job.name).unlink(missing_ok=True)  # of a run that was killed
         environment = detached_environment()
         if self._own_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names_of(job.gpus, os.environ))

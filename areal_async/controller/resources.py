@@ -19,6 +19,8 @@ from areal_async.config.devices import (
     trainer_gpus,
 )
 from areal_async.config.job import JobConfig
+from areal_async.launch.plan import services_of
+from areal_async.launch.ray.placement import needs_of
 
 NVIDIA_DEVICES = Path("/dev")
 
@@ -51,17 +53,22 @@ class Resources(msgspec.Struct, frozen=True):
         return " and ".join(short)
 
 
-def resources_of(job: JobConfig, total: Resources, memory_gb: float = 0.0) -> Resources:
-    """What `job` takes while it runs on a cluster that has `total`.
+def resources_of(
+    job: JobConfig, total: Resources, memory_gb: float = 0.0, *, by_ray: bool = False
+) -> Resources:
+    """What `job` takes while it runs on a cluster that has `total`; `by_ray`: what Ray reserves for it there.
 
     Cores: the threads with which the trainer's ranks, the workers' engines and the evaluator begin; a job
     that would use more cores than there are takes all of them. GPUs: as many as its process must see for each
     engine and each rank to have its own; where the cluster has one, everybody shares it, as
     `config/devices.py` says."""
+    workers = max(job.rollout.workers, job.rollout.autoscale.max)
+    job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
+    if by_ray:
+        reserved = needs_of(job, services_of(job))
+        return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)), memory_gb)
     cpus = job.trainer.ranks * first_threads(job.trainer.torch_threads)
     if job.kind == "rl":
-        workers = max(job.rollout.workers, job.rollout.autoscale.max)
-        job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
         cpus += workers * first_threads(job.rollout.torch_threads)
         if job.tasks.evaluation is not None:
             cpus += job.evaluation.torch_threads

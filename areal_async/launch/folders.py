@@ -65,9 +65,12 @@ class Owner(msgspec.Struct):
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives; its start time tells it from a later one of the same pid."""
+        """Whether the process lives; its start time tells it from a later one of the same pid. One that was
+        killed and nobody has reaped, as where process 1 reaps none, does not."""
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.created_s) < 1.0
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.created_s) < 1.0
+            return same and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, ValueError):
             return False
 

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from areal_async.rpc.server import Answer, Handler, Peer
 from areal_async.runtime.topology import Role
 from areal_async.storage.content import content_mistakes, store_url
 from areal_async.storage.home import FILES, PROTOCOL, RUN
+from areal_async.storage.remote import StorageMissing
 from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import local_path, url_of
 
@@ -34,6 +36,8 @@ CODE = frozenset({".py", ".json", ".yaml", ".yml", ".txt", ".toml", ".jinja"})
 """Endings of the files beside a part of the user's that travel with it."""
 MOST_CODE_BYTES = 64 << 20
 OWN = re.compile(r"(/[^:]*\.py):\w+")
+BUFFER = "buffer"
+"""Folder of the files of a buffer's own Redis in a run's folder. They come home when the run has ended."""
 UPLOAD = ".upload-"
 UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -76,6 +80,14 @@ def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
     if mistakes := content_mistakes(moved, content_of(role, moved)):
         raise ConfigError(f"job {moved.job}", mistakes)
     return here
+
+
+def bring_buffer(job: str, target: Path) -> None:
+    """Have lie at `target` what a run of `job` that has ended left at home of its buffer, if anything.
+    `HomeFileSystem` is connected. Raises `StorageError`."""
+    if not target.exists():
+        with suppress(StorageMissing):
+            fetch(f"{PROTOCOL}://{RUN}/{job}/{BUFFER}", target)
 
 
 def with_home_store(job: JobConfig) -> JobConfig:
@@ -212,7 +224,9 @@ class HomeFilesServer:
         """The path that a name stands for. Raises `FaultError` for what the peer may not read."""
         root, _, rest = name.partition("/")
         _check(rest)
-        if root == RUN and peer.key in ("trainer", ""):
+        if root == RUN and (
+            peer.key in ("trainer", "") or (peer.key == BUFFER and rest.split("/")[1:2] == [BUFFER])
+        ):
             return self._in_run(rest)
         path = Path("/") / rest
         if root == FILES and any(path == own or own in path.parents for own in self._files):

@@ -12,18 +12,39 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_async.cli.keys import make_keys
+from areal_async.config.job import JobConfig
+from areal_async.runtime.events import read_events
+from tests.chaos.history import Verdict, check
+from tests.chaos.job import promise_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("hosts.sh")
 GCS_PORT = 6380
 LIMIT_S = 240.0
 WORK = "/tmp/work"  # On the home host
+CONTROLLER = "controller"  # Its folder, in `WORK`
+CLUSTER = f"""
+cluster: sealed
+launcher: ray
+ray: {{address: "10.77.0.1:{GCS_PORT}", ports: [21000, 21199], place_s: 200}}
+resources: {{cpus: 6, gpus: 0}}
+dir: {CONTROLLER}
+"""
+PLACES = {
+    "buffer": {"labels": {"part": "home"}},
+    "reward": {"labels": {"part": "home"}},
+    "trainer": {"labels": {"part": "trainer"}},
+    "rollout": {"labels": {"part": "engine"}},
+    "evaluator": {"labels": {"part": "engine"}},
+}
+"""Where the processes of a job go: each role to the hosts that have its label."""
 RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -77,6 +98,7 @@ class SealedHosts:
             "RAY_health_check_timeout_ms": "1000",
             "RAY_health_check_failure_threshold": str(max(2, patience_s // 2)),
         }
+        self._controller = {"AREAL_ASYNC_CLUSTER_DIR": f"{WORK}/{CONTROLLER}"}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.up_to = 0
 
@@ -96,7 +118,7 @@ class SealedHosts:
         """One more host, which has the certificates of the Ray cluster's nodes; its number."""
         self.up_to += 1
         self.script("up" if self.up_to == 1 else "add", self.up_to)
-        self._copy(self.up_to, self._certificates, CERTIFICATES)
+        self.copy(self.up_to, self._certificates, CERTIFICATES)
         return self.up_to
 
     def on(self, host: int, *command: str) -> list[str]:
@@ -105,6 +127,7 @@ class SealedHosts:
             **RAY,
             **TLS,
             **self._health,
+            **self._controller,
             "HOME": "/root",
             "PYTHONPATH": str(ROOT),
             "HF_HUB_OFFLINE": "1",
@@ -159,11 +182,21 @@ class SealedHosts:
                 assert time.monotonic() < deadline_s, "the head of the Ray cluster does not come up"
                 time.sleep(0.5)
 
+    def areal(self, *words: str) -> str:
+        """What the command `areal-async` says on the home host, in `WORK`. Raises OSError where it fails."""
+        command = ["env", "-C", WORK, sys.executable, "-P", "-m", "areal_async.cli.main", *words]
+        return self.tell(1, *command, limit_s=LIMIT_S).decode()
+
+    def kill_controller(self) -> None:
+        """With SIGKILL."""
+        owner = json.loads(self.tell(1, "cat", f"{WORK}/{CONTROLLER}/lock"))
+        self.tell(1, "kill", "-KILL", str(owner["pid"]))
+
     def copy_in(self, folder: Path) -> None:
         """Have the files of `folder` lie on the home host, in `WORK`."""
-        self._copy(1, folder, WORK)
+        self.copy(1, folder, WORK)
 
-    def _copy(self, host: int, folder: Path, there: str) -> None:
+    def copy(self, host: int, folder: Path, there: str) -> None:
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as tar:
             tar.add(folder, arcname=".")
@@ -171,18 +204,12 @@ class SealedHosts:
         self.tell(host, "tar", "x", "-C", there, given=packed.getvalue())
 
     def copy_out(self, name: str, folder: Path) -> Path:
-        """Have what is called so on the home host lie in `folder`."""
-        packed = io.BytesIO(self.tell(1, "tar", "c", "-C", WORK, name))
+        """Have the folder of this name in `WORK` lie in `folder`, under its last part."""
+        above, _, last = name.rpartition("/")
+        packed = io.BytesIO(self.tell(1, "tar", "c", "-C", f"{WORK}/{above}", last, limit_s=LIMIT_S))
         with tarfile.open(fileobj=packed) as tar:
             tar.extractall(folder, filter="data")
-        return folder / name
-
-    def records(self, job: str) -> list[dict[str, Any]]:
-        """The run's records so far."""
-        with suppress(OSError):
-            said = self.tell(1, "cat", f"{WORK}/runs/{job}/metrics.jsonl")
-            return [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
-        return []
+        return folder / last
 
     def left(self, host: int) -> list[str]:
         """What of runs lies on a host, and which of their processes live."""
@@ -209,18 +236,81 @@ def sealed_hosts(folder: Path, *, patience_s: int = 12) -> Iterator[SealedHosts]
         hosts.down()
 
 
-def until(
-    holds: Callable[[], object],
-    what: str,
-    process: subprocess.Popen[bytes] | None = None,
-    limit_s: float = LIMIT_S,
-) -> None:
+def judged(run_dir: Path, job: JobConfig) -> Verdict:
+    """What the checker says of a run some of whose hosts were killed. What their processes noted in their
+    last moments is gone with them: which version a worker served, that the trainer had saved a step."""
+    verdict = check(read_events(run_dir), promise_of(job))
+    noted = ("version", "freed_early")
+    others = [violation for violation in verdict.violations if violation.promise not in noted]
+    return Verdict(others, verdict.figures)
+
+
+def until(holds: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
     deadline_s = time.monotonic() + limit_s
     while not holds():
-        assert process is None or process.poll() is None, f"the job ended before {what}"
         assert time.monotonic() < deadline_s, f"{what} did not come within {limit_s:g} s"
         time.sleep(0.3)
 
 
-def steps_in(records: Sequence[dict[str, Any]]) -> int:
-    return max((record["step"] + 1 for record in records if record["kind"] == "step"), default=0)
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job of the controller on the home host."""
+
+    hosts: SealedHosts
+    name: str
+    id: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Below `WORK`."""
+        return f"{CONTROLLER}/jobs/{self.id}-{self.name}"
+
+    @property
+    def run(self) -> str:
+        return f"{self.folder}/runs/{self.name}"
+
+    def _read(self, command: str) -> list[dict[str, Any]]:
+        with suppress(OSError):
+            said = self.hosts.tell(1, "sh", "-c", f"cd {WORK}/{self.folder} && {command}")
+            return [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+        return []
+
+    def records(self, kind: str = "step") -> list[dict[str, Any]]:
+        """The run's records of this kind so far."""
+        found = self._read(f"cat runs/{self.name}/metrics.jsonl")
+        return [record for record in found if record["kind"] == kind]
+
+    def steps(self) -> int:
+        return max((record["step"] + 1 for record in self.records()), default=0)
+
+    def endings(self) -> list[dict[str, Any]]:
+        """How each of its attempts that has ended did."""
+        return self._read("for ending in attempts/*/ending.json; do cat $ending; echo; done")
+
+    def told(self) -> dict[str, Any]:
+        """What the controller says of it."""
+        found: list[dict[str, Any]] = json.loads(self.hosts.areal("ps", "--all", "--json"))
+        return next(job for job in found if job["id"] == self.id)
+
+    def until_step(self, number: int, limit_s: float = LIMIT_S) -> None:
+        """Wait until so many steps are trained, while the job runs."""
+        ends = len(self.endings())
+
+        def reached() -> bool:
+            assert len(self.endings()) == ends, self.said()
+            return self.steps() >= number
+
+        until(reached, f"step {number}", limit_s=limit_s)
+
+    def logged(self, process: str) -> str:
+        """The log of a process of it."""
+        return self._text(f"{self.run}/logs/{process}.log")
+
+    def said(self) -> str:
+        """The end of what its runs printed."""
+        return self._text(f"{self.folder}/output.log")[-8000:]
+
+    def _text(self, name: str) -> str:
+        with suppress(OSError):
+            return self.hosts.tell(1, "cat", f"{WORK}/{name}").decode(errors="replace")
+        return ""

@@ -70,6 +70,10 @@ class HostActor:
         known = msgspec.msgpack.decode(have, type=dict[str, int])
         return pack(self._host.news(known, wait_s, serves=serves))
 
+    @told
+    def kept(self, have: bytes) -> bytes:
+        return msgspec.msgpack.encode(self._host.kept(msgspec.msgpack.decode(have, type=dict[str, int])))
+
     def terminate(self) -> None:
         self._host.terminate()
 

@@ -2,8 +2,8 @@
 
 Promises: nothing is started before the whole job has its places; a process whose node is gone is said to be
 lost, and its next start asks Ray for another place; what processes append to their logs and events is on the
-home host a second later; when `close` has returned, or this process has died, nothing of the run is left on
-any node.
+home host a second later; when `close` has returned, what the buffer's own Redis held lies there too, for a
+resume; then, or when this process has died, nothing of the run is left running on any node.
 
 One thread for each process of the run talks to its actor; the supervisor's never waits for one.
 """
@@ -11,6 +11,8 @@ One thread for each process of the run talks to its actor; the supervisor's neve
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -30,10 +32,18 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import RunError
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
-from areal_async.launch.home_files import with_home_store
+from areal_async.launch.home_files import BUFFER, with_home_store
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
-from areal_async.launch.ray.orders import Placed, PlaceOrder, ProcessNews, ProcessStarted, StartOrder, pack
+from areal_async.launch.ray.orders import (
+    FileNews,
+    Placed,
+    PlaceOrder,
+    ProcessNews,
+    ProcessStarted,
+    StartOrder,
+    pack,
+)
 from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
 from areal_async.launch.ray.process_host import listen_in
 from areal_async.rpc.endpoints import HELD_VARIABLE
@@ -50,6 +60,7 @@ NEWS_S = 1.0
 MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files and its place
 LOOK_S = 0.2
 CLOSE_S = 8.0
+KEEP_S = 40.0  # In which what a buffer holds must have come home; beyond, a resume goes on without
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
@@ -187,6 +198,8 @@ class RayPlace:
         if data is None:
             raise RunError("it was to end before it had begun")
         started = msgspec.msgpack.decode(data, type=ProcessStarted)
+        if self._launcher.keeps_files(self.place):
+            self._launcher.forget_buffer()
         child.pid_there = started.pid
         if meeting is not None and self.place.is_first:
             meeting.set_result(started.meeting)
@@ -251,6 +264,7 @@ class RayLauncher:
     def _begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
         self._job = job
         section = self._section
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
                 address=section.address,
@@ -263,6 +277,8 @@ class RayLauncher:
                 f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
                 "(`ray start --head`), or correct ray.address in the cluster file"
             ) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray's would end this process at once, with a trace
         self._node = ray.util.get_node_ip_address()
         address = section.home_address or self._node
         self._control = listen_in(address, section.ports)
@@ -347,6 +363,7 @@ class RayLauncher:
         return moved
 
     def close(self) -> None:
+        self._keep_buffer()
         ends = [ending for place in self._places.values() if (ending := place.close()) is not None]
         with suppress(RayError):
             if ends:
@@ -421,6 +438,39 @@ class RayLauncher:
     def keeps_files(self, place: ServicePlace) -> bool:
         """Whether what this process needs lies on its node alone."""
         return place.role == "buffer" and self._job.buffer.redis == "embedded"
+
+    def forget_buffer(self) -> None:
+        """A buffer goes on with what lies at home of an earlier one: that is old from now on."""
+        shutil.rmtree(Path(self._home.run_dir) / BUFFER, ignore_errors=True)
+
+    def _keep_buffer(self) -> None:
+        """Have the files of the buffer's own Redis lie at home, all or none, for a resume."""
+        place = self._places.get("buffer")
+        if place is None or place.actor is None or not self.keeps_files(place.place):
+            return
+        fresh, have = Path(self._home.run_dir) / f".{BUFFER}", dict[str, int]()
+        shutil.rmtree(fresh, ignore_errors=True)
+        deadline_s = time.monotonic() + KEEP_S
+        try:
+            while pieces := self._kept(place, have, deadline_s):
+                for piece in pieces:
+                    path = fresh / Path(piece.name).relative_to(BUFFER)
+                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    with path.open("ab") as file:
+                        file.write(piece.data)
+                    have[piece.name] = piece.offset + len(piece.data)
+            if have:
+                self.forget_buffer()
+                fresh.rename(fresh.with_name(BUFFER))
+        except (RayError, RunError, OSError, ValueError) as error:
+            log.warning("a resume has the newest checkpoint, not what the buffer held", error=str(error))
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    @staticmethod
+    def _kept(place: RayPlace, have: dict[str, int], deadline_s: float) -> list[FileNews]:
+        asked = place.actor.kept.remote(msgspec.msgpack.encode(have))
+        data = ray.get(asked, timeout=max(0.0, deadline_s - time.monotonic()))
+        return msgspec.msgpack.decode(answer_of(data), type=list[FileNews])
 
     # --- placing --------------------------------------------------------------------------------------
 

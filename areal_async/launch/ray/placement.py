@@ -77,10 +77,16 @@ def need_of(job: JobConfig, role: Role) -> Need:
     return Need({name: amount for name, amount in resources.items() if amount}, shape.labels)
 
 
-def needs_in_words(job: JobConfig, services: Sequence[ServicePlace]) -> str:
-    """What the job needs in all, for people: `CPU 4, GPU 2`."""
+def needs_of(job: JobConfig, services: Sequence[ServicePlace]) -> dict[str, float]:
+    """What all of these need together."""
     total: dict[str, float] = {}
     for place in services:
         for name, amount in need_of(job, place.role).resources.items():
             total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def needs_in_words(job: JobConfig, services: Sequence[ServicePlace]) -> str:
+    """What the job needs in all, for people: `CPU 4, GPU 2`."""
+    total = needs_of(job, services)
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(total.items())) or "no resources"

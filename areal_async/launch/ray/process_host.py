@@ -27,7 +27,7 @@ import msgspec
 
 from areal_async.errors import RunError
 from areal_async.launch.here import LocalChild, RankLines, write_whole
-from areal_async.launch.home_files import bring_content
+from areal_async.launch.home_files import BUFFER, bring_buffer, bring_content
 from areal_async.launch.one_host import SHM_ROOT, make_host, volatile_roots
 from areal_async.launch.ray.orders import (
     FileNews,
@@ -76,7 +76,9 @@ class ProcessHost:
         sweep(order.run_id)
         self.host = make_folders(order.run_id, self._node_id, self._address)
         sockets = Path(self.host.socket_dir)
-        self._lock_fd = os.open(sockets / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Not beside the sockets: whoever cleans up after a dead supervisor on this host removes those.
+        in_use = Path(self.host.run_dir) / IN_USE
+        self._lock_fd = os.open(in_use, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
         own = InUse(order.run_id, [str(folder) for folder in folders_of(self.host)])
         os.pwrite(self._lock_fd, msgspec.json.encode(own), 0)
@@ -122,13 +124,8 @@ class ProcessHost:
     def close(self) -> None:
         """End the process and everything that it has detached, give up the ports, and remove the folders if
         nobody else of the run is on this node."""
+        self._end()
         if self._child is not None:
-            self._child.kill()
-        deadline_s = time.monotonic() + SWEEP_S
-        while kill_processes_of(self._mark) and time.monotonic() < deadline_s:
-            time.sleep(LOOK_S)
-        if self._child is not None:
-            self._child.poll()
             self._child.close()
         for sock in self._held.values():
             sock.close()
@@ -138,6 +135,20 @@ class ProcessHost:
                 remove_folders(folders_of(self.host))
             os.close(self._lock_fd)
             self._lock_fd = None
+
+    def kept(self, have: dict[str, int]) -> list[FileNews]:
+        """End the process; what a buffer then leaves for a resume, but for what the reader has already."""
+        self._end()
+        return list(self._beyond(have, (Path(self.host.run_dir) / BUFFER).rglob("*")))
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+        deadline_s = time.monotonic() + SWEEP_S
+        while kill_processes_of(self._mark) and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)
+        if self._child is not None:
+            self._child.poll()
 
     @property
     def _mark(self) -> str:
@@ -179,25 +190,31 @@ class ProcessHost:
         HomeFileSystem.connect(address, job=str(topology.job["job"]), role=keys.role, name=name, access=keys)
         try:
             job = bring_content(topology.job, self._order.place.role)
+            if keys.role == "buffer":
+                bring_buffer(str(job["job"]), Path(self.host.run_dir) / BUFFER)
         finally:
             HomeFileSystem.disconnect()
         return msgspec.structs.replace(topology, job=job)
 
     def _appended(self, have: dict[str, int]) -> Iterator[FileNews]:
-        """What the reader does not have yet, at most `PIECE_BYTES`."""
-        room, run_dir = PIECE_BYTES, Path(self.host.run_dir)
+        """What of its logs and events the reader does not have yet."""
+        run_dir = Path(self.host.run_dir)
         own = re.compile(SHIPPED.format(name=re.escape(self._order.place.name)))
-        for path in sorted(run_dir.glob("*/*")):
-            name = path.relative_to(run_dir).as_posix()
-            if own.fullmatch(name) is None or room <= 0:
-                continue
-            offset = have.get(name, 0)
-            if path.stat().st_size > offset:
+        paths = run_dir.glob("*/*")
+        return self._beyond(have, (p for p in paths if own.fullmatch(p.relative_to(run_dir).as_posix())))
+
+    def _beyond(self, have: dict[str, int], paths: Iterable[Path]) -> Iterator[FileNews]:
+        """What of these files the reader does not have yet, at most `PIECE_BYTES`."""
+        room = PIECE_BYTES
+        for path in sorted(path for path in paths if path.is_file()):
+            name = path.relative_to(self.host.run_dir).as_posix()
+            offset = have.get(name, -1)  # An empty file is told of, too
+            if room > 0 and path.stat().st_size > offset:
                 with path.open("rb") as file:
-                    file.seek(offset)
+                    file.seek(max(0, offset))
                     data = file.read(room)
                 room -= len(data)
-                yield FileNews(name, offset, data)
+                yield FileNews(name, max(0, offset), data)
 
 
 def is_secret(variable: str, role: Role) -> bool:

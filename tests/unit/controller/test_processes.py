@@ -194,6 +194,16 @@ def test_a_job_sees_the_gpus_that_it_holds_and_no_others(place, monkeypatch, tmp
     assert "AREAL_ASYNC_RUN" not in told[0]
 
 
+def test_what_a_killed_run_left_does_not_say_that_the_next_one_serves(place, monkeypatch):
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: None)
+    job = msgspec.structs.replace(place.submit("sums"), attempt=2)
+    left = place.controller.folder(job).targets("sums")
+    left.parent.mkdir(parents=True)
+    left.touch()
+    place.table().start(job)
+    assert not left.exists()
+
+
 def test_a_process_that_comes_too_late_leaves_at_once(place):
     job = place.submit("late")
     place.controller.reconcile()

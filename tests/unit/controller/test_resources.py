@@ -3,6 +3,7 @@
 import pytest
 
 from areal_async.config.cluster import ResourcesSection
+from areal_async.config.job import ShapeSection
 from areal_async.config.rollout import AutoscaleSection
 from areal_async.controller import resources
 from areal_async.controller.resources import Resources, machine_resources, resources_of
@@ -47,6 +48,15 @@ def test_where_there_is_one_gpu_it_is_everybodys(job):
     assert resources_of(job, Resources(8, 0)).gpus == 2  # it can never run there
     two = changed(job, "trainer", ranks=2)
     assert resources_of(two, Resources(8, 1)).gpus == 3
+
+
+def test_by_ray_it_takes_what_is_reserved_for_it_there(job):
+    job = changed(changed(job, "trainer", device="cuda"), "rollout", device="cuda", workers=2)
+    assert resources_of(job, PLENTY, by_ray=True) == Resources(3, 3)
+    parts = {"trainer": {"gpus": 0.4, "cpus": 4}, "rollout": {"gpus": 0.3}, "buffer": {"cpus": 0.5}}
+    job = changed(job, "placement", **{role: ShapeSection(**shape) for role, shape in parts.items()})
+    assert resources_of(job, PLENTY, by_ray=True) == Resources(7, 1)
+    assert Resources(6, 1).lacks(resources_of(job, Resources(6, 1), by_ray=True)) == "7 cores"
 
 
 def test_a_machine_has_what_it_has_unless_it_is_told_otherwise(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 import json
 import os
+import subprocess
 
+import psutil
 import pytest
 
 from areal_async.errors import RunFolderError
-from areal_async.launch.folders import claim_folders, describe_work, leftovers
+from areal_async.launch.folders import Owner, claim_folders, describe_work, leftovers
 from areal_async.launch.one_host import SOCKET_PATH_LIMIT, short_socket_dir
 from areal_async.status.record import RunLog
 from tests.unit.launch.launching import changed
@@ -80,6 +82,15 @@ def test_a_folder_that_no_run_made_is_never_touched(job, shm):
         claim_folders(job, overwrite=True, shm_root=shm)
     assert (foreign / "thesis.tex").exists()
     assert not (foreign / "run.lock").exists()
+
+
+def test_a_supervisor_that_was_killed_and_not_reaped_does_not_live():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        owner = Owner(process.pid, psutil.Process(process.pid).create_time())
+        assert owner.alive
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not owner.alive
 
 
 def test_leftovers_of_a_dead_run_are_found_and_cleaned_by_the_next(job, shm):

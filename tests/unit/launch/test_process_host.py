@@ -1,6 +1,7 @@
 """The host of one process on a node, without the Ray that tells it what to do."""
 
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -165,6 +166,39 @@ def test_nothing_is_left_of_it_and_the_last_one_on_a_node_takes_the_folders_away
     assert not any(folder.exists() for folder in folders)
 
 
+def test_what_a_buffer_leaves_comes_home_and_goes_to_the_host_of_the_next(placed, folders, behave):
+    behave({"buffer": "serve"})
+    buffer = placed(name="buffer")
+    there = Path(buffer.placed.host.run_dir) / "buffer"
+    pid = buffer.start().pid
+    buffer.follow(lambda it: it.report is not None)
+    content = {"appendonlydir/one.aof": os.urandom(process_host.PIECE_BYTES + 3), "empty.aof": b""}
+    for name, data in content.items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(data)
+    have = {}
+    while pieces := buffer.host.kept(have):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        for piece in pieces:
+            at_home = folders.run_dir / piece.name
+            at_home.parent.mkdir(parents=True, exist_ok=True)
+            with at_home.open("ab") as file:
+                assert file.tell() == piece.offset
+                file.write(piece.data)
+            have[piece.name] = piece.offset + len(piece.data)
+    assert have == {f"buffer/{name}": len(data) for name, data in content.items()}
+    buffer.host.close()
+    assert not there.exists()
+    following = placed(name="buffer")
+    following.start()
+    assert {name: (there / name).read_bytes() for name in content} == content
+    (there / "empty.aof").write_bytes(b"newer")
+    following.host.kill()
+    following.follow(lambda it: it.status is not None)
+    following.start()
+    assert (there / "empty.aof").read_bytes() == b"newer", "what is there is not overwritten"
+
+
 def _marked(process, placed):
     try:
         return process.environ().get("AREAL_ASYNC_RUN") == f"{placed.folders.run_id}.{placed.place.name}"
@@ -193,9 +227,10 @@ def test_folders_of_a_host_that_was_killed_go_with_the_next_run(placed, home, fo
     dead = process_host.make_folders("0123456789ab", NODE, ADDRESS)
     folders_there = [str(folder) for folder in process_host.folders_of(dead)]
     in_use = process_host.InUse("0123456789ab", folders_there)
-    (Path(dead.socket_dir) / process_host.IN_USE).write_bytes(msgspec.json.encode(in_use))
+    (Path(dead.run_dir) / process_host.IN_USE).write_bytes(msgspec.json.encode(in_use))
+    shutil.rmtree(dead.socket_dir)  # by who cleaned up after its supervisor, if that was on this host
     live = placed()
-    assert not Path(dead.socket_dir).exists()
+    assert not Path(dead.run_dir).exists()
     assert not Path(dead.shm_dir).exists()
     process_host.sweep("another run")
     assert Path(live.placed.host.socket_dir).is_dir(), "somebody holds it"

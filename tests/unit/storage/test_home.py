@@ -128,6 +128,8 @@ async def test_who_may_do_what_and_where_is_decided_at_home(home, run_dir):
         ("rollout", RemoveHome("run/rhome/model"), ()),
         ("reward", ReadHome("run/rhome/job.yaml", 0, 10), ()),
         ("cli", ListHome("files/etc"), ()),
+        ("buffer", ReadHome("run/rhome/job.yaml", 0, 10), ()),
+        ("rollout", ReadHome("run/rhome/buffer/dump.rdb", 0, 10), ()),
         ("trainer", WriteHome("run/rhome/job.yaml", upload, 0, False), piece),
         ("trainer", WriteHome("run/other/model/x", upload, 0, False), piece),
         ("trainer", WriteHome("run/rhome/model/../job.yaml", upload, 0, False), piece),

@@ -80,50 +80,50 @@ def entry_of(
     return BatchEpisode(**{**said, "reward": reward, **changes})
 
 
+def synthetic_batch(
+    step: int = 0,
+    *,
+    groups: int = 4,
+    group_size: int = 4,
+    max_staleness: int = 0,
+    temperature: float = 1.0,
+    seed: int = 0,
+    lengths: tuple[int, int] = (1, 4),
+    branches: int = 0,
+) -> tuple[Batch, dict[str, bytes]]:
+    """A synthetic step: random tokens, log-probs near uniform, versions within the bound. `branches` more
+    answers after the prompt of one episode of each group."""
+    rng = np.random.default_rng([seed, step])
+    blobs: dict[str, bytes] = {}
+    made = []
+    for g in range(groups):
+        group_id = f"data0000:{g}:0#{step}"
+        episodes = []
+        prompt = rng.integers(2, len(SYMBOLS), int(rng.integers(3, 7)))
+        for sample in range(group_size):
+            builder = EpisodeBuilder("job", f"data0000:{g}:0", group_id, sample)
+            root = builder.prompt(prompt)
+            for _ in range(1 + branches * (sample == 1)):
+                n = int(rng.integers(lengths[0], lengths[1] + 1))
+                ids = rng.integers(0, len(SYMBOLS), n)
+                lowest = max(0, step - max_staleness)
+                versions = np.sort(rng.integers(lowest, step + 1, n))
+                builder.sampled(
+                    ids,
+                    (-np.log(len(SYMBOLS)) + 0.3 * rng.standard_normal(n)).astype(np.float32),
+                    versions,
+                    parent=root,
+                    sampling=Sampling(temperature=temperature, max_new_tokens=8),
+                    finish_reason="stop",
+                )
+            episode = builder.build()
+            blobs[episode.episode_id] = pack(episode)
+            reward, parts = float(rng.integers(0, 2)), PARTS[sample % 3](episode.n_units)
+            episodes.append(entry_of(episode, reward, parts=parts))
+        made.append(BatchGroup(group_id, f"data0000:{g}:0", "test", episodes))
+    return Batch(policy="policy", epoch=1, step=step, max_staleness=max_staleness, groups=made), blobs
+
+
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., tuple[Batch, dict[str, bytes]]]:
-    """A synthetic step: random tokens, log-probs near uniform, versions within the bound."""
-
-    def make(
-        step: int = 0,
-        *,
-        groups: int = 4,
-        group_size: int = 4,
-        max_staleness: int = 0,
-        temperature: float = 1.0,
-        seed: int = 0,
-        lengths: tuple[int, int] = (1, 4),
-        branches: int = 0,
-    ) -> tuple[Batch, dict[str, bytes]]:
-        """`branches` more answers after the prompt of one episode of each group."""
-        rng = np.random.default_rng([seed, step])
-        blobs: dict[str, bytes] = {}
-        made = []
-        for g in range(groups):
-            group_id = f"data0000:{g}:0#{step}"
-            episodes = []
-            prompt = rng.integers(2, len(SYMBOLS), int(rng.integers(3, 7)))
-            for sample in range(group_size):
-                builder = EpisodeBuilder("job", f"data0000:{g}:0", group_id, sample)
-                root = builder.prompt(prompt)
-                for _ in range(1 + branches * (sample == 1)):
-                    n = int(rng.integers(lengths[0], lengths[1] + 1))
-                    ids = rng.integers(0, len(SYMBOLS), n)
-                    lowest = max(0, step - max_staleness)
-                    versions = np.sort(rng.integers(lowest, step + 1, n))
-                    builder.sampled(
-                        ids,
-                        (-np.log(len(SYMBOLS)) + 0.3 * rng.standard_normal(n)).astype(np.float32),
-                        versions,
-                        parent=root,
-                        sampling=Sampling(temperature=temperature, max_new_tokens=8),
-                        finish_reason="stop",
-                    )
-                episode = builder.build()
-                blobs[episode.episode_id] = pack(episode)
-                reward, parts = float(rng.integers(0, 2)), PARTS[sample % 3](episode.n_units)
-                episodes.append(entry_of(episode, reward, parts=parts))
-            made.append(BatchGroup(group_id, f"data0000:{g}:0", "test", episodes))
-        return Batch(policy="policy", epoch=1, step=step, max_staleness=max_staleness, groups=made), blobs
-
-    return make
+    return synthetic_batch
