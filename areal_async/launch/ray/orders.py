@@ -45,11 +45,15 @@ class ProcessStarted(msgspec.Struct, frozen=True):
 
 
 class FileNews(msgspec.Struct, frozen=True):
-    """Bytes that were appended to a file of the run at `offset`."""
+    """Bytes that were appended to a file of the run at `offset`. `name` is a path within the run's folder."""
 
     name: str
     offset: int
     data: bytes
+
+    def __post_init__(self) -> None:
+        if self.name.startswith("/") or ".." in self.name.split("/"):
+            raise ValueError(f"{self.name} is no path within the folder of a run")
 
 
 class ProcessNews(msgspec.Struct, frozen=True):

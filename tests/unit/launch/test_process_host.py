@@ -16,7 +16,7 @@ from areal_async.launch.home_files import HomeFilesServer, exported
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.ray import process_host
-from areal_async.launch.ray.orders import PlaceOrder, StartOrder
+from areal_async.launch.ray.orders import FileNews, PlaceOrder, StartOrder
 from areal_async.launch.ray.process_host import ProcessHost, listen_in
 from tests.unit.launch.launching import STAND_IN
 from tests.waiting import wait_for
@@ -241,3 +241,10 @@ def test_a_range_without_a_free_port_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(RunError, match=f"no port of {port} to {port} is free"):
             listen_in(ADDRESS, (port, port))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "logs/../../job.yaml", ".."])
+def test_what_a_node_says_it_wrote_is_within_the_folder_of_the_run(name):
+    news = msgspec.msgpack.encode([{"name": name, "offset": 0, "data": b"x"}])
+    with pytest.raises(ValueError, match="no path within the folder of a run"):
+        msgspec.msgpack.decode(news, type=list[FileNews])
