@@ -29,7 +29,9 @@ def write_jobs(folder: Path) -> None:
     model = write_model(folder / "model")
     for name, label in LABELS.items():
         job = job_of(model, folder / "runs", steps=STEPS, ranks=2, torch_threads=1)
-        placement = {"trainer": {"labels": {"part": label}}}
+        # All others at home: a share of a rank's host would leave no room for the rank.
+        at_home = dict.fromkeys(("buffer", "reward", "rollout"), {"labels": {"part": "home"}})
+        placement = {**at_home, "trainer": {"labels": {"part": label}}}
         values = job.model_dump(mode="json") | {
             "job": name,
             "run_dir": "runs",
@@ -59,7 +61,7 @@ def test_ranks_on_two_sealed_hosts_train_what_two_on_one_do(tmp_path: Path) -> N
         batch, blobs = synthetic_batch(step, max_staleness=2, groups=4, lengths=(1, 14))
         write_step(batches, batch, blobs, losses=[], grad_norms=[])
     with sealed_hosts(tmp_path) as hosts:
-        for part, cpus in (("home", 4), ("rank", 1), ("rank", 1)):
+        for part, cpus in (("home", 6), ("rank", 1), ("rank", 1)):
             host = hosts.add()
             hosts.node(host, cpus, part=part)
             hosts.copy(host, batches, BATCHES)
