@@ -240,7 +240,7 @@ async def test_dying_workers_leave_no_descriptor_behind(section, call):
             while scorer.alive < 2:
                 await scorer.score([call("true")])
         found = len(os.listdir("/proc/self/fd")) - before
-    assert found == 0
+    assert found <= 0
 
 
 def test_an_input_that_cannot_be_sent_is_that_calls_failure(section, call):

@@ -254,11 +254,12 @@ def test_closing_leaves_no_task_thread_descriptor_or_file(ipc):
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(use())  # the first use makes what libzmq keeps for the process
-    before = descriptors(), threading.active_count()
+    open_before, threads = descriptors(), threading.active_count()
     for _ in range(5):
         asyncio.run(use())
         assert not os.path.exists(ipc.removeprefix("ipc://"))
-    assert (descriptors(), threading.active_count()) == before
+    assert descriptors() <= open_before  # those of other tests may go meanwhile
+    assert threading.active_count() <= threads
 
 
 def test_a_failed_start_leaves_nothing_either(ipc):
@@ -275,7 +276,7 @@ def test_a_failed_start_leaves_nothing_either(ipc):
     asyncio.run(main())
     before = descriptors()
     asyncio.run(main())
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 async def test_the_blocking_client_keeps_the_same_promises(endpoint):

@@ -260,10 +260,12 @@ def test_closing_leaves_no_thread_socket_or_file(place):
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     use()
-    before = held()
+    threads, descriptors = held()
     for _ in range(3):
         use()
-    assert held() == before
+    left = held()
+    assert left[0] <= threads  # those of other tests may end meanwhile
+    assert left[1] <= descriptors
 
 
 def test_one_death_is_local_a_new_publisher_clears_what_a_killed_one_left(place):
@@ -290,4 +292,4 @@ def test_a_second_publisher_neither_takes_the_address_nor_the_files(publisher, p
         second.start()
     second.close()
     assert set(os.listdir(place / "shm")) - {".spare-1"} == {"policy-e1-v0"}
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
