@@ -424,6 +424,7 @@ class SyncClient:
     ) -> None:
         self._client = Client(address, job=job, role=role, name=name, access=access, timeout_s=timeout_s)
         self._thread: LoopThread | None = None
+        self._starting = threading.Lock()  # Several threads may connect: with two loops none would be woken
 
     @property
     def endpoint(self) -> str:
@@ -441,8 +442,9 @@ class SyncClient:
         self.close()
 
     def connect(self, timeout_s: float = 10.0) -> Welcome:
-        if self._thread is None:
-            self._thread = LoopThread(f"rpc-{self.endpoint.rpartition('/')[2]}")
+        with self._starting:
+            if self._thread is None:
+                self._thread = LoopThread(f"rpc-{self.endpoint.rpartition('/')[2]}")
         return self._wait(self._client.connect(timeout_s))
 
     def call(

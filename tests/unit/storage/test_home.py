@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -115,6 +117,20 @@ def test_a_trainer_leaves_its_checkpoints_and_its_model_and_reads_them_again(hom
     at_home = run_dir / "model" / "model.safetensors"
     assert at_home.read_bytes() == (named.model / "model.safetensors").read_bytes()
     assert not list(run_dir.rglob(".upload-*"))
+
+
+def test_threads_that_ask_first_at_once_are_all_answered(home, named):
+    url = f"home://files{named.model}"
+    for _ in range(10):
+        with as_role(home, "rollout"), ThreadPoolExecutor(8) as pool:
+            start = threading.Barrier(8)
+
+            def ask(_, start=start):
+                start.wait(20)
+                return len(Remote(url).listing())
+
+            asked = [pool.submit(ask, number) for number in range(8)]
+            assert [each.result(20) for each in asked] == [2] * 8
 
 
 async def test_who_may_do_what_and_where_is_decided_at_home(home, run_dir):
