@@ -181,7 +181,7 @@ def _run(
             phases=supervisor.phases,
             show=show,
             threads=ThreadSplit(job, len(os.sched_getaffinity(0))),
-            load=LoadLog(run_log),
+            load=LoadLog(run_log) if launcher is None else None,
         )
         board.figures = lambda: ServiceFigures(run=msgspec.to_builtins(monitor.newest))
         monitor.start()

@@ -107,10 +107,11 @@ class Monitor:
         clients: StatusClients,
         phases: Callable[[], Mapping[str, str]],
         show: Callable[[RunStatus], None],
-        load: LoadLog,
+        load: LoadLog | None,
         threads: Callable[[RunStatus], Mapping[str, int]] = lambda status: {},
     ) -> None:
-        """`threads`: how many CPU threads services are to compute with, by the prefixes of their names."""
+        """`load`: only for a run whose processes are all on this machine. `threads`: how many CPU threads
+        services are to compute with, by the prefixes of their names."""
         self._aggregator = aggregator
         self._clients = clients
         self._phases = phases
@@ -157,8 +158,10 @@ class Monitor:
                 self.newest = self._aggregator.status(time.monotonic())
                 self._report_stall(self.newest)
                 self._threads = self._split(self.newest)
-                with suppress(OSError):  # a full disk is for those to tell whose records are needed
-                    self._load.look(self._aggregator.answers, self._aggregator.steps_done, time.monotonic())
+                if self._load is not None:
+                    with suppress(OSError):  # a full disk is for those to tell whose records are needed
+                        steps = self._aggregator.steps_done
+                        self._load.look(self._aggregator.answers, steps, time.monotonic())
                 self._show(self.newest)
                 if self._stop.is_set():
                     return
