@@ -74,9 +74,7 @@ def test_a_job_on_three_hosts_outlives_two_of_them_a_cut_link_and_its_controller
     records = read_run_log(run_dir / "metrics.jsonl")
     restarts = {record["service"] for record in records if record["kind"] == "restart"}
     assert {"rollout-0", "trainer"} <= restarts
-    assert "load" not in {record["kind"] for record in records}, (
-        "their numbers are others' here"
-    )
+    assert "load" not in {record["kind"] for record in records}, "their numbers are others' here"
     assert (
         max(record["staleness_max"] for record in records if record["kind"] == "step")
         <= job.buffer.max_staleness
