@@ -10,6 +10,11 @@ v_serving + η. Without the `+ 1` nothing could run at η = 0; without the lag a
 newest weights makes groups that are a version too old when their turn comes. A group that several policies
 train needs a place of each.
 
+While steps are done again, whole batches lie ready for steps to come. What is BATCHED for a step takes a
+place of that step and of no other, so those beyond the steps that the formula looks at do not count. If they
+did, a step whose batch has lost groups, since abandoned weights had a part in them, could get no others: the
+trainer would wait for generation, and generation for the trainer.
+
 Work that runs is capped by nothing else (docs/decisions/0005-no-cap-beyond-the-formula.md).
 The term `steps − v_train` keeps the last steps of a job from being over-supplied: no step is left for a group
 beyond it.
@@ -17,7 +22,8 @@ beyond it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from replay_buffer.ledger.pacing import may_hold
 from replay_buffer.ledger.records import Pace
@@ -35,6 +41,15 @@ class Demand:
     outstanding: int
     pace: Pace | None = None
     """Under `buffer.pacing: fresh`."""
+    batched: Mapping[int, int] = field(default_factory=dict)
+    """Step → how many of the outstanding groups are BATCHED for it."""
+    whole_batches: int = 0
+    """How many steps from the next one on have whole batches."""
+
+    def outstanding_within(self, steps: int) -> int:
+        """Those that take a place of the next so many steps."""
+        beyond = (count for step, count in self.batched.items() if step >= self.v_train + steps)
+        return self.outstanding - sum(beyond)
 
 
 def capacity(demand: Demand, v_serving: int) -> int:
@@ -47,16 +62,23 @@ def capacity(demand: Demand, v_serving: int) -> int:
 
 def allowed(demand: Demand, v_serving: int) -> int:
     """Groups that may be outstanding by the staleness bound alone."""
+    return steps_allowed(demand, v_serving) * demand.batch_groups
+
+
+def steps_allowed(demand: Demand, v_serving: int) -> int:
+    """The same in steps: those from the next one on that may train what a worker begins now."""
     lag = max(0, demand.v_train - v_serving)
-    steps = min(demand.max_staleness + 1 - lag, demand.steps - demand.v_train)
-    return max(0, steps) * demand.batch_groups
+    return max(0, min(demand.max_staleness + 1 - lag, demand.steps - demand.v_train))
 
 
 def room(demand: Demand, v_serving: int) -> tuple[int, str]:
     """How many groups a worker that serves `v_serving` may lease for the policy now; with 0, why none."""
     most = capacity(demand, v_serving)
-    if demand.outstanding < most:
-        return most - demand.outstanding, ""
+    free = allowed(demand, v_serving) - demand.outstanding_within(steps_allowed(demand, v_serving))
+    if demand.pace is not None:  # which holds back nobody while the next batch lacks groups
+        free = min(free, most - demand.outstanding_within(demand.whole_batches + 1))
+    if free > 0:
+        return free, ""
     if demand.v_train >= demand.steps:
         return 0, f"all {demand.steps} steps are trained"
     if most < (bound := allowed(demand, v_serving)):

@@ -409,9 +409,10 @@ def batch_wait(index: Index, policy: str) -> str:
     left."""
     rules, step = index.rules.consumers[policy], index.consumer(policy).v_train
     ready = index.consumers[policy].group_counts[GroupState.SCORED]
-    if (policy, step) in index.batches or step >= rules.steps or ready >= rules.batch_groups:
+    batched = index.consumers[policy].batched.get(step, 0)  # fewer than a batch where some of it was dropped
+    if step >= rules.steps or batched + ready >= rules.batch_groups:
         return ""
-    waiting = starving(index, policy, step, ready)
+    waiting = starving(index, policy, step, batched + ready)
     return f"{waiting.edge}: {waiting.detail}"
 
 

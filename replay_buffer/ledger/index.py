@@ -313,6 +313,8 @@ class ConsumerIndex:
         """Unbatched groups that hold or may come to hold a version, the oldest such version first."""
         self.group_counts = [0] * len(GroupState)
         self.reused = 0  # Groups trained before that are SCORED or BATCHED again
+        self.batched: dict[int, int] = {}  # Step → groups that are BATCHED for it
+        self.batched_new: dict[int, int] = {}  # Those of them that were never trained
 
     @property
     def outstanding(self) -> int:
@@ -324,8 +326,12 @@ class ConsumerIndex:
             if group is not None and self.policy in group.training:
                 state = group.state_for(self.policy)
                 self.group_counts[state] += sign
-                if group.training[self.policy].steps and state in OUTSTANDING:
+                training = group.training[self.policy]
+                if training.steps and state in OUTSTANDING:
                     self.reused += sign
+                if state == GroupState.BATCHED:
+                    for counts in (self.batched, *(() if training.steps else (self.batched_new,))):
+                        _put(counts, training.step, counts.get(training.step, 0) + sign or None)
         if new is None or self.policy not in new.training:
             for order in (self.ready, self.reusable, self.aging):
                 order.set(group_id, None)

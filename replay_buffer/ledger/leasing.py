@@ -56,14 +56,19 @@ FRESH_PART = 8
 def demand_of(index: Index, policy: str) -> Demand:
     """What the admission formula knows of a policy."""
     rules, mine = index.rules.consumers[policy], index.consumers[policy]
+    v_train = whole = index.consumer(policy).v_train
+    while mine.batched.get(whole, 0) >= rules.batch_groups:
+        whole += 1
     return Demand(
         policy=policy,
         max_staleness=rules.max_staleness,
         batch_groups=rules.batch_groups,
         steps=rules.steps,
-        v_train=index.consumer(policy).v_train,
+        v_train=v_train,
         outstanding=mine.outstanding,
         pace=pace_of(index, policy),
+        batched=mine.batched_new,
+        whole_batches=whole - v_train,
     )
 
 

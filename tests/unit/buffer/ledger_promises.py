@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
@@ -17,11 +18,17 @@ SIZE_BYTES = 10
 class Promises(RuleBasedStateMachine):
     """`ledger` and `model` come from the machine. What is said of a trainer is asserted for each policy."""
 
-    def outstanding(self, policy):
-        """Counted from the model: groups of the policy under way that it never trained."""
+    def outstanding(self, policy, before=math.inf):
+        """Counted from the model: groups of the policy under way that it never trained; of those in a batch
+        only those of steps before `before`."""
         uses = self.model.trainers[policy].trained.uses
         mine = [g for g in self.ledger.index.groups.values() if policy in g.training]
-        return sum(g.state_for(policy) in OUTSTANDING and not uses[g.group_id] for g in mine)
+        return sum(
+            g.state_for(policy) in OUTSTANDING
+            and not uses[g.group_id]
+            and (g.state_for(policy) != GroupState.BATCHED or g.training[policy].step < before)
+            for g in mine
+        )
 
     @invariant()
     def the_index_is_a_function_of_its_records(self):
@@ -31,7 +38,7 @@ class Promises(RuleBasedStateMachine):
         for policy, mine in index.consumers.items():
             for name in ("ready", "reusable", "aging"):
                 assert list(getattr(mine, name)) == list(getattr(again.consumers[policy], name)), name
-            for name in ("group_counts", "reused"):
+            for name in ("group_counts", "reused", "batched", "batched_new"):
                 assert getattr(mine, name) == getattr(again.consumers[policy], name), name
         figures = ("group_counts", "episode_counts", "payload_bytes", "generating", "claims_of")
         for name in (*figures, "claimable_episodes"):

@@ -326,7 +326,11 @@ class Speakers(Promises):
     @rule(worker=WORKERS, capacity=st.integers(1, 6))
     def lease(self, worker, capacity):
         serving = dict(self.serving[worker])
-        outstanding = {policy: self.outstanding(policy) for policy in serving}
+        outstanding = {}
+        for policy, tag in serving.items():
+            mine = self.model.trainers[policy]
+            lag = max(0, mine.step - tag.version)
+            outstanding[policy] = self.outstanding(policy, before=mine.step + mine.eta + 1 - lag)
         reply = self.send(Lease(worker, capacity, list(serving.values())))
         assert reply.groups or reply.reason
         for group in reply.groups:

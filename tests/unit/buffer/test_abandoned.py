@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from areal_async.rpc.messages import Waiting
 from replay_buffer.ledger.abandoned import counted_as
 from replay_buffer.ledger.records import (
     START,
@@ -122,6 +123,24 @@ def test_abandoned_units_are_never_trained_beyond_the_bound_of_what_they_count_a
     ledger.waiting(4)
     assert ledger.state(late) is None
     assert ledger.count("dropped:stale") == 1, "version 4 of the first trainer counts as 2"
+
+
+@pytest.mark.parametrize("pacing", ["full", "fresh"])
+@pytest.mark.parametrize("eta", [0, 1, 3])
+def test_batches_of_steps_to_come_keep_no_group_from_a_step_that_has_lost_its_own(train, eta, pacing):
+    """Else generation would wait for the trainer, and the trainer for generation."""
+    ledger = train(max_staleness=eta, pacing=pacing)
+    ledger.steps(9)
+    ledger.open(step=1)
+    lost = 0
+    for step in range(1, 9):
+        if isinstance(ledger.ask(step), Waiting):
+            lost += 1
+            (group,) = ledger.scored(1)
+            assert [held.group_id for held in ledger.batch(step).groups] == [group.group_id]
+        ledger.commit(step, [])
+    assert lost == ledger.count("dropped:stale") > 0, "steps have lost their groups"
+    assert ledger.index.consumer("policy").max_staleness_seen <= eta
 
 
 def test_what_arrives_from_abandoned_weights_is_stored_and_counts_as_older(train):

@@ -79,18 +79,14 @@ def outstanding_reset_on_resume(patch: pytest.MonkeyPatch) -> None:
 
 
 def admission_without_the_plus_one(patch: pytest.MonkeyPatch) -> None:
-    real = admission.capacity
-
-    def wrong(demand, v_serving):
-        return max(0, real(demand, v_serving) - demand.batch_groups)
-
-    patch.setattr(admission, "capacity", wrong)
+    real = admission.steps_allowed
+    patch.setattr(admission, "steps_allowed", lambda demand, serving: max(0, real(demand, serving) - 1))
 
 
 def admission_without_the_lag(patch: pytest.MonkeyPatch) -> None:
     """Every worker is taken for up to date."""
-    real = admission.capacity
-    patch.setattr(admission, "capacity", lambda demand, _: real(demand, demand.v_train))
+    real = admission.steps_allowed
+    patch.setattr(admission, "steps_allowed", lambda demand, _: real(demand, demand.v_train))
 
 
 def lease_without_fencing(patch: pytest.MonkeyPatch) -> None:
