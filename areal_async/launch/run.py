@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
@@ -226,8 +226,7 @@ def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Conso
             f"launcher: ray needs the package ray, which is not installed here ({error}): "
             "`pip install 'areal-async[ray]'`"
         ) from error
-    tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    return RayLauncher(cluster.ray, folders, tell)
+    return RayLauncher(cluster.ray, folders, lambda text: console.print(Text(text), soft_wrap=True))
 
 
 @contextmanager

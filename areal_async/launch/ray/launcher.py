@@ -247,9 +247,7 @@ class RayLauncher:
     """Starts the processes of one run on the nodes of the cluster that `section` names. `tell` shows a
     person a line of text."""
 
-    def __init__(
-        self, section: RaySection, folders: RunFolders, tell: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, section: RaySection, folders: RunFolders, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._section = section
         self._folders = folders
@@ -293,7 +291,7 @@ class RayLauncher:
         self._home = msgspec.structs.replace(self._folders.host, node_id=HOME, address=address)
         self._endpoint = endpoint
         for group in together(services):
-            self._reserve(group, services)
+            self._reserve(group, needs_in_words(job, services))
         cancelled = threading.Event()
         with ThreadPoolExecutor(max(1, len(services)), "place") as pool:
             try:
@@ -480,7 +478,7 @@ class RayLauncher:
 
     # --- placing --------------------------------------------------------------------------------------
 
-    def _reserve(self, group: PlacedTogether, services: list[ServicePlace]) -> None:
+    def _reserve(self, group: PlacedTogether, needed: str) -> None:
         """Reserve the places of a group, all or none, waiting for room. Raises `RunError`."""
         needs = [need_of(self._job, place.role) for place in group.places]
         bundles = [dict(need.resources) or {"CPU": LEAST_CPUS} for need in needs]
@@ -498,8 +496,7 @@ class RayLauncher:
             if waited_s <= min(told_at_s, self._section.place_s):
                 continue
             nodes = [node["Labels"] for node in ray.nodes() if node["Alive"]]
-            wants = f"the job needs {needs_in_words(self._job, services)}, and free are {_free()}"
-            wants += lacking(needs, nodes)
+            wants = f"the job needs {needed}, and free are {_free()}{lacking(needs, nodes)}"
             if waited_s > self._section.place_s:
                 raise RunError(
                     f"the cluster had no room for the {group.name} of this job within "
@@ -525,14 +522,9 @@ class RayLauncher:
 def _options(need: Need) -> dict[str, Any]:
     """The options of an actor that takes what is needed."""
     custom = {n: amount for n, amount in need.resources.items() if n not in ("CPU", "GPU", "memory")}
-    options: dict[str, Any] = {
-        "num_cpus": need.resources.get("CPU", 0),
-        "num_gpus": need.resources.get("GPU", 0),
-        "resources": custom,
-    }
-    if "memory" in need.resources:
-        options["memory"] = need.resources["memory"]
-    return options
+    cpus, gpus = need.resources.get("CPU", 0), need.resources.get("GPU", 0)
+    memory = need.resources.get("memory")
+    return {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": custom}
 
 
 def _answer(reference: Any, cancelled: threading.Event) -> bytes | None:
