@@ -114,7 +114,7 @@ def head(job: JobConfig, samples: Path) -> None:
             return answer
 
     launch.StatusClients = TimedClients  # type: ignore[misc]
-    launch._launcher = lambda cluster, folders: PackedLauncher(job, folders)
+    launch._launcher = lambda cluster, folders, console: PackedLauncher(job, folders)
     try:
         launch.run_job(
             job, plain=True, modules={**MODULES, "trainer": "timed_services", "reward": "timed_services"}

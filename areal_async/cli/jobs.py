@@ -48,9 +48,17 @@ def note(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
 
 
-def controller() -> ControllerClient:
+def controller(job: str = "") -> ControllerClient:
+    """The controller that answers here. Raises `RunFolderError` where `job` is the folder of a run."""
     from areal_async.controller.client import ControllerClient
+    from areal_async.errors import RunFolderError
+    from areal_async.launch.folders import LOCK
 
+    if "/" in job and (Path(job) / LOCK).is_file():
+        raise RunFolderError(
+            f"{job} is the folder of a run, not a job of a controller: its logs are in {Path(job) / 'logs'}; "
+            f"`areal-async buffer stats {job}` shows how it stands, Ctrl-C where it runs ends it"
+        )
     return ControllerClient.find()
 
 
@@ -204,7 +212,7 @@ def status(
     with readable_errors():
         from areal_async.cli.tables import cluster_page, job_page
 
-        client = controller()
+        client = controller(job or "")
         if job is None:
             cluster = client.cluster()
             show(cluster, cluster_page(cluster, client.url), as_json)
@@ -226,7 +234,7 @@ def logs(
 ) -> None:
     """Print what a job, or one of its processes, has logged."""
     with readable_errors():
-        client = controller()
+        client = controller(job)
         if names or as_json:
             found = client.logs(job).logs
             show(found, "\n".join(f"{each.name}  {each.size_bytes} bytes" for each in found), as_json)
@@ -277,7 +285,7 @@ def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool
     with readable_errors():
         from areal_async.controller.client import ControllerGone
 
-        client = controller()
+        client = controller(name)
         job, deadline_s = client.ask(name, verb), time.monotonic() + END_LIMIT_S
         while job.doing and not no_wait:
             if time.monotonic() > deadline_s:

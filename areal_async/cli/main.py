@@ -145,7 +145,7 @@ def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, 
     print_warnings(job)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
     console = Console(stderr=as_json)
-    result = run_job(job, cluster=cluster, console=console, plain=plain, **how)
+    result = run_job(job, cluster=cluster, cluster_file=cluster_file, console=console, plain=plain, **how)
     if as_json:
         print_json(result.summary)
 

@@ -300,14 +300,12 @@ class ControllerApi:
     def _listed(self, jobs: Callable[[], list[StoredJob]]) -> JobsAnswer:
         found = jobs()
         waits = self._controller.turns().waits if any(job.state == "PENDING" for job in found) else {}
-        return JobsAnswer(
-            [
-                JobAnswer.of(
-                    job, str(self._controller.folder(job).run_folder(job.name)), waits.get(job.id, "")
-                )
-                for job in found
-            ]
-        )
+        answers = []
+        for job in found:
+            folder = self._controller.folder(job)
+            wait = folder.waits() if job.state == "STARTING" else waits.get(job.id, "")
+            answers.append(JobAnswer.of(job, str(folder.run_folder(job.name)), wait))
+        return JobsAnswer(answers)
 
 
 def _figures_of(folder: Any) -> FiguresAnswer:

@@ -21,7 +21,7 @@ class JobAnswer(msgspec.Struct, frozen=True):
     doing: Literal["", "pausing", "stopping"]
     """What becomes of it while its processes end."""
     waits_for: str
-    """What a PENDING job waits for, in words: `waits for 2 GPUs`."""
+    """What a job that is PENDING or STARTING waits for, in words: `waits for 2 GPUs`."""
     priority: int
     submitted_s: float
     """Unix time in seconds, as all times here."""

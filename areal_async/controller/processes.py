@@ -33,6 +33,7 @@ from areal_async.controller.attempt import (
 from areal_async.controller.states import RunEnded
 from areal_async.controller.store import StoredJob
 from areal_async.launch.folders import Owner, clean_up
+from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import MODULES
 from areal_async.runtime.context import Role
 from areal_async.runtime.process import RUN_VARIABLE
@@ -94,6 +95,11 @@ class JobFolder:
     def targets(self, name: str) -> Path:
         """What the run of the job `name` tells Prometheus, from when all serve to its end."""
         return self.run_dir / "prometheus" / f"{name}.json"
+
+    def waits(self) -> str:
+        """What its run waits for, where it has said that last."""
+        said = tail_of(self.output, LAST_WORDS_BYTES).rpartition("\n")[2]
+        return said if said.startswith(WAITS) else ""
 
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / str(number)

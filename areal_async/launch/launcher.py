@@ -11,6 +11,9 @@ from typing import Any, Protocol
 from areal_async.config.job import JobConfig
 from areal_async.runtime.topology import ServicePlace, Topology
 
+WAITS = "waits for room on the cluster"
+"""How a line begins that a run prints while it has no places."""
+
 
 class Child(Protocol):
     """A process that was started, or is being started. No method waits."""

@@ -22,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
@@ -83,9 +84,10 @@ def run_job(
     console: Console | None = None,
     modules: Mapping[Role, str] = MODULES,
     cluster: ClusterConfig | None = None,
+    cluster_file: Path | None = None,
 ) -> RunResult:
     """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
-    thread. Without a `cluster` all of it runs on this machine.
+    thread. Without a `cluster` all of it runs on this machine; `cluster_file` is what a person names it by.
 
     Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
@@ -119,7 +121,9 @@ def run_job(
                     plain=plain,
                     console=console,
                     modules=modules,
-                    launcher=_launcher(cluster, folders),
+                    launcher=_launcher(cluster, folders, console),
+                    resumed_by=f"areal-async resume {_short(folders.run_dir)}"
+                    + (f" --cluster {cluster_file}" if cluster_file is not None else ""),
                 )
     finally:
         close_events()
@@ -138,6 +142,7 @@ def _run(
     console: Console,
     modules: Mapping[Role, str],
     launcher: Launcher | None,
+    resumed_by: str,
 ) -> RunResult:
     started_s = time.monotonic()
     final: dict[str, Any] = {}
@@ -200,7 +205,7 @@ def _run(
         wall_s=round(final["wall_s"], 3),
         rollout_busy=sum(shares) / len(shares) if shares else None,
     )
-    _raise_unless_finished(job, ending, folders)
+    _raise_unless_finished(ending, folders, resumed_by)
     records = as_it_became(read_run_log(run_log.path))
     summary = summarise(job, records, buffer=final.get("buffer"))
     _draw(job, records, folders)
@@ -210,7 +215,7 @@ def _run(
     return RunResult(folders.run_dir, summary)
 
 
-def _launcher(cluster: ClusterConfig | None, folders: RunFolders) -> Launcher | None:
+def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Console) -> Launcher | None:
     """What places the processes; None for this machine."""
     if cluster is None or cluster.launcher == "local":
         return None
@@ -221,7 +226,7 @@ def _launcher(cluster: ClusterConfig | None, folders: RunFolders) -> Launcher | 
             f"launcher: ray needs the package ray, which is not installed here ({error}): "
             "`pip install 'areal-async[ray]'`"
         ) from error
-    return RayLauncher(cluster.ray, folders)
+    return RayLauncher(cluster.ray, folders, lambda text: console.print(Text(text), soft_wrap=True))
 
 
 @contextmanager
@@ -239,18 +244,17 @@ def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
             root.setLevel(level)
 
 
-def _raise_unless_finished(job: JobConfig, ending: Ending, folders: RunFolders) -> None:
+def _raise_unless_finished(ending: Ending, folders: RunFolders, resumed_by: str) -> None:
     if ending.kind == "finished":
         return
     can_resume = describe_work(folders.run_dir)
-    command = f"areal-async resume {_short(folders.run_dir)}"
     if ending.kind == "interrupted":
-        how = f" `{command}` goes on with it." if can_resume else ""
+        how = f" `{resumed_by}` goes on with it." if can_resume else ""
         raise RunInterrupted(
             "stopped on request; every process has ended. Logs and checkpoints are in "
             f"{_short(folders.run_dir)}.{how}"
         )
-    how = f"\nOnce that is put right, `{command}` goes on with the job." if can_resume else ""
+    how = f"\nOnce that is put right, `{resumed_by}` goes on with the job." if can_resume else ""
     raise RunFailed(failure_text(ending, folders.logs / f"{ending.culprit}.log") + how)
 
 

@@ -15,7 +15,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -33,8 +33,10 @@ from areal_async.errors import RunError
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
 from areal_async.launch.home_files import BUFFER, with_home_store
+from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
+from areal_async.launch.ray.head import check_head
 from areal_async.launch.ray.orders import (
     FileNews,
     Placed,
@@ -44,7 +46,7 @@ from areal_async.launch.ray.orders import (
     StartOrder,
     pack,
 )
-from areal_async.launch.ray.placement import Need, PlacedTogether, need_of, needs_in_words, together
+from areal_async.launch.ray.placement import Need, PlacedTogether, lacking, need_of, needs_in_words, together
 from areal_async.launch.ray.process_host import listen_in
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.runtime.context import SERVED_VARIABLE
@@ -59,6 +61,7 @@ LEAST_CPUS = 0.01  # A place in a group must reserve something
 NEWS_S = 1.0
 MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files and its place
 LOOK_S = 0.2
+TELL_S = 30.0  # Between two lines that say that a run waits for room
 CLOSE_S = 8.0
 KEEP_S = 40.0  # In which what a buffer holds must have come home; beyond, a resume goes on without
 PUBLISHED_S = 60.0
@@ -241,9 +244,11 @@ class RayPlace:
 
 
 class RayLauncher:
-    """Starts the processes of one run on the nodes of the cluster that `section` names."""
+    """Starts the processes of one run on the nodes of the cluster that `section` names. `tell` shows a
+    person a line of text."""
 
-    def __init__(self, section: RaySection, folders: RunFolders) -> None:
+    def __init__(self, section: RaySection, folders: RunFolders, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._section = section
         self._folders = folders
         self._places: dict[str, RayPlace] = {}
@@ -264,6 +269,7 @@ class RayLauncher:
     def _begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
         self._job = job
         section = self._section
+        check_head(section.address)
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
@@ -273,10 +279,8 @@ class RayLauncher:
                 configure_logging=False,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RunError(
-                f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}. Start it "
-                "(`ray start --head`), or correct ray.address in the cluster file"
-            ) from error
+            problem = f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}"
+            raise RunError(f"{problem}. Is this machine a node of it (`ray start`)?") from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray's would end this process at once, with a trace
         self._node = ray.util.get_node_ip_address()
@@ -287,7 +291,7 @@ class RayLauncher:
         self._home = msgspec.structs.replace(self._folders.host, node_id=HOME, address=address)
         self._endpoint = endpoint
         for group in together(services):
-            self._reserve(group, services)
+            self._reserve(group, needs_in_words(job, services))
         cancelled = threading.Event()
         with ThreadPoolExecutor(max(1, len(services)), "place") as pool:
             try:
@@ -474,7 +478,7 @@ class RayLauncher:
 
     # --- placing --------------------------------------------------------------------------------------
 
-    def _reserve(self, group: PlacedTogether, services: list[ServicePlace]) -> None:
+    def _reserve(self, group: PlacedTogether, needed: str) -> None:
         """Reserve the places of a group, all or none, waiting for room. Raises `RunError`."""
         needs = [need_of(self._job, place.role) for place in group.places]
         bundles = [dict(need.resources) or {"CPU": LEAST_CPUS} for need in needs]
@@ -486,19 +490,22 @@ class RayLauncher:
             bundle_label_selector=labels if any(labels) else None,
         )
         self._groups.append(made)
-        begun_s, told = time.monotonic(), False
+        begun_s, told_at_s = time.monotonic(), 5.0
         while not made.wait(LOOK_S):
             waited_s = time.monotonic() - begun_s
-            if not told and waited_s > 5.0:
-                told = True
-                log.warning("waiting for room on the cluster", group=group.name, needs=bundles)
+            if waited_s <= min(told_at_s, self._section.place_s):
+                continue
+            nodes = [node["Labels"] for node in ray.nodes() if node["Alive"]]
+            wants = f"the job needs {needed}, and free are {_free()}{lacking(needs, nodes)}"
             if waited_s > self._section.place_s:
                 raise RunError(
                     f"the cluster had no room for the {group.name} of this job within "
-                    f"{self._section.place_s:g} s: the job needs {needs_in_words(self._job, services)}, and "
-                    f"free are {_free()}. Wait for other jobs to end, add nodes, or ask for less "
-                    "(`placement`)"
+                    f"{self._section.place_s:g} s: {wants}. Wait for other jobs to end, add nodes, or ask "
+                    "for less (`placement`)"
                 )
+            told_at_s = waited_s + TELL_S
+            log.warning("waiting for room on the cluster", group=group.name, needs=bundles)
+            self._tell(f"{WAITS}, for its {group.name}: {wants}")
         for index, (place, need) in enumerate(zip(group.places, needs, strict=True)):
             strategy = PlacementGroupSchedulingStrategy(
                 made, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
@@ -515,14 +522,9 @@ class RayLauncher:
 def _options(need: Need) -> dict[str, Any]:
     """The options of an actor that takes what is needed."""
     custom = {n: amount for n, amount in need.resources.items() if n not in ("CPU", "GPU", "memory")}
-    options: dict[str, Any] = {
-        "num_cpus": need.resources.get("CPU", 0),
-        "num_gpus": need.resources.get("GPU", 0),
-        "resources": custom,
-    }
-    if "memory" in need.resources:
-        options["memory"] = need.resources["memory"]
-    return options
+    cpus, gpus = need.resources.get("CPU", 0), need.resources.get("GPU", 0)
+    memory = need.resources.get("memory")
+    return {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": custom}
 
 
 def _answer(reference: Any, cancelled: threading.Event) -> bytes | None:

@@ -90,3 +90,12 @@ def needs_in_words(job: JobConfig, services: Sequence[ServicePlace]) -> str:
     """What the job needs in all, for people: `CPU 4, GPU 2`."""
     total = needs_of(job, services)
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(total.items())) or "no resources"
+
+
+def lacking(needs: Sequence[Need], nodes: Sequence[Mapping[str, str]]) -> str:
+    """The labels that are needed and that none of `nodes` has, as the end of a sentence; empty where there is
+    none. What is more than a value, such as `in(a,b)`, is Ray's to judge."""
+    wanted = {label for need in needs for label in need.labels.items() if not set(label[1]) & set("!(")}
+    nowhere = sorted(wanted - {label for node in nodes for label in node.items()})
+    shown = ", ".join(f"{name}={value}" for name, value in nowhere)
+    return f"; no node has {shown} (`ray start --labels`)" if nowhere else ""

@@ -95,7 +95,7 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     assert "rollout.workers" in line
     assert "max_staleness to " in line
     if command == "run":
-        given = {"overwrite": True, "plain": True, "cluster": None}
+        given = {"overwrite": True, "plain": True, "cluster": None, "cluster_file": None}
         assert ran == [(16, True, given)]
         assert result.stdout == '{"steps":3,"accuracy_end":null}\n'
     else:
@@ -182,6 +182,15 @@ def test_the_program_answers_without_loading_torch(job_file):
         [sys.executable, "-c", script, str(job_file)], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_the_folder_of_a_run_is_not_taken_for_a_job_of_a_controller(tmp_path):
+    (tmp_path / "run.lock").touch()
+    for verb in ("status", "logs", "pause", "stop"):
+        result = call(verb, tmp_path)
+        assert result.exit_code == 2
+        assert f"{tmp_path} is the folder of a run, not a job of a controller" in result.stderr
+        assert f"areal-async buffer stats {tmp_path}" in result.stderr
 
 
 def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):

@@ -23,8 +23,10 @@ from areal_async.controller.folder import ClusterFolder, TokenBook, hash_of
 from areal_async.controller.messages import WorkersAnswer
 from areal_async.controller.metrics import REFUSED
 from areal_async.controller.operations import LOG_BYTES, OPERATIONS, openapi_document
+from areal_async.controller.processes import JobFolder
 from areal_async.controller.states import JobRefused, UnknownJob
 from areal_async.errors import RpcTimeout, RunError
+from areal_async.launch.launcher import WAITS
 from areal_async.rpc.control_messages import WorkersChanged
 from areal_async.runtime.http_server import HttpServer, listen
 from tests.unit.controller.world import World, submission
@@ -240,6 +242,11 @@ async def test_the_client_says_what_the_controller_says(served, monkeypatch):
             ("PENDING", "waits for 4 cores"),
         ]
         assert (await ask(client.cluster)).free.cpus == 2
+        output = JobFolder(Path(job.run_folder).parent.parent).output
+        output.write_text(f"a line\n{WAITS}, for its trainer: GPU 1\n")
+        assert (await ask(client.job, "sums")).job.waits_for == f"{WAITS}, for its trainer: GPU 1"
+        output.write_text(f"{WAITS}\n0:01 starting buffer\n")
+        assert (await ask(client.job, "sums")).job.waits_for == ""
         assert (await ask(client.ask, "sums", "stop")).doing == "stopping"
         assert (await ask(client.ask, str(second.id), "pause")).state == "PAUSED"
         detail = await ask(client.job, "wide")

@@ -5,7 +5,7 @@ import pytest
 from areal_async.config.errors import ConfigError
 from areal_async.launch.plan import services_of, with_channel
 from areal_async.launch.preflight import check_for_cluster
-from areal_async.launch.ray.placement import need_of, needs_in_words, together
+from areal_async.launch.ray.placement import Need, lacking, need_of, needs_in_words, together
 from tests.unit.launch.launching import changed
 
 
@@ -41,6 +41,13 @@ def test_a_process_needs_its_threads_and_its_gpus_and_what_the_job_file_says_com
     own = need_of(placed(on_gpus, trainer=shape), "trainer")
     assert own.resources == {"CPU": 0.5, "GPU": 0.25, "memory": 2.0 * 2**30, "fast": 1.0}
     assert own.labels == {"host": "h1"}
+
+
+def test_a_label_that_no_node_has_is_named():
+    fast, either = Need({}, {"disk": "fast"}), Need({}, {"disk": "in(fast,slow)", "zone": "!a"})
+    assert "; no node has disk=fast (" in lacking([fast, Need({"CPU": 1.0}, {})], [{"disk": "slow"}])
+    assert lacking([fast], [{}, {"disk": "fast", "zone": "a"}]) == ""
+    assert lacking([either], [{}]) == ""
 
 
 def test_what_a_job_needs_in_all_is_said_in_words(job):

@@ -113,8 +113,10 @@ def test_a_job_of_either_kind_that_failed_with_work_done_says_how_to_go_on(job, 
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
     folders.release()
-    with pytest.raises(RunFailed, match=r"`areal-async resume .*` goes on with the job"):
+    with pytest.raises(RunFailed, match=r"`areal-async resume \S+` goes on with the job"):
         run(failing, resume=True)
+    with pytest.raises(RunFailed, match=r"`areal-async resume \S+ --cluster two.yaml` goes on with the job"):
+        run(failing, resume=True, cluster_file=Path("two.yaml"))
 
 
 def test_a_busy_metrics_port_is_found_before_anything_starts(job, behave):
