@@ -28,6 +28,7 @@ from areal_async.cli.tools import (
     reward,
     show,
 )
+from areal_async.status.console import RunConsole
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
@@ -83,7 +84,7 @@ def print_warnings(job: JobConfig) -> None:
     from areal_async.config.files import advise_on_lora
     from areal_async.launch.preflight import machine_advice
 
-    console = Console(stderr=True, soft_wrap=True)
+    console = RunConsole(stderr=True, soft_wrap=True)
     for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job)]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
@@ -144,7 +145,7 @@ def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, 
 
     print_warnings(job)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
-    console = Console(stderr=as_json)
+    console = RunConsole(stderr=as_json)
     result = run_job(job, cluster=cluster, cluster_file=cluster_file, console=console, plain=plain, **how)
     if as_json:
         print_json(result.summary)
@@ -251,7 +252,7 @@ def quickstart(
     with readable_errors():
         from areal_async.quickstart.main import quickstart as start
 
-        console = Console(stderr=as_json)
+        console = RunConsole(stderr=as_json)
         result = start(seed=seed, out=out, plain=plain, overrides=overrides or (), console=console)
         if as_json:
             print_json(result.summary)

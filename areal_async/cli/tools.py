@@ -21,6 +21,7 @@ from rich.console import Console, RenderableType
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.status.console import RunConsole
 
 PIPED_WIDTH = 200
 
@@ -251,7 +252,7 @@ def console_for_tables() -> Console:
 
 def print_json(answer: object) -> None:
     """One line of JSON. What is no number is null, a path is its text."""
-    print(msgspec.json.encode(answer, enc_hook=str).decode(), flush=True)
+    RunConsole().out(msgspec.json.encode(answer, enc_hook=str).decode(), highlight=False)
 
 
 def show(answer: object, text: RenderableType, as_json: bool) -> None:
@@ -297,7 +298,7 @@ def readable_errors() -> Iterator[None]:
 
 
 def _exit(text: str, status: int) -> typer.Exit:
-    console = Console(stderr=True, soft_wrap=True)
+    console = RunConsole(stderr=True, soft_wrap=True)
     if status != 130:
         console.print("error:", style="bold red", end=" ")
     console.print(text, markup=False, highlight=False)

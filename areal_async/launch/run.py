@@ -57,6 +57,7 @@ from areal_async.runtime.process import raise_file_limit
 from areal_async.runtime.status import board
 from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import DropReport, StatusAggregator
+from areal_async.status.console import RunConsole
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
@@ -92,7 +93,7 @@ def run_job(
     Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
-    console = console or Console()
+    console = console or RunConsole()
     raise_file_limit()
     if cluster is not None and cluster.launcher == "ray":
         check_for_cluster(job, source=f"job {job.job}")
@@ -318,9 +319,9 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         table.add_row("adapter", f"{model_dir}/adapter")
     table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
     table.add_row("logs", f"{run_dir}/logs")
-    console.print(
-        Panel(table, title=f"{job.job} is done", title_align="left", border_style="green", expand=False)
-    )
+    title = f"{job.job} is done"
+    with suppress(OSError, ValueError):  # it cannot be written; the run is done all the same
+        console.print(Panel(table, title=title, title_align="left", border_style="green", expand=False))
 
 
 def _short(path: Path) -> str:

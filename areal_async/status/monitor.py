@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from areal_async.errors import ArealError
+from areal_async.errors import ArealError, PeerGone
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
@@ -132,18 +132,22 @@ class Monitor:
 
     def stop(self) -> None:
         """Show the last status and end the thread."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=LOOK_S + ANSWER_S)
 
     def look(self) -> None:
         """Ask every service once, now, from another thread."""
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, RuntimeError):  # the latter once this has ended
             asyncio.run_coroutine_threadsafe(self._look(LOOK_S), self._loop).result(2 * LOOK_S)
 
     async def metrics(self, name: str) -> bytes:
-        """What `StatusClients.metrics` says, for another loop, until this is stopped."""
-        asked = asyncio.run_coroutine_threadsafe(self._clients.metrics(name), self._loop)
-        return await asyncio.wrap_future(asked)
+        """What `StatusClients.metrics` says, for another loop. Raises PeerGone once this has ended."""
+        if self._loop.is_closed():
+            raise PeerGone("The run is not watched any more.")
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._clients.metrics(name), self._loop)
+        )
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -162,7 +166,11 @@ class Monitor:
                     with suppress(OSError):  # a full disk is for those to tell whose records are needed
                         steps = self._aggregator.steps_done
                         self._load.look(self._aggregator.answers, steps, time.monotonic())
-                self._show(self.newest)
+                try:
+                    self._show(self.newest)
+                except (Exception, SystemExit):  # rich's own console exits where a pipe is broken
+                    log.exception("the view has failed; nothing more is shown")
+                    self._show = lambda status: None
                 if self._stop.is_set():
                     return
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -32,13 +32,18 @@ def open_view(console: Console, *, plain: bool) -> Iterator[Show]:
     if plain or not console.is_terminal:
         yield PlainView(console).show
         return
-    with Live(console=console, auto_refresh=False) as live:
+    live = Live(console=console, auto_refresh=False)
 
-        def show(status: RunStatus) -> None:
-            width = max(MIN_WIDTH, min(MAX_WIDTH, console.width))
-            live.update(render(status, width), refresh=True)
+    def show(status: RunStatus) -> None:
+        width = max(MIN_WIDTH, min(MAX_WIDTH, console.width))
+        live.update(render(status, width), refresh=True)
 
+    live.start()
+    try:
         yield show
+    finally:
+        with suppress(OSError, ValueError):  # the terminal has gone
+            live.stop()
 
 
 class PlainView:

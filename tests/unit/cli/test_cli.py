@@ -193,6 +193,16 @@ def test_the_folder_of_a_run_is_not_taken_for_a_job_of_a_controller(tmp_path):
         assert f"areal-async buffer stats {tmp_path}" in result.stderr
 
 
+@pytest.mark.parametrize(("words", "status"), [("validate none.yaml", 2), ("reward new mine --json", 0)])
+def test_the_exit_status_is_the_same_where_nobody_reads(words, status, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "areal_async.cli.main", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer, timeout=200)
+    os.close(writer)
+    assert done.returncode == status
+
+
 def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):
     for verb, *arguments in (("scale", "--workers", 2), ("drain", "rollout-1")):
         result = call(verb, tmp_path / "none", *arguments)

@@ -2,6 +2,7 @@
 from process name to a behaviour; the rest serve until they are stopped."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -36,6 +37,15 @@ async def main(ctx: ServiceContext) -> None:
             await all_serve(ctx)
             train(ctx)
             return
+        case "trains until told":
+            ctx.ready()
+            with closing(open_records(ctx)) as records:
+                for step in itertools.count():
+                    if (ctx.run_dir / "enough").exists():
+                        return
+                    times = {"step_s": 0.05, "wait_s": 0.0, "busy_s": 0.05}
+                    records.write("sft", step=step, version=step + 1, loss=0.1, tokens=100, **times)
+                    await asyncio.sleep(0.05)
         case "killed":
             ctx.ready()
             await all_serve(ctx)

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +21,9 @@ from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.report import summarise
 from areal_async.launch.run import RunResult, print_closing, run_job
-from areal_async.status.record import RunLog
+from areal_async.status.record import RunLog, read_run_log
 from tests.unit.launch.launching import STAND_IN, changed
+from tests.waiting import wait_for
 
 
 def run(job, **options):
@@ -61,6 +64,43 @@ def test_a_resumed_runs_summary_and_panel_cover_its_first_life_too(job, behave):
     assert result.summary["restarts"] == {"rollout-0": 1}
     assert result.summary["wall_s"] > 500
     assert result.summary["tokens"] == 7 * 50 + 5 * 100
+
+
+def test_a_run_whose_reader_leaves_is_watched_to_its_end_and_ends_as_if_it_were_read(job, behave, tmp_path):
+    """As in `areal-async run job.yaml --plain | head -1`."""
+    behave({"trainer": "trains until told"})
+    small = changed(job.model_copy(update={"kind": "sft"}), "trainer", steps=10_000)
+    folder = job.run_dir / "test"
+    request = {"job": small.model_dump(mode="json"), "modules": STAND_IN, "overwrite": False, "resume": False}
+    with (tmp_path / "errors").open("w+") as errors:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "areal_async.launch.run"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            program.stdin.write(json.dumps(request))
+            program.stdin.close()
+            assert "step" in program.stdout.readline() or program.stdout.readline()
+            program.stdout.close()
+            looks = len(loads(folder))
+            # They are as far apart as lines of the view, so one was not written between them.
+            wait_for(lambda: len(loads(folder)) > looks + 2, "a look at the run")
+            (folder / "enough").touch()
+            assert program.wait(120) == 0
+        finally:
+            program.kill()
+            program.wait()
+        errors.seek(0)
+        assert errors.read() == ""
+    assert json.loads((folder / "summary.json").read_text())["steps"] > 5
+    assert "the view has failed" not in (folder / "logs" / "supervisor.log").read_text()
+
+
+def loads(folder):
+    return [record for record in read_run_log(folder / "metrics.jsonl") if record["kind"] == "load"]
 
 
 def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_reward(job, tmp_path):

@@ -1,6 +1,7 @@
 """What is worked out of a run's records and of what its services say of themselves."""
 
 import asyncio
+import gc
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from areal_async.status.aggregator import MESSAGE_LIFE_S, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor
 from areal_async.status.record import RunLog, Tail
-from tests.waiting import wait_for
+from tests.waiting import until, wait_for
 
 BURN = "import time; t = time.process_time\nwhile t() < 0.3: pass\ntime.sleep(600)"
 NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
@@ -220,6 +221,9 @@ class Answers:
             raise PeerGone(f"{name} is not there")
         return self.answers[name]
 
+    async def metrics(self, name):
+        return b"areal_told 7"
+
     async def close(self): ...
 
 
@@ -238,6 +242,33 @@ def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job, t
     monitor.stop()
     assert (shown[-1].step, shown[-1].message) == (5, "trainer: odd")
     assert monitor.newest == shown[-1]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "the terminal has gone"), ZeroDivisionError(), SystemExit(1)])
+async def test_a_monitor_whose_view_fails_watches_on_and_once_ended_says_so(job, error, recwarn):
+    shown = []
+
+    def show(status):
+        shown.append(status)
+        raise error
+
+    monitor = Monitor(
+        StatusAggregator(job, ["trainer"], 0.0),
+        clients=Answers(trainer=said("trainer")),
+        phases=lambda: {"trainer": "serving"},
+        show=show,
+        load=None,
+    )
+    monitor.start()
+    await until(lambda: shown and monitor.newest is not shown[0])
+    assert await monitor.metrics("trainer") == b"areal_told 7"
+    monitor.stop()
+    assert len(shown) == 1
+    with pytest.raises(PeerGone, match="not watched any more"):
+        await monitor.metrics("trainer")
+    monitor.stop()
+    gc.collect()
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
 def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job, tmp_path):

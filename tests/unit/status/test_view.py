@@ -161,6 +161,14 @@ def test_the_live_view_is_for_terminals(terminal, plain, live):
     assert "step 123/300" in text(console)
 
 
+def test_a_terminal_that_has_gone_does_not_keep_a_run_from_its_end():
+    console = paper(90, force_terminal=True)
+    with open_view(console, plain=False) as show:
+        console.file.close()
+        with pytest.raises(ValueError, match="closed file"):
+            show(status())
+
+
 def test_times_are_minutes_and_hours():
     shown = [clock_text(seconds) for seconds in (0, 59.9, 61, 3600, -5)]
     assert shown == ["0:00", "0:59", "1:01", "1:00:00", "0:00"]
