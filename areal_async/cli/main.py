@@ -28,7 +28,6 @@ from areal_async.cli.tools import (
     reward,
     show,
 )
-from areal_async.status.console import RunConsole
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
@@ -84,7 +83,7 @@ def print_warnings(job: JobConfig) -> None:
     from areal_async.config.files import advise_on_lora
     from areal_async.launch.preflight import machine_advice
 
-    console = RunConsole(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True)
     for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job)]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
@@ -142,13 +141,14 @@ def resume(
 def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, **how: Any) -> None:
     from areal_async.config.cluster import load_cluster
     from areal_async.launch.run import run_job
+    from areal_async.status.view import RunConsole
 
     print_warnings(job)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
     console = RunConsole(stderr=as_json)
     result = run_job(job, cluster=cluster, cluster_file=cluster_file, console=console, plain=plain, **how)
     if as_json:
-        print_json(result.summary)
+        print_json(result.summary, RunConsole())
 
 
 @app.command()
@@ -251,11 +251,12 @@ def quickstart(
     """Make a tiny model and train it through all five services: a few minutes on two cores."""
     with readable_errors():
         from areal_async.quickstart.main import quickstart as start
+        from areal_async.status.view import RunConsole
 
         console = RunConsole(stderr=as_json)
         result = start(seed=seed, out=out, plain=plain, overrides=overrides or (), console=console)
         if as_json:
-            print_json(result.summary)
+            print_json(result.summary, RunConsole())
 
 
 @reward.command()

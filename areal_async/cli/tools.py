@@ -21,7 +21,6 @@ from rich.console import Console, RenderableType
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.errors import ArealError, RunFolderError, RunInterrupted
 from areal_async.rpc.endpoints import LOOPBACK
-from areal_async.status.console import RunConsole
 
 PIPED_WIDTH = 200
 
@@ -250,9 +249,9 @@ def console_for_tables() -> Console:
     return console if console.is_terminal else Console(width=PIPED_WIDTH, highlight=False)
 
 
-def print_json(answer: object) -> None:
+def print_json(answer: object, console: Console | None = None) -> None:
     """One line of JSON. What is no number is null, a path is its text."""
-    RunConsole().out(msgspec.json.encode(answer, enc_hook=str).decode(), highlight=False)
+    (console or Console()).out(msgspec.json.encode(answer, enc_hook=str).decode(), highlight=False)
 
 
 def show(answer: object, text: RenderableType, as_json: bool) -> None:
@@ -298,6 +297,8 @@ def readable_errors() -> Iterator[None]:
 
 
 def _exit(text: str, status: int) -> typer.Exit:
+    from areal_async.status.view import RunConsole  # which takes its time
+
     console = RunConsole(stderr=True, soft_wrap=True)
     if status != 130:
         console.print("error:", style="bold red", end=" ")

@@ -57,11 +57,10 @@ from areal_async.runtime.process import raise_file_limit
 from areal_async.runtime.status import board
 from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import DropReport, StatusAggregator
-from areal_async.status.console import RunConsole
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
-from areal_async.status.view import open_view
+from areal_async.status.view import RunConsole, open_view
 from areal_async.storage.content import materialise, store_url
 from areal_async.storage.urls import url_of
 

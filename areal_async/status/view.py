@@ -5,6 +5,7 @@ What is shown comes as a `RunStatus`; panel and line say the same, in rows and i
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,15 @@ MAX_SERVICES = 10
 MAX_NO_SCORES = 3  # Kinds of verdicts without a score that are shown
 
 Show = Callable[[RunStatus], None]  # Shows a status of the run
+
+
+class RunConsole(Console):
+    """Once nobody reads it any more (`… | head`) nothing is shown, and nothing fails for it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())  # or what the file still holds fails at the exit
 
 
 @contextmanager

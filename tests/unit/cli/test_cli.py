@@ -193,14 +193,13 @@ def test_the_folder_of_a_run_is_not_taken_for_a_job_of_a_controller(tmp_path):
         assert f"areal-async buffer stats {tmp_path}" in result.stderr
 
 
-@pytest.mark.parametrize(("words", "status"), [("validate none.yaml", 2), ("reward new mine --json", 0)])
-def test_the_exit_status_is_the_same_where_nobody_reads(words, status, tmp_path):
+def test_an_error_that_nobody_reads_has_its_exit_status(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "areal_async.cli.main", *words.split()]
+    command = [sys.executable, "-m", "areal_async.cli.main", "validate", "none.yaml"]
     done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer, timeout=200)
     os.close(writer)
-    assert done.returncode == status
+    assert done.returncode == 2
 
 
 def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):

@@ -83,10 +83,10 @@ def test_a_run_whose_reader_leaves_is_watched_to_its_end_and_ends_as_if_it_were_
         try:
             program.stdin.write(json.dumps(request))
             program.stdin.close()
-            assert "step" in program.stdout.readline() or program.stdout.readline()
+            assert program.stdout.readline()
             program.stdout.close()
             looks = len(loads(folder))
-            # They are as far apart as lines of the view, so one was not written between them.
+            # Between two of them a line of the view is due, which cannot be written.
             wait_for(lambda: len(loads(folder)) > looks + 2, "a look at the run")
             (folder / "enough").touch()
             assert program.wait(120) == 0
