@@ -218,7 +218,8 @@ class PieceWriter:
 
         if self._receivers:
             into = found.result() if found is not None else None
-            _hand_over(group, self._receivers, self._staged, into, layout, self._held)
+            hand_over = partial(_hand_over, group, self._receivers, self._staged, into, layout, self._held)
+            _agree(group, _try(hand_over)[1])  # nor before all of them are received
 
         def work() -> list[Part]:
             if found is None:

@@ -80,25 +80,21 @@ def test_asynchrony_pays():
 
 def test_without_the_lag_term_work_is_wasted(monkeypatch):
     """A seeded bug: admission that takes every worker for up to date."""
-    right = admission.capacity
+    right = admission.steps_allowed
     good = simulated(1, regime="trainer-bound", condition="lagging worker")
-    monkeypatch.setattr(admission, "capacity", lambda demand, _: right(demand, demand.v_train))
+    monkeypatch.setattr(admission, "steps_allowed", lambda demand, _: right(demand, demand.v_train))
     bad = simulated(1, regime="trainer-bound", condition="lagging worker")
     assert bad.waste > 0.05 > 0.01 > good.waste, (bad, good)
 
 
 def test_without_the_plus_one_nothing_runs_at_eta_0(monkeypatch):
     """A seeded bug: no group may be outstanding."""
-    right = admission.capacity
-
-    def wrong(demand, v_serving):
-        return max(0, right(demand, v_serving) - demand.batch_groups)
-
-    monkeypatch.setattr(admission, "capacity", wrong)
+    right = admission.steps_allowed
+    monkeypatch.setattr(admission, "steps_allowed", lambda *seen: max(0, right(*seen) - 1))
     assert simulated(0).steps == 0
 
 
 def test_the_hard_check_bounds_staleness_whatever_admission_does(monkeypatch):
-    monkeypatch.setattr(admission, "capacity", lambda demand, v_serving: 1000)
+    monkeypatch.setattr(admission, "steps_allowed", lambda demand, v_serving: 1000)
     for regime in REGIMES:
         assert simulated(1, regime=regime).max_staleness <= 1

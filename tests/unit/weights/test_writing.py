@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from areal_async.errors import SnapshotError
-from areal_async.weights import handover, layout, tensor_file
+from areal_async.weights import handover, layout, tensor_file, writing
 from areal_async.weights.handover import receivers_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
@@ -247,6 +247,20 @@ def test_messages_are_bounded_and_cover_a_box_once_in_order(monkeypatch, extent,
 def test_ranks_of_three_hosts_publish_what_one_rank_would_have(place, monkeypatch):
     """Two ranks of the first one's host receive; one of them holds nothing itself."""
     monkeypatch.setattr(handover, "MESSAGE_BYTES", 16)
+    # One receives later than another could hash, which would be of what is not there yet.
+    hashed, receive, hash_ranges = threading.Event(), writing.receive, writing.hash_ranges
+
+    def receive_late(group, *rest):
+        if group.rank == 2:
+            hashed.wait(0.5)
+        receive(group, *rest)
+
+    def tell(*asked):
+        hashed.set()
+        return hash_ranges(*asked)
+
+    monkeypatch.setattr(writing, "receive", receive_late)
+    monkeypatch.setattr(writing, "hash_ranges", tell)
     weights, hosts = model(5), ("a", "b", "a", "c", "b")
     columns = [box("columns", weights["columns"], slice(0, 8), slice(at, at + 2)) for at in (0, 2, 4)]
     held: list[list[TensorPiece]] = [
