@@ -62,12 +62,12 @@ class ClusterFolder:
     path: Path
 
     def __post_init__(self) -> None:
-        self.address, self.tokens, self.database = (
-            self.path / name for name in ("address", "tokens", "jobs.sqlite3")
-        )
-        self.jobs, self.log, self.config = (
-            self.path / name for name in ("jobs", "controller.log", "cluster.yaml")
-        )
+        self.address = self.path / "address"
+        self.tokens = self.path / "tokens"
+        self.database = self.path / "jobs.sqlite3"
+        self.jobs = self.path / "jobs"
+        self.log = self.path / "controller.log"
+        self.config = self.path / "cluster.yaml"
 
     def make(self) -> None:
         """Make the folder, or close it if it is there. Raises `ClusterFolderError`."""

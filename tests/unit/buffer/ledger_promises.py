@@ -30,6 +30,12 @@ class Promises(RuleBasedStateMachine):
             for g in mine
         )
 
+    def room(self, policy, serving):
+        """Groups that a worker at version `serving` may be leased by the staleness bound, from the model."""
+        mine = self.model.trainers[policy]
+        steps = mine.eta + 1 - max(0, mine.step - serving)
+        return steps * mine.batch_groups - self.outstanding(policy, before=mine.step + steps)
+
     @invariant()
     def the_index_is_a_function_of_its_records(self):
         index, again = self.ledger.index, self.ledger.rebuilt()

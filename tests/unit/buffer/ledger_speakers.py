@@ -326,20 +326,14 @@ class Speakers(Promises):
     @rule(worker=WORKERS, capacity=st.integers(1, 6))
     def lease(self, worker, capacity):
         serving = dict(self.serving[worker])
-        outstanding = {}
-        for policy, tag in serving.items():
-            mine = self.model.trainers[policy]
-            lag = max(0, mine.step - tag.version)
-            outstanding[policy] = self.outstanding(policy, before=mine.step + mine.eta + 1 - lag)
+        room = {policy: self.room(policy, tag.version) for policy, tag in serving.items()}
         reply = self.send(Lease(worker, capacity, list(serving.values())))
         assert reply.groups or reply.reason
         for group in reply.groups:
             for mine in self.model.trainers_of(group.group_id):
                 assert serving[mine.policy] in mine.trained.lineage
-                outstanding[mine.policy] += 1
-                lag = max(0, mine.step - serving[mine.policy].version)
-                most = (mine.eta + 1 - lag) * mine.batch_groups
-                assert outstanding[mine.policy] <= most, "staleness_is_bounded: admission"
+                room[mine.policy] -= 1
+                assert room[mine.policy] >= 0, "staleness_is_bounded: admission"
             stored = self.model.held.blobs.get(group.group_id, ())
             missing = [s for s in self.model.samples_of(group.group_id) if s not in stored]
             assert group.missing == missing, "a new lease names only the missing samples"
