@@ -38,10 +38,10 @@ quickstart: $(STAMP)
 
 # For a machine that has torch, transformers and no network (docs/offline.md). The second target tries them.
 wheelhouse: $(STAMP)
-	$(BIN)/python deploy/wheelhouse.py collect wheelhouse $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION))
+	$(BIN)/python deploy/wheelhouse.py wheelhouse $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION))
 
 wheelhouse-check: $(STAMP)
-	$(BIN)/python deploy/wheelhouse.py check wheelhouse
+	$(BIN)/python tests/deploy/wheelhouse_check.py wheelhouse
 
 # What Docker would do for the light image, without Docker (docs/deploy.md).
 images-check:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from areal_async.config.job import JobConfig as Job
     from areal_async.errors import ArealError, SnapshotError
     from areal_async.launch.runs import Run, run
+    from areal_async.quickstart.main import quickstart_job
     from areal_async.quickstart.model import make_tokenizer, write_model
     from areal_async.rpc.schema import Task, VersionTag
     from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from reward_service.client import LocalScorer
     from reward_service.sandbox import Program, RunLimits, Sandbox
     from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
+    from reward_service.verifiers import TooCostly, within
+    from reward_service.verifiers.answers import answer_of
     from rollout_service.engines.base import (
         DeadlinePassed,
         Engine,
@@ -75,7 +78,8 @@ except PackageNotFoundError:  # a checkout that was never installed
 __all__ = ["ArealError", "Job", "Mistake", "Run", "RunStatus", "Section", "Task", "VersionTag", "run"]
 __all__ += ["Context", "Reply", "SegmentKind", "TemplateRewrites", "ToolReply", "tool", "workflow"]
 __all__ += ["Environment", "EnvironmentFailure", "Step", "level_seed", "load_environment"]
-__all__ += ["Abstain", "Parts", "RewardInput", "Score", "load_reward", "reward"]
+__all__ += ["Abstain", "Parts", "RewardInput", "Score", "TooCostly", "answer_of", "load_reward", "reward"]
+__all__ += ["within"]
 __all__ += ["Failure", "LocalScorer", "Program", "RunLimits", "Sandbox", "Timeout", "Verdict"]
 __all__ += ["BackendReward", "RewardLoadError", "ScoringBackend"]
 __all__ += ["RankPlace", "TensorPiece", "TrainingBackend", "advantage", "correction", "loss"]
@@ -83,7 +87,7 @@ __all__ += ["DeadlinePassed", "Engine", "EngineError", "EngineLost", "EnginePart
 __all__ += ["GenerateRequest", "GenerateResult", "HttpEngine", "RequestError", "ServerAdapter", "engine_part"]
 __all__ += ["Channel", "PublishingEnd", "ReceivingEnd", "SnapshotError", "SnapshotNotice"]
 __all__ += ["Episode", "EpisodeBuilder", "pack", "read_step", "training_rows", "unpack"]
-__all__ += ["make_tokenizer", "write_model"]
+__all__ += ["make_tokenizer", "quickstart_job", "write_model"]
 
 _PLACES = {
     "areal_async.config.base": "Section",
@@ -92,6 +96,7 @@ _PLACES = {
     "areal_async.config.job:JobConfig": "Job",
     "areal_async.errors": "ArealError SnapshotError",
     "areal_async.launch.runs": "Run run",
+    "areal_async.quickstart.main": "quickstart_job",
     "areal_async.quickstart.model": "make_tokenizer write_model",
     "areal_async.rpc.schema": "Task VersionTag",
     "areal_async.rpc.verdicts": "Abstain Failure Parts Score Timeout Verdict",
@@ -104,6 +109,8 @@ _PLACES = {
     "reward_service.client": "LocalScorer",
     "reward_service.sandbox": "Program RunLimits Sandbox",
     "reward_service.sdk": "RewardInput RewardLoadError load_reward reward",
+    "reward_service.verifiers": "TooCostly within",
+    "reward_service.verifiers.answers": "answer_of",
     "rollout_service.engines.base": "DeadlinePassed Engine EngineError EngineLost EngineStats "
     "GenerateRequest GenerateResult RequestError",
     "rollout_service.engines.http.adapter": "ServerAdapter",

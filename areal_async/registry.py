@@ -9,12 +9,13 @@ kind, `areal_async.<kind>s`:
 
 Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part says
 itself what it takes. `Arguments`, where the part has it, is the `Section` of its arguments; otherwise its
-parameters after the first `leading` ones are. `check_job(job, arguments, field)`, where the part has it,
-yields the `Mistake`s of a job that uses it with those arguments, which stand in `field`; a part of some kinds
-has more hooks, such as `check_files(arguments, field)`. Nothing about one part is written down anywhere else,
-so that a new one is added without editing an existing file. Fields of the job file beside a part's name and
-its arguments are those of every part of the kind (`rollout.device`, `weights.codec`), or of a group that says
-so of itself (`rollout.server`, for an engine that `is_server`).
+parameters after the first `leading` ones are, and their annotations say what each may be.
+`check_job(job, arguments, field)`, where the part has it, yields the `Mistake`s of a job that uses it with
+those arguments, which stand in `field`; a part of some kinds has more hooks, such as
+`check_files(arguments, field)`. Nothing about one part is written down anywhere else, so that a new one is
+added without editing an existing file. Fields of the job file beside a part's name and its arguments are
+those of every part of the kind (`rollout.device`, `weights.codec`), or of a group that says so of itself
+(`rollout.server`, for an engine that `is_server`).
 
 Reading a job file imports built-in parts and installed packages, never a file of the user's: that is read as
 a syntax tree. What its parts say of themselves is asked before a job starts, in a process of its own
@@ -27,6 +28,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -35,7 +37,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
@@ -116,6 +118,14 @@ class Registry:
             )
         return self._own_parts.setdefault(name, getattr(module, attribute))
 
+    def explain(self, name: str) -> dict[str, Any]:
+        """What the function called `name`, one of `names`, `does` by its docstring, and its `arguments` with
+        their defaults; `...` stands for none."""
+        function = inspect.unwrap(self.find(name))
+        keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        arguments = {p.name: "..." if p.default is p.empty else p.default for p in keywords}
+        return {"does": inspect.getdoc(function) or "", "arguments": arguments}
+
     def known(self, name: str) -> Any:
         """The part called `name`, if no file has to be run for it: None for one in a file not run so far, and
         for one that cannot be loaded."""
@@ -185,6 +195,11 @@ class Registry:
         needed = [p.name for p in taken if p.default is p.empty]
         free = any(p.kind is p.VAR_KEYWORD for p in parameters)
         yield from _keyword_mistakes(owner, given, [p.name for p in taken], needed, free=free, field=field)
+        scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
+        for parameter in taken:
+            if parameter.name in given:
+                where = f"{field}.{parameter.name}"
+                yield from _value_mistakes(where, parameter, given[parameter.name], scope, owner)
 
     def _mistakes_of_file(
         self, path: Path, attribute: str, given: Mapping[str, Any] | None, field: str, args_field: str
@@ -263,12 +278,41 @@ def section_mistakes(
             about = section.model_fields[name].description if name in section.model_fields else ""
             fix = " ".join(f"Add it. {about or ''}".split()).rstrip(". ")
             yield Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
-        elif (words := value_in_words(detail)) is not None and not secret:
-            yield Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
         else:
-            message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
-            shown = "" if secret else f" = {detail.get('input')!r:.80}"
-            yield Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
+            yield _value_mistake(where, name, detail, owner, secret=secret)
+
+
+def _value_mistake(
+    where: str, name: str, detail: Mapping[str, Any], owner: str, *, secret: bool = False
+) -> Mistake:
+    """The mistake behind an entry of `ValidationError.errors()` that is about the value of an argument."""
+    if (words := value_in_words(detail)) is not None and not secret:
+        return Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
+    message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+    shown = "" if secret else f" = {detail.get('input')!r:.80}"
+    return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
+
+
+def _value_mistakes(
+    where: str, parameter: inspect.Parameter, value: Any, scope: dict[str, Any], owner: str
+) -> Iterator[Mistake]:
+    """What is wrong with the value of a parameter by its annotation, whose names are those of `scope`;
+    nothing where that is none, or says nothing about values. Values reach a function as they are, so none is
+    converted."""
+    if parameter.annotation is parameter.empty or value == parameter.default:
+        return
+    try:
+        annotation = parameter.annotation
+        kind = eval(annotation, scope) if isinstance(annotation, str) else annotation
+        adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    except Exception:  # a name for type checkers alone, or a type that says of itself what it likes
+        return
+    try:
+        adapter.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            inner = "".join(f".{part}" for part in detail["loc"])
+            yield _value_mistake(f"{where}{inner}", f"{parameter.name}{inner}", detail, owner)
 
 
 def _keyword_mistakes(
@@ -291,14 +335,19 @@ WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2
 ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
 TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
 REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
-ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=2)
+ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=1)
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
 CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)
-NORMALISERS = Registry("normaliser", "trainer_service.algorithms:NORMALISERS", leading=3)
-BACKENDS = Registry(
-    "backend", "trainer_service.backends:BUILT_IN", leading=3, filled=("dtype", "total_updates")
-)
+NORMALISERS = Registry("normaliser", "trainer_service.algorithms:NORMALISERS", leading=2)
+BACKENDS = Registry("backend", "trainer_service.backends:BUILT_IN", leading=2, filled=("dtype",))
 CHANNELS = Registry("channel", "areal_async.weights:CHANNELS")
+
+
+def forget_own_parts() -> None:
+    """Have a file of the user's run anew when a part of it is next asked for: she may have edited it."""
+    for found in globals().values():
+        if isinstance(found, Registry):
+            found._own_parts.clear()
 
 
 def run_user_file(

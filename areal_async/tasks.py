@@ -10,6 +10,7 @@ What reading may cost is bounded by the size of the file: a few kilobytes of par
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
 VISION_COLUMNS = ("images", "videos", "audios")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have others
 PLACEHOLDER = "<image>"  # Where in a prompt what a vision column holds would stand
 ROW_BYTES = 1024  # What a row costs beside its text, in Python
 VALUE_BYTES = 64  # What a value in it costs
@@ -82,8 +84,8 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     `TaskFileError`."""
     columns = frozenset((*COLUMNS, *extra))
     rows = []
-    for index, row in enumerate(task_rows(path, columns)):
-        check_row(path, index, row)
+    for where, row in task_rows(path, columns):
+        check_row(where, row)
         rows.append(row)
     if not rows:
         raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
@@ -92,14 +94,16 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
         return TaskTable(path, digest.hexdigest()[:8], rows)
 
 
-def task_rows(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[dict[str, Any]]:
-    """The rows of a task file, one after the other, as far as they are in `columns`; what they hold is not
-    checked. Raises `TaskFileError`."""
+def task_rows(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a task file, one after the other, as far as they are in `columns`, each with what an error
+    calls it: by its line, or in a parquet file by its row, both from 1. What they hold is not checked. Raises
+    `TaskFileError`."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             match path.suffix:
                 case ".parquet":
-                    yield from _parquet_rows(path, file, columns)
+                    rows = _parquet_rows(path, file, columns)
+                    yield from ((f"task file {path}, row {n}", row) for n, row in enumerate(rows, start=1))
                 case ".jsonl" | ".json":
                     yield from _jsonl_rows(path, file, columns)
                 case suffix:
@@ -186,27 +190,27 @@ def _unfolds(path: Path, size: int, found: int) -> TaskFileError:
     )
 
 
-def _jsonl_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+def _jsonl_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
+        where = f"task file {path}, line {number}"
         if len(line) > LONGEST_LINE:
-            raise TaskFileError(f"task file {path}, line {number} is longer than {LONGEST_LINE} bytes.")
+            raise TaskFileError(f"{where} is longer than {LONGEST_LINE} bytes.")
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except RecursionError:
             raise TaskFileError(
-                f"task file {path}, line {number}: {_field_of(line)} is nested more than "
-                f"{MOST_LEVELS} levels deep. Flatten it."
+                f"{where}: {_field_of(line)} is nested more than {MOST_LEVELS} levels deep. Flatten it."
             ) from None
         except ValueError as error:
-            raise TaskFileError(f"task file {path}, line {number} is not JSON: {error}") from error
+            raise TaskFileError(f"{where} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise TaskFileError(f"task file {path}, line {number}: expected a JSON object with a `prompt`.")
+            raise TaskFileError(f"{where}: expected a JSON object with a `prompt`.")
         _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
-        yield {name: row[name] for name in row if name in columns}
+        yield where, {name: row[name] for name in row if name in columns}
 
 
 def _field_of(line: bytes) -> str:
@@ -223,9 +227,8 @@ def _refuse_vision(path: Path, names: Collection[str]) -> None:
         )
 
 
-def check_row(path: Path, index: int, row: Mapping[str, Any]) -> None:
-    """Raise `TaskFileError` for a row that is no task."""
-    where = f"task file {path}, row {index}"
+def check_row(where: str, row: Mapping[str, Any]) -> None:
+    """Raise `TaskFileError` for a row, named by `where`, that is no task."""
     prompt = row.get("prompt")
     if not (isinstance(prompt, str) and prompt) and not _is_chat(prompt):
         raise TaskFileError(
@@ -237,20 +240,43 @@ def check_row(path: Path, index: int, row: Mapping[str, Any]) -> None:
         raise TaskFileError(
             f"{where}: column `reward_model` must hold `style` and `ground_truth`; found {reward!r:.80}."
         )
+    check_depth(row, where)
+    for message in prompt if isinstance(prompt, list) else ():
+        check_message(message, "prompt", where)
+    if isinstance(prompt, str):
+        check_text(prompt, "prompt", where)
+
+
+def check_depth(row: Mapping[str, Any], where: str) -> None:
+    """Raise `TaskFileError` for a row, named by `where`, with more levels or values than anybody means."""
     if (deep := too_nested(row)) is not None:
         raise TaskFileError(
             f"{where}: {deep} is nested more than {MOST_LEVELS} levels deep, or has more than "
             f"{MOST_NODES} values. Flatten it."
         )
-    texts = [message["content"] for message in prompt] if isinstance(prompt, list) else [prompt]
-    for text in texts:
-        if not isinstance(text, str) or PLACEHOLDER in text:
-            found = f"has {PLACEHOLDER}"
-            if not isinstance(text, str):
-                found = f"has a message whose content is no text ({text!r:.40})"
-            raise TaskFileError(
-                f"{where}: column `prompt` {found}, and only text is trained here. Give a file of text tasks."
-            )
+
+
+def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
+    """Raise `TaskFileError` for a message whose role is a usual one misspelt, or whose content is no text."""
+    if not isinstance(role := message["role"], str):
+        raise TaskFileError(f"{where}: column `{column}` has the role {role!r:.40}. Give a text, as in user.")
+    word = "" if role in ROLES else role.strip().lower()
+    if word.isalpha() and (meant := difflib.get_close_matches(word, ROLES, n=1, cutoff=0.75)):
+        raise TaskFileError(
+            f"{where}: column `{column}` has a message of the role {role!r:.40}. Did you mean {meant[0]!r}?"
+        )
+    check_text(message["content"], column, where)
+
+
+def check_text(text: Any, column: str, where: str) -> None:
+    """Raise `TaskFileError` for what is no text alone; `where` names the row."""
+    if not isinstance(text, str) or PLACEHOLDER in text:
+        found = f"has {PLACEHOLDER}"
+        if not isinstance(text, str):
+            found = f"has a message whose content is no text ({text!r:.40})"
+        raise TaskFileError(
+            f"{where}: column `{column}` {found}, and only text is trained here. Give a file of text tasks."
+        )
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -87,7 +87,7 @@ class Rank:
 
         self.ranks.barrier()
         begun_s = time.perf_counter()
-        self.checkpoints.begin(step, epoch=1, updates=step, save=save, ledger=lambda: b"ledger")
+        self.checkpoints.begin(step, epoch=1, updates={"policy": step}, save=save, ledger=lambda: b"ledger")
         return time.perf_counter() - begun_s
 
     def before(self, step: int) -> float:

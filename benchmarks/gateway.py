@@ -119,7 +119,12 @@ async def work(folder: Path, port: socket.socket) -> None:
     host = make_host("local", run_dir=folder, socket_dir=folder, shm_dir=folder)
     keys = RunSecret.generate().of("rollout")
     gateway = Gateway(
-        GatewaySection(), job="bench", name="w", model=folder, host=host, keys=keys, max_model_len=1 << 16
+        GatewaySection(),
+        job="bench",
+        name="w",
+        models={"policy": (folder, 1 << 16)},
+        host=host,
+        keys=keys,
     )
     render, engine, recorded = Renderer(tokenizer), Same(), 0
 

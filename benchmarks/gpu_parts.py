@@ -36,7 +36,7 @@ from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local.engine import LocalEngine
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, ModelShape, rank_memory, shape_of
 from trainer_service.disk import companion_files
 from trainer_service.ranks import join_ranks
@@ -155,17 +155,15 @@ def train(setting: Setting, arguments: Mapping[str, Any]) -> None:
     )
     device = str(setting.device)
     backend: TrainingBackend = BACKENDS.find("fsdp")(
-        {TRAINED_MODEL: setting.model},
-        OptimizerSection(),
+        {TRAINED_MODEL: ModelUse(setting.model, OptimizerSection(), 1000)},
         join_ranks(0, 1, device=device),
         dtype=torch.bfloat16,
-        total_updates=1000,
         **arguments,
     )
     batches = [
         packed_rows(tokens, model.vocabulary, device, SAMPLED_SHARE, rows=1) for _ in range(MICRO_BATCHES)
     ]
-    units = len(batches[0].units)
+    units = batches[0].n_units
     setting.note(tokens=tokens, units=units, planned_bytes=planned.peak(tokens, units))
     if setting.device.type == "cuda":
         gc.collect()

@@ -55,10 +55,9 @@ async def main(folder: Path) -> None:
         GatewaySection(),
         job="hostile",
         name="w",
-        model=folder,
+        models={"policy": (folder, 1 << 20)},
         host=host,
         keys=RunSecret.generate().of("rollout"),
-        max_model_len=1 << 20,
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     render, engine = Renderer(tokenizer), Same(tokenizer(SAID)["input_ids"])

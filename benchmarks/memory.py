@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.registry import BACKENDS
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, RankMemory, rank_memory, shape_of
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.rows import row_of
@@ -89,8 +89,8 @@ def packed_rows(
 
 def train_once(backend: TrainingBackend, batches: list[MicroBatch]) -> None:
     """One update whose loss is the mean log-prob of the sampled units."""
-    units = sum(len(batch.units) for batch in batches)
-    backend.train(batches, lambda index, columns: -columns["logp"].sum() / units)
+    units = sum(batch.n_units for batch in batches)
+    backend.train(TRAINED_MODEL, batches, lambda index, columns: -columns["logp"].sum() / units)
     backend.optimizer_step()
 
 
@@ -129,11 +129,9 @@ def measure(
         ranks = join_ranks(0, 1)
         before = held_bytes()
         backend: TrainingBackend = BACKENDS.find("fsdp")(
-            {TRAINED_MODEL: folder},
-            OptimizerSection(),
+            {TRAINED_MODEL: ModelUse(folder, OptimizerSection(), UPDATES)},
             ranks,
             dtype=getattr(torch, dtype),
-            total_updates=UPDATES,
             **adapters,
             **arguments,
         )
@@ -145,7 +143,7 @@ def measure(
                 train_once(backend, batches)
 
         measured = at_rest + allocated_peak(train)
-    expected = planned.peak(tokens, len(batches[0].units)) + planned.host_optimizer
+    expected = planned.peak(tokens, batches[0].n_units) + planned.host_optimizer
     return {
         "model": name,
         "dtype": dtype,

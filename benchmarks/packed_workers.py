@@ -137,7 +137,7 @@ class PackedLauncher(LocalLauncher):
             name = f"pack-{number}"
             log = self._folders.logs / f"{name}.log"
             samples = self._folders.run_dir.parent / f"{name}.json"
-            environment = self._environment("rollout")
+            environment = self._environment(self._job, "rollout")
             self._packs[number] = Pack(self._folders.topology, log, environment, samples)
         return PackedChild(self._packs[number], place.name)
 
@@ -193,10 +193,10 @@ async def pack(topology: Path, samples: Path) -> None:
     """Run the workers that standard input names, until its end. When the measurement is over, write when each
     kind of request was asked, and how long its answer took."""
     status.board = WorkersBoard()  # type: ignore[assignment]
-    from rollout_service import service  # now, so that it and what it imports find this board
+    from rollout_service import process, service  # now, so that it and what it imports find this board
 
     service.REGISTRY = OwnRegistry()  # type: ignore[assignment]
-    service.make_renderer = cache(service.make_renderer)
+    process.make_renderer = cache(process.make_renderer)
     tasks: dict[str, asyncio.Task[None]] = {}
     contexts: dict[str, ServiceContext] = {}
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write_sharp_model
 
-from areal_async.config.job import OptimizerSection
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.rpc.schema import POLICY, VersionTag
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack, unpack
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, GenerateRequest, GenerateResult
+from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.checks.logprobs import compare, rows_to_compare
 from trainer_service.ranks import join_ranks
@@ -156,7 +156,7 @@ def against_trainer(
 ) -> None:
     """The trainer's own back end and the code of its self-check, on episodes as it would be given them."""
     ranks = join_ranks(0, 1)
-    backend = FsdpBackend({"policy": folder}, OptimizerSection(), ranks, dtype=torch.float32, total_updates=1)
+    backend = FsdpBackend({"policy": ModelUse(folder)}, ranks, dtype=torch.float32)
     skipped: Counter[str] = Counter()
     rows = []
     for number, (prompt, how, result) in enumerate(episodes):

@@ -32,7 +32,7 @@ from memory import allocated_peak, measure, packed_rows, train_once, write_rando
 from torch import Tensor
 
 from areal_async.config.job import OptimizerSection
-from trainer_service.backends.base import TRAINED_MODEL
+from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp import backend as backend_module
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.head import Head, columns_of_units
@@ -148,11 +148,9 @@ def comparison(found: dict[str, Pass], exact: str) -> dict[str, float]:
 
 def backend_of(folder: Path, **arguments: Any) -> FsdpBackend:
     return FsdpBackend(
-        {TRAINED_MODEL: folder},
-        OptimizerSection(),
+        {TRAINED_MODEL: ModelUse(folder, OptimizerSection(), 100)},
         join_ranks(0, 1),
         dtype=torch.float32,
-        total_updates=100,
         **arguments,
     )
 

@@ -28,7 +28,18 @@ from reward_service.verifiers.math import math
 TABLE = Path(__file__).parents[1] / "tests" / "golden" / "maths_answers.yaml"
 BLIND = TABLE.with_name("maths_answers_blind.yaml")
 """Written after the verifier, and judged by it unseen; see docs/verifiers.md."""
-INSTRUCTIONS = f"{TABLE.parents[2]}/examples/rewards/instructions.py:instructions"
+EXAMPLES = TABLE.parents[2] / "examples"
+INSTRUCTIONS, JSON_SCHEMA, F1, REPETITION = (
+    f"{EXAMPLES}/rewards/{name}"
+    for name in (
+        "instructions.py:instructions",
+        "json_schema.py:json_schema",
+        "texts.py:f1",
+        "texts.py:repetition",
+    )
+)
+COUNTDOWN = f"{EXAMPLES}/environments/countdown.py:countdown"
+REASONING_GYM = f"{EXAMPLES}/environments/of_reasoning_gym.py:reasoning_gym"
 SIGNS = r"""
 \boxed{ \frac{ \frac \sqrt{ \sqrt[ \left( \right) \text{ \pi \infty \begin{pmatrix} \end{pmatrix} \cup \pm \le
 \log \sin \binom{ \int \sum_ \overline{ \circ \% \{ \} { } ( ) [ ] $ $$ & \\ \ ^ _ + - * / = < > ! | , . : ;
@@ -41,23 +52,23 @@ RULES = [{"id": "length_constraints:number_words", "num_words": 3}, {"id": "dete
 VERIFIERS: dict[str, dict[str, Any]] = {
     "math": {},
     "gsm8k": {"flexible": True},
-    "countdown": {},
+    COUNTDOWN: {},
     "choice": {},
     "exact_match": {"where": "any", "case": False, "punctuation": False, "articles": False},
     "arithmetic": {},
-    "f1": {},
+    F1: {},
     "regex": {"pattern": r"(\d+)\s*$", "group": 1},
     "format_tags": {"partial": True},
-    "json_schema": {"schema": SCHEMA},
+    JSON_SCHEMA: {"schema": SCHEMA},
     INSTRUCTIONS: {"rules": RULES},
-    "repetition": {},
-    "weighted": {"parts": [{"name": "math"}, {"name": "f1"}]},
-    "reasoning_gym": {"dataset": "countdown"},
+    REPETITION: {},
+    "weighted": {"parts": [{"name": "math"}, {"name": F1}]},
+    REASONING_GYM: {"dataset": "countdown"},
 }  # fmt: skip
 TRUTHS: dict[str, Any] = {
-    "countdown": {"target": 10, "numbers": [1, 2, 7]},
+    COUNTDOWN: {"target": 10, "numbers": [1, 2, 7]},
     "choice": "B",
-    "reasoning_gym": {"answer": "1 + 2 + 7", "metadata": {"numbers": [1, 2, 7], "target": 10}},
+    REASONING_GYM: {"answer": "1 + 2 + 7", "metadata": {"numbers": [1, 2, 7], "target": 10}},
 }
 MATHS_TRUTHS = ["57", r"\frac{1}{2}", "(1,2)", r"\{1,2\}", "x^2+1", "x>3", r"2\sqrt{3}", r"12\text{ cm}"]
 

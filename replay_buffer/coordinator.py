@@ -421,8 +421,9 @@ def note_loaded(index: Index, *, front_epoch: int, idle_ms: int, lost_writes: in
         idle_ms=idle_ms,
         lost_writes=lost_writes,
         groups={
-            id_: [*_standing(group, next(iter(group.training))), _stored(group)]
+            _named(index, id_, policy): [*_standing(group, policy), _stored(group)]
             for id_, group in index.groups.items()
+            for policy in group.training
         },
         **_place(index.meta, index),
     )

@@ -49,7 +49,7 @@ from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
-from areal_async.trajectory import TrajectoryError, row_profile, unpack, untrainable
+from areal_async.trajectory import TrajectoryError, row_profile, seen_by, unpack, untrainable
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import DECIDES, stats
@@ -104,9 +104,8 @@ class BufferServer:
         self._job = job
         self._store = store
         self._redis_bytes = 0
-        self._lease_waits: dict[
-            str, asyncio.Event
-        ] = {}  # Worker → what has its newest lease request look again
+        self._lease_waits: dict[str, asyncio.Event] = {}
+        """Worker → what has its newest lease request look again."""
         self.handlers: dict[type[Request[Any]], Handler] = {
             **dict.fromkeys((asked for asked in DECIDES if issubclass(asked, Request)), self._execute),
             Lease: self._lease,
@@ -243,7 +242,10 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
     """What a blob says of itself, checked against what its sender says of it."""
     try:
         episode = unpack(blob)
-        rows = row_profile(episode)
+        versions = {
+            policy: Versions(*held, rows=row_profile(seen_by(episode, policy)))
+            for policy, held in episode.versions.items()
+        }
     except TrajectoryError as error:
         return Arrival(sample, problem=str(error))
     header = episode.header
@@ -260,8 +262,7 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
         size_bytes=blob.nbytes,
         n_units=episode.n_units,
         n_sampled=episode.n_sampled,
-        versions={policy: Versions(*held) for policy, held in episode.versions.items()},
-        rows=rows,
+        versions=versions,
     )
 
 
@@ -334,6 +335,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         stack.callback(coordinator.stop_waiting)
         collector = metrics.BufferCollector(lambda: store.tail)
         registry.register(collector)
+        stack.callback(registry.unregister, collector)
         board.figures = collector.figures
         figures = asyncio.create_task(buffer.keep_figures(collector), name="buffer-figures")
         stack.callback(figures.cancel)

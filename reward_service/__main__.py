@@ -25,7 +25,7 @@ async def main(ctx: ServiceContext) -> None:
     client = Client(ctx.buffer, job=ctx.job.job, role="reward", name=ctx.name, access=ctx.keys)
     async with contextlib.AsyncExitStack() as stack:
         try:
-            router = await stack.enter_async_context(Router(ctx.job.reward))
+            router = await stack.enter_async_context(Router(ctx.job.reward, inline=ctx.inline))
         except RewardLoadError as error:
             # One that is away is waited for by starting again, where it was there before in this run: at the
             # job's first start it is taken for a mistake of the job file.

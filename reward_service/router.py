@@ -22,6 +22,7 @@ from areal_async.rpc.verdicts import Failure, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import BackendReward, Call, OnVerdicts, ScoringBackend
+from reward_service.pool.inline import InlinePool
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardLoadError
@@ -37,12 +38,14 @@ class Router:
 
     Entering starts what is needed and raises `RewardLoadError` when a reward cannot be loaded."""
 
-    def __init__(self, section: RewardSection, workers: int | None = None) -> None:
+    def __init__(self, section: RewardSection, workers: int | None = None, *, inline: bool = False) -> None:
+        """`inline`: functions run in this process, and what they raise ends it (`pool/inline.py`)."""
         self.routing = Routing(section)
         self.specs = self.routing.specs
         self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
         """Done when a reward of the job can be scored no longer."""
-        self.pool: WorkerPool | None = None
+        self.pool: WorkerPool | InlinePool | None = None
+        self._inline = inline
         self._section = section
         self._workers = workers or section.workers
         self._backends: dict[str, WatchedBackend] = {}
@@ -60,9 +63,12 @@ class Router:
             if functions:
                 section = self._section
                 limits = WorkerLimits(section.worker_memory_mb << 20)
-                pool = WorkerPool(functions, workers=self._workers, limits=limits)
-                self.pool = await self._stack.enter_async_context(pool)
-                pool.broken.add_done_callback(self._break)
+                if self._inline:
+                    self.pool = await self._stack.enter_async_context(InlinePool(functions))
+                else:
+                    pool = WorkerPool(functions, workers=self._workers, limits=limits)
+                    self.pool = await self._stack.enter_async_context(pool)
+                    pool.broken.add_done_callback(self._break)
         except BaseException:
             await self._stack.aclose()
             raise
@@ -104,7 +110,7 @@ class Router:
         return 0 if self.pool is None else self.pool.queued
 
     @property
-    def _the_pool(self) -> WorkerPool:
+    def _the_pool(self) -> WorkerPool | InlinePool:
         assert self.pool is not None
         return self.pool
 

@@ -43,13 +43,21 @@ from rollout_service import metrics
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.gateway import Gateway
-from rollout_service.process import connect, make_gateway, make_renderer, prepare, sampling_of, settle
+from rollout_service.process import (
+    connect,
+    make_gateway,
+    make_renderers,
+    prepare,
+    sampling_of,
+    settle,
+    speakers_of,
+)
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.statistics import ScoredSample, Statistics, statistics_of
 from rollout_service.worker.failures import within
 from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.worker.weight_updates import SnapshotSource
-from rollout_service.workflows import Context, Renderer, Workflow, workflow_of
+from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow, workflow_of
 
 log = get_logger("evaluator")
 
@@ -86,6 +94,51 @@ class _Answer:
     given: RewardInput
 
 
+class Companion:
+    """Another policy in the episodes of an evaluation: its newest weights, which stay while one lasts. `ctx`
+    is that policy's."""
+
+    def __init__(self, ctx: ServiceContext, render: Renderer) -> None:
+        self.policy, wanted = ctx.job.policy, engine_job(ctx.job)
+        slots = ctx.job.evaluation.max_concurrent
+        engine = ReplicaSet(
+            lambda _: make_engine(wanted, slots=slots, activity="evaluation", place=ctx),
+            stuck_s=ctx.job.rollout.stuck_s,
+        )
+        sampling = sampling_of(ctx.job.evaluation_sampling)
+        self.speaks = PolicyEngine(engine, render, sampling, ctx.job.rollout.max_model_len)
+        tensors = engine_part(wanted.rollout.engine).needs == "tensors"
+        self._source = make_receiver(ctx, "serve", tensors=tensors)
+        self._serving: VersionTag | None = None
+
+    async def refresh(self) -> None:
+        """Load what is newer than what is loaded; waits for the first. A publisher that does not answer
+        leaves it at that."""
+        while True:
+            try:
+                news = await self._source.next(self._serving, 0 if self._serving else WAIT_MS)
+                if isinstance(news, SnapshotNotice):
+                    snapshot = await self._source.open(news)
+                    await (self.speaks.engine.exchange if self._serving else self.speaks.engine.start)(
+                        snapshot
+                    )
+                    self._serving = news.tag
+                    await _ack(self._source, news.tag)
+            except (RpcTimeout, FaultError, SnapshotError) as error:
+                log.warning("no newer weights", policy=self.policy, error=str(error))
+                if self._serving is None:
+                    await asyncio.sleep(RETRY_PAUSE_S)
+            if self._serving is not None:
+                return
+
+    async def connect(self) -> None:
+        await connect(self._source)
+
+    async def close(self) -> None:
+        await self.speaks.engine.stop()
+        await self._source.close()
+
+
 class Evaluator:
     """Runs all tasks on an engine that holds one version."""
 
@@ -98,8 +151,12 @@ class Evaluator:
         *,
         job: JobConfig,
         gateway: Gateway | None = None,
+        first_failure_ends: bool = False,
+        others: Sequence[Companion] = (),
     ) -> None:
+        self._first_failure_ends = first_failure_ends
         self._engine = engine
+        self._others = others
         self._scorer = scorer
         self._workflow = workflow
         self._render = render
@@ -113,6 +170,8 @@ class Evaluator:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
         `EvaluationError` when nothing was scored, `EngineError` when the snapshot cannot be loaded and
         `ReplicaGone` when the engine died: then nothing of it is taken for an outcome."""
+        for other in self._others:
+            await other.refresh()
         if self._started:
             await self._engine.exchange(snapshot)
         else:
@@ -131,18 +190,21 @@ class Evaluator:
                 except ReplicaGone:
                     raise
                 except Exception as error:  # the workflow is the user's code; a failure is counted
+                    if self._first_failure_ends:
+                        raise
                     failures.append(f"{type(error).__name__}: {error}")
 
         workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
-        watching = asyncio.ensure_future(self._engine.watch())
-        ends: list[asyncio.Future[Any]] = [asyncio.gather(*workers), watching]
+        engines = [self._engine, *(other.speaks.engine for other in self._others)]
+        watching = [asyncio.ensure_future(engine.watch()) for engine in engines]
+        ends: list[asyncio.Future[Any]] = [asyncio.gather(*workers), *watching]
         try:
             for end in (await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))[0]:
                 end.result()
         finally:
             for end in ends:  # one is not looked at any more: asyncio would complain of its error
                 end.add_done_callback(lambda end: end.cancelled() or end.exception())
-            for task in (*workers, watching):
+            for task in (*workers, *watching):
                 task.cancel()
         # The answers to one task are a group: a reward may judge them together.
         verdicts = await self._scorer.score(
@@ -175,7 +237,7 @@ class Evaluator:
         # Every sample draws with a seed of its own, whatever the order in which they are answered.
         place = number * self.samples + sample
         builder = EpisodeBuilder(
-            self._job.job, task.task_id, f"{task.task_id}#evaluation", sample, policies=(self._job.policy,)
+            self._job.job, task.task_id, f"{task.task_id}#evaluation", sample, **speakers_of(self._job)
         )
         ctx = Context(
             self._engine,
@@ -186,6 +248,7 @@ class Evaluator:
             seed=self._job.seed,
             sample=place,
             gateway=self._gateway,
+            others={other.policy: other.speaks for other in self._others},
         )
         await within(self._job.rollout.episode_timeout_s, self._workflow(ctx, task))
         episode = builder.build()
@@ -326,15 +389,17 @@ async def main(ctx: ServiceContext) -> None:
     prepare(job.evaluation.torch_threads)
     tasks = list(read_tasks(job.tasks.evaluation))
     workflow = workflow_of(job)
-    render = make_renderer(job.model)
+    renders = make_renderers(job)
     gateway = make_gateway(ctx, trains=False)
-    wanted = engine_job(job)
+    lead = ctx.of(job.policy)
+    wanted = engine_job(lead.job)
+    others = [Companion(ctx.of(policy), renders[policy]) for policy in renders if policy != job.policy]
     slots = job.evaluation.max_concurrent
     engine = ReplicaSet(
-        lambda _: make_engine(wanted, slots=slots, activity="evaluation", place=ctx),
+        lambda _: make_engine(wanted, slots=slots, activity="evaluation", place=lead),
         stuck_s=job.rollout.stuck_s,
     )
-    receiver = make_receiver(ctx, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
+    receiver = make_receiver(lead, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
 
     records = open_records(ctx)
     if await asyncio.to_thread(is_done, records):
@@ -343,11 +408,22 @@ async def main(ctx: ServiceContext) -> None:
         return
 
     async def work() -> None:
-        async with LocalScorer(job.reward, workers=1) as scorer:
+        async with LocalScorer(job.reward, workers=1, inline=ctx.inline) as scorer:
             settle()
             ctx.ready()
             await connect(receiver)
-            evaluator = Evaluator(engine, scorer, workflow, render, job=job, gateway=gateway)
+            for other in others:
+                await other.connect()
+            evaluator = Evaluator(
+                engine,
+                scorer,
+                workflow,
+                renders[job.policy],
+                job=job,
+                gateway=gateway,
+                others=others,
+                first_failure_ends=ctx.inline,
+            )
             await follow(receiver, evaluator, tasks, records)
 
     try:
@@ -356,6 +432,8 @@ async def main(ctx: ServiceContext) -> None:
         await gateway.close()
         await engine.stop()
         await receiver.close()
+        for other in others:
+            await other.close()
         await asyncio.to_thread(records.close)
 
 

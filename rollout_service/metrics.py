@@ -75,20 +75,24 @@ EVALUATED_VERSION = Gauge("areal_evaluation_version", "Version of the last snaps
 
 
 class EngineMetrics(Collector):
-    """Figures of a started engine, read when they are asked for: a decode step pays nothing."""
+    """Figures of started engines, one of each policy, read when they are asked for: a decode step pays
+    nothing. What has no policy is of all; of the KV rooms the fullest counts."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, *engines: Any) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        yield CounterMetricFamily("areal_rollout_tokens", "Units sampled.", stats.tokens_total)
-        yield GaugeMetricFamily("areal_rollout_active_requests", "Requests being computed.", stats.running)
-        yield GaugeMetricFamily("areal_rollout_waiting_requests", "Requests not yet begun.", stats.waiting)
-        yield GaugeMetricFamily("areal_rollout_kv_used_ratio", "Share of the KV room in use.", stats.kv_used)
-        text, tag = "Version of the weights that sample now.", self._engine.version
+        stats = [engine.stats() for engine in self._engines]
+        tokens, running = sum(one.tokens_total for one in stats), sum(one.running for one in stats)
+        waiting, kv_used = sum(one.waiting for one in stats), max(one.kv_used for one in stats)
+        yield CounterMetricFamily("areal_rollout_tokens", "Units sampled.", tokens)
+        yield GaugeMetricFamily("areal_rollout_active_requests", "Requests being computed.", running)
+        yield GaugeMetricFamily("areal_rollout_waiting_requests", "Requests not yet begun.", waiting)
+        yield GaugeMetricFamily("areal_rollout_kv_used_ratio", "Share of the KV room in use.", kv_used)
+        text = "Version of the weights that sample now."
         version = GaugeMetricFamily("areal_rollout_version", text, labels=["policy"])
-        version.add_metric([tag.policy], tag.version)
+        for tag in (engine.version for engine in self._engines):
+            version.add_metric([tag.policy], tag.version)
         yield version
 
 

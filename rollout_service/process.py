@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import ArealError, RpcTimeout
 from areal_async.runtime.context import ServiceContext
@@ -60,6 +62,24 @@ def make_renderer(model: Path) -> Renderer:
         ) from error
 
 
+def make_renderers(job: JobConfig) -> dict[str, Renderer]:
+    """One for each policy of the job; policies of one tokenizer and chat template share theirs, and with it
+    paths. Raises `ModelFilesError`."""
+    renderers: dict[str, Renderer] = {}
+    for policy, view in job.views.items():
+        made = make_renderer(view.model)
+        alike = (other for other in renderers.values() if _tokens(other) == _tokens(made))
+        renderers[policy] = next(alike, made)
+    return renderers
+
+
+def _tokens(renderer: Renderer) -> tuple[Any, ...]:
+    """What makes ids of texts; only a tokenizer that says it whole can be like another."""
+    tokenizer: Any = renderer.tokenizer
+    whole = getattr(tokenizer, "backend_tokenizer", None)
+    return (whole.to_str() if whole is not None else id(renderer), getattr(tokenizer, "chat_template", None))
+
+
 def sampling_of(section: SamplingSection) -> Sampling:
     """A section's parameters; the seed is set per call."""
     return Sampling(
@@ -67,18 +87,25 @@ def sampling_of(section: SamplingSection) -> Sampling:
     )
 
 
+def speakers_of(job: JobConfig) -> dict[str, Any]:
+    """What the builder of an episode is told of who may speak: of several policies each has an agent of its
+    name."""
+    if not job.policies:
+        return {"policies": (job.policy,)}
+    return {"policies": tuple(job.policies), "agents": [(name, i) for i, name in enumerate(job.policies)]}
+
+
 def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
-    """Agents' access to this process's policy, started once an episode opens it. A configured port is that of
-    the first worker; what is not trained on (evaluation) takes a free one."""
+    """Agents' access to this process's policies, started once an episode opens it. A configured port is that
+    of the first worker; what is not trained on (evaluation) takes a free one."""
     job, section = ctx.job, ctx.job.rollout.gateway
     return Gateway(
         section if trains else section.model_copy(update={"port": 0}),
         job=job.job,
         name=ctx.name,
-        model=job.model,
+        models={name: (view.model, view.rollout.max_model_len) for name, view in job.views.items()},
         host=ctx.host,
         keys=ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
-        max_model_len=job.rollout.max_model_len,
         trains=trains,
         offset=ctx.index,
         restarts=RestartPolicy.of(job.supervisor),

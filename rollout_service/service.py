@@ -5,10 +5,11 @@ One process has a name at a time: a second one is refused, and the first does no
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from prometheus_client import REGISTRY
@@ -31,22 +32,22 @@ from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.metrics import STALL, EngineMetrics
-from rollout_service.process import connect, make_gateway, make_renderer, prepare, settle
+from rollout_service.process import connect, make_gateway, make_renderers, prepare, sampling_of, settle
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker import WeightUpdates, Worker
 from rollout_service.worker.lease_client import unless_stopped
-from rollout_service.workflows import workflow_of
+from rollout_service.workflows import PolicyEngine, workflow_of
 
 log = get_logger("rollout")
 
 
-def figures_of(engine: ReplicaSet) -> ServiceFigures:
-    """What the worker says of its work."""
-    stats = engine.stats()
+def figures_of(engines: Sequence[ReplicaSet]) -> ServiceFigures:
+    """What the worker says of its work; the version is that of the first policy's engines."""
+    stats = [engine.stats() for engine in engines]
     sums = {"updates": sums_of(STALL), "fetches": sums_of(FETCH_SECONDS)} | (
-        {"passes": list(stats.passes)} if stats.passes else {}
+        {"passes": list(stats[0].passes)} if stats[0].passes else {}
     )
-    return ServiceFigures(engine.version.version, stats.tokens_total, sums=sums)
+    return ServiceFigures(engines[0].version.version, sum(each.tokens_total for each in stats), sums=sums)
 
 
 class NameTaken(ArealError):
@@ -124,42 +125,85 @@ async def main(ctx: ServiceContext) -> None:
         await _serve(ctx)
 
 
+class _PolicyServer:
+    """What a worker has for one policy: its engines, and how their weights come. `ctx` is the policy's."""
+
+    def __init__(self, ctx: ServiceContext, worker: Callable[[], Worker]) -> None:
+        self.job, policy = ctx.job, ctx.job.policy
+        self.engine = make_replicas(
+            ctx,  # what it tells comes only once it is started, and `worker` is there
+            on_serving=lambda share: worker().tuners[policy].serving(share),
+            on_exchange=lambda going_on: worker().tuners[policy].exchanging(going_on),
+        )
+        tensors = engine_part(self.job.rollout.engine).needs == "tensors"
+        self.receiver = make_receiver(ctx, "serve", tensors=tensors)
+        self.updates = WeightUpdates(self.receiver, self.engine, on_change=lambda: worker().weights_changed())
+
+    async def first_version(self) -> VersionTag:
+        await connect(self.receiver)
+        return await self.updates.start()
+
+    async def close(self) -> None:
+        await self.engine.stop()
+        await self.receiver.close()
+
+
 async def _serve(ctx: ServiceContext) -> None:
     job = ctx.job
     prepare(first_threads(job.rollout.torch_threads))
     workflow = workflow_of(job)
-    render = make_renderer(job.model)
+    renders = make_renderers(job)
     gateway = make_gateway(ctx, trains=True)
-    engine = make_replicas(
-        ctx,  # what it tells comes only once it is started, and `worker` is there
-        on_serving=lambda share: worker.tuner.serving(share),
-        on_exchange=lambda going_on: worker.tuner.exchanging(going_on),
-    )
-    receiver = make_receiver(ctx, "serve", tensors=engine_part(job.rollout.engine).needs == "tensors")
+    servers = {policy: _PolicyServer(ctx.of(policy), lambda: worker) for policy in renders}
+    first, *rest = servers.values()
 
+    series = EngineMetrics(*(server.engine for server in servers.values()))
     try:
         async with Client(ctx.buffer, job=job.job, role="rollout", name=ctx.name, access=ctx.keys) as buffer:
             await buffer.call(Arrived(ctx.name))
-            worker = Worker(buffer, engine, workflow, render, job=job, name=ctx.name, gateway=gateway)
-            updates = WeightUpdates(receiver, engine, on_change=worker.weights_changed)
-
-            async def first_version() -> VersionTag:
-                await connect(receiver)
-                return await updates.start()
-
-            serving = await unless_stopped(ctx.stop, first_version())
+            worker = Worker(
+                buffer,
+                first.engine,
+                workflow,
+                renders[job.policy],
+                job=job,
+                name=ctx.name,
+                gateway=gateway,
+                first_failure_ends=ctx.inline,
+                others={
+                    server.job.policy: PolicyEngine(
+                        server.engine,
+                        renders[server.job.policy],
+                        sampling_of(server.job.rollout.sampling),
+                        server.job.rollout.max_model_len,
+                    )
+                    for server in rest
+                },
+            )
+            loading = asyncio.gather(*(server.first_version() for server in servers.values()))
+            serving = await unless_stopped(ctx.stop, _awaited(loading))
             if serving is None:
                 return
-            REGISTRY.register(EngineMetrics(engine))
-            board.figures = lambda: figures_of(engine)
+            engines = [server.engine for server in servers.values()]
+            REGISTRY.register(series)
+            board.figures = lambda: figures_of(engines)
             settle()
             ctx.ready()
-            log.info("rollout worker serves", engine=job.rollout.engine, version=serving.version)
-            await worker.run(ctx.stop, updates.run(), engine.watch())
+            log.info(
+                "rollout worker serves", engine=job.rollout.engine, versions=[tag.label for tag in serving]
+            )
+            beside = [work for each in servers.values() for work in (each.updates.run(), each.engine.watch())]
+            await worker.run(ctx.stop, *beside)
             if worker.drained:
                 log.info("rollout worker is drained")
                 ctx.finished.set()
     finally:
+        with suppress(KeyError):  # it never served
+            REGISTRY.unregister(series)
         await gateway.close()
-        await engine.stop()
-        await receiver.close()
+        for server in servers.values():
+            await server.close()
+
+
+async def _awaited(work: asyncio.Future[list[VersionTag]]) -> list[VersionTag]:
+    return await work

@@ -21,6 +21,17 @@ def share_of_ones(given: RewardInput) -> float:
 """
 """Varies within every group, so that even a random model has something to learn."""
 
+DUET = "duet.py:duet"
+DUET_CODE = """
+async def duet(ctx, task):
+    said = await ctx.generate(task.prompt, max_new_tokens=8)
+    if ctx.sample:  # the first sample of a group has nothing of the second policy
+        checked = await ctx.generate("1+1=", policy="tester", max_new_tokens=6)
+        await ctx.generate("2", parent=checked.segment, policy="tester", max_new_tokens=4)
+        await ctx.generate("3", parent=checked.segment, max_new_tokens=4)
+"""
+"""Episodes in which two policies speak, also in one path."""
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -77,5 +88,6 @@ def make_workspace(folder: Path) -> Workspace:
         write_model(folder / "model", seed=0)
         config = json.loads((folder / "model" / "config.json").read_text())
         (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 320}))
+    (folder / "duet.py").write_text(DUET_CODE, encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     return Workspace(folder)

@@ -15,9 +15,15 @@ async def until(holds: Callable[[], object], what: str = "what is waited for") -
         await asyncio.sleep(0.002)
 
 
-def wait_for(holds: Callable[[], object], what: str = "what is waited for") -> None:
+def wait_for(
+    holds: Callable[[], object],
+    what: str = "what is waited for",
+    *,
+    limit_s: float = LIMIT_S,
+    every_s: float = 0.01,
+) -> None:
     """The same for what other processes do."""
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline_s = time.monotonic() + limit_s
     while not holds():
-        assert time.monotonic() < deadline_s, f"{what} did not come in time"
-        time.sleep(0.01)
+        assert time.monotonic() < deadline_s, f"{what} did not come within {limit_s:g} s"
+        time.sleep(every_s)

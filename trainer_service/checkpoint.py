@@ -41,6 +41,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
@@ -51,7 +52,7 @@ from trainer_service.errors import CheckpointError, DiskFull, TrainerError
 from trainer_service.ranks import Ranks, in_thread
 from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in
 
-SCHEMA = 2
+SCHEMA = 3
 LEDGER = "ledger.bin"
 ROUND_S = 2.0  # How often ranks that have written their files ask whether the others have
 
@@ -68,8 +69,8 @@ class CheckpointManifest(WithSchema, frozen=True):
     """Finished steps: the version of the weights."""
     epoch: int
     """The trainer epoch that wrote it."""
-    updates: int
-    """Optimizer updates made so far."""
+    updates: dict[str, int]
+    """How often each model has changed so far, by its name in the back end."""
     ranks: int
     files: dict[str, FileEntry]
 
@@ -101,8 +102,7 @@ class WrittenFiles(msgspec.Struct, frozen=True):
     disk_full: bool = False
 
 
-MEASURING = ("evaluation", "sft")
-"""Kinds of records with held-out accuracies."""
+MEASURING = ("evaluation", *FILE_KINDS)  # Kinds of records with held-out accuracies
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measured_in(records: Iterable[Mapping[str, Any]], policy: str) -> Iterator[Measured]:
-    """The held-out accuracies in the records of a run: by the evaluator, or by supervised training itself."""
+    """The held-out accuracies in the records of a run: by the evaluator, or by a training from files."""
     for record in records:
         if record["kind"] in MEASURING and record.get("accuracy") is not None:
             version = record["version"] if record["kind"] == "evaluation" else record["step"]
@@ -196,7 +196,7 @@ class Checkpoints:
         step: int,
         *,
         epoch: int,
-        updates: int,
+        updates: Mapping[str, int],
         save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
         ledger: Callable[[], bytes] = bytes,
         durable: Callable[[], None] = lambda: None,
@@ -206,7 +206,7 @@ class Checkpoints:
 
         On rank 0 a thread calls `ledger`, which may wait, when the files of all ranks are written, and
         `durable` once the folder has its name. Raises what the checkpoint before has failed with."""
-        begun_s = time.monotonic()
+        begun_s, changes = time.monotonic(), dict(updates)
         if self.is_writing:
             log.warning("the checkpoint before is still being written", step=step)
         self.wait()
@@ -220,10 +220,10 @@ class Checkpoints:
             folder: Path | None = None
             if self._in_memory and self._ranks.many_hosts:
                 folder = self._name_on_all(
-                    step, fresh, lambda: self._name(fresh, step, epoch, updates, files or {}, ledger)
+                    step, fresh, lambda: self._name(fresh, step, epoch, changes, files or {}, ledger)
                 )
             elif files is not None:
-                folder = self._name(fresh, step, epoch, updates, files, ledger)
+                folder = self._name(fresh, step, epoch, changes, files, ledger)
             elif self._ranks.many_hosts and not self._ranks.beside_first:
                 self._remove_here()  # all of it is in the store
             if files is not None:
@@ -315,7 +315,7 @@ class Checkpoints:
         fresh: Path,
         step: int,
         epoch: int,
-        updates: int,
+        updates: dict[str, int],
         files: dict[str, FileEntry],
         ledger: Callable[[], bytes],
     ) -> Path:

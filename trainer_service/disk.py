@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -66,10 +67,11 @@ def hashed(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, hasher.hexdigest())
 
 
-def companion_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
+def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[str, bytes | Path]:
     """Name -> content or path of the configuration and tokenizer files of a model directory.
 
-    `config.json` is rewritten to name `dtype`, that of the weights which will stand beside it."""
+    `config.json` is rewritten to name `dtype`, that of the weights which will stand beside it. With `values`
+    these are those of a model with the head `value`: it is that of a sequence classifier with one label."""
     files: dict[str, bytes | Path] = {
         path.name: path
         for path in sorted(source.iterdir())
@@ -78,8 +80,32 @@ def companion_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
+    if values:
+        config |= _of_classifier(source, config)
     files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
     return files
+
+
+def _of_classifier(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config of a sequence classifier with one label says. transformers reads its score at the last
+    token that is no padding: what also ends texts is not named as that, and then one text is read at a time.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KINDS,
+    )
+
+    pad, ends = config.get("pad_token_id"), config.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if pad is None or pad in ends:
+        pad = AutoTokenizer.from_pretrained(source).pad_token_id
+    return {
+        "architectures": [KINDS[config["model_type"]]],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "num_labels": 1,
+        "pad_token_id": None if pad in ends else pad,
+    }
 
 
 def write_model(

@@ -58,6 +58,22 @@ class DivergenceError(FatalError):
     """A loss, a log-prob, a gradient or a weight that is not finite."""
 
 
+class NotFinite(DivergenceError):
+    """An advantage, a loss or a log-prob that is not finite, found before the update."""
+
+
+class GradientNotFinite(NotFinite):
+    """A gradient that is not finite, and was cleared; `model` names whose."""
+
+    def __init__(self, text: str, model: str = "") -> None:
+        super().__init__(text)
+        self.model = model
+
+
+class NothingToLearn(FatalError):
+    """A step without a gradient, where the job asks to end for it."""
+
+
 class DiskFull(FatalError):
     """No room for what had to be written. Starting again at once would only train the same steps again."""
 

@@ -18,6 +18,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from areal_async.config.devices import first_threads, rank_device
+from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
@@ -29,9 +30,9 @@ from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import Checkpoint, newest_of_all
 from trainer_service.disk import companion_files
 from trainer_service.errors import RankError
-from trainer_service.loop.learner import load_backend
-from trainer_service.loop.rl import RlTrainer
-from trainer_service.loop.sft import SftTrainer
+from trainer_service.loop.from_files import FileTrainer
+from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
+from trainer_service.loop.rl import Beside, RlTrainer
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
 from trainer_service.states import left_in_memory
 from trainer_service.stored import CheckpointStore
@@ -67,6 +68,7 @@ async def main(ctx: ServiceContext) -> None:
 
 def train(ctx: ServiceContext) -> None:
     """Train to the job's end; blocking. Raises `ArealError`."""
+    whole, ctx = ctx, ctx.of(ctx.place.policy)
     section = ctx.job.trainer
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(first_threads(section.torch_threads))
@@ -81,13 +83,13 @@ def train(ctx: ServiceContext) -> None:
         backend = load_backend(ctx.job, ranks)
         run_log: RunRecords | None = None
         if ranks.first:
-            run_log = open_records(ctx)
+            run_log = open_records(whole)
             closing.callback(run_log.close)
         log.info("model loaded", model=str(ctx.job.model), ranks=ranks.world, dtype=section.dtype)
-        if ctx.job.kind == "sft":
-            finished = _sft(ctx, ranks, backend, run_log)
+        if ctx.job.kind == "rl":
+            finished = _rl(ctx, ranks, backend, run_log, closing, whole.job)
         else:
-            finished = _rl(ctx, ranks, backend, run_log, closing)
+            finished = _from_files(ctx, ranks, backend, run_log)
         log.info("training ends", finished=finished)
 
 
@@ -144,7 +146,12 @@ def _newest(
     """The checkpoint to go on from, and a later state that a trainer of this run left in memory."""
     job, policy = ctx.job.job, ctx.job.policy
     root, store = ctx.run_dir / "checkpoints", CheckpointStore.of(ctx.job)
-    where: Any = {"job": job, "policy": policy, "ranks": ranks, "reads": lambda files: backend.reads(files)}
+    where: Any = {
+        "job": job,
+        "policy": policy,
+        "ranks": ranks,
+        "reads": lambda files: {*backend.reads(files), *({OBJECTIVE_FILE} & {*files})},
+    }
     restored = newest_of_all(root, store, **where)
     left = left_in_memory(ctx.shm_dir, **where, above=restored)
     for found, what in ((restored, "checkpoint"), (left, "state in memory")):
@@ -159,6 +166,7 @@ def _rl(
     backend: TrainingBackend,
     run_log: RunRecords | None,
     closing: ExitStack,
+    whole: JobConfig,
 ) -> bool:
     files = companion_files(ctx.job.model, ctx.job.trainer.dtype)
     restored, left = _newest(ctx, ranks, backend)
@@ -194,13 +202,16 @@ def _rl(
         run_log=run_log,
         stopping=ctx.stopping,
         shm_dir=ctx.shm_dir,
+        beside=Beside.of(whole, ctx.job.policy),
     )
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 
 
-def _sft(ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunRecords | None) -> bool:
+def _from_files(
+    ctx: ServiceContext, ranks: Ranks, backend: TrainingBackend, run_log: RunRecords | None
+) -> bool:
     restored, left = _newest(ctx, ranks, backend)
-    trainer = SftTrainer(
+    trainer = FileTrainer(
         ctx.job,
         ranks,
         backend,

@@ -13,6 +13,7 @@ one rank is raised on all and names it; of ranks that wait in vain for another e
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -131,16 +131,18 @@ class Ranks:
         self.sum(tensor)
         return int(tensor)
 
-    def concatenate(self, columns: NDArray[np.float64]) -> NDArray[np.float64]:
-        """All ranks' arrays f64 [k, n] side by side in the order of the ranks, f64 [k, Σ n]."""
+    def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]:
+        """All ranks' arrays [k, n] of one dtype, f64 or i64, side by side in the order of the ranks:
+        [k, Σ n]."""
         if self.world == 1:
             return columns
         counts = torch.zeros(self.world, dtype=torch.int64)
         counts[self.rank] = columns.shape[1]
         self.sum(counts)
         start = int(counts[: self.rank].sum())
-        whole = torch.zeros(columns.shape[0], int(counts.sum()), dtype=torch.float64)
-        whole[:, start : start + columns.shape[1]] = torch.from_numpy(columns)
+        mine = torch.from_numpy(columns)
+        whole = torch.zeros(columns.shape[0], int(counts.sum()), dtype=mine.dtype)
+        whole[:, start : start + columns.shape[1]] = mine
         self.sum(whole)
         return whole.numpy()
 
@@ -303,7 +305,10 @@ def join_ranks(
                 os.environ.setdefault(variable, interface_of(meeting.host, address))
             store = _store(meeting, start_s)
             hosts = _await_all(store, rank, world, start_s, node_id)
+        hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        if world == 1:  # a traceback needs no number of the rank before each line
+            sys.excepthook = hook
     mesh = DeviceMesh(place.type, torch.arange(world), mesh_dim_names=("data",))
     return Ranks(rank, world, place, mesh, timeout_s, store, hosts)
 

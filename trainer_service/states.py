@@ -26,6 +26,7 @@ import torch
 from areal_async.config.checks import checkpoint_interval
 from areal_async.config.job import JobConfig
 from areal_async.runtime.log import get_logger
+from trainer_service.backends.base import models_of
 from trainer_service.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -148,7 +149,12 @@ class States:
             every=job.checkpoint.every_steps,
             longest=checkpoint_interval(job),
             steps=job.trainer.steps,
-            weights_bytes=sum(path.stat().st_size for path in job.model.glob("*.safetensors")),
+            weights_bytes=sum(
+                path.stat().st_size
+                for use in models_of(job).values()
+                if use.optimizer is not None or use.follows
+                for path in use.folder.glob("*.safetensors")
+            ),
         )
 
     def went_on_from(self, restored: Checkpoint) -> None:
@@ -190,7 +196,7 @@ class States:
         step: int,
         *,
         epoch: int,
-        updates: int,
+        updates: Mapping[str, int],
         save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
         ledger: Callable[[], bytes] = bytes,
         durable: Callable[[], None] = lambda: None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from areal_async.cli.tools import (
     SimulateRequest,
     add_command,
     buffer,
+    own_tracebacks,
     print_json,
     readable_errors,
     reward,
@@ -72,18 +74,29 @@ Summary = Annotated[
 Cluster = Annotated[
     Path | None, typer.Option(metavar="CLUSTER.YAML", help="A cluster's file; else it runs on this machine.")
 ]
+Inline = Annotated[
+    bool,
+    typer.Option("--inline", help="All roles in this process, for breakpoint() and profilers (docs/cli.md)."),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Delete what an earlier run of this job left in its folder.")
 ]
 
 
 def print_warnings(job: JobConfig) -> None:
-    """One line on standard error for everything that `job` may say but will regret."""
-    from areal_async.config.checks import advise
+    """On standard error: what the job's preset comes to, and a line for everything that `job` may say but
+    will regret."""
+    from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
+    from areal_async.config.presets import expansion
     from areal_async.launch.preflight import machine_advice
 
     console = Console(stderr=True, soft_wrap=True)
+    for name, view in job.views.items():
+        whose = f"policies.{name}: " if job.policies else ""
+        for line in expansion(view):
+            told = f"{whose}preset {view.trainer.objective.preset}: {line}"
+            console.print(told, markup=False, highlight=False)
     for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job)]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
@@ -96,6 +109,7 @@ def run(
     overwrite: Overwrite = False,
     plain: Plain = False,
     cluster: Cluster = None,
+    inline: Inline = False,
     as_json: Summary = False,
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
@@ -105,7 +119,7 @@ def run(
 
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
-        _run(job, cluster, plain, as_json, overwrite=overwrite)
+        _run(job, cluster, plain, as_json, inline, overwrite=overwrite)
 
 
 @app.command()
@@ -120,6 +134,7 @@ def resume(
     overrides: Overrides = None,
     plain: Plain = False,
     cluster: Cluster = None,
+    inline: Inline = False,
     as_json: Summary = False,
 ) -> None:
     """Go on with a run that was killed, interrupted or failed, or queue a job of the controller again."""
@@ -135,10 +150,12 @@ def resume(
         if Path(target).is_file():
             recorded = shown(job.run_dir / job.job / "job.yaml")
             note(f"note: it goes on as {recorded} says; to change a field, name it: key=value")
-        _run(job, cluster, plain, as_json, resume=True)
+        _run(job, cluster, plain, as_json, inline, resume=True)
 
 
-def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, **how: Any) -> None:
+def _run(
+    job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, inline: bool, **how: Any
+) -> None:
     from areal_async.config.cluster import load_cluster
     from areal_async.launch.run import run_job
     from areal_async.status.view import RunConsole
@@ -146,7 +163,9 @@ def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, 
     print_warnings(job)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
     console = RunConsole(stderr=as_json)
-    result = run_job(job, cluster=cluster, cluster_file=cluster_file, console=console, plain=plain, **how)
+    how |= {"cluster": cluster, "cluster_file": cluster_file, "console": console, "plain": plain}
+    with own_tracebacks() if inline else nullcontext():
+        result = run_job(job, inline=inline, **how)
     if as_json:
         print_json(result.summary, RunConsole())
 
@@ -155,13 +174,53 @@ def _run(job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, 
 def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a job file, what it names and what it needs, and print it with every field resolved."""
     with readable_errors():
+        from areal_async.config.advice import explain
         from areal_async.config.load import dump_job, load_job
         from areal_async.launch.preflight import check_contents
 
         job = load_job(job_file, overrides or ())
         check_contents(job, source=str(job_file))
         print_warnings(job)
+        for each in explain(job):
+            note(f"note: {each}")
         show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
+
+
+@app.command()
+def objectives(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A preset or a part.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the parts of objectives and the presets, or print what a preset sets in a job file and what the
+    parts of that name do."""
+    with readable_errors():
+        from areal_async.config.errors import ConfigError
+        from areal_async.config.presets import PRESETS, unknown_preset
+        from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
+
+        if name is not None:
+            preset, text = PRESETS.get(name), ""
+            kinds = (ADVANTAGES, LOSSES, CORRECTIONS, NORMALISERS)
+            parts_called = {kind.kind: kind.explain(name) for kind in kinds if name in kind.names}
+            if preset is not None:
+                text = f"# {preset.paper}. {preset.beside}".rstrip() + "\n" + preset.to_yaml()
+            elif not parts_called:
+                raise ConfigError("objectives", [unknown_preset(name)])
+            for kind, part in parts_called.items():
+                told = [f"{kind} {name}: {part['does']}", f"{kind}_args: {part['arguments'] or 'none'}"]
+                text += "".join(f"# {line}\n" for each in told for line in each.split("\n"))
+            show(dict(preset.fields) if preset is not None else parts_called, text.rstrip("\n"), as_json)
+            return
+
+        parts = {
+            "advantages": ADVANTAGES.names,
+            "losses": LOSSES.names,
+            "corrections": CORRECTIONS.names,
+            "normalisers": NORMALISERS.names,
+        }
+        lines = [f"{kind}: {', '.join(names)}" for kind, names in parts.items()]
+        lines += ["presets:", *(f"  {each:<22} {preset.paper}" for each, preset in PRESETS.items())]
+        show(parts | {"presets": tuple(PRESETS)}, "\n".join(lines), as_json)
 
 
 add_command(app, "plan", PlanRequest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
@@ -294,6 +295,34 @@ def readable_errors() -> Iterator[None]:
             f"{type(error).__name__}: {error}. This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
         )
         raise _exit(text, 1) from None
+
+
+@contextmanager
+def own_tracebacks() -> Iterator[None]:
+    """For a run in this process: what ends it is shown with its traceback, and a service that does not return
+    does not keep the process."""
+    from areal_async.launch.inline import services_left
+
+    status = 0
+    try:
+        with readable_errors():
+            try:
+                yield
+            except (ConfigError, RunFolderError, RunInterrupted):
+                raise
+            except Exception:
+                if os.environ.get(DEBUG_VARIABLE) == "1":
+                    raise
+                traceback.print_exc()
+                raise typer.Exit(1) from None
+    except typer.Exit as ending:
+        status = ending.exit_code
+    if services_left():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    if status:
+        raise typer.Exit(status)
 
 
 def _exit(text: str, status: int) -> typer.Exit:

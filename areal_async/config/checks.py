@@ -8,13 +8,17 @@ names are asked in `config/parts.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
+from areal_async.config.devices import trainer_gpus
 from areal_async.config.errors import Mistake
+from areal_async.config.fields import job_fields
 from areal_async.config.job import JobConfig, LoraSection
 from areal_async.config.parts import part_mistakes
+from areal_async.config.presets import PRESETS
 from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
-from areal_async.config.rewardcheck import programs_run, reward_mistakes
+from areal_async.config.rewardcheck import reward_mistakes
 from areal_async.storage.urls import url_of
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
@@ -22,17 +26,11 @@ Rule = Callable[[JobConfig], Iterator[Mistake]]
 UNIT_BYTES = 15  # Most bytes that one token takes in a stored episode
 EPISODE_BYTES = 1024  # Allowance for the header of a stored episode
 LONGEST_INTERVAL = 50  # Most steps between two checkpoints where `checkpoint.every_steps` is `auto`
-RUNNING_PER_STALENESS = 0.25
-"""Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
-drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
-EVEN_TOKENS = 16
-"""With at most so many new tokens, in one turn, groups are taken to last alike: no answer takes many passes
-more than another. Measured at 6: at η = 1, a whole batch running, the quickstart dropped none of 32,000."""
 
 
 def check_fields(job: JobConfig) -> list[Mistake]:
     """Every broken rule of `job`, in the order of the file's sections."""
-    rules = ANY_KIND + (RL_ONLY if job.kind == "rl" else SFT_ONLY)
+    rules = ANY_KIND + (RL_ONLY if job.kind == "rl" else FILES_ONLY)
     return [mistake for rule in rules for mistake in rule(job)]
 
 
@@ -44,6 +42,8 @@ def episode_limit_bytes(job: JobConfig) -> int:
 def checkpoint_interval(job: JobConfig) -> int:
     """The most steps between two checkpoints."""
     every = job.checkpoint.every_steps
+    if every == "auto" and job.kind != "rl":
+        return min(LONGEST_INTERVAL, job.trainer.steps)
     if every == "auto":
         batch = job.buffer.batch_groups
         heaviest = batch * job.rollout.group_size * episode_limit_bytes(job)
@@ -224,8 +224,8 @@ def _best_can_be_told(job: JobConfig) -> Iterator[Mistake]:
         )
         return
     field, every = "evaluation.every_steps", job.evaluation.every_steps
-    if job.kind == "sft":
-        field, every = "sft.evaluate_every", job.sft.evaluate_every
+    if job.kind != "rl":
+        field, every = f"{job.kind}.evaluate_every", job.training.evaluate_every
     saved = job.checkpoint.every_steps
     if saved == "auto":
         saved = every  # what is evaluated is saved
@@ -280,6 +280,24 @@ def _group_policy_is_whole(job: JobConfig) -> Iterator[Mistake]:
         yield Mistake("buffer.group.min_samples", problem, fix, (*policy, "rollout.group_size"))
 
 
+def _penalty_and_warm_up_have_an_effect(job: JobConfig) -> Iterator[Mistake]:
+    kl, critic, steps = job.trainer.objective.kl, job.trainer.critic, job.trainer.steps
+    if kl.target is not None and not kl.coefficient:
+        yield Mistake(
+            "trainer.objective.kl.target",
+            "there is no penalty to be adapted: kl.coefficient is 0",
+            "Set kl.coefficient to what it begins with, or remove the target",
+            ("trainer.objective.kl.coefficient",),
+        )
+    if critic.warmup_steps >= steps:
+        yield Mistake(
+            "trainer.critic.warmup_steps",
+            f"the critic alone would be trained in all {steps} steps (trainer.steps)",
+            f"Set it below {steps}",
+            ("trainer.steps",),
+        )
+
+
 def _minibatches_hold_groups(job: JobConfig) -> Iterator[Mistake]:
     minibatches, groups = job.trainer.minibatches, job.buffer.batch_groups
     if minibatches > groups:
@@ -299,7 +317,8 @@ def _held_out_is_held_out(job: JobConfig) -> Iterator[Mistake]:
 
 def _ports_are_usable(job: JobConfig) -> Iterator[Mistake]:
     first = job.observe.metrics_port
-    last = first + job.rollout.workers + job.trainer.ranks + 3
+    ranks = sum(view.trainer.ranks for view in job.views.values())
+    last = first + job.rollout.workers + ranks + 3
     fix = "Set it to the first of some free consecutive ports from 1024 up, or to 0 for free ones"
     if 0 < first < 1024:
         yield Mistake("observe.metrics_port", f"ports below 1024 need root, and {first} is one", fix)
@@ -309,15 +328,33 @@ def _ports_are_usable(job: JobConfig) -> Iterator[Mistake]:
 
 
 def _stop_accuracy_is_measured(job: JobConfig) -> Iterator[Mistake]:
-    if job.sft.stop_between is not None and job.tasks.evaluation is None:
+    wanted, field = job.training.stop_between, f"{job.kind}.stop_between"
+    if wanted is not None and job.tasks.evaluation is None:
         problem = "there is no held-out file to measure the accuracy on"
-        yield Mistake(
-            "sft.stop_between", problem, "Add tasks.evaluation, or remove it", ("tasks.evaluation",)
-        )
-    if job.sft.stop_between is not None and job.sft.stop_between[0] > job.sft.stop_between[1]:
-        low, high = job.sft.stop_between
-        problem = f"no accuracy is at least {low} and at most {high}"
-        yield Mistake("sft.stop_between", problem, "Write the lower limit first, as in [0.35, 0.45]")
+        yield Mistake(field, problem, "Add tasks.evaluation, or remove it", ("tasks.evaluation",))
+    if wanted is not None and wanted[0] > wanted[1]:
+        problem = f"no accuracy is at least {wanted[0]} and at most {wanted[1]}"
+        yield Mistake(field, problem, "Write the lower limit first, as in [0.35, 0.45]")
+
+
+def _reward_models_are_whole(job: JobConfig) -> Iterator[Mistake]:
+    if job.kind == "reward_model" and job.trainer.lora.rank:
+        problem = "adapters are trained of language models, and this trains a reward model"
+        yield Mistake("trainer.lora.rank", problem, "Set it to 0", ("kind",))
+
+
+def _preference_loss_is_whole(job: JobConfig) -> Iterator[Mistake]:
+    section, plain = job.preference, type(job.preference)()
+    if job.kind != "preference":
+        return
+    owners = {"label_smoothing": "dpo", "weight_desirable": "kto", "weight_undesirable": "kto"}
+    for name, loss in owners.items():
+        if getattr(section, name) != getattr(plain, name) and section.loss != loss:
+            problem = f"the loss {section.loss} does not use it, only {loss} does"
+            yield Mistake(f"preference.{name}", problem, "Remove it", ("preference.loss",))
+    if section.loss == "kto" and section.batch_size < 2:
+        problem = "kto compares each step's prompts with answers of others, so a step needs several"
+        yield Mistake("preference.batch_size", problem, "Set it to 2 or more", ("preference.loss",))
 
 
 def _evaluation_engine_is_its_own(job: JobConfig) -> Iterator[Mistake]:
@@ -358,7 +395,11 @@ ANY_KIND: tuple[Rule, ...] = (
     _adapters_have_a_rank,
     _ranks_share_a_place_for_checkpoints,
 )
-SFT_ONLY: tuple[Rule, ...] = (_stop_accuracy_is_measured,)
+FILES_ONLY: tuple[Rule, ...] = (
+    _stop_accuracy_is_measured,
+    _preference_loss_is_whole,
+    _reward_models_are_whole,
+)
 RL_ONLY: tuple[Rule, ...] = (
     reward_mistakes,
     _workers_are_within_their_limits,
@@ -369,65 +410,57 @@ RL_ONLY: tuple[Rule, ...] = (
     _reuse_is_possible,
     _group_policy_is_whole,
     _minibatches_hold_groups,
+    _penalty_and_warm_up_have_an_effect,
     _evaluation_engine_is_its_own,
 )
 
 
-# --- what a job may say, but will regret ------------------------------------------------------------------
+# --- several policies ------------------------------------------------------------------------------------
 
 
-def advise(job: JobConfig) -> list[Mistake]:
-    """Every warning about `job`, printed before it starts. Nothing fails for them."""
-    return [*_groups_finish_within_the_bound(job), *_programs_unprotected(job)] if job.kind == "rl" else []
+ONE_SPEAKER = frozenset({"single_turn", "multi_turn", "tool_use"})
 
 
-def _programs_unprotected(job: JobConfig) -> Iterator[Mistake]:
-    for field, isolated in programs_run(job):
-        if not isolated:
+def policies_mistakes(views: Sequence[JobConfig]) -> Iterator[Mistake]:
+    """Broken rules between the policies of a job; `views` are its jobs of one policy each."""
+    if views[0].kind != "rl":
+        problem = f"`kind: {views[0].kind}` trains one policy"
+        yield Mistake("policies", problem, "Keep one of them, or give each its job")
+    for field, url in (
+        ("checkpoint.store", views[0].checkpoint.store),
+        ("run_dir", url_of(views[0].run_dir)),
+    ):
+        if url is not None:
+            problem = "with several policies checkpoints are kept on this machine alone"
+            yield Mistake(field, problem, "Remove it, or give a folder")
+    workflow = views[0].rollout.workflow
+    if workflow in ONE_SPEAKER:
+        yield Mistake(
+            "rollout.workflow",
+            f"{workflow} speaks with one policy only, and there are {len(views)}",
+            "Write one that asks each, by ctx.generate(…, policy=…), or by the model's name in `agent`",
+        )
+    for field in sorted({field for preset in PRESETS.values() for field in preset.fields}):
+        found = {view.policy: attrgetter(field)(view) for view in views} if field in job_fields() else {}
+        if not field.startswith("trainer.") and len({*found.values()}) > 1:
+            said = ", ".join(f"{value} for {policy}" for policy, value in found.items())
+            problem = f"all policies share it, and by their presets it would be {said}"
             yield Mistake(
-                f"{field}.sandbox",
-                "programs that the model writes run without any protection: they may do whatever the reward "
-                "service may do on its machine",
-                "Remove it, so that they are isolated (docs/sandbox.md)",
+                field, problem, "Write it in the job itself, and a preset that goes with it for each"
             )
-
-
-def running_groups(job: JobConfig) -> float:
-    """Groups that all workers together run at once."""
-    return _engines(job) * job.rollout.max_concurrent / job.rollout.group_size
-
-
-def _engines(job: JobConfig) -> int:
-    return max(job.rollout.workers, job.rollout.autoscale.max) * job.rollout.replicas
-
-
-def _durations_are_even(job: JobConfig) -> bool:
-    return job.rollout.workflow == "single_turn" and job.rollout.sampling.max_new_tokens <= EVEN_TOKENS
-
-
-def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:
-    """Too many groups under way are overtaken by younger ones before they are finished. At η = 0 workers and
-    trainer take turns. The rule is read off the tables of `docs/staleness.md`."""
-    eta, batch, running = job.buffer.max_staleness, job.buffer.batch_groups, running_groups(job)
-    most = RUNNING_PER_STALENESS * eta * batch
-    if eta == 0 or running <= most or (_durations_are_even(job) and running <= eta * batch):
-        return
-    needed = -(-running // (RUNNING_PER_STALENESS * batch))
-    concurrent = int(most * job.rollout.group_size / _engines(job))
-    fix = "Raise"
-    if concurrent >= job.rollout.group_size:
-        fix = f"Lower rollout.max_concurrent to {concurrent}, if the engine is no slower for it, or raise"
-    yield Mistake(
-        "buffer.max_staleness",
-        f"{eta} is little for {running:.0f} groups running at once (rollout.workers × replicas × "
-        f"max_concurrent / group_size), {running / batch:.1f} times buffer.batch_groups = {batch}: when "
-        "durations vary, long groups become too old before they are finished, and are dropped or waited for",
-        f"{fix} max_staleness to {needed:.0f}, or buffer.batch_groups (docs/staleness.md)",
-        (
-            "rollout.workers",
-            "rollout.replicas",
-            "rollout.max_concurrent",
-            "rollout.group_size",
-            "buffer.batch_groups",
-        ),
-    )
+    owners: dict[int, str] = {}
+    for view in views:
+        for gpu in trainer_gpus(view):
+            if (other := owners.setdefault(gpu, view.policy)) != view.policy:
+                yield Mistake(
+                    f"policies.{view.policy}.trainer.device",
+                    f"cuda:{gpu} is a GPU of the trainer of {other} too",
+                    "Give the trainers GPUs of their own, by cuda:N",
+                )
+                break
+        if view.rollout.device == "cuda":
+            yield Mistake(
+                f"policies.{view.policy}.rollout.device",
+                "with several policies it is not told which GPUs are whose",
+                "Write cuda:N",
+            )

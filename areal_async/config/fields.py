@@ -16,8 +16,24 @@ from pydantic_core import PydanticUndefined
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
 from areal_async.config.job import JobConfig
+from areal_async.config.presets import PRESETS
+from areal_async.config.trainings import PreferenceSection
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,47}")  # As `JobConfig.job` has it
+_COEFFICIENT, _CLIP = "trainer.objective.kl.coefficient", "trainer.objective.loss_args.clip_"
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("kl_coef", "kl_coeff", "kl_loss_coef", "init_kl_coef"), _COEFFICIENT),
+    "beta": f"{_COEFFICIENT}, or in a preference job preference.beta",
+    **dict.fromkeys(("clip_high", "epsilon_high", "clip_ratio_high"), f"{_CLIP}high"),
+    **dict.fromkeys(("clip_low", "epsilon_low", "clip_ratio_low"), f"{_CLIP}low"),
+    **dict.fromkeys(("clip_range", "cliprange", "clip_ratio", "eps_clip"), f"{_CLIP}low and clip_high"),
+    "learning_rate": "trainer.optimizer.lr",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.sampling.max_new_tokens",
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "tasks.passes"),
+}
+"""What other trainers and papers call a field, and what it is called here."""
+PREFERENCE_LOSSES = get_args(PreferenceSection.model_fields["loss"].annotation)
 SURELY_MEANT = 0.8  # How close a field's name must be to come before the same name in a section below
 
 
@@ -56,7 +72,10 @@ def suggest(section: str, key: str) -> str | None:
     model = section_of(section)
     prefix = f"{section}." if section else ""
     beside = difflib.get_close_matches(key, list(model.model_fields) if model else [], n=1, cutoff=0.65)
-    elsewhere = [path for path in job_fields() if path.rpartition(".")[2] == key]
+    if key in OTHER_NAMES and not (beside and beside[0].startswith(key)):
+        return OTHER_NAMES[key]
+    sections = [path.rpartition(".")[0] for path in job_fields()]
+    elsewhere = [path for path in dict.fromkeys([*job_fields(), *sections]) if path.rpartition(".")[2] == key]
     below = [path for path in elsewhere if path.startswith(prefix)]
     if beside and not (below and difflib.SequenceMatcher(None, beside[0], key).ratio() < SURELY_MEANT):
         return prefix + beside[0]
@@ -113,7 +132,7 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
     if kind == "missing":
         return Mistake(field, "this field is missing", f"Add it. {_about(field)}".rstrip(". "))
     if kind == "extra_forbidden":
-        return _unknown(location)
+        return _unknown(location, found)
     if kind == "url":
         return Mistake(field, detail["ctx"]["problem"], detail["ctx"]["fix"])
     if kind == "string_pattern_mismatch":
@@ -121,6 +140,8 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
         return Mistake(field, f"{found!r} does not have the right form", fix)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Mistake(field or "file", f"{found!r} is not a section", _as_section(field, found))
+    if field == "kind" and (meant := _kind_of(str(found).lower())):
+        return Mistake(field, f"{found!r} is not a choice", f"Did you mean {meant}?")
     if (words := value_in_words(detail)) is not None:
         word = f", or {detail['word']}" if "word" in detail else ""
         return Mistake(field, f"{found!r} {words[0]}", words[1] + word)
@@ -128,7 +149,14 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
     return Mistake(field, f"{found!r} is refused: {message}", f"Correct it. {_about(field)}".rstrip(". "))
 
 
-def _unknown(location: list[str]) -> Mistake:
+def _kind_of(name: str) -> str | None:
+    """What to write for the name of an algorithm as `kind`; None where it is none."""
+    if name in PREFERENCE_LOSSES:
+        return f"kind: preference with preference.loss: {name}"
+    return f"kind: rl with trainer.objective.preset: {name}" if name in PRESETS else None
+
+
+def _unknown(location: list[str], found: Any) -> Mistake:
     field, section, key = ".".join(location), ".".join(location[:-1]), location[-1]
     if key == "trust_remote_code":
         problem = "code that comes with a model is never run: it would have the rights of the job"
@@ -136,6 +164,11 @@ def _unknown(location: list[str]) -> Mistake:
     if (fix := blank_after_colon(key)) is not None:
         return Mistake(field, "there is no such field", fix)
     suggestion = suggest(section, key)
+    if suggestion is not None and isinstance(found, dict) and len(found) == 1:
+        inner, below = str(next(iter(found))), section_of(suggestion)
+        if below is not None:
+            known = f"{suggestion}.{inner}" if inner in below.model_fields else suggest(suggestion, inner)
+            suggestion = known or suggestion
     if suggestion is not None:
         return Mistake(field, "there is no such field", f"Did you mean {suggestion}?")
     model = section_of(section)

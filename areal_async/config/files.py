@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
+from areal_async.examples import FORMS, Form, read_examples
 from areal_async.modelfiles import INDEX, ONE_FILE, is_mixture, stored_tensors
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
+from areal_async.storage.content import OF_TRAINER
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
@@ -30,14 +34,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def check_files(job: JobConfig) -> list[Mistake]:
     """Every mistake about the files that `job` names."""
     mistakes = [*_check_run_dir(job.run_dir), *_check_model(job), *_check_lora_targets(job)]
-    rows, problems = _check_tasks("tasks.train", job.tasks.train, job.model)
+    rows, problems = _check_tasks(job, "tasks.train", job.tasks.train)
     mistakes += problems
     if rows is not None and job.kind == "rl":
         mistakes += _check_passes(job, rows)
     if job.tasks.evaluation is not None:
-        mistakes += _check_tasks("tasks.evaluation", job.tasks.evaluation, job.model)[1]
+        mistakes += _check_tasks(job, "tasks.evaluation", job.tasks.evaluation)[1]
+        if job.kind != "rl" and not mistakes:
+            mistakes += _check_forms(job, job.tasks.evaluation)
     if job.kind == "rl":
-        mistakes += _check_secret_files(job)
+        mistakes += [*_check_secret_files(job), *_check_further_models(job)]
         mistakes += reward_file_mistakes(job.reward)
         if (check := getattr(CHANNELS.known(job.weights.channel), "check_files", None)) is not None:
             mistakes += check(job.weights.channel_args, "weights.channel_args")
@@ -91,6 +97,27 @@ def _check_model(job: JobConfig, *, weights: bool = True) -> Iterator[Mistake]:
         yield from _check_model_config(job, config)
 
 
+def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
+    """The models that the trainer holds beside the policy; those that score its tokens have its tokens."""
+    for field in OF_TRAINER:
+        model: Path | None = attrgetter(field)(job)
+        if model is None:
+            continue
+        if not model.is_dir():
+            yield Mistake(field, f"{model} is no folder", "Give a Hugging Face model directory")
+            continue
+        yield from model_mistakes(model, json_in(model / "config.json"), field)
+        own, other = (json_in(folder / "tokenizer.json") for folder in (job.model, model))
+        if field != "trainer.critic.model" and own and other and _vocabulary(own) != _vocabulary(other):
+            problem = f"{model} has another vocabulary than the policy's {job.model}"
+            yield Mistake(field, problem, "Give a model with the policy's tokenizer", ("model",))
+
+
+def _vocabulary(tokenizer: Any) -> Any:
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    return model.get("vocab") if isinstance(model, dict) else None
+
+
 def model_mistakes(model: Path, config: object, field: str) -> Iterator[Mistake]:
     """What a Hugging Face model directory lacks, of which `config.json` holds `config` (None: nothing)."""
     if config is None:
@@ -140,7 +167,8 @@ def _has_chat_template(model: Path) -> bool:
 
 def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mistake]:
     architectures = config.get("architectures") or []
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+    wanted = ("ForCausalLM", *(("ForSequenceClassification",) if job.kind == "reward_model" else ()))
+    if architectures and not any(str(name).endswith(wanted) for name in architectures):
         names = ", ".join(map(str, architectures))
         yield Mistake(
             "model", f"{names} is not a causal language model", "Give a model of a ...ForCausalLM class"
@@ -213,7 +241,7 @@ def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
     return found
 
 
-def _check_tasks(field: str, path: Path, model: Path) -> tuple[int | None, list[Mistake]]:
+def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, list[Mistake]]:
     """The number of rows where it is cheap to know, and the mistakes."""
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
@@ -222,22 +250,49 @@ def _check_tasks(field: str, path: Path, model: Path) -> tuple[int | None, list[
             "`hf download NAME --repo-type dataset --local-dir DIR` fetches a data set of the hub"
         )
         return None, [Mistake(field, f"{path} {found}", fix)]
+    whole = path.stat().st_size <= READ_WHOLE_BYTES
+    rows: int | None = None
     try:
-        if path.stat().st_size <= READ_WHOLE_BYTES:
+        if job.kind != "rl":
+            form, examples = read_examples(path, job.kind)
+            chosen = list(examples if whole else islice(examples, 1))
+            are_messages = any(not isinstance(one.answers[0].prompt, str) for one in chosen)
+            if (mistake := _form_mistake(job, form, path)) is not None:
+                return None, [mistake]
+        elif whole:
             table = read_tasks(path)
-            rows: int | None = len(table)
+            rows = len(table)
             are_messages = any(not isinstance(task.prompt, str) for task in table)
         else:
-            rows, row = None, next(task_rows(path), {})
-            check_row(path, 0, row)
+            where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
+            check_row(where, row)
             are_messages = not isinstance(row["prompt"], str)
     except TaskFileError as error:
         return None, [Mistake(field, *_split(str(error)))]
-    if are_messages and model.is_dir() and not _has_chat_template(model):
-        problem = f"the prompts of {path} are messages, and the tokenizer in {model} has no chat template"
+    if are_messages and job.model.is_dir() and not _has_chat_template(job.model):
+        problem = f"the prompts of {path} are messages, and the tokenizer in {job.model} has no chat template"
         fix = "Add one to the tokenizer (chat_template.jinja), or give tasks whose prompts are text"
         return rows, [Mistake(field, problem, fix, ("model",))]
     return rows, []
+
+
+def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
+    """Whether the loss of a job learns from examples of this form."""
+    wanted: Form = "labelled" if job.preference.loss == "kto" else "pairs"
+    if job.kind != "preference" or form == wanted:
+        return None
+    needed = ", ".join(FORMS["preference"][wanted])
+    problem = f"the loss {job.preference.loss} learns from the columns {needed}, which {path} lacks"
+    other = "one of the others" if wanted == "labelled" else "kto"
+    return Mistake("preference.loss", problem, f"Set it to {other}, or give such a file", ("tasks.train",))
+
+
+def _check_forms(job: JobConfig, held_out: Path) -> Iterator[Mistake]:
+    """That training and held-out examples are measured by one loss."""
+    train, held = (read_examples(path, job.kind)[0] for path in (job.tasks.train, held_out))
+    if train != held and job.kind == "reward_model":
+        problem = f"it has {held} examples, and tasks.train {train} ones, which another loss measures"
+        yield Mistake("tasks.evaluation", problem, "Give files of one form", ("tasks.train",))
 
 
 def _split(text: str) -> tuple[str, str]:

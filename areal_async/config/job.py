@@ -1,25 +1,33 @@
-"""A job file: one YAML document, one model."""
+"""A job file: one YAML document, one model or several."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from areal_async.config.base import Section
+from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
 from areal_async.config.reward import RewardSection
 from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
+from areal_async.config.trainings import (
+    FileTraining,
+    Kind,
+    PreferenceSection,
+    RewardModelSection,
+    SftSection,
+)
 from areal_async.rpc.schema import POLICY, POLICY_NAME
 from areal_async.storage.urls import FETCHED, StoreUrl
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NumberOrAuto = Annotated[int, Field(ge=1, le=1_000_000_000)] | Literal["auto"]
-Accuracy = Annotated[float, Field(ge=0, le=1)]
 
 
 class TasksSection(Section):
-    """Parquet or jsonl files with the columns `data_source, prompt, ability, reward_model, extra_info`."""
+    """Parquet or jsonl files, of tasks (columns `data_source, prompt, ability, reward_model, extra_info`) or,
+    for other kinds than `rl`, of examples (see docs/other-trainings.md)."""
 
     train: Annotated[Path, *FETCHED]
     """Tasks to train on: a path, or the URL of a file in a store (see docs/storage.md)."""
@@ -292,33 +300,45 @@ class OptimizerSection(Section):
     """Largest gradient norm of an update; larger ones are scaled down to it."""
 
 
-class ObjectiveSection(Section):
-    """advantage × loss × correction × normaliser (see docs/objectives.md). Each is a built-in part, an
-    installed one, or `path.py:name` of your own."""
+class CriticOptimizerSection(OptimizerSection):
+    """AdamW."""
 
-    advantage: str = Field(default="grpo", min_length=1)
-    """`grpo`: the reward less its group's mean, over its group's standard deviation; or one of your own."""
-    advantage_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the advantage."""
-    loss: str = Field(default="ppo", min_length=1)
-    """`ppo`: the clipped ratio loss; `sft`: the log-likelihood (for `kind: sft`); or one of your own."""
-    loss_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the loss: of `ppo`, `clip_low` and `clip_high` (0.2)."""
-    correction: str = Field(default="decoupled", min_length=1)
-    """What makes up for stale samples: `decoupled` weighs each token by exp(prox - behaviour); `none`; or
-    one of your own."""
-    correction_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the correction: of `decoupled`, the `cap` (5) at which it truncates its weight."""
-    prox: Literal["recompute", "reuse"] = "recompute"
-    """Where proximal log-probs come from: a forward pass of their own, or `reuse` of the update's own forward
-    pass, which is right with one minibatch per step."""
-    allow_uncorrected: bool = False
-    """Allow `correction: none` with stale samples, for an experiment."""
-    normaliser: str = Field(default="token", min_length=1)
-    """`token`: mean over all tokens of the update; `sequence`: mean over episodes of the mean over each one's
-    tokens; or one of your own."""
-    normaliser_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the normaliser."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Learning rate."""
+
+
+class CriticSection(Section):
+    """The model that says what is still to be earned, for an advantage such as `gae` that needs one."""
+
+    kind: Literal["model", "head"] = "model"
+    """`model`: one of its own; `head`: a further output of the policy, trained with it."""
+    model: Annotated[Path | None, *FETCHED] = None
+    """Hugging Face directory of a `model`: a causal language model, which gets a new output, or a sequence
+    classifier with one label, such as a reward model. None means the job's own model."""
+    optimizer: CriticOptimizerSection = CriticOptimizerSection()
+    """How a `model` is trained."""
+    coefficient: float = Field(default=0.5, gt=0)
+    """Weight of the value loss beside that of the policy, for a `head`."""
+    clip: float | None = Field(default=0.2, gt=0)
+    """A value counts as moved by at most this in one step; none sets no limit."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the beginning in which the critic alone is trained."""
+
+
+class ProcessRewardSection(Section):
+    """The process reward model of the advantage `prime`: a language model, whose log-probs less those of the
+    reference are the rewards of tokens. It is trained beside the policy, on what episodes earn."""
+
+    model: Annotated[Path | None, *FETCHED] = None
+    """Hugging Face directory that it begins with; none means the job's own model."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """How it is trained, with one update in each step."""
+    beta: float = Field(default=0.05, gt=0)
+    """What the difference of log-probs is multiplied by when it is trained; `prime` has a `beta` of its own
+    for the policy."""
+    balanced: bool = True
+    """Whether what earned its reward and what did not weigh the same in each step, however many there are of
+    each; false is the loss of the paper."""
 
 
 class LoraSection(Section):
@@ -369,6 +389,10 @@ class TrainerSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection = LoraSection()
     objective: ObjectiveSection = ObjectiveSection()
+    reference: ReferenceSection = ReferenceSection()
+    critic: CriticSection = CriticSection()
+    teacher: TeacherSection = TeacherSection()
+    process_reward: ProcessRewardSection = ProcessRewardSection()
     self_check: SelfCheckSection = SelfCheckSection()
     record_batches: bool = False
     """Keep the episodes, manifest and losses of every step under `batches/` in the run's folder."""
@@ -381,26 +405,14 @@ class TrainerSection(Section):
     """Number type of the computation and of the published weights."""
 
 
-class SftSection(Section):
-    """Supervised warm-up on the tasks' own ground truth (`kind: sft`)."""
-
-    batch_size: int = Field(default=64, ge=1, le=1_000_000)
-    """Examples in one optimizer step."""
-    evaluate_every: int = Field(default=25, ge=1)
-    """Steps between two held-out measurements (greedy exact match, by teacher forcing); eight times as many
-    while `stop_between` is set and the last one was below half of its lower limit."""
-    stop_between: tuple[Accuracy, Accuracy] | None = None
-    """Lowest and highest held-out accuracy: the job ends at the first measurement within them. Early in
-    training accuracy jumps between measurements, so a lower limit alone may be passed by far."""
-
-
 class JobConfig(Section):
     """The whole of one training job. Relative paths are relative to the job file."""
 
     job: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")
     """Name of the job and of its folder: lower-case letters, digits, `-` and `_`, at most 48."""
-    kind: Literal["rl", "sft"] = "rl"
-    """`rl`: all services, rewards; `sft`: the trainer alone, on the tasks' ground truth."""
+    kind: Kind = "rl"
+    """`rl`: all services, rewards; the others are the trainer alone, on examples in files: `sft` on answers,
+    `preference` on preferred ones, `reward_model` makes a model that scores."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Decides task order and sampling."""
     run_dir: Annotated[Path, *FETCHED] = Path("runs")
@@ -408,6 +420,9 @@ class JobConfig(Section):
     which is mirrored there while it runs (see docs/storage.md)."""
     policy: str = Field(default=POLICY, pattern=rf"^{POLICY_NAME}$")
     """Name of the policy that is trained; `policies: {name: {model, trainer, rollout}}` gives it too."""
+    policies: dict[str, dict[str, Any]] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    """Several policies, trained side by side, each with what it has of its own; the rest is the job's (see
+    docs/policies.md)."""
     model: Annotated[Path, *FETCHED]
     """Hugging Face directory of a causal language model (safetensors) with its tokenizer, or its URL."""
     tasks: TasksSection
@@ -416,6 +431,8 @@ class JobConfig(Section):
     reward: RewardSection = RewardSection()
     trainer: TrainerSection = TrainerSection()
     sft: SftSection = SftSection()
+    preference: PreferenceSection = PreferenceSection()
+    reward_model: RewardModelSection = RewardModelSection()
     weights: WeightsSection = WeightsSection()
     placement: PlacementSection = PlacementSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -430,9 +447,42 @@ class JobConfig(Section):
 
         return load_job(Path(path), overrides)
 
+    def of(self, policy: str) -> "JobConfig":
+        """The job as the trainer and the engines of one of its policies see it: a job of that policy alone.
+        Held-out tasks are the first policy's. Raises KeyError for another name."""
+        if not self.policies and policy == self.policy:
+            return self
+        flat = merged(self.model_dump(exclude={"policies"}), self.policies[policy]) | {"policy": policy}
+        if policy != self.policy:
+            flat["tasks"] |= {"evaluation": None}
+            flat["checkpoint"] |= {"keep_best": 0}
+        return JobConfig.model_validate(flat)
+
+    @property
+    def views(self) -> "dict[str, JobConfig]":
+        """What `of` gives, for each policy of the job."""
+        return {name: self.of(name) for name in self.policies or (self.policy,)}
+
+    @property
+    def training(self) -> FileTraining:
+        """The section of the job's kind, which is not `rl`."""
+        found: FileTraining = getattr(self, self.kind)
+        return found
+
     @property
     def evaluation_sampling(self) -> SamplingSection:
         """What the evaluation samples with: its section, and of the rollout's what that leaves open."""
         section = self.evaluation.sampling.model_dump()
         section["max_new_tokens"] = section["max_new_tokens"] or self.rollout.sampling.max_new_tokens
         return SamplingSection(**section)
+
+
+def merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with what `own` says in its place, section by section; arguments of a part go as a whole."""
+    result = dict(base)
+    for key, value in own.items():
+        before = result.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping) and not key.endswith("_args"):
+            value = merged(before, value)
+        result[key] = value
+    return result

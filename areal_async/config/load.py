@@ -1,6 +1,6 @@
 """Reading a job: from a job file and overrides to a checked `JobConfig`, or every reason why not.
 
-`policies: {name: {model, trainer, rollout}}` is flattened first: the flat form is the shorthand for one.
+Each of `policies` is checked as a job of its own: what it says in the place of the job's own sections.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from areal_async.config.checks import check_fields
+from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import explain, job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
-from areal_async.config.job import JobConfig
+from areal_async.config.job import JobConfig, merged
 from areal_async.config.parts import PART_FIELDS, arguments_of
+from areal_async.config.presets import fill_preset
 from areal_async.config.reward import FOLDER_OR_NAME
 from areal_async.config.yamlfile import (
     MOST_LEVELS,
@@ -41,7 +42,24 @@ PATH_FIELDS = tuple(
     path for path, field in job_fields().items() if Path in (field.annotation, *get_args(field.annotation))
 )
 URL_FIELDS = tuple(path for path in PATH_FIELDS if FETCHED[0] in job_fields()[path].info.metadata)
-OF_A_POLICY = ("model", "trainer", "rollout")  # What each policy has of its own
+OF_EACH: dict[str, tuple[str, ...]] = {
+    "model": (),
+    "trainer": (),
+    "rollout": (
+        "engine",
+        "engine_args",
+        "replicas",
+        "max_model_len",
+        "update_mode",
+        "sampling",
+        "torch_threads",
+        "device",
+        "dtype",
+        "server",
+    ),
+    "buffer": ("max_staleness", "batch_groups"),
+}
+"""What each policy may have of its own: whole sections, or where there are several policies these fields."""
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
 """Fields and sections that the trainer's memory depends on, each with a dot behind it."""
 
@@ -76,18 +94,44 @@ def job_from_mapping(
         raise ConfigError(source, [Mistake(where, problem, "Flatten it")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
-    content, policy, of_policies = _flattened(content)
+    mistakes += _policy_mistakes(content)
     resolve_paths(content, base)
+    policies = _policies_of(content)
+    rest = {key: value for key, value in content.items() if key != "policies"}
+    views: dict[str, JobConfig | None] = {}
+    for name, own in policies.items() or {"": {}}.items():
+        flat = copy.deepcopy(merged(rest, own) | ({"policy": name} if name else {}))
+        unknown = fill_preset(flat)
+        views[name], found = _checked(flat, files=files, memory=memory)
+        mistakes += _as_written([*unknown, *found], name, own, rest)
+    first, *others = views.values()
+    if len(views) > 1 and all(views.values()):
+        mistakes += policies_mistakes([view for view in views.values() if view is not None])
+    if mistakes or first is None:
+        raise ConfigError(source, list(dict.fromkeys(mistakes)))
+    if not others:
+        return first
+    return first.model_copy(update={"policies": {view.policy: _own(view) for view in views.values() if view}})
+
+
+def _checked(content: dict[str, Any], *, files: bool, memory: bool) -> tuple[JobConfig | None, list[Mistake]]:
+    """The job of one policy, and what is wrong with it."""
     job, structural = _validate(content)
-    mistakes += [m for m in structural if job is None or not memory or _is_of_memory(m) or _is_unknown(m)]
+    mistakes = [m for m in structural if job is None or not memory or _is_of_memory(m) or _is_unknown(m)]
     if job is not None:
         broken = {mistake.field for mistake in structural}
         rules = memory_mistakes(job) if memory else (*check_fields(job), *(_named(job) if files else ()))
         mistakes += [mistake for mistake in rules if not broken & {mistake.field, *mistake.involves}]
-    mistakes = of_policies + _as_written(mistakes, policy)
-    if mistakes or job is None:
-        raise ConfigError(source, mistakes)
-    return job
+    return job, mistakes
+
+
+def _own(job: JobConfig) -> dict[str, Any]:
+    """What a policy may have of its own, as JSON values."""
+    whole = job.model_dump(mode="json")
+    return {
+        section: {name: whole[section][name] for name in names} if names else whole[section]
+        for section, names in OF_EACH.items()
+    }
 
 
 def memory_mistakes(job: JobConfig) -> list[Mistake]:
@@ -191,7 +235,7 @@ def _remove(content: Any, location: Sequence[int | str]) -> None:
 
 
 def resolve_paths(content: dict[str, Any], base: Path) -> None:
-    """Make every path in the flat form of a job's mapping absolute, and its `run_dir` too."""
+    """Make every path in a job's mapping absolute, and its `run_dir` too."""
     for field in PATH_FIELDS:
         section, last = _section(content, field)
         is_path = field not in URL_FIELDS or not is_url(section.get(last))
@@ -206,6 +250,9 @@ def resolve_paths(content: dict[str, Any], base: Path) -> None:
         if isinstance(section, dict):
             _resolve_part(REWARDS, section, "name", "args", base)
     content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
+    for own in _policies_of(content).values():
+        resolve_paths(own, base)
+        own.pop("run_dir")
 
 
 def _resolve_part(kind: Registry, section: dict[str, Any], name: str, args: str, base: Path) -> None:
@@ -250,58 +297,66 @@ def _absolute(text: str, base: Path) -> str:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """The flat form of a job's mapping, whose `policies` were found right."""
-    return _flattened(content)[0]
+    """The flat form of a job's mapping, whose `policies` were found right, where there is one policy."""
+    policies = _policies_of(content)
+    if len(policies) != 1:
+        return content
+    ((name, own),) = policies.items()
+    return merged({key: value for key, value in content.items() if key != "policies"}, own) | {"policy": name}
 
 
-def _flattened(content: dict[str, Any]) -> tuple[dict[str, Any], str, list[Mistake]]:
-    """The flat form of a job's mapping, the name of the policy that it had a section for (or empty), and what
-    is wrong with `policies`. Where it names several, the first stands for them, so that the rest can be
-    checked."""
+def _policies_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     policies = content.get("policies")
-    if policies is None:
-        return content, "", []
-    rest = {key: value for key, value in content.items() if key != "policies"}
-    if not isinstance(policies, dict) or not policies:
+    if not isinstance(policies, dict):
+        return {}
+    return {str(name): own if isinstance(own, dict) else {} for name, own in policies.items()}
+
+
+def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
+    """What is wrong with `policies` as it is written."""
+    policies = content.get("policies", {})
+    if policies == {} and "policy" in content:
+        return
+    if not isinstance(policies, dict) or ("policies" in content and not policies):
         fix = "Write `policies: {name: {model: …}}`, or `model` alone for one policy"
-        return rest, "", [Mistake("policies", "it names no policy", fix)]
-    name = str(next(iter(policies)))
-    return rest | {"policy": name} | _sections(policies[name]), name, [*_policy_mistakes(rest, policies)]
-
-
-def _sections(policy: Any) -> dict[str, Any]:
-    return {key: policy[key] for key in OF_A_POLICY if key in policy} if isinstance(policy, dict) else {}
-
-
-def _policy_mistakes(rest: dict[str, Any], policies: dict[Any, Any]) -> Iterator[Mistake]:
-    if len(policies) > 1:
-        names = ", ".join(map(str, policies))
-        problem = (
-            f"{names} are {len(policies)} policies; agents cannot say yet which of them answers for them"
-        )
-        yield Mistake("policies", problem, "Keep one of them")
+        yield Mistake("policies", "it names no policy", fix)
+        return
+    if policies and content.get("policy", next(iter(policies))) != next(iter(policies)):
+        yield Mistake("policy", "`policies` names the policy already", "Remove it")
+    several = len(policies) > 1
     for name, policy in policies.items():
         field = f"policies.{name}"
         if not isinstance(name, str) or not re.fullmatch(POLICY_NAME, name):
             problem = f"{name!r} cannot be the name of a policy"
             yield Mistake(field, problem, "Use lower-case letters, digits, - and _, at most 32")
+        elif several and re.search(r"(^|-)[0-9]+$", name):
+            problem = f"its trainer would be called trainer-{name}, as a rank of another's might be"
+            yield Mistake(field, problem, "Give it a name that does not end with a number of its own")
         if not isinstance(policy, dict):
-            yield Mistake(field, "it is no section", f"Give it {', '.join(OF_A_POLICY)}")
+            yield Mistake(field, "it is no section", f"Give it {', '.join(OF_EACH)}")
             continue
-        for key in policy:
-            if key not in OF_A_POLICY:
-                yield Mistake(f"{field}.{key}", "no policy has it", f"A policy has {', '.join(OF_A_POLICY)}")
-            elif key in rest:
-                yield Mistake(key, f"{field}.{key} is given too", "Keep one of the two")
-    if "policy" in rest:
-        yield Mistake("policy", "`policies` names the policy already", "Remove it")
+        for key, own in policy.items():
+            if key not in OF_EACH:
+                yield Mistake(f"{field}.{key}", "no policy has it", f"A policy has {', '.join(OF_EACH)}")
+            for inner in own if several and OF_EACH.get(key) and isinstance(own, dict) else ():
+                if inner not in OF_EACH[key]:
+                    problem = f"all policies share it; {key} of each holds {', '.join(OF_EACH[key])}"
+                    yield Mistake(f"{field}.{key}.{inner}", problem, f"Write it as {key}.{inner}")
 
 
-def _as_written(mistakes: Iterable[Mistake], name: str) -> list[Mistake]:
+def _as_written(
+    mistakes: Iterable[Mistake], name: str, own: dict[str, Any], rest: dict[str, Any]
+) -> list[Mistake]:
     """The mistakes with the fields that stand under `policies.<name>` called so."""
 
     def path(field: str) -> str:
-        return f"policies.{name}.{field}" if name and field.split(".")[0] in OF_A_POLICY else field
+        top, _, inner = field.partition(".")
+        section, last = _section(own, field)
+        beside, _ = _section(rest, field)
+        of_each = top in OF_EACH and (not OF_EACH[top] or inner.partition(".")[0] in OF_EACH[top])
+        default = last in beside or (top not in own and top != "model")
+        is_own = last in section or (of_each and not default)
+        return f"policies.{name}.{field}" if name and is_own else field
 
     return [
         replace(each, field=path(each.field), involves=tuple(map(path, each.involves))) for each in mistakes

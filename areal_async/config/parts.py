@@ -6,7 +6,7 @@ A part is asked through the registry of its kind (`areal_async/registry.py`), an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,16 +14,15 @@ from areal_async import registry
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.presets import OBJECTIVE, PRESETS
 from areal_async.config.rewardcheck import asked
 from areal_async.registry import PartError, Registry
 
-ANY_KIND: Mapping[str, Registry] = {
-    "trainer.backend": registry.BACKENDS,
-    "trainer.objective.loss": registry.LOSSES,
-    "trainer.objective.normaliser": registry.NORMALISERS,
-}
+ANY_KIND: Mapping[str, Registry] = {"trainer.backend": registry.BACKENDS}
 PART_FIELDS: Mapping[str, Registry] = {
     **ANY_KIND,
+    "trainer.objective.loss": registry.LOSSES,
+    "trainer.objective.normaliser": registry.NORMALISERS,
     "trainer.objective.advantage": registry.ADVANTAGES,
     "trainer.objective.correction": registry.CORRECTIONS,
     "rollout.engine": registry.ENGINES,
@@ -61,6 +60,8 @@ class NamedPart:
                 run_own=run_own,
             )
         )
+        if broken and (meant := self._meant()):
+            broken = [replace(broken[0], fix=f"Write {', or '.join(meant)}")]
         yield from broken
         if not broken and (run_own or not self.is_own):
             part = self.registry.find(self.name)
@@ -69,6 +70,15 @@ class NamedPart:
             check_job = getattr(part, "check_job", None)
             if check_job is not None:
                 yield from check_job(job, self.arguments, self.args_field)
+
+    def _meant(self) -> list[str]:
+        """Where in the objective a part or a preset has this name, which none of this kind has."""
+        word = self.name.lower()
+        if self.is_own or self.name in self.registry.names or not self.field.startswith(OBJECTIVE):
+            return []
+        parts = {field.removeprefix(OBJECTIVE): kind for field, kind in PART_FIELDS.items()}
+        preset = [f"preset: {word}"] if word in PRESETS else []
+        return preset + [f"{name}: {word}" for name, kind in parts.items() if word in kind.names]
 
 
 def _adapters_are_trained(backend: Any, name: str) -> Iterator[Mistake]:

@@ -114,6 +114,9 @@ class RolloutSection(Section):
     """Engines of one worker. A group's requests stay with the one that holds their prefix."""
     group_size: int = Field(default=8, ge=1, le=65_536)
     """Episodes sampled from one task (the `n` of a group)."""
+    greedy_baseline: bool = False
+    """Let the first of a group's episodes be answered greedily: its reward is the baseline that an advantage
+    such as `remax` compares the others with. It is scored, and not trained."""
     max_concurrent: int = Field(default=64, ge=1, le=1_000_000)
     """Most episodes in one engine at once; at least `group_size`."""
     concurrency: Literal["adaptive", "fixed"] = "adaptive"
@@ -146,3 +149,8 @@ class RolloutSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights and of the computation."""
     server: ServerSection = ServerSection()
+
+    @property
+    def greedy_sample(self) -> int | None:
+        """The number in its group of the episode that is answered greedily; None where none is."""
+        return 0 if self.greedy_baseline else None

@@ -67,12 +67,14 @@ def resources_of(
     if by_ray:
         reserved = needs_of(job, services_of(job))
         return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)), memory_gb)
-    cpus = job.trainer.ranks * first_threads(job.trainer.torch_threads)
-    if job.kind == "rl":
-        cpus += workers * first_threads(job.rollout.torch_threads)
-        if job.tasks.evaluation is not None:
-            cpus += job.evaluation.torch_threads
-    return Resources(min(cpus, total.cpus), _gpus_of(job, total.gpus), memory_gb)
+    cpus = 0
+    for view in job.views.values():
+        cpus += view.trainer.ranks * first_threads(view.trainer.torch_threads)
+        cpus += workers * first_threads(view.rollout.torch_threads) if job.kind == "rl" else 0
+    if job.kind == "rl" and job.tasks.evaluation is not None:
+        cpus += job.evaluation.torch_threads
+    gpus = max(_gpus_of(view, total.gpus) for view in job.views.values())
+    return Resources(min(cpus, total.cpus), gpus, memory_gb)
 
 
 def _gpus_of(job: JobConfig, total: int) -> int:

@@ -81,13 +81,14 @@ def named_jobs(name: str, suffixes: Sequence[str]) -> list[str]:
 
 
 def _field(key: str, mistakes: list[Mistake]) -> str:
-    """The dotted field that `key` names."""
+    """The dotted field that `key` names: of those whose last part it is, the one in the fewest sections."""
     fields = job_fields()
     if key in fields or any(OPEN_FIELDS.search(key[: match.start()]) for match in re.finditer(r"\.", key)):
         return key
     named = [path for path in fields if path.rpartition(".")[2] == key]
-    if len(named) == 1:
-        return named[0]
+    outermost = [path for path in named if path.count(".") == min(each.count(".") for each in named)]
+    if len(outermost) == 1:
+        return outermost[0]
     if named:
         choice = ", ".join(named)
         mistakes.append(Mistake(key, f"several fields are called {key}", f"Write one of {choice}"))

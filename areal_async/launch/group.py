@@ -1,4 +1,4 @@
-"""The supervisor's side of the trainer's ranks: whether they live, and what they say of a death.
+"""The supervisor's side of the trainers' ranks: whether they live, and what they say of a death.
 
 Promises: a rank that gives no pulse for `hang_s` is found, and one that the machine was too busy to run, or
 whose supervisor was held up itself, is not: time counts only while the supervisor looks.
@@ -7,6 +7,7 @@ whose supervisor was held up itself, is not: time counts only while the supervis
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ MEMORY_KILL_S = 30.0
 class _Line:
     """What comes from a rank."""
 
+    place: ServicePlace
     child: Child
     memory_kills: int
     """Processes that the kernel of its host had killed for want of memory at the last look."""
@@ -54,7 +56,8 @@ class _Line:
 class RankGroup:
     """`started` takes in a rank, `look` finds who hangs, `cause_of` says how one died."""
 
-    def __init__(self, hang_s: float) -> None:
+    def __init__(self, hang_s: Mapping[str, float]) -> None:
+        """`hang_s` is of each policy that has a trainer of its own."""
         self._hang_s = hang_s
         self._lines: dict[str, _Line] = {}
         self._causes: dict[str, str] = {}
@@ -64,7 +67,7 @@ class RankGroup:
         """A process was started; one that is a rank is listened to from now on."""
         if place.role == "trainer":
             self.forget(place.name)
-            self._lines[place.name] = _Line(child, child.memory_kills())
+            self._lines[place.name] = _Line(place, child, child.memory_kills())
 
     def look(self, now_s: float) -> list[str]:
         """The names of ranks that hang, or that others wait for in vain."""
@@ -75,12 +78,12 @@ class RankGroup:
             line.silent_s += passed_s
             line.watch_memory(now_s)
             for note in line.read():
-                for said_of in [rank_name(rank) for rank in note.ranks] or [name]:
+                for said_of in [rank_name(rank, line.place.policy) for rank in note.ranks] or [name]:
                     self._causes.setdefault(said_of, note.cause)
                     if note.ranks:
                         hanging.append(said_of)
-            if line.silent_s > self._hang_s:
-                self._causes.setdefault(name, f"{SILENT} for {self._hang_s:g} s and was killed")
+            if line.silent_s > (hang_s := self._hang_s[line.place.policy]):
+                self._causes.setdefault(name, f"{SILENT} for {hang_s:g} s and was killed")
                 hanging.append(name)
         return [name for name in dict.fromkeys(hanging) if name in self._lines]
 

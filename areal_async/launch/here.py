@@ -115,11 +115,15 @@ class LocalLauncher:
     ) -> None:
         self._job = job
         self._folders = folders
-        self._lines = RankLines(folders.host.loopback, several=job.trainer.ranks > 1)
+        views = job.views
+        self._lines = {  # Those without a policy: of the only trainer, and of whoever has none
+            name: RankLines(folders.host.loopback, several=job.of(name or job.policy).trainer.ranks > 1)
+            for name in ("", *job.policies)
+        }
         self._spares = Spares(
-            most=job.trainer.ranks,  # they die together
+            most=max(view.trainer.ranks for view in views.values()),  # they die together
             after_s=job.supervisor.spare_after_s,
-            environment=self._environment("trainer"),
+            environment=self._environment(job, "trainer"),
             output=folders.logs / "spare.log",
             modules=spare_modules,
         )
@@ -138,11 +142,11 @@ class LocalLauncher:
         self._children.pop(name, None)
 
     def start(self, place: ServicePlace, *, served_before: bool) -> LocalChild:
-        environment = self._environment(place.role)
+        environment = self._environment(self._job.of(place.policy or self._job.policy), place.role)
         if served_before:
             environment[SERVED_VARIABLE] = "1"
         log_path = self._folders.logs / f"{place.name}.log"
-        variables, given, line_fd = self._lines.prepare(place)
+        variables, given, line_fd = self._lines[place.policy].prepare(place)
         environment |= variables
         try:
             process = self._spares.take(place, self._folders.topology, log_path, environment, given)
@@ -186,8 +190,8 @@ class LocalLauncher:
             child.poll()
             child.close()
 
-    def _environment(self, role: Role) -> dict[str, str]:
-        environment = service_environment(self._folders.run_id, thread_count(self._job, role))
+    def _environment(self, job: JobConfig, role: Role) -> dict[str, str]:
+        environment = service_environment(self._folders.run_id, thread_count(job, role))
         if role != "buffer":
             # Reward and workflow code is a user's: it has no business with the buffer's passwords.
             environment.pop(self._job.buffer.redis_login.password_env, None)

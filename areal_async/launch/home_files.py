@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHom
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
 from areal_async.runtime.topology import Role
-from areal_async.storage.content import content_mistakes, store_url
+from areal_async.storage.content import CONTENT, OF_TRAINER, content_mistakes, store_url
 from areal_async.storage.home import FILES, PROTOCOL, RUN
 from areal_async.storage.remote import StorageMissing
 from areal_async.storage.transfer import fetch
@@ -45,7 +46,7 @@ UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
 def exported(job: JobConfig) -> list[Path]:
     """What a job names by path on the home host and its processes elsewhere must have: its model, its tasks,
     and the folders of its own parts."""
-    data = (job.model, job.tasks.train, job.tasks.evaluation)
+    data = attrgetter(*CONTENT)(job)
     return [*(path for path in data if path is not None and url_of(path) is None), *code_folders(job)]
 
 
@@ -57,10 +58,10 @@ def code_folders(job: JobConfig) -> list[Path]:
 
 def content_of(role: Role, job: JobConfig) -> list[str]:
     """The fields whose content a process of this role must have on its host."""
-    tasks = ["tasks.train", "tasks.evaluation"] if job.kind == "sft" else []
+    tasks = ["tasks.train", "tasks.evaluation"] if job.kind != "rl" else []
     fields: Mapping[Role, list[str]] = {
         "buffer": ["tasks.train"],
-        "trainer": ["model", *tasks],
+        "trainer": ["model", *OF_TRAINER, *tasks],
         "rollout": ["model"],
         "evaluator": ["model", "tasks.evaluation"],
         "reward": [],

@@ -4,7 +4,7 @@ Promises: the buffer serves before anything else is started; a service that dies
 pause that `runtime/process.py` decides, and the others go on meanwhile; one that dies too often, that a
 restart would not cure, or that does not serve in time (counted, for what needs weights, from the last start
 of the trainer), ends the run with a reason that names it, unless it joined later and has never served; the
-ranks of the trainer live and die together: with one the others are killed, which wait for it in a collective,
+ranks of a trainer live and die together: with one the others are killed, which wait for it in a collective,
 it counts as one death, and they start again at once when all are gone; one that is drained leaves, in
 whatever way it ends; once a stop has begun nothing is started, the stages of `plan.STOP_STAGES` are ended in
 order, and `STOP_LIMIT_S` after the stop began every process has been told to end and then killed; the run is
@@ -125,9 +125,14 @@ class Lifecycle:
     _last_one_deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        group = Restarts(self.restarts)  # One count for all ranks
+        groups: dict[str, Restarts] = {}  # One count for all ranks of a trainer
         self.states = {
-            place.name: ServiceState(place, group if place.role == "trainer" else Restarts(self.restarts))
+            place.name: ServiceState(
+                place,
+                groups.setdefault(place.policy, Restarts(self.restarts))
+                if place.role == "trainer"
+                else Restarts(self.restarts),
+            )
             for place in self.services
         }
 
@@ -184,7 +189,7 @@ class Lifecycle:
             return self._died(state, lived_s, now_s, cause)
         if all(self.states[ender].phase is Phase.ENDED for ender in enders):
             return self._stop(Ending("finished"), now_s)
-        if all(rank.phase is Phase.ENDED for rank in self._group(state)):
+        if all(rank.phase is Phase.ENDED for rank in self._trainers()):
             self._last_one_deadline_s = now_s + LAST_ONE_LIMIT_S
         return []
 
@@ -249,7 +254,7 @@ class Lifecycle:
         the last start of the trainer."""
         begun_s = [state.started_s]
         if state.place.role in ("rollout", "evaluator"):
-            trainers = [other for other in self.states.values() if other.place.role == "trainer"]
+            trainers = self._trainers()
             begun_s += [now_s if each.phase is Phase.RESTARTING else each.started_s for each in trainers]
         return max(begun_s)
 
@@ -276,7 +281,10 @@ class Lifecycle:
         """The services that live and die with this one, itself among them: the ranks of a trainer."""
         if state.place.role != "trainer":
             return [state]
-        return [other for other in self.states.values() if other.place.role == "trainer"]
+        return [other for other in self._trainers() if other.place.policy == state.place.policy]
+
+    def _trainers(self) -> list[ServiceState]:
+        return [state for state in self.states.values() if state.place.role == "trainer"]
 
     def _died(self, state: ServiceState, lived_s: float, now_s: float, cause: str) -> list[Action]:
         """Start it, and its group, again later, or end the run."""

@@ -54,6 +54,8 @@ def topology_here(
 ) -> Topology:
     """Everything on `host`, over its Unix sockets. `pretend` names processes that are to take themselves for
     those of another host, by its node id: they share no memory with the rest, and talk over loopback."""
+    policies = job.get("policies", {})
+    assert isinstance(policies, dict)
     others = {node: msgspec.structs.replace(host, node_id=node) for node in pretend.values()}
     placed = [
         msgspec.structs.replace(
@@ -72,4 +74,5 @@ def topology_here(
         buffer=host.local_endpoint("buffer"),
         weights=host.local_endpoint("weights"),
         job=dict(job),
+        publishers={policy: host.local_endpoint(f"weights-{policy}") for policy in policies},
     )

@@ -30,27 +30,32 @@ STOP_STAGES: tuple[tuple[Role, ...], ...] = (("rollout", "evaluator", "trainer")
 """Producers and the trainer first, so that the buffer can store and acknowledge until the end."""
 
 
-def rank_name(rank: int) -> str:
-    """The name of the process of one rank of the trainer."""
-    return f"trainer-{rank}" if rank else "trainer"
+def rank_name(rank: int, policy: str = "") -> str:
+    """The name of the process of one rank of the trainer; of that of `policy`, where there are several."""
+    name = f"trainer-{policy}" if policy else "trainer"
+    return f"{name}-{rank}" if rank else name
 
 
 def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[ServicePlace]:
     """The processes of `job` in start order. Metrics ports are consecutive from `observe.metrics_port`.
 
-    The trainer is one process for each of its ranks: `trainer`, `trainer-1` …, with the rank as index."""
-    roles: list[tuple[Role, str, int]] = [
-        ("trainer", rank_name(rank), rank) for rank in range(job.trainer.ranks)
+    The trainer is one process for each of its ranks: `trainer`, `trainer-1` …, with the rank as index. Of
+    several policies each has a trainer."""
+    roles: list[tuple[Role, str, int, str]] = [
+        ("trainer", rank_name(rank, name), rank, name)
+        for policy, view in job.views.items()
+        for name in (policy if job.policies else "",)
+        for rank in range(view.trainer.ranks)
     ]
     if job.kind == "rl":
-        roles = [("buffer", "buffer", 0), *roles, ("reward", "reward", 0)]
-        roles += [("rollout", f"rollout-{index}", index) for index in range(job.rollout.workers)]
+        roles = [("buffer", "buffer", 0, ""), *roles, ("reward", "reward", 0, "")]
+        roles += [("rollout", f"rollout-{index}", index, "") for index in range(job.rollout.workers)]
         if job.tasks.evaluation is not None:
-            roles.append(("evaluator", "evaluator", 0))
+            roles.append(("evaluator", "evaluator", 0, ""))
     first = job.observe.metrics_port
     return [
-        ServicePlace(name, role, index, modules[role], first + offset if first else 0)
-        for offset, (role, name, index) in enumerate(roles)
+        ServicePlace(name, role, index, modules[role], first + offset if first else 0, policy=policy)
+        for offset, (role, name, index, policy) in enumerate(roles)
     ]
 
 
@@ -94,8 +99,12 @@ def ready_limit_s(job: JobConfig) -> float:
     """The longest time from starting a service until it serves. An engine's server begins to load only once
     the trainer serves, and has a limit of its own. Runs the file of an engine of the user's, and raises
     `PartError` where that cannot be."""
-    server = job.kind == "rl" and engine_part(job.rollout.engine).is_server
-    return job.supervisor.ready_s + (job.rollout.server.ready_s if server else 0.0)
+    servers = [
+        view.rollout.server.ready_s
+        for view in job.views.values()
+        if job.kind == "rl" and engine_part(view.rollout.engine).is_server
+    ]
+    return job.supervisor.ready_s + max(servers, default=0.0)
 
 
 def supervisor_port(job: JobConfig, services: Sequence[ServicePlace]) -> int:

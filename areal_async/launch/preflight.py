@@ -26,6 +26,7 @@ import msgspec
 import psutil
 from safetensors import SafetensorError, safe_open
 
+from areal_async.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -38,9 +39,10 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.rewardcheck import asked, programs_run
+from areal_async.examples import Example, read_examples
 from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
 from areal_async.modelfiles import weight_files
-from areal_async.prompts import message_texts, prompt_ids, prompt_text
+from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.topology import ServicePlace
 from areal_async.storage.content import in_urls
@@ -86,6 +88,9 @@ def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
         if ":" in device:
             problem = f"{device} is a GPU of one machine, and on a cluster each process is given its own"
             mistakes.append(Mistake(field, problem, "Write cuda"))
+    if job.policies:
+        problem, fix = "several policies are trained on one machine only", "Keep one, or run the job here"
+        mistakes.append(Mistake("policies", problem, fix))
     if job.placement.pretend:
         problem, fix = "on a cluster processes are on hosts of their own", "Remove it"
         mistakes.append(Mistake("placement.pretend", problem, fix))
@@ -286,13 +291,15 @@ TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may ta
 
 def check_contents(job: JobConfig, *, source: str) -> None:
     """Raise `ConfigError` with every reason why the job would fail once it runs."""
-    own = next((part for part in named_parts(job) if part.is_own), None)
-    mistakes = _tried(job, "parts", own.field) if own is not None else installed_mistakes(job)
-    mistakes += _tried(job, "tokenizer", "model")
+    mistakes = []
+    for view in job.views.values():
+        own = next((part for part in named_parts(view) if part.is_own), None)
+        mistakes += _tried(view, "parts", own.field) if own is not None else installed_mistakes(view)
+        mistakes += _tried(view, "tokenizer", "model")
     if job.kind == "rl":
         mistakes += reward_load_mistakes(job)
     if mistakes:
-        raise ConfigError(source, in_urls(mistakes, job))
+        raise ConfigError(source, in_urls(list(dict.fromkeys(mistakes)), job))
 
 
 def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
@@ -361,13 +368,27 @@ def _not_loaded(model: Path, error: Exception) -> Mistake:
 def _prompt_mistakes(
     job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
 ) -> Iterator[Mistake]:
+    prompts: list[Any] = []
     try:
-        prompts = [row["prompt"] for row in itertools.islice(task_rows(path, ("prompt",)), MOST_ROWS)]
-    except TaskFileError as error:
-        yield Mistake(field, str(error).rstrip("."), "Correct the file, or choose another")
+        if job.kind == "rl":
+            rows = list(itertools.islice(task_rows(path, ("prompt",)), MOST_ROWS))
+            prompts = [row["prompt"] for _, row in rows]
+            spaced = rows[:: max(1, len(rows) // SAMPLE)]
+            spelled = tokens = [_prompt_tokens(tokenizer, where, row["prompt"]) for where, row in spaced]
+            texts = [prompt_text(tokenizer, row["prompt"]) for _, row in spaced]
+        else:
+            examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
+            chosen = examples[:: max(1, len(examples) // SAMPLE)]
+            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one)]
+            answers = [answer for one in chosen for answer in one.answers]
+            texts = [
+                message_texts(part).replace("\n", "") for one in answers for part in (one.prompt, one.answer)
+            ]
+            spelled = [text_ids(tokenizer, text, special=False) for text in texts]
+    except (TaskFileError, ChatError) as error:
+        problem, _, fix = str(error).rstrip(".").rpartition(". ")
+        yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
         return
-    spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
-    tokens = [prompt_ids(tokenizer, prompt) for prompt in spaced]
     flat = list(itertools.chain.from_iterable(tokens))
     largest = max(flat, default=0)
     if vocab_size is not None and largest >= vocab_size:
@@ -379,8 +400,7 @@ def _prompt_mistakes(
         )
         return
     # Some tokenizers have a token for what they do not know, and some leave it out.
-    texts = [prompt_text(tokenizer, prompt) for prompt in spaced]
-    known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in tokens]
+    known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
     lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
     if lost > UNKNOWN_SHARE:
         yield Mistake(
@@ -391,6 +411,27 @@ def _prompt_mistakes(
         )
     if job.kind == "rl":
         yield from _too_long(job, field, path, tokenizer, prompts)
+
+
+def _prompt_tokens(tokenizer: Any, where: str, prompt: Any) -> list[int]:
+    try:
+        return prompt_ids(tokenizer, prompt)
+    except Exception as error:  # whatever a template raises
+        raise ChatError(
+            f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). Mend "
+            "the row, or the template"
+        ) from error
+
+
+def _answer_tokens(job: JobConfig, tokenizer: Any, example: Example) -> list[list[int]]:
+    """The tokens of each answer of an example. Raises `ChatError`, which names the row."""
+    train_on = job.sft.train_on if job.kind == "sft" else "all"
+    try:
+        if job.kind == "reward_model":
+            return [whole_ids(tokenizer, answer) for answer in example.answers]
+        return [answer_ids(tokenizer, answer, train_on=train_on)[0] for answer in example.answers]
+    except ChatError as error:
+        raise ChatError(f"{example.where}: {error}") from error
 
 
 def _too_long(

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_async.config.job import JobConfig
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.lifecycle import Ending
 from areal_async.rpc.control_messages import RunRecord
 from areal_async.rpc.messages import BufferStats
@@ -126,12 +127,14 @@ def summarise(
     `trainer_busy` and `rollout_busy` are over training alone. `share_stale` counts episodes with staleness of
     1 or more; `share_wasted` is dropped / (dropped + trained).
     """
-    kind = "sft" if job.kind == "sft" else "step"
+    kind = "step" if job.kind == "rl" else job.kind
+    beside = _beside(job, records, buffer)
+    records = [record for record in records if record.get("policy", job.policy) == job.policy]
     steps = [record for record in records if record.get("kind") == kind]
     accuracies = sorted(
         (record.get("version", record.get("step", 0)), record["accuracy"])
         for record in records
-        if record.get("kind") in ("evaluation", "sft") and record.get("accuracy") is not None
+        if record.get("kind") in ("evaluation", *FILE_KINDS) and record.get("accuracy") is not None
     )
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
@@ -183,11 +186,31 @@ def summarise(
         "evaluation_samples": last.get("samples"),
         "accuracy_by_source": last.get("by_source"),
         "unscored_end": last.get("unscored"),
+        **beside,
         "self_check": {name: check.get(name) for name in SELF_CHECK_FIELDS} if check else None,
         "job": job.job,
         "kind": job.kind,
         "seed": job.seed,
     }
+
+
+def _beside(
+    job: JobConfig, records: Sequence[Record], buffer: BufferStats | None
+) -> dict[str, dict[str, Any]]:
+    """Of several policies, the figures of each; the rest of a summary is the first one's."""
+    figures = {}
+    for policy, view in job.views.items() if job.policies else ():
+        steps = [r for r in records if r.get("kind") == "step" and r.get("policy") == policy]
+        own = buffer.policies[policy] if buffer is not None else None
+        figures[policy] = {
+            "steps": max((record["step"] + 1 for record in steps), default=0),
+            "max_staleness_bound": view.buffer.max_staleness,
+            "max_staleness_seen": own.max_staleness_seen if own is not None else None,
+            "episodes_trained": own.episodes_trained if own is not None else None,
+            "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
+            "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
+        }
+    return {"policies": figures} if figures else {}
 
 
 def training_s(records: Sequence[Record], kind: str = "step") -> float | None:

@@ -30,6 +30,7 @@ from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, 
 from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.home_files import HomeFilesServer, exported
+from areal_async.launch.inline import InlineRun, check_inline
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.plan import (
@@ -54,13 +55,13 @@ from areal_async.runtime.events import close_events, open_events
 from areal_async.runtime.log import end_logging, setup_logging
 from areal_async.runtime.metrics import other_hosts, serve_metrics
 from areal_async.runtime.process import raise_file_limit
-from areal_async.runtime.status import board
+from areal_async.runtime.status import NoticeHandler, board
 from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import DropReport, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
-from areal_async.status.view import RunConsole, open_view
+from areal_async.status.view import PlainLines, RunConsole, open_view
 from areal_async.storage.content import materialise, store_url
 from areal_async.storage.urls import url_of
 
@@ -85,46 +86,60 @@ def run_job(
     modules: Mapping[Role, str] = MODULES,
     cluster: ClusterConfig | None = None,
     cluster_file: Path | None = None,
+    inline: bool = False,
 ) -> RunResult:
     """Run `job`, or with `resume` go on with its run, and return once it is done; must be called in the main
     thread. Without a `cluster` all of it runs on this machine; `cluster_file` is what a person names it by.
+    `inline`: all roles in this process (`launch/inline.py`), and an error of one is raised as it is.
 
     Everything it starts has ended when it returns or raises. Raises `ConfigError` when the machine cannot
     run the job, `RunFolderError`, `RunFailed` or `RunInterrupted`.
     """
     console = console or RunConsole()
     raise_file_limit()
+    if inline:
+        check_inline(job, cluster, source=f"job {job.job}")
     if cluster is not None and cluster.launcher == "ray":
         check_for_cluster(job, source=f"job {job.job}")
         job = on_any_ports(job)
     else:
-        materialise(job, source=f"job {job.job}")
         here = with_channel(job, several_hosts=bool(job.placement.pretend))
-        check_machine(here, services_of(job, modules), source=f"job {job.job}")
+        for view in here.views.values():
+            materialise(view, source=f"job {job.job}")
+            check_machine(view, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
         with (
             private_files(),
             mirrored(job, folders.run_dir, overwrite=overwrite, resume=resume),
-            _logged_to(folders.logs / "supervisor.log", job),
+            _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
         ):
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
             port = supervisor_port(job, services_of(job, modules))
-            with RunLog(folders.run_dir / "metrics.jsonl") as run_log, serve_metrics(port) as port:
+            resumed_by = f"areal-async resume {_short(folders.run_dir)}" + (
+                f" --cluster {cluster_file}" if cluster_file is not None else ""
+            )
+            lines = PlainLines(console)
+            with (
+                RunLog(folders.run_dir / "metrics.jsonl", lines.record if inline else _nothing) as run_log,
+                serve_metrics(port) as port,
+            ):
                 run_log.write("resume" if resume else "start")
-                result = _run(
-                    job,
-                    folders,
-                    port,
-                    run_log,
-                    plain=plain,
-                    console=console,
-                    modules=modules,
-                    launcher=_launcher(cluster, folders, console),
-                    resumed_by=f"areal-async resume {_short(folders.run_dir)}"
-                    + (f" --cluster {cluster_file}" if cluster_file is not None else ""),
-                )
+                if inline:
+                    result = _run_inline(job, folders, run_log, lines=lines, resumed_by=resumed_by)
+                else:
+                    result = _run(
+                        job,
+                        folders,
+                        port,
+                        run_log,
+                        plain=plain,
+                        console=console,
+                        modules=modules,
+                        launcher=_launcher(cluster, folders, console),
+                        resumed_by=resumed_by,
+                    )
     finally:
         close_events()
         folders.release()
@@ -199,12 +214,47 @@ def _run(
     shares = [
         share for name in aggregator.names("rollout") if (share := aggregator.busy_while_training(name))
     ]
-    run_log.write(
-        "end",
-        ending=ending.kind,
-        wall_s=round(final["wall_s"], 3),
-        rollout_busy=sum(shares) / len(shares) if shares else None,
-    )
+    rollout_busy = sum(shares) / len(shares) if shares else None
+    return _ended(job, folders, run_log, ending, final, rollout_busy=rollout_busy, resumed_by=resumed_by)
+
+
+def _run_inline(
+    job: JobConfig, folders: RunFolders, run_log: RunLog, *, lines: PlainLines, resumed_by: str
+) -> RunResult:
+    started_s = time.monotonic()
+    final: dict[str, Any] = {}
+
+    def on_ending(ending: Ending) -> None:
+        final["wall_s"] = time.monotonic() - started_s
+        if ending.kind == "finished" and job.kind == "rl":
+            final["buffer"] = _buffer_stats(job, run.topology, folders.secret.of("supervisor"))
+
+    run = InlineRun(job, folders, records=run_log, on_ending=on_ending)
+    warnings, ours = NoticeHandler(lines.warning), logging.getLogger("areal")
+    ours.addHandler(warnings)
+    try:
+        ending = run.run()
+    finally:
+        ours.removeHandler(warnings)
+    return _ended(job, folders, run_log, ending, final, error=run.error, resumed_by=resumed_by)
+
+
+def _ended(
+    job: JobConfig,
+    folders: RunFolders,
+    run_log: RunLog,
+    ending: Ending,
+    final: Mapping[str, Any],
+    *,
+    resumed_by: str,
+    rollout_busy: float | None = None,
+    error: BaseException | None = None,
+) -> RunResult:
+    """Write down how the run has ended: `final` has its `wall_s`, and the `buffer`'s last figures if it has
+    finished. Raises `error`, or why else it has not finished."""
+    run_log.write("end", ending=ending.kind, wall_s=round(final["wall_s"], 3), rollout_busy=rollout_busy)
+    if error is not None:
+        raise error
     _raise_unless_finished(ending, folders, resumed_by)
     records = as_it_became(read_run_log(run_log.path))
     summary = summarise(job, records, buffer=final.get("buffer"))
@@ -213,6 +263,10 @@ def _run(
     unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(folders.run_dir / "summary.json")
     return RunResult(folders.run_dir, summary)
+
+
+def _nothing(line: bytes) -> None:
+    """Records are shown by the view."""
 
 
 def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Console) -> Launcher | None:
@@ -235,7 +289,7 @@ def _logged_to(path: Path, job: JobConfig) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     with path.open("a", encoding="utf-8") as stream:
-        setup_logging(job.job, "supervisor", job.observe.log_level, stream)
+        setup_logging(job.job, path.stem, job.observe.log_level, stream)
         try:
             yield
         finally:
@@ -280,12 +334,13 @@ def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) ->
     # Imported here: matplotlib takes a second, which no other part of the command line needs.
     from areal_async.status.curves import draw_curves
 
+    records = [record for record in records if record.get("policy", job.policy) == job.policy]
     bound = job.buffer.max_staleness if job.kind == "rl" else None
     draw_curves(records, folders.run_dir / "curves.png", title=job.job, max_staleness=bound)
 
 
 def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
-    """The last panel: what came out, and where it is."""
+    """The last panel: what came out, of several policies of the first, and where it is."""
     summary, run_dir = result.summary, _short(result.run_dir)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -312,7 +367,7 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     if restarts := summary["restarts"]:
         each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
         table.add_row("restarts", f"{sum(restarts.values())} ({', '.join(each)})")
-    model_dir = store_url(job) or run_dir
+    model_dir = f"{run_dir}/policies/*" if job.policies else store_url(job) or run_dir
     table.add_row("model", f"{model_dir}/model")
     if job.trainer.lora.rank:
         table.add_row("adapter", f"{model_dir}/adapter")

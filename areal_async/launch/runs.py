@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, job_from_mapping, load_job
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.config.yamlfile import read_mapping
 from areal_async.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.folders import (
@@ -78,7 +79,7 @@ class Run:
     def open(cls, target: str | Path) -> Run:
         """The run at `target`: a run folder, its URL, or a job file. Raises `RunFolderError` where there is
         none."""
-        return find_run(target, kinds=("rl", "sft"))
+        return find_run(target, kinds=("rl", *FILE_KINDS))
 
     @property
     def alive(self) -> bool:
@@ -109,7 +110,7 @@ class Run:
         while True:
             over = not follow or not self._lives()  # before the look: what is written last is read too
             for record in tail.records():
-                if record.get("kind") in ("step", "sft"):
+                if record.get("kind") in ("step", *FILE_KINDS):
                     yield record
             if over:
                 return
@@ -174,12 +175,16 @@ def run(
     *,
     overwrite: bool = False,
     resume: bool = False,
+    inline: bool = False,
 ) -> Run:
     """Start a job in processes of its own, and return its run as soon as it has its folder.
 
     `job` is a `Job` or the path of a job file; `overrides` are `key=value`. The run ends with this process
     unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
     `RunFolderError` where its folder is taken.
+
+    `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
+    user's code raises is raised here.
     """
     if isinstance(job, JobConfig):
         source, base = f"job {job.job}", Path.cwd()
@@ -187,7 +192,14 @@ def run(
     else:
         source, job = str(job), load_job(Path(job), overrides)
     check_contents(job, source=source)
-    return start(job, overwrite=overwrite, resume=resume)
+    if not inline:
+        return start(job, overwrite=overwrite, resume=resume)
+    from areal_async.launch.run import run_job  # which needs what only a run needs
+
+    run_job(job, overwrite=overwrite, resume=resume, inline=True)
+    done: Future[int] = Future()
+    done.set_result(0)
+    return Run(job.run_dir / job.job, job, None, done)
 
 
 def start(
@@ -244,16 +256,21 @@ def _failure(status: int, said: str) -> ArealError:
 
 
 def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
-    """The run of one of these kinds at `target`: a run folder, its URL, or a job file.
+    """The run of one of these kinds at `target`: a run folder, its URL, or a job file. The folder of one of
+    its policies, `RUN/policies/NAME`, is a run of that policy alone.
 
     Raises `RunFolderError` where there is none, `ConfigError` when its job cannot be read or an override does
     not fit it."""
+    own = Path(target)
+    if own.parent.name == "policies" and own.is_dir():
+        run = find_run(own.parents[1], overrides, kinds=kinds)
+        return replace(run, folder=own.resolve(), job=run.job.of(own.name))
     folder = _run_folder(run_at(target))
     # The folder may have been moved since.
     job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
     if job.kind not in kinds:
         raise RunFolderError(
-            f"{folder} is the run of a job of kind sft, which has no buffer and no episodes."
+            f"{folder} is the run of a job of kind {job.kind}, which has no buffer and no episodes."
         )
     owner = supervisor_of(folder)
     topology = _read_topology(folder / TOPOLOGY) if owner and (folder / TOPOLOGY).exists() else None

@@ -47,7 +47,7 @@ from areal_async.runtime import events
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import elsewhere
 from areal_async.runtime.process import INCURABLE_STATUS, RestartPolicy, exit_text
-from areal_async.runtime.topology import Role, ServicePlace
+from areal_async.runtime.topology import Role, ServicePlace, Topology
 from areal_async.status.aggregator import RunStatus
 from areal_async.status.record import RunLog
 
@@ -89,11 +89,13 @@ class Supervisor:
         self.folders = folders
         self._launcher = launcher or LocalLauncher(job, folders)
         self.services = self._launcher.begin(job, services_of(job, modules))
-        self.topology = self._launcher.publish(job, self.services)
+        self.topology = self._publish()
         """Where everything is. Any thread may read it; it is replaced as a whole."""
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
         self.children: dict[str, Child] = {}
-        self._group = RankGroup(job.trainer.hang_s)
+        self._group = RankGroup(
+            {place.policy: job.of(place.policy or job.policy).trainer.hang_s for place in self.services}
+        )
         self.metrics_ports: dict[str, int] = {}
         """The port of each service: what it reported when ready; until then the planned one."""
         self._on_serving = on_serving
@@ -119,9 +121,8 @@ class Supervisor:
     def run(self) -> Ending:
         """Start everything, and return how it ended once nothing runs any more."""
         try:
-            self._publish()
             self._socket.start()
-            with _caught_signals() as signals, selectors.DefaultSelector() as selector:
+            with caught_signals() as signals, selectors.DefaultSelector() as selector:
                 selector.register(signals, selectors.EVENT_READ)
                 self._apply(self.lifecycle.begin(time.monotonic()))
                 while not self.lifecycle.over:
@@ -295,14 +296,14 @@ class Supervisor:
         workers = max(scale.min if scale.max else 1, len(self._staying()))
         rollout = self.job.rollout.model_copy(update={"workers": workers, "autoscale": scale})
         self.job = self.job.model_copy(update={"rollout": rollout})
-        self._publish()
+        self.topology = self._publish()
 
     def _take_moves(self, moved: Sequence[ServicePlace]) -> None:
         """Processes are elsewhere than they were: everybody is told."""
         if moved:
             by_name = {place.name: place for place in moved}
             self.services = [by_name.get(place.name, place) for place in self.services]
-            self._publish()
+            self.topology = self._publish()
 
     def _tell_restart(self, name: str, ended: str) -> None:
         state = self.lifecycle.states[name]
@@ -311,8 +312,9 @@ class Supervisor:
         died_s = state.restarts.deaths_s
         deaths, pause_s = len(died_s), state.restart_s - died_s[-1]
         who = "it is"
-        if state.place.role == "trainer" and self.job.trainer.ranks > 1:
-            who = f"the {self.job.trainer.ranks} ranks of the trainer are"
+        ranks = sum(p.role == "trainer" and p.policy == state.place.policy for p in self.services)
+        if state.place.role == "trainer" and ranks > 1:
+            who = f"the {ranks} ranks of the trainer are"
         log.warning(
             f"{name} {ended}; {who} started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
         )
@@ -356,17 +358,18 @@ class Supervisor:
         self.metrics_ports[name] = place.metrics_port
         events.record("started", service=name, service_pid=child.pid)
 
-    def _publish(self) -> None:
+    def _publish(self) -> Topology:
         """Write down who is there. Last: a run is found once it says where it serves."""
         write_whole(self.folders.run_dir / "job.yaml", dump_job(self.job).encode())
-        self.topology = self._launcher.publish(self.job, self.services)
+        return self._launcher.publish(self.job, self.services)
 
     def _write_targets(self) -> None:
         """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
         home, targets = self.topology.home_host, []
+        ports = self.metrics_ports | {"supervisor": self._metrics_port}
         found: list[tuple[str, str, str]] = [(p.role, p.name, p.node_id) for p in self.services]
         for service, process, host in (*found, ("supervisor", "supervisor", home.node_id)):
-            port = self.metrics_ports.get(process, self._metrics_port)
+            port = ports.get(process, 0)
             labels = {"job": self.job.job, "service": service, "process": process, "host": host}
             if host != home.node_id:  # it serves its metrics to its own host alone
                 port, labels["__metrics_path__"] = self._metrics_port, elsewhere(process)
@@ -380,22 +383,25 @@ class Supervisor:
         write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
 
 
+def ignore(number: int, frame: FrameType | None) -> None:
+    """A Python handler must exist for the C handler to write to the pipe."""
+
+
 @contextmanager
-def _caught_signals() -> Iterator[int]:
-    """A file descriptor that becomes readable with each of `SIGNALS`, which do nothing else meanwhile."""
+def caught_signals(
+    handler: Callable[[int, FrameType | None], None] = ignore, numbers: Sequence[int] = SIGNALS
+) -> Iterator[int]:
+    """A file descriptor that gets the number of each of these signals, which do nothing else meanwhile than
+    what `handler` does in the main thread."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
-
-    def ignore(number: int, frame: FrameType | None) -> None:
-        """A Python handler must exist for the C handler to write to the pipe."""
-
     old_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    old_handlers = {number: signal.signal(number, ignore) for number in SIGNALS}
+    old_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield read_fd
     finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
+        for number, old in old_handlers.items():
+            signal.signal(number, old)
         signal.set_wakeup_fd(old_wakeup_fd)
         os.close(read_fd)
         os.close(write_fd)

@@ -71,9 +71,10 @@ class Search:
 
 def sides_of(job: JobConfig, cores: int) -> Sides:
     """Only torch on the CPU is given threads while it runs: not a rank on a GPU, and no engine's server; and
-    nobody where the number of workers may change, or what a change is worth could not be told."""
+    nobody where the number of workers may change, or several policies are trained: what a change is worth
+    could not be told."""
     trainer, rollout = job.trainer, job.rollout
-    fixed: set[Side] = {"trainer", "rollout"} if rollout.autoscale.max else set()
+    fixed: set[Side] = {"trainer", "rollout"} if rollout.autoscale.max or job.policies else set()
     if trainer.torch_threads != "auto" or trainer.device != "cpu":
         fixed.add("trainer")
     if rollout.torch_threads != "auto" or rollout.device != "cpu" or rollout.engine != "local":

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.launch.run import RunResult, run_job
 from areal_async.quickstart.model import split_problems, write_model, write_tasks
 
 N_HELD_OUT = 512
+FILES, WARM_MODEL = "quickstart-files", "quickstart-warm/model"
 JOB_FILES = ("warm_start.yaml", "train.yaml")
 
 
@@ -45,12 +47,25 @@ def quickstart(
     `overrides` are `key=value` for the RL job. Raises what `run_job` raises.
     """
     console = console or Console()
-    files = out / "quickstart-files"
+    _warm_up(out, seed, plain=plain, console=console)
+    console.print("[bold]3/3[/] asynchronous RL: buffer, rollout, reward, trainer and evaluation as services")
+    job = load_job(out / FILES / "train.yaml", [f"seed={seed}", *overrides])
+    return run_job(job, overwrite=True, plain=plain, console=console)
+
+
+def quickstart_job(overrides: Sequence[str] = (), *, out: str | Path = "runs", seed: int = 1) -> JobConfig:
+    """The quickstart's RL job with these `key=value`, to try things on: what it needs is made under `out`,
+    the warm-up included, unless it is there (about 20 s). Raises what `run_job` and `load_job` raise."""
+    out = Path(out)
+    if not (out / WARM_MODEL / "config.json").exists():
+        _warm_up(out, seed, plain=True, console=Console())
+    return load_job(out / FILES / "train.yaml", [f"seed={seed}", *overrides])
+
+
+def _warm_up(out: Path, seed: int, *, plain: bool, console: Console) -> None:
+    files = out / FILES
     console.print(f"[bold]1/3[/] two-digit arithmetic, tokenizer and a random model → {files}")
     prepare(files, seed)
     console.print("[bold]2/3[/] supervised warm-up, stopped early on purpose")
     warm = load_job(files / "warm_start.yaml", [f"seed={seed}"])
     run_job(warm, overwrite=True, plain=plain, console=console)
-    console.print("[bold]3/3[/] asynchronous RL: buffer, rollout, reward, trainer and evaluation as services")
-    job = load_job(files / "train.yaml", [f"seed={seed}", *overrides])
-    return run_job(job, overwrite=True, plain=plain, console=console)

@@ -13,8 +13,9 @@ from areal_async.rpc.schema import Message, Ok, Record, Request
 class RunRecord(Record, frozen=True):
     """A line of metrics.jsonl that is shown, with what is shown of it; a kind has not all of the fields."""
 
-    kind: Literal["step", "sft", "evaluation", "self_check", "resume"]
+    kind: Literal["step", "sft", "preference", "reward_model", "evaluation", "self_check", "resume"]
     time_s: float | None = None
+    policy: str = ""
     step: int = 0
     version: int | None = None
     tokens: int = 0

@@ -17,8 +17,8 @@ class OpenSession(Request[Ok], frozen=True):
     key: bytes
     episode: int
     """Sessions of one episode share its conversations."""
-    sampling: Sampling
-    """The job's parameters."""
+    sampling: dict[str, Sampling]
+    """The job's parameters for each policy."""
     forget: list[int] = []
     """Episodes that are gone."""
 
@@ -63,6 +63,7 @@ class Sample(Request[Sampled | SampleRefused], frozen=True):
     call: int
     """Numbered by the gateway, over its restarts."""
     sampling: Sampling
+    policy: str
     n: int = 1
     seed: int | None = None
     """The agent's own, which is mixed with the episode's."""

@@ -185,8 +185,8 @@ class OpenTrainer(Request[TrainerOpened], frozen=True):
 
 
 class BatchEpisode(Record, frozen=True):
-    """One episode of a batch. `sample` is its index in the group; versions are over the units that the
-    batch's policy sampled."""
+    """One episode of a batch. `sample` is its index in the group; `n_sampled`, versions and rows are of the
+    units that the batch's policy sampled."""
 
     episode_id: str
     sample: int

@@ -10,8 +10,10 @@ import asyncio
 import json
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.address import Address
@@ -42,6 +44,9 @@ class ServiceContext(OnHost):
     metrics_port: int  # The port this process serves metrics on; 0 in a test that serves none
     ready_fd: int | None = None
     meeting: Meeting | None = None  # Where the ranks of the trainer meet; None for one alone
+    inline: bool = False
+    """Whether all roles of the run are in this process: then an error of a user's code ends the run, and
+    rewards run on a thread of it."""
     served_before: bool = False  # Whether a process of this name has served in this run: it is started again
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -75,6 +80,19 @@ class ServiceContext(OnHost):
     def has_served(self) -> bool:
         """Whether `ready` has been called."""
         return self._told.is_set()
+
+    def of(self, policy: str) -> ServiceContext:
+        """The context as what serves or trains one policy of the job sees it: a job of that policy alone, its
+        trainer's publisher and, below those of the run, folders of its own."""
+        if not self.job.policies:
+            return self
+        host = msgspec.structs.replace(
+            self.host,
+            run_dir=str(self.run_dir / "policies" / policy),
+            shm_dir=str(self.shm_dir / "policies" / policy),
+        )
+        weights = Address(self.topology.publishers[policy], "trainer")
+        return replace(self, job=self.job.of(policy), host=host, weights=weights)
 
     def ready(self) -> None:
         """Tell the supervisor that this service serves. A second call does nothing; so does a call in a

@@ -71,7 +71,7 @@ def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -
         finally:
             served = ctx.has_served
     except BaseException as error:
-        error = _cause(error)
+        error = first_cause(error)
         _report(options.name, error)
         _leave(RETRY_STATUS if restart_may_help(error, served=served) else 1)
     # A service that was told to end has not finished its work, also when it ended in order; or it says so.
@@ -88,12 +88,12 @@ def _reach_home(ctx: ServiceContext) -> None:
 
 def restart_may_help(error: BaseException, *, served: bool) -> bool:
     """Whether a service that ended with `error` should be started again. What fails before it has ever served
-    is taken to be wrong in the same way the next time."""
-    helps = error.restart_helps if isinstance(error, ArealError) else None
+    is taken to be wrong in the same way the next time; so is what says of itself that it would be."""
+    helps = getattr(error, "restart_helps", None)
     return served if helps is None else helps
 
 
-def _cause(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
     """The one error to report: in an exception group, the first of ours."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
@@ -117,9 +117,18 @@ def _report(name: str, error: BaseException) -> None:
 async def _serve(
     ctx: ServiceContext, main: Callable[[ServiceContext], Awaitable[None]], supervisor_pid: int | None
 ) -> None:
-    """`main(ctx)` until it returns, or is cancelled after the grace that follows a stop signal."""
     stop_on_signals(ctx, asyncio.get_running_loop(), supervisor_pid=supervisor_pid)
-    log.info("service starts", pid=os.getpid(), metrics_port=ctx.metrics_port)
+    await until_stopped(ctx, main, on_cancel=lambda: _end_later(CANCEL_GRACE_S))
+
+
+async def until_stopped(
+    ctx: ServiceContext,
+    main: Callable[[ServiceContext], Awaitable[None]],
+    *,
+    on_cancel: Callable[[], None] = lambda: None,
+) -> None:
+    """`main(ctx)` until it returns, or is cancelled after the grace that follows `ctx.stop`."""
+    log.info("service starts", service=ctx.name, pid=os.getpid(), metrics_port=ctx.metrics_port)
     work = asyncio.ensure_future(main(ctx))
     stop = asyncio.ensure_future(ctx.stop.wait())
     await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -127,14 +136,14 @@ async def _serve(
         await asyncio.wait({work}, timeout=STOP_GRACE_S)
         if not work.done():
             log.warning("service did not stop by itself; cancelled", grace_s=STOP_GRACE_S)
-            _end_later(CANCEL_GRACE_S)
+            on_cancel()
             work.cancel()
             await asyncio.wait({work})
-            log.info("service ends", cancelled=True)
+            log.info("service ends", service=ctx.name, cancelled=True)
             return
     stop.cancel()
     work.result()
-    log.info("service ends", cancelled=False)
+    log.info("service ends", service=ctx.name, cancelled=False)
 
 
 def stop_on_signals(

@@ -173,16 +173,16 @@ board = StatusBoard()
 
 
 class NoticeHandler(logging.Handler):
-    """Puts warnings and errors of ours on a board."""
+    """Tells warnings and errors of ours as one line of text."""
 
-    def __init__(self, board: StatusBoard) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._board = board
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
         fields = getattr(record, "areal_fields", {})
         extra = ", ".join(str(fields[name]) for name in NOTICE_FIELDS if fields.get(name))
-        self._board.tell(record.getMessage() + (f" ({extra})" if extra else ""))
+        self._tell(record.getMessage() + (f" ({extra})" if extra else ""))
 
 
 def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
@@ -197,7 +197,7 @@ def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:
     async def series(peer: Peer, request: ReadMetrics, attachments: list[memoryview]) -> Answer:
         return Ok(), [prometheus_client.generate_latest()]
 
-    logging.getLogger("areal").addHandler(NoticeHandler(board))
+    logging.getLogger("areal").addHandler(NoticeHandler(board.tell))
     ControlServer(
         ctx.place.status,
         service=ctx.name,

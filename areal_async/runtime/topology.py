@@ -73,6 +73,7 @@ class ServicePlace(msgspec.Struct, frozen=True):
     status: str = ""  # Endpoint at which it says how it is
     chunks: str = ""  # Endpoint at which it serves snapshots to other hosts; empty: any port of its host
     gpus_of_its_own: bool = False  # Whether it sees the GPUs that it was given, and no others
+    policy: str = ""  # Whose trainer it is, in a job of several policies
 
     @property
     def is_first(self) -> bool:
@@ -94,6 +95,8 @@ class Topology(msgspec.Struct, frozen=True):
     buffer: str
     weights: str
     job: dict[str, object]
+    publishers: dict[str, str] = {}
+    """In a job of several policies, where each one's trainer publishes, in the place of `weights`."""
 
     @classmethod
     def read(cls, path: Path) -> Topology:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from areal_async.config.job import JobConfig
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
@@ -68,9 +69,10 @@ def no_score_text(note: NoScore) -> str:
 
 
 class Progress:
-    """What a run has come to, from its records in their order."""
+    """What a run has come to, from its records in their order; of several policies, the first one's."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
         self.newest = RunRecord("step")  # That of a step
         self.done = 0  # Steps finished
         self.trained = False  # Whether one was since the run was started or resumed
@@ -87,13 +89,15 @@ class Progress:
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
 
     def feed(self, record: RunRecord) -> None:
+        if record.policy not in ("", self._policy):
+            return
         if record.kind == "resume":
             self.trained, self.self_check = False, ""  # it speaks of the life before
             self._times.clear()
         failed = self.self_check.lower().startswith("failed")
         if record.kind == "self_check" and not (failed and record.passed):  # another version mends nothing
             self.self_check = self_check_text(record)
-        if record.kind in ("step", "sft"):
+        if record.kind in ("step", *FILE_KINDS):
             if record.done <= self.done:
                 self._times.clear()  # a restarted trainer does steps again, at a pace of their own
             self.newest, self.done, self.trained = record, record.done, True
@@ -248,7 +252,7 @@ class StatusAggregator:
         self._job = job
         self._started_s = started_s
         self._services = {name: _Service() for name in service_names}
-        self._progress = Progress()
+        self._progress = Progress(job.policy)
         self._dropped = DropReport()
         self._dropped_before = 0  # Groups that verdicts had dropped when the trainer was last seen to compute
         self._message: tuple[float, str] | None = None  # When it came, and its text
@@ -272,7 +276,7 @@ class StatusAggregator:
 
     def read(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take the run to be where its whole metrics.jsonl says: that of lives that have ended."""
-        progress = Progress()
+        progress = Progress(self._job.policy)
         for record in records:
             with suppress(msgspec.ValidationError):  # of a kind that is not shown
                 progress.feed(msgspec.convert(record, RunRecord))
@@ -290,9 +294,10 @@ class StatusAggregator:
         new = status.recorded - (before.recorded if before is not None and known else 0)
         for record in status.records[-new:] if new else ():
             self._progress.feed(record)
-        tokens = self._progress.tokens if name == "trainer" else status.figures.tokens
+        lead = next(iter(self.names("trainer")), "")
+        tokens = self._progress.tokens if name == lead else status.figures.tokens
         service.rates.add(WorkSample(now_s, status.busy_s, tokens), self._progress.done)
-        if name == "trainer":
+        if name == lead:
             busy_s = sum(status.busy_s.values())
             # A rank that waits in a collective for one that stands still is busy with nothing.
             alone = any(self._services[rank].is_silent(now_s) for rank in self.names("trainer"))
@@ -330,7 +335,7 @@ class StatusAggregator:
 
     @property
     def _trainer(self) -> _Service:
-        return self._services.get("trainer", _Service())
+        return next((self._services[name] for name in self.names("trainer")), _Service())
 
     def stall(self, now_s: float) -> Stall | None:
         """The starving edge, when the trainer has computed nothing for `observe.stall_s`."""

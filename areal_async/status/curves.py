@@ -85,8 +85,18 @@ PANELS: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
             Curve("step", ratio("wait_s", "step_s"), ORANGE, "trainer waits for a batch"),
         ),
     ),
-    ("Held-out accuracy, supervised", "Accuracy", (Curve("sft", field("accuracy"), ORANGE, "held-out"),)),
-    ("Loss, supervised", "Cross-entropy (nats per token)", (Curve("sft", field("loss"), BLUE, "loss"),)),
+    *(
+        panel
+        for kind, what in (
+            ("sft", "supervised"),
+            ("preference", "preference"),
+            ("reward_model", "reward model"),
+        )
+        for panel in (
+            (f"Held-out accuracy, {what}", "Accuracy", (Curve(kind, field("accuracy"), ORANGE, "held-out"),)),
+            (f"Loss, {what}", "Nats", (Curve(kind, field("loss"), BLUE, "loss"),)),
+        )
+    ),
 )
 
 

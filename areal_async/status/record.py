@@ -12,13 +12,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.errors import FaultError, PeerGone, WireError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
@@ -59,8 +60,10 @@ class RunRecords(Protocol):
 class RunLog:
     """Appends records to the file. Any thread may write; one process at a time does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_line: Callable[[bytes], None] = lambda line: None) -> None:
+        """`on_line` is called with the line of each record that is written; it must be quick."""
         self.path = path
+        self._on_line = on_line
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
@@ -83,6 +86,7 @@ class RunLog:
                     errno.ENOSPC,
                     f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
                 )
+        self._on_line(line)
 
     def read(self, *kinds: str) -> list[dict[str, Any]]:
         return [record for record in read_run_log(self.path) if not kinds or record.get("kind") in kinds]
@@ -261,5 +265,7 @@ def as_it_became(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for number, record in enumerate(records):
         kind = record.get("kind")
         name = record.get("version") if kind == "evaluation" else record.get("step")
-        last[(kind, record.get("policy"), name) if kind in ("step", "evaluation", "sft") else number] = number
+        last[
+            (kind, record.get("policy"), name) if kind in ("step", "evaluation", *FILE_KINDS) else number
+        ] = number
     return [dict(records[number]) for number in sorted(last.values())]

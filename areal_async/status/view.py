@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
@@ -88,6 +89,44 @@ class PlainView:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class PlainLines:
+    """One line for each step and each evaluation, from their records, and one for each warning."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._warned = ""
+
+    def record(self, line: bytes) -> None:
+        """Show the record of a line of metrics.jsonl, if it is of a kind that is shown."""
+        record = msgspec.json.decode(line)
+        names, begin = FIGURES.get(record["kind"], ({}, ""))
+        known = [(label, record[name]) for name, label in names.items() if record.get(name) is not None]
+        said = [f"{label} {value:.4g}" for label, value in known]
+        if said:
+            count = record.get("version", record.get("step"))
+            self._say(" · ".join([f"{begin} {count}", *said]))
+
+    def warning(self, text: str) -> None:
+        """Show a warning, unless it was the last one too."""
+        if text != self._warned:
+            self._warned = text
+            self._say(f"warning: {text}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+FIGURES: Mapping[str, tuple[Mapping[str, str], str]] = {
+    "step": (
+        {"loss": "loss", "reward_mean": "reward", "staleness_max": "staleness", "step_s": "seconds"},
+        "step",
+    ),
+    "sft": ({"loss": "loss", "accuracy": "held-out"}, "step"),
+    "evaluation": ({"accuracy": "held-out", "n": "tasks"}, "evaluation of version"),
+}
+"""Kind of a record → its fields that are shown, by their labels, and how its line begins."""
+
+
 def plain_line(status: RunStatus) -> str:
     """The status as one line of text."""
     shown = [f"{label} {text}" for label, text in _figures(status).items()]
@@ -140,7 +179,7 @@ def _progress(status: RunStatus) -> str:
 def _figures(status: RunStatus) -> dict[str, str]:
     """What is known of the run, by its label."""
     figures = {}
-    if status.kind == "sft" and status.loss is not None:
+    if status.kind != "rl" and status.loss is not None:
         figures["loss"] = f"{status.loss:.4f}"
     if status.reward is not None:
         figures["reward"] = f"{status.reward:.3f}"
@@ -165,7 +204,7 @@ def _accuracy(status: RunStatus) -> str:
     if status.accuracy_interval is not None:
         low, high = status.accuracy_interval
         text += f" [{low:.3f}, {high:.3f}]"
-    return f"{text} at {'step' if status.kind == 'sft' else 'version'} {status.accuracy_version}"
+    return f"{text} at {'version' if status.kind == 'rl' else 'step'} {status.accuracy_version}"
 
 
 def _busy(status: RunStatus) -> str:

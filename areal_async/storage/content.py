@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from areal_async.config.errors import ConfigError, Mistake
@@ -21,7 +22,14 @@ from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import CACHE_VARIABLE, joined, protocol_problem, url_of
 from areal_async.tries import Tries
 
-CONTENT = ("model", "tasks.train", "tasks.evaluation")
+OF_TRAINER = (
+    "trainer.reference.model",
+    "trainer.critic.model",
+    "trainer.teacher.model",
+    "trainer.process_reward.model",
+)
+"""Fields with the models that the trainer holds beside the policy."""
+CONTENT = ("model", "tasks.train", "tasks.evaluation", *OF_TRAINER)
 """Fields of a job whose content may lie in a store."""
 BY_TRAINER = ("checkpoints", "model", "adapter")
 """Folders of a run that its trainer puts into the job's store."""
@@ -38,14 +46,14 @@ def content_mistakes(
     job: JobConfig, fields: Collection[str] = CONTENT, tries: Tries | None = None
 ) -> list[Mistake]:
     """`materialise` for these fields, with what is wrong as mistakes of the job file."""
-    paths: tuple[Path | None, ...] = (job.model, job.tasks.train, job.tasks.evaluation)
     places = {"run_dir": url_of(job.run_dir), "checkpoint.store": job.checkpoint.store}
     mistakes = [
         Mistake(field, *problem)
         for field, url in places.items()
         if url is not None and (problem := protocol_problem(url)) is not None
     ]
-    for field, path in zip(CONTENT, paths, strict=True):
+    for field in CONTENT:
+        path: Path | None = attrgetter(field)(job)
         if field not in fields:
             continue
         url = url_of(path) if path is not None else None
@@ -66,7 +74,7 @@ def content_mistakes(
 
 def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
     """The mistakes with the URL of what the job names in place of where it lies here."""
-    paths = (job.model, job.tasks.train, job.tasks.evaluation, job.run_dir)
+    paths = (*attrgetter(*CONTENT)(job), job.run_dir)
     names = {str(path): url for path in paths if path is not None and (url := url_of(path)) is not None}
 
     def told(text: str) -> str:

@@ -18,7 +18,7 @@ from areal_async.trajectory.layout import (
     SizeError,
     TrajectoryError,
 )
-from areal_async.trajectory.rows import Row, row_profile, row_sizes, training_rows, untrainable
+from areal_async.trajectory.rows import Row, row_profile, row_sizes, seen_by, training_rows, untrainable
 
 __all__ = [
     "CodecError",
@@ -37,6 +37,7 @@ __all__ = [
     "pack",
     "row_profile",
     "row_sizes",
+    "seen_by",
     "training_rows",
     "unpack",
     "untrainable",

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.rpc.schema import POLICY
-from areal_async.trajectory.episode import LOGPROB_SLACK, Episode, PolicyVersions
+from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.layout import (
     DEFAULT_LIMITS,
     F32,
@@ -40,10 +40,8 @@ from areal_async.trajectory.layout import (
 Ints = Sequence[int] | NDArray[Any]
 Floats = Sequence[float] | NDArray[Any]
 
-PLAIN_UNITS = 256  # Above it, numpy checks whole columns in less time than a loop takes over their numbers
-_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 _NO_REWARD, _NO_ANCHOR = array("f", [math.nan]).tobytes(), array("q", [NO_ANCHOR]).tobytes()
-_PROMPT, _SAMPLED = int(SegmentKind.PROMPT), int(SegmentKind.SAMPLED)
+_SAMPLED = int(SegmentKind.SAMPLED)
 _ONE_AGENT = (("main", 0),)
 
 
@@ -98,7 +96,33 @@ class EpisodeBuilder:
         self._version: list[bytes] = []
         self._mask: list[bytes] = []
         self._columns: dict[str, dict[int, bytes]] = {}
-        self._began: tuple[int, int] | None = None
+        self._began: dict[int, tuple[int, int]] = {}
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that may speak, in the order in which they are numbered."""
+        return tuple(self._policies)
+
+    def agent(self, name: str, policy: int | None = None) -> int:
+        """The number of the agent called `name`. One that there is none of is added, as one of `policy`, by
+        default the first; raises InvariantError where it is another policy's."""
+        for index, agent in enumerate(self._agents):
+            if agent.name == name:
+                if policy not in (None, agent.policy):
+                    raise InvariantError(f"agent {name!r} speaks for {self._policies[agent.policy]}")
+                return index
+        self._agents.append(Agent(name, policy or 0))
+        return len(self._agents) - 1
+
+    def agent_of(self, policy: int) -> int:
+        """The number of the first agent of a policy; where there is none, of a new one of its name."""
+        found = (index for index, agent in enumerate(self._agents) if agent.policy == policy)
+        index = next(found, None)
+        return self.agent(self._policies[policy], policy) if index is None else index
+
+    def policy_of(self, agent: int) -> int:
+        """The number of an agent's policy."""
+        return self._agents[agent].policy if 0 <= agent < len(self._agents) else 0
 
     def prompt(self, ids: Ints, parent: int | None = None, agent: int = 0, turn: int = 0) -> int:
         """Add a PROMPT segment; returns its index. Without a parent it starts a path."""
@@ -150,22 +174,22 @@ class EpisodeBuilder:
                 "do not match"
             )
         runs = _epoch_runs(epoch, bits)
-        if policy is None:
-            policy = self._agents[agent].policy if 0 <= agent < len(self._agents) else 0
+        policy = self.policy_of(agent) if policy is None else policy
         start, epochs = self._n_units, self._epochs
         segment = self._add(_SAMPLED, parent, agent, turn, tokens, probs, vers, bits)
         self._calls.append(Call(segment, policy, sampling, finish_reason, logprobs_of))
         for first, value in runs:
-            if not epochs:
-                self._began = value, int.from_bytes(vers[4 * first : 4 * first + 4], "little", signed=True)
+            if policy not in self._began:
+                version = int.from_bytes(vers[4 * first : 4 * first + 4], "little", signed=True)
+                self._began[policy] = value, version
             if not epochs or epochs[-1][1] != value:
                 epochs.append((start + first, value))
         return segment
 
-    @property
-    def began(self) -> tuple[int, int] | None:
-        """Epoch and version of the weights that sampled the first unit to train; None before there is one."""
-        return self._began
+    def began(self, policy: int = 0) -> tuple[int, int] | None:
+        """Epoch and version of the weights that sampled a policy's first unit to train; None before there is
+        one."""
+        return self._began.get(policy)
 
     def reward(self, segment: int, value: float) -> None:
         """Set the reward of a segment."""
@@ -257,39 +281,7 @@ class EpisodeBuilder:
             np.frombuffer(version, I32),
             {name: self._dense(spans) for name, spans in self._columns.items()},
         )
-        if limits is DEFAULT_LIMITS and self._is_plain():
-            found = _versions(token_id, mask, logprob, version, self._length[0])
-            if found is not None:
-                return _checked(header, segments, units, self._length[1], *found)
         return Episode(header, segments, units, limits=limits)
-
-    def _is_plain(self) -> bool:
-        """Whether it is one prompt and one short answer by one policy, with nothing else to it, of which all
-        invariants hold that are not about units. `Episode` is what judges everything else."""
-        _, _, group_id, sample, attempt = self._identity
-        if not (
-            self._kind == [_PROMPT, _SAMPLED]
-            and self._parent == [NO_PARENT, 0]
-            and self._agent == self._turn == self._flags == [0, 0]
-            and self._n_units <= PLAIN_UNITS
-            and len(self._policies) == len(self._agents) == len(self._epochs) == 1
-            and not (self._columns or self._media or self._rewards or self._reward)
-        ):
-            return False
-        call = self._calls[0]
-        how = call.sampling
-        return bool(
-            group_id
-            and 0 <= sample <= _INT32_MAX
-            and 0 <= attempt <= _INT32_MAX
-            and call.policy == self._agents[0].policy == 0
-            and 0 <= self._epochs[0][1] <= _INT32_MAX
-            and 0 <= how.temperature < math.inf
-            and 0 < how.top_p <= 1
-            and how.top_k >= 0
-            and how.max_new_tokens >= 0
-            and 0 <= how.seed <= _INT64_MAX
-        )
 
     def _add(
         self,
@@ -328,37 +320,6 @@ class EpisodeBuilder:
         if not 0 <= segment < len(self._parent):
             raise InvariantError(f"there is no segment {segment}")
         return segment
-
-
-# Episodes that are one prompt and one short answer: the invariants without a numpy call for each.
-
-
-def _versions(
-    token_id: bytes, mask: bytes, logprob: bytes, version: bytes, n_prompt: int
-) -> tuple[int, int] | None:
-    """Oldest and newest version of an answer after `n_prompt` units, all of it trained, once the invariants
-    of the units are known to hold; None where they may not."""
-    n_answer = len(mask) - n_prompt
-    if not n_answer or mask.find(0, n_prompt) >= 0 or mask.count(1) != n_answer:
-        return None
-    nats = memoryview(logprob).cast("f")[n_prompt:]
-    versions = memoryview(version).cast("i")[n_prompt:]
-    oldest = min(versions)
-    # A sum of f32 is finite exactly where each of them is.
-    holds = math.isfinite(sum(nats)) and max(nats) <= LOGPROB_SLACK and oldest >= 0
-    return (oldest, max(versions)) if holds and min(memoryview(token_id).cast("i")) >= 0 else None
-
-
-def _checked(
-    header: EpisodeHeader, segments: Segments, units: Units, n_sampled: int, oldest: int, newest: int
-) -> Episode:
-    """What `Episode(header, segments, units)` is for an episode of which every invariant is known to hold."""
-    episode = Episode.__new__(Episode)
-    episode.header, episode.segments, episode.units = header, segments, units
-    episode.n_sampled, episode.min_version, episode.max_version = n_sampled, oldest, newest
-    episode.min_epoch = header.epochs[0][1]
-    episode.versions = {header.policies[0]: PolicyVersions(oldest, newest, episode.min_epoch)}
-    return episode
 
 
 # What a caller hands in, as typed columns. Nothing is cut to fit: a float is no token id, and a value beyond

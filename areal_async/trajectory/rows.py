@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trajectory.episode import Episode
-from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, SizeError
+from areal_async.trajectory.episode import Episode, PolicyVersions
+from areal_async.trajectory.layout import DEFAULT_LIMITS, Call, EpisodeLimits, SizeError, Units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,25 @@ class Row:
     """Segments from root to leaf."""
     lengths: tuple[int, ...]
     """Units of each segment of the path; they sum to T."""
+
+
+def seen_by(episode: Episode, policy: str) -> Episode:
+    """The episode as the trainer of `policy` sees it: what other policies sampled is context (mask 0)."""
+    if episode.versions.keys() <= {policy}:
+        return episode
+    header, segments, units = episode.header, episode.segments, episode.units
+    mask = units.mask.copy()
+    for call in header.calls:
+        if header.policies[call.policy] != policy:
+            first = segments.offset[call.segment]
+            mask[first : first + segments.length[call.segment]] = 0
+    held = episode.versions.get(policy, PolicyVersions(-1, -1, -1))
+    seen = copy(episode)
+    seen.units = Units(units.token_id, mask, units.logprob, units.version, units.columns)
+    seen.n_sampled = int(mask.sum())
+    seen.min_version, seen.max_version, seen.min_epoch = held
+    seen.versions = {policy: held} if policy in episode.versions else {}
+    return seen
 
 
 def training_rows(episode: Episode, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> list[Row]:

@@ -2,8 +2,10 @@
 
     workflow_args: {environment: examples/environments/countdown.py:Countdown, environment_args: {numbers: 4}}
 
-The built-in reward `countdown` reads the answer and judges it: 1 for the target, `wrong` for a proper
-expression with another value, else 0. One turn.
+The reward `countdown`, here too, reads the answer and judges it: 1 for the target, `wrong` for a proper
+expression with another value, else 0. One turn. It suits other workflows as well:
+
+    reward: {name: examples/environments/countdown.py:countdown, args: {use: some}}
 
 `extra_info` of a task may give `nums` and `target`; otherwise both are drawn, and there is a solution.
 """
@@ -12,10 +14,14 @@ from __future__ import annotations
 
 import operator
 import random
+import re
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-from areal_async import RewardInput, Step, Task, load_reward
+from expressions import ExpressionError, evaluate  # beside this file
+
+from areal_async import Abstain, RewardInput, Score, Step, Task, answer_of, reward
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -45,7 +51,6 @@ class Countdown:
         self.operators, self.wrong, self.terse = operators, wrong, terse
         self.numbers: list[int] = []
         self.target = 0
-        self.judge: Any = load_reward("countdown")
         self.solution = ""
         """An expression that makes the target, when both were drawn."""
 
@@ -69,7 +74,8 @@ class Countdown:
     def step(self, action: str) -> Step:
         truth = {"target": self.target, "numbers": self.numbers}
         given = RewardInput(response=action, ground_truth=truth)
-        return Step("", self.judge(given, use="some", wrong=self.wrong).value, True)
+        judged = countdown(given, use="some", wrong=self.wrong)
+        return Step("", judged.value if isinstance(judged, Score) else 0.0, True)
 
     def _draw(self, rng: random.Random) -> None:
         for _ in range(DRAWS):
@@ -86,3 +92,65 @@ class Countdown:
             f"no target up to {self.highest_target} was found from {self.count} numbers: raise "
             "highest_target, or allow more operators"
         )
+
+
+# --- the reward ----------------------------------------------------------------------------------------
+
+
+WRITTEN = re.compile(r"[0-9+*/() -]*")
+SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "×": "*", "÷": "/",
+         "−": "-", "$": "", r"\(": "", r"\)": "", "{": "(", "}": ")", "[": "(", "]": ")"}  # fmt: skip
+
+
+@reward
+def countdown(given: RewardInput, *, use: str = "all", wrong: float = 0.0) -> Score | Abstain:
+    """1 for an expression with the target's value that uses each number once (`use: some`: at most once),
+    `wrong` for a proper expression with another value, else 0. Component `proper`: 1 for an expression of the
+    given numbers, whatever its value. The task's ground truth or `extra_info` has `target` and `numbers` (or
+    `nums`). Raises ValueError for a ground truth of another form."""
+    task = _task(given)
+    if task is None:
+        return Abstain("the task has no target and numbers")
+    target, numbers = task
+    written = answer_of(given.response, "marked")
+    if written is None or answer_of(given.response, "said") == written:
+        written = answer_of(given.response, "last_line") or ""
+    expression, equals, result = written.strip().rstrip(".").partition("=")
+    found = _plain(expression)
+    if found is None or not _uses(found[1], numbers, use):
+        return Score(0.0, {"proper": 0.0})
+    stated = _plain(result) if equals else (target, [])
+    right = found[0] == target and stated is not None and stated[0] == target
+    return Score(1.0 if right else wrong, {"proper": 1.0})
+
+
+def _plain(text: str) -> tuple[Fraction, list[Fraction]] | None:
+    """`evaluate` of whole numbers and LaTeX's signs; None for anything else."""
+    for sign, plain in SIGNS.items():
+        text = text.replace(sign, plain)
+    text = text.strip().strip("*`").strip()
+    try:
+        return evaluate(text) if WRITTEN.fullmatch(text) else None
+    except ExpressionError:
+        return None
+
+
+def _task(given: RewardInput) -> tuple[Fraction, list[Fraction]] | None:
+    truth: Any = given.ground_truth
+    source = {**given.extra_info, **(truth if isinstance(truth, dict) else {})}
+    target = source.get("target", None if isinstance(truth, dict) else truth)
+    numbers = source.get("numbers", source.get("nums"))
+    if target is None or numbers is None:
+        return None
+    try:
+        return Fraction(str(target)), [Fraction(int(number)) for number in numbers]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the target {target!r:.40} and the numbers {numbers!r:.80} must be numbers"
+        ) from None
+
+
+def _uses(used: list[Fraction], numbers: list[Fraction], use: str) -> bool:
+    if use == "all":
+        return Counter(used) == Counter(numbers)
+    return bool(used) and not Counter(used) - Counter(numbers)

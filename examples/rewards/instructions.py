@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal_async import Abstain, RewardInput, Score, load_reward, reward
+from json_schema import strict_json  # beside this file
 
-JSON_REWARD: Any = load_reward("json_schema")
+from areal_async import Abstain, RewardInput, Score, reward
+
 LONGEST_RESPONSE = 200_000
 """Characters; a longer response follows nothing."""
 
@@ -164,8 +165,11 @@ def _json(text: str) -> bool:
     if inner.startswith("```"):
         inner = inner[3:]
         inner = inner[4:] if inner[:4].lower() == "json" else inner
-    given = RewardInput(response=inner.removesuffix("```"))
-    return JSON_REWARD(given, schema=True, where="whole").value == 1
+    try:
+        strict_json(inner.removesuffix("```").strip())
+    except ValueError:
+        return False
+    return True
 
 
 def _title(text: str) -> bool:

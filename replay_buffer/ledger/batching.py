@@ -26,7 +26,7 @@ from areal_async.trajectory import row_sizes
 from replay_buffer.ledger.abandoned import on_lineage
 from replay_buffer.ledger.admission import room
 from replay_buffer.ledger.index import Index, has_place
-from replay_buffer.ledger.leasing import demand_of, pace_of, space
+from replay_buffer.ledger.leasing import demand_of, is_done, pace_of, space
 from replay_buffer.ledger.pacing import enough, lacks
 from replay_buffer.ledger.records import (
     NO_VERSION,
@@ -327,17 +327,18 @@ def _batch_episode(
     episode_id: str, sample: int, episode: EpisodeRecord, policy: str, lowest: int
 ) -> BatchEpisode:
     versions = episode.versions.get(policy, NO_VERSIONS)
+    others = episode.versions.keys() - {policy}
     return BatchEpisode(
         episode_id=episode_id,
         sample=sample,
         n_units=episode.n_units,
-        n_sampled=episode.n_sampled,
+        n_sampled=sum(n for _, n in row_sizes(versions.rows)) if others else episode.n_sampled,
         min_version=versions.oldest,
         max_version=versions.newest,
         reward=episode.reward,
         components=episode.components or {},
         parts=parts_of(episode),
-        rows=row_sizes(episode.rows, lowest),
+        rows=row_sizes(versions.rows, lowest),
     )
 
 
@@ -392,7 +393,8 @@ def _edge(index: Index, policy: str) -> str:
 
 def lease_wait(index: Index) -> str:
     """Why a worker that serves the newest version would be given no group; empty when it would."""
-    for policy in index.consumers:
+    to_train = [policy for policy in index.consumers if not is_done(index, policy)]
+    for policy in to_train or index.consumers:
         places, why = room(demand_of(index, policy), index.consumer(policy).v_train)
         if not places:
             return why

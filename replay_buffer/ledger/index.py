@@ -246,8 +246,9 @@ def _clocks(meta: LedgerMeta) -> list[tuple[str, int, int]]:
 
 
 def has_place(group: GroupRecord, policy: str) -> bool:
-    """Whether `policy` still needs the group, which is in one of its batches."""
-    return policy in group.training and group.state_for(policy) != GroupState.DROPPED
+    """Whether a group that is in the batch of a step to come is still to be trained in it. It is not where it
+    was dropped; one that was trained before is TRAINED then, and not used again."""
+    return policy in group.training and group.state_for(policy) == GroupState.BATCHED
 
 
 def _oldest(group: GroupRecord) -> int:

@@ -72,6 +72,11 @@ def demand_of(index: Index, policy: str) -> Demand:
     )
 
 
+def is_done(index: Index, policy: str) -> bool:
+    """Whether the policy has trained all its steps."""
+    return index.consumer(policy).v_train >= index.rules.consumers[policy].steps
+
+
 def pace_of(index: Index, policy: str) -> Pace | None:
     """How far ahead of the policy's trainer groups are generated; None where `buffer.pacing` is `full`."""
     rules = index.rules.consumers[policy]
@@ -172,10 +177,13 @@ def _candidates(
             return
         bytes_left -= group_bytes
         if (place := tx.index.tasks.at(tx.meta.position)) is not None:
-            if not has_room(tx.rules.policies_of(tx.index.tasks.task(*place))):
+            # A policy that has trained all its steps goes on speaking; nobody waits for it.
+            using = tx.rules.policies_of(tx.index.tasks.task(*place))
+            policies = tuple(policy for policy in using if not is_done(tx.index, policy))
+            if not policies or not has_room(policies):
                 return
             tx.set_meta(position=tx.meta.position + 1)
-            yield tx.new_group(*place, attempt=0)
+            yield tx.new_group(*place, attempt=0, policies=policies)
         elif (again := take_back(tx, has_room)) is not None:
             yield again
         else:
@@ -332,7 +340,6 @@ class Arrival:
     n_sampled: int = 0
     versions: Mapping[str, Versions] = field(default_factory=dict)  # Versions of the sampled units by policy
     problem: str = ""
-    rows: bytes = b""  # Sizes of its training rows: `trajectory.row_profile`
 
 
 @dataclass(frozen=True)
@@ -439,7 +446,6 @@ def _episode(arrival: Arrival, lease_number: int) -> EpisodeRecord:
         n_sampled=arrival.n_sampled,
         versions=dict(arrival.versions),
         lease=lease_number,
-        rows=arrival.rows,
     )
 
 

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import msgspec
 
-SCHEMA = 3
+SCHEMA = 4
 NO_VERSION = -1
 
 
@@ -60,6 +60,7 @@ class Versions(LedgerRecord, frozen=True, array_like=True, gc=False):
     oldest: int
     newest: int
     epoch: int  # The smallest trainer epoch among them
+    rows: bytes = b""  # Sizes of its training rows by version: `trajectory.row_profile`
 
 
 class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
@@ -77,7 +78,6 @@ class EpisodeRecord(LedgerRecord, frozen=True, array_like=True, gc=False):
     components: dict[str, float] | None = None
     parts: StoredParts | None = None
     no_score: str = ""  # Kind of its last verdict that was no score; empty when there was none
-    rows: bytes = b""  # Sizes of its training rows by version: `trajectory.row_profile`
 
     @property
     def is_held(self) -> bool:

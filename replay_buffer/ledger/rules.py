@@ -104,11 +104,11 @@ class Rules:
         routing = Routing(reward)
         call_ms, lease_ms = _ms(max(spec.timeout_s for spec in routing.specs)), _ms(buffer.lease_s)
         longest_ms = _ms(max(spec.longest_s for spec in routing.specs))
-        return cls.alone(
-            policy=job.policy,
-            batch_groups=buffer.batch_groups,
-            max_staleness=buffer.max_staleness,
-            steps=job.trainer.steps,
+        return cls(
+            consumers={
+                policy: ConsumerRules(own.buffer.batch_groups, own.buffer.max_staleness, own.trainer.steps)
+                for policy, own in job.views.items()
+            },
             group_size=job.rollout.group_size,
             lease_ms=lease_ms,
             # Twice, since a claim is renewed only past half of its time.

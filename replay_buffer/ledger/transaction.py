@@ -230,7 +230,7 @@ class Transaction:
             return
         if training.steps:
             if training.state != T:
-                self.train(group, policy, T, "reuse_ended")
+                self.train(group, policy, T, "reuse_ended", step=training.steps[-1])
             return
         if not any(each.has_begun for other, each in group.training.items() if other != policy):
             self.drop(replace(group, training={**group.training, policy: NOT_BEGUN}), reason)

@@ -23,7 +23,7 @@ def main(request: SimulateRequest) -> None:
     job = load_job(Path(request.job_file), request.overrides or (), files=False)
     if job.kind != "rl":
         raise ConfigError(
-            request.job_file, [Mistake("kind", "a job of kind sft generates nothing", "Use rl")]
+            request.job_file, [Mistake("kind", f"a job of kind {job.kind} generates nothing", "Use rl")]
         )
     costs = costs_of(request)
     begun_s = time.perf_counter()

@@ -17,7 +17,7 @@ import inspect
 import os
 import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -116,13 +116,17 @@ class LoadedReward:
     def __call__(self, encoded: list[msgspec.Raw]) -> tuple[list[Verdict], bool]:
         """The verdicts, and whether the invocation as a whole failed."""
         try:
-            if self.mark.takes_list:
-                inputs = [self._inputs.decode(one) for one in encoded]
-                return as_verdicts(self._result(inputs), inputs), False
-            given = self._inputs.decode(encoded[0])
-            return [as_verdict(self._result(given), given)], False
+            return self.verdicts(encoded), False
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward are its errors too
             return [Failure("exception", describe(error))] * len(encoded), True
+
+    def verdicts(self, encoded: Sequence[bytes | msgspec.Raw]) -> list[Verdict]:
+        """Raises what the reward raises."""
+        if self.mark.takes_list:
+            inputs = [self._inputs.decode(one) for one in encoded]
+            return as_verdicts(self._result(inputs), inputs)
+        given = self._inputs.decode(encoded[0])
+        return [as_verdict(self._result(given), given)]
 
     def _result(self, given: RewardInput | list[RewardInput]) -> Any:
         result = self._function(given)

@@ -1,11 +1,11 @@
 """Built-in rewards that judge an answer by its text: docs/verifiers.md and docs/sandbox.md describe each.
 
-    text, arithmetic, math, json_schema, reasoning_gym   of answers
-    composed                                             of other rewards
-    code_rewards                                         of programs
+    text, arithmetic, math   of answers
+    composed                 of other rewards
+    code_rewards             of programs
 
 `answers` says where in a response an answer stands, `equality` and `writing` what maths is the same.
-Importing a module loads no library that only judging needs (sympy, math-verify, jsonschema), since a job file
+Importing a module loads no library that only judging needs (sympy, math-verify), since a job file
 is checked by it.
 
 A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer is

@@ -1,5 +1,5 @@
-"""Verifiers of one number: `arithmetic`, where the response ends in it, `gsm8k`, where it is marked, and
-`countdown`, where it is the value of an expression. docs/rewards.md and docs/verifiers.md have their rules.
+"""Verifiers of one number: `arithmetic`, where the response ends in it, and `gsm8k`, where it is marked.
+docs/rewards.md and docs/verifiers.md have their rules.
 
 A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
 Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`). Where the ground truth is no integer and
@@ -9,13 +9,10 @@ either side is a decimal, a relative difference of 1e-6 is allowed.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from fractions import Fraction
-from typing import Any, Literal
 
 from areal_async.config.base import Section
-from areal_async.expressions import ExpressionError, evaluate
-from reward_service.sdk import Abstain, RewardInput, Score
+from reward_service.sdk import RewardInput
 from reward_service.verifiers import NoArguments, verifier
 from reward_service.verifiers.answers import answer_of, hedged
 
@@ -131,71 +128,3 @@ def _names_a_unit(behind: str) -> bool:
     """Whether what follows a number leaves it as it is: words, and signs that are no operators. One letter
     directly behind it, but for those of common units, makes another number of it: `5k`, `5x`."""
     return BEHIND.fullmatch(behind) is not None and all(map(PLAIN.match, behind)) and not hedged(behind)
-
-
-# --- an expression of given numbers ------------------------------------------------------------------
-
-
-WRITTEN = re.compile(r"[0-9+*/() -]*")
-SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "×": "*", "÷": "/",
-         "−": "-", "$": "", r"\(": "", r"\)": "", "{": "(", "}": ")", "[": "(", "]": ")"}  # fmt: skip
-
-
-class CountdownArguments(Section):
-    use: Literal["all", "some"] = "all"
-    """Whether each number must be used."""
-    wrong: float = 0.0
-    """Reward of a proper expression with another value."""
-
-
-@verifier(CountdownArguments)
-def countdown(given: RewardInput, arguments: CountdownArguments) -> Score | Abstain:
-    """1 for an expression with the target's value that uses each number once (`some`: at most once), `wrong`
-    for a proper expression with another value, else 0. Component `proper`: 1 for an expression of the given
-    numbers, whatever its value. Raises ValueError for a ground truth of another form."""
-    task = _task(given)
-    if task is None:
-        return Abstain("the task has no target and numbers")
-    target, numbers = task
-    written = answer_of(given.response, "marked")
-    if written is None or answer_of(given.response, "said") == written:
-        written = answer_of(given.response, "last_line") or ""
-    expression, equals, result = written.strip().rstrip(".").partition("=")
-    found = _plain(expression)
-    if found is None or not _uses(found[1], numbers, arguments.use):
-        return Score(0.0, {"proper": 0.0})
-    stated = _plain(result) if equals else (target, [])
-    right = found[0] == target and stated is not None and stated[0] == target
-    return Score(1.0 if right else arguments.wrong, {"proper": 1.0})
-
-
-def _plain(text: str) -> tuple[Fraction, list[Fraction]] | None:
-    """`evaluate` of whole numbers and LaTeX's signs; None for anything else."""
-    for sign, plain in SIGNS.items():
-        text = text.replace(sign, plain)
-    text = text.strip().strip("*`").strip()
-    try:
-        return evaluate(text) if WRITTEN.fullmatch(text) else None
-    except ExpressionError:
-        return None
-
-
-def _task(given: RewardInput) -> tuple[Fraction, list[Fraction]] | None:
-    truth: Any = given.ground_truth
-    source = {**given.extra_info, **(truth if isinstance(truth, dict) else {})}
-    target = source.get("target", None if isinstance(truth, dict) else truth)
-    numbers = source.get("numbers", source.get("nums"))
-    if target is None or numbers is None:
-        return None
-    try:
-        return Fraction(str(target)), [Fraction(int(number)) for number in numbers]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"the target {target!r:.40} and the numbers {numbers!r:.80} must be numbers"
-        ) from None
-
-
-def _uses(used: list[Fraction], numbers: list[Fraction], use: str) -> bool:
-    if use == "all":
-        return Counter(used) == Counter(numbers)
-    return bool(used) and not Counter(used) - Counter(numbers)

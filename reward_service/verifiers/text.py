@@ -1,17 +1,10 @@
-"""Verifiers of texts: `exact_match`, `f1`, `regex`, `format_tags`, `choice`; and rewards that shape length:
-`overlong` and `repetition`.
-
-`f1` is the score of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, without punctuation and
-articles; with `c` words in common (as often as both have them), precision p = c / words of the answer, recall
-r = c / words of the truth, F1 = 2pr / (p + r). Where one of the two has no words, it is 1 if neither has,
-else 0.
+"""Verifiers of texts: `exact_match`, `regex`, `format_tags`, `choice`; and `overlong`, which shapes length.
 
 Where a pattern of `regex` goes back over a response again and again, looking ends after `BUDGET_S`: the
 answer is wrong. The library `regex` is used for that limit; it reads the syntax of `re`.
 
 `overlong` is DAPO's soft overlong punishment (Yu et al., 2025, eq. 13). With length y, limit L and buffer C:
-0 for y <= L - C; ((L - C) - y) / C for L - C < y <= L; -1 for y > L. `repetition`: with n-grams of words (or
-of characters) penalty * (1 - different / all), the form used by open-r1.
+0 for y <= L - C; ((L - C) - y) / C for L - C < y <= L; -1 for y > L.
 """
 
 from __future__ import annotations
@@ -19,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -72,37 +65,6 @@ def normalise(text: str, *, case: bool = True, punctuation: bool = True, article
         text = "".join(" " if unicodedata.category(c).startswith("P") else c for c in text)
     words = text.split()
     return " ".join(words if articles else [word for word in words if word.lower() not in ARTICLES])
-
-
-class F1Arguments(Section):
-    where: Where = "whole"
-    """Where the answer stands."""
-
-
-@verifier(F1Arguments)
-def f1(given: RewardInput, arguments: F1Arguments) -> Score | Abstain:
-    """F1 in [0, 1] of the words; with several ground truths the best. Components: `exact` (0 or 1),
-    `precision` and `recall` of that one."""
-    wanted = accepted(given.ground_truth)
-    if not wanted:
-        return Abstain("the task has no ground truth")
-    answer = _words(answer_of(given.response, arguments.where) or "")
-    best = max((_compare(answer, _words(text)) for text in wanted), key=lambda parts: parts[0])
-    return Score(best[0], {"exact": best[3], "precision": best[1], "recall": best[2]})
-
-
-def _compare(answer: list[str], truth: list[str]) -> tuple[float, float, float, float]:
-    """(F1, precision, recall, exact)."""
-    exact = float(answer == truth)
-    common = (Counter(answer) & Counter(truth)).total()
-    if not common:
-        return exact if not answer and not truth else 0.0, exact, exact, exact
-    precision, recall = common / len(answer), common / len(truth)
-    return 2 * precision * recall / (precision + recall), precision, recall, exact
-
-
-def _words(text: str) -> list[str]:
-    return normalise(text, case=False, punctuation=False, articles=False).split()
 
 
 class RegexArguments(Section):
@@ -298,11 +260,10 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split()).strip(". ")
 
 
-# --- rewards that shape length -----------------------------------------------------------------------
+# --- a reward that shapes length -----------------------------------------------------------------------
 
 
 LengthIn = Literal["tokens", "words", "characters"]
-MOST_WORDS = 200_000  # Words looked at, from the start of the response: bounded work for one of any length
 
 
 class OverlongArguments(Section):
@@ -327,29 +288,6 @@ def overlong(given: RewardInput, arguments: OverlongArguments) -> float:
         return -1.0
     beyond = arguments.limit - arguments.buffer - length_of(given, arguments.unit)
     return min(0.0, max(-1.0, beyond / arguments.buffer))
-
-
-class RepetitionArguments(Section):
-    n: int = Field(default=4, ge=1, le=100)
-    """Length of an n-gram."""
-    penalty: float = Field(default=-1.0, le=0)
-    """Reward of a response that only repeats itself."""
-    unit: Literal["words", "characters"] = "words"
-    """What an n-gram is made of."""
-
-
-@verifier(RepetitionArguments)
-def repetition(given: RewardInput, arguments: RepetitionArguments) -> Score:
-    """A number from `penalty` to 0. Component `repeated`: the share of n-grams that were there before. A
-    response shorter than n repeats nothing."""
-    items = given.response.lower().split() if arguments.unit == "words" else list(given.response)
-    items, n = items[:MOST_WORDS], arguments.n
-    total = len(items) - n + 1
-    if total < 1:
-        return Score(0.0, {"repeated": 0.0})
-    different = len({tuple(items[i : i + n]) for i in range(total)})
-    repeated = 1 - different / total
-    return Score(arguments.penalty * repeated, {"repeated": repeated})
 
 
 def length_of(given: RewardInput, unit: LengthIn) -> int:

@@ -87,7 +87,8 @@ class GenerateRequest:
     priority: int = 0
     """Smaller goes first where requests wait."""
     deadline_s: float | None = None
-    """The time on `time.monotonic`'s clock past which the request ends with `DeadlinePassed`."""
+    """The time on `time.monotonic`'s clock past which the request ends with `DeadlinePassed`: `ReplicaSet`
+    sees to that and cancels the call, so an engine need not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,10 @@ def own_gpus(
     whole = place.job if place is not None else job
     evaluates = place is not None and place.role == "evaluator"
     worker = None if evaluates else place.index if place is not None else 0
-    beside_trainer = place is not None and place.node_id == place.topology.place("trainer").node_id
+    trainers = (
+        [each for each in place.topology.services if each.role == "trainer"] if place is not None else []
+    )
+    beside_trainer = place is not None and place.node_id == trainers[0].node_id
     if place is not None and place.place.gpus_of_its_own:
         # What it sees is its own alone, counted from 0.
         whole = whole.model_copy(update={"rollout": job.rollout}) if evaluates else whole

@@ -16,7 +16,11 @@ from rollout_service.gateway.server import Front
 if __name__ == "__main__":
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=GatewaySetup)
     setup_logging(setup.job, f"{setup.name}-gateway")
-    front = Front(setup, AutoTokenizer.from_pretrained(setup.model, local_files_only=True))
+    tokenizers = {
+        policy: AutoTokenizer.from_pretrained(model.folder, local_files_only=True)
+        for policy, model in setup.models.items()
+    }
+    front = Front(setup, tokenizers)
     # What was imported stays: to look through it again and again took a third of a call.
     gc.collect()
     gc.freeze()

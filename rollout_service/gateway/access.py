@@ -12,7 +12,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,6 +59,13 @@ AT_ONCE = 1 << 16  # Calls under way are limited by connections and `max_calls`,
 RESTARTS = RestartPolicy(limit=5)
 
 
+class ServedModel(msgspec.Struct, frozen=True):
+    """What answers for one policy."""
+
+    folder: str
+    max_model_len: int
+
+
 class GatewaySetup(msgspec.Struct, frozen=True):
     """What the gateway's process is told on its standard input."""
 
@@ -68,8 +75,8 @@ class GatewaySetup(msgspec.Struct, frozen=True):
     host: RunHost
     keys: RoleKeys
     section: dict[str, Any]
-    model: str
-    max_model_len: int
+    models: dict[str, ServedModel]
+    """By policy; agents ask for these."""
     trains: bool
     header_s: float
     listening_fd: int
@@ -113,23 +120,23 @@ class Gateway:
         *,
         job: str,
         name: str,
-        model: Path,
+        models: Mapping[str, tuple[Path, int]],
         host: RunHost,
         keys: RoleKeys,
-        max_model_len: int,
         trains: bool = True,
         offset: int = 0,
         header_s: float = 10.0,
         restarts: RestartPolicy = RESTARTS,
         start: Callable[[GatewaySetup], Started] = start_process,
     ) -> None:
-        """`model` has the tokenizer; `trains`: what is recorded will be trained on; `offset` is added to a
-        configured port; `host` is the worker's, `keys` are its role's."""
+        """`models` are each policy's folder, which has the tokenizer, and the most tokens of a path;
+        `trains`: what is recorded will be trained on; `offset` is added to a configured port; `host` is the
+        worker's, `keys` are its role's."""
         self.section = section
+        served = {policy: ServedModel(str(folder), length) for policy, (folder, length) in models.items()}
         self._setup = GatewaySetup(
-            job, name, host, keys, section.model_dump(mode="json"), str(model), max_model_len, trains,
-            header_s, -1, 0,
-        )  # fmt: skip
+            job, name, host, keys, section.model_dump(mode="json"), served, trains, header_s, -1, 0
+        )
         self._port = section.port and section.port + offset
         self._restarts = Restarts(restarts)
         self._start_one = start

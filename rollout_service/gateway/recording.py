@@ -57,8 +57,8 @@ class RecordedCalls:
     roots: Counter[str] = field(default_factory=Counter)
     segments: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Segment and turn of each answer."""
-    prompts: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    """Segment of a parent's segment (-1: a root) and the ids after it."""
+    prompts: dict[tuple[str, int, bytes], int] = field(default_factory=dict)
+    """Segment of a policy, a parent's segment (-1: a root) and the ids after it."""
 
 
 class _OpenCall:
@@ -121,7 +121,8 @@ class Session:
         return sum(call.asked.n for call in self.open.values())
 
     def opening(self, forget: Sequence[int] = ()) -> OpenSession:
-        return OpenSession(self.digest, self._record.episode, self._episode.sampling, list(forget))
+        sampling = {policy: each.sampling for policy, each in self._episode.engines.items()}
+        return OpenSession(self.digest, self._record.episode, sampling, list(forget))
 
     def close(self) -> None:
         """End every call, and record no more."""
@@ -167,10 +168,12 @@ class Session:
 
     async def _one(self, call: _OpenCall, index: int) -> GenerateResult:
         number, self._record.requests = self._record.requests, self._record.requests + 1
-        request = self._episode.request(f"gateway-{number}", call.ids, call.samplings[index])
+        policy = call.asked.policy
+        request = self._episode.request(f"gateway-{number}", call.ids, call.samplings[index], policy)
+        engine = self._episode.engines[policy].engine
         if not call.asked.stream:
-            return await self._episode.engine.generate(request)
-        return await self._episode.engine.generate(request, lambda ids: call.tell(index, ids))
+            return await engine.generate(request)
+        return await engine.generate(request, lambda ids: call.tell(index, ids))
 
     def _samplings(self, asked: Sample) -> list[Sampling]:
         episode, number = self._episode, CALLS_FROM + self._record.requests
@@ -179,7 +182,7 @@ class Session:
             number = (1 << 63) + asked.seed % (1 << 63)
         base = call_seed(episode.seed, episode.sample, episode.attempt, number)
         seeds = (call_seed(base, choice, 0, 0) for choice in range(asked.n))
-        return [msgspec.structs.replace(asked.sampling, seed=seed) for seed in seeds]
+        return [msgspec.structs.replace(episode.drawn(asked.sampling), seed=seed) for seed in seeds]
 
     def drop(self, number: int) -> None:
         """Forget a call, and abort what is still sampled for it."""
@@ -206,14 +209,16 @@ class Session:
         record, builder, asked = self._record, self.builder, call.asked
         parent, depth = (-1, 0) if asked.parent is None else record.segments[asked.parent]
         new = call.ids[asked.known :]
-        place = (parent, new.tobytes())
+        agent, policy = self._episode.speaker(None, asked.policy)
+        place = (policy, parent, new.tobytes())
         if len(new) == 0 and parent >= 0:
             prompt = parent
         elif place in record.prompts:
             prompt = record.prompts[place]
         else:
             above = None if parent < 0 else parent
-            prompt = record.prompts[place] = builder.observed(SegmentKind(asked.kind), new, above, turn=depth)
+            kind = SegmentKind(asked.kind)
+            prompt = record.prompts[place] = builder.observed(kind, new, above, agent, depth)
             if asked.root:
                 record.roots[asked.root] += 1
                 metrics.GATEWAY_ROOTS.labels(asked.root).inc()
@@ -226,8 +231,10 @@ class Session:
                 sampling=sampling,
                 finish_reason=result.finish_reason,
                 epoch=result.epochs,
+                agent=agent,
                 turn=depth,
                 logprobs_of=result.logprobs_of,
+                mask=self._episode.mask_of(len(result.token_ids)),
             )
             record.segments[asked.call, index] = (segment, depth + 1)
             builder.text(response=sent.responses[index])

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import socket
 from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,7 +47,6 @@ from rollout_service.gateway.requests import ENDED, ApiError, check_json, encode
 from rollout_service.gateway.session import AgentCalls, GatewayCall, RunningCall
 from rollout_service.gateway.template import ChatTemplate
 
-MODEL_ID = "policy"
 REMEMBERED_KEYS = 4096  # Ended keys that are still told so
 CONNECTIONS = 1024
 BODIES_AT_ONCE = 64  # So many of the longest requests are held at a time, or more of shorter ones
@@ -58,14 +58,18 @@ COUNTED_EVERY_S = 1.0
 class Front:
     """The gateway as its worker has set it up."""
 
-    def __init__(self, setup: GatewaySetup, tokenizer: Any) -> None:
+    def __init__(self, setup: GatewaySetup, tokenizers: Mapping[str, Any]) -> None:
+        """`tokenizers` are of the setup's models, by their names."""
         self.job = setup.job
         self.section = GatewaySection.model_validate(setup.section)
         self._setup = setup
-        self._template = ChatTemplate(tokenizer, self.section.tool_format)
-        self._sessions: dict[bytes, AgentCalls] = {}
+        self._templates = {
+            policy: ChatTemplate(tokenizer, self.section.tool_format)
+            for policy, tokenizer in tokenizers.items()
+        }
+        self._sessions: dict[bytes, dict[str, AgentCalls]] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
-        self._trees: dict[int, ConversationTree] = {}
+        self._trees: dict[int, dict[str, ConversationTree]] = {}
         self._numbers = itertools.count(setup.life << 40)
         self.outcomes: Counter[str] = Counter()
         section, listening = self.section, socket.socket(fileno=setup.listening_fd)
@@ -112,7 +116,7 @@ class Front:
                     await self._count()
             finally:
                 for session in self._sessions.values():
-                    await session.close()
+                    await _close(session)
                 await self.server.close()
                 await orders.stop()
 
@@ -126,15 +130,21 @@ class Front:
         for episode in opened.forget:
             self._trees.pop(episode, None)
         if opened.key not in self._sessions:
-            tree = self._trees.setdefault(opened.episode, ConversationTree(self._template))
-            self._sessions[opened.key] = AgentCalls(
-                opened,
-                tree,
-                self._worker,
-                self.section,
-                max_model_len=self._setup.max_model_len,
-                trains=self._setup.trains,
-            )
+            if opened.episode not in self._trees:
+                trees = {policy: ConversationTree(template) for policy, template in self._templates.items()}
+                self._trees[opened.episode] = trees
+            self._sessions[opened.key] = {
+                policy: AgentCalls(
+                    opened,
+                    tree,
+                    self._worker,
+                    self.section,
+                    policy=policy,
+                    max_model_len=self._setup.models[policy].max_model_len,
+                    trains=self._setup.trains,
+                )
+                for policy, tree in self._trees[opened.episode].items()
+            }
         return Ok()
 
     async def _on_serve(self, _: Peer, __: ServeAgents, ___: list[memoryview]) -> Answer:
@@ -147,7 +157,7 @@ class Front:
             self._ended[ending.key] = None
             if len(self._ended) > REMEMBERED_KEYS:
                 self._ended.popitem(last=False)
-            await session.close()
+            await _close(session)
         return Ok()
 
     # --- for the pages -------------------------------------------------------------------------------
@@ -155,13 +165,31 @@ class Front:
     def next_call(self) -> int:
         return next(self._numbers)
 
-    def find(self, key: str) -> AgentCalls:
-        """The session of an API key. Raises `ApiError`."""
+    def find(self, key: str) -> dict[str, AgentCalls]:
+        """The session of an API key, by policy. Raises `ApiError`."""
         name = digest_of(key)
         if (session := self._sessions.get(name)) is not None:
             return session
         reason = ENDED if name in self._ended else "no session has this API key"
         raise ApiError(401, reason if key else "an API key is needed", code="invalid_api_key")
+
+
+async def _close(session: Mapping[str, AgentCalls]) -> None:
+    await asyncio.gather(*(calls.close() for calls in session.values()))
+
+
+def policy_of(names: Sequence[str], model: object) -> str:
+    """The policy that a call means by `model`; a job of one has whatever it is called. Raises `ApiError`."""
+    if len(names) == 1:
+        return names[0]
+    if not isinstance(model, str) or (name := model.rpartition("/")[2]) not in names:
+        raise ApiError(
+            404,
+            f"there is no model {str(model)[:64]!r}; the models here are {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+    return name
 
 
 def make_app(front: Front) -> ASGIApp:
@@ -205,15 +233,15 @@ class Pages:
                 self._front.outcomes["abandoned"] += 1
 
     async def models(self, request: Request, send: Send) -> None:
-        """Whatever an agent calls its model, it is the policy."""
-        self._session(request)
-        model = {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": self._front.job}
-        reply = JSONResponse({"object": "list", "data": [model]})
+        """The policies. Where there is one it is meant whatever an agent calls its model."""
+        names = self._session(request)
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": self._front.job} for name in names]
+        reply = JSONResponse({"object": "list", "data": data})
         await reply(request.scope, request.receive, send)
 
     # --- one call ------------------------------------------------------------------------------------
 
-    def _session(self, request: Request) -> AgentCalls:
+    def _session(self, request: Request) -> dict[str, AgentCalls]:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         return self._front.find(token.strip() if scheme.lower() == "bearer" else "")
 
@@ -241,7 +269,7 @@ class Pages:
             raise ApiError(400, f"the body is not JSON that can be served: {error}") from error
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object")
-        return session, body
+        return session[policy_of([*session], body.get("model"))], body
 
     async def _whole(
         self,

@@ -71,7 +71,7 @@ class RunningCall:
 
 
 class AgentCalls:
-    """The calls of one key."""
+    """The calls of one key to one policy."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class AgentCalls:
         worker: Client,
         section: GatewaySection,
         *,
+        policy: str,
         max_model_len: int,
         trains: bool,
     ) -> None:
@@ -87,6 +88,8 @@ class AgentCalls:
         self._opened = opened
         self._worker = worker
         self._section = section
+        self._policy = policy
+        self._job_sampling = opened.sampling[policy]
         self._max_model_len = max_model_len
         self._trains = trains
         self._running = 0  # Answers in the making
@@ -117,7 +120,7 @@ class AgentCalls:
 
     def stream_text(self, asked: CompletionRequest) -> StreamedText:
         """What may be told of an answer to `asked` while it is sampled."""
-        stop = self._opened.sampling.stop if asked.stop is None else asked.stop
+        stop = self._job_sampling.stop if asked.stop is None else asked.stop
         template = self.tree.template
         return StreamedText(template, stop, MARKERS[template.format] if asked.parse_tools else ())
 
@@ -175,6 +178,7 @@ class AgentCalls:
             self._opened.key,
             number,
             sampling,
+            self._policy,
             asked.n,
             asked.seed,
             None if parent is None else parent.answer,
@@ -206,7 +210,7 @@ class AgentCalls:
 
     def _sampling(self, asked: CompletionRequest) -> Sampling:
         """Parameters of the answers but for seeds. Raises `ApiError` for what must not be trained on."""
-        job = self._opened.sampling
+        job = self._job_sampling
         changes: dict[str, Any] = {}
         if self._section.sampling == "agent":
             named = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}

@@ -221,8 +221,6 @@ class ReplicaSet:
                     return await engine.generate(request)
                 return await engine.generate(request, told)
             except EngineError as error:
-                if isinstance(error, DeadlinePassed):
-                    raise
                 serves = replica.engine is engine and replica.serves and engine.alive()
                 if isinstance(error, EngineLost) and serves and sent_again < MAX_SENT_AGAIN:
                     # Its connection broke, or the server ended it: no reason to end all the others too.

@@ -41,7 +41,10 @@ class FailureStreak:
         *,
         first_pause_s: float = FIRST_PAUSE_S,
         longest_pause_s: float = LONGEST_PAUSE_S,
+        first_ends: bool = False,
     ) -> None:
+        """`first_ends`: already the first failure makes it pointless to go on."""
+        self._first_ends = first_ends
         self.count = 0
         self._clock = clock
         self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
@@ -76,7 +79,9 @@ class FailureStreak:
         return max(0.0, self._last_s + pause_s - self._clock())
 
     def check(self) -> None:
-        """Raises `WorkflowError` when it is pointless to go on."""
+        """Raises `WorkflowError` when it is pointless to go on, or the failure itself if the first ends."""
+        if self._first_ends and self._last is not None:
+            raise self._last
         if self.count < MAX_FAILURES or self._last is None:
             return
         if is_its_own(self._last) and self._last_s - self._first_s < OWN_FAULT_S:

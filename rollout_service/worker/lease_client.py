@@ -28,8 +28,9 @@ IDLE_WAIT_S = 1.0  # Longest wait of a loop that nothing wakes
 
 
 class LeaseClient:
-    """Asks for `wanted()` groups under the version `serving()`. `on_grant(leases, version)` is called with
-    each answer and the version that its request named, also with one that arrives while `run` ends."""
+    """Asks for `wanted()` groups under the versions `serving()`, one of each policy. `on_grant(leases,
+    versions)` is called with each answer and the versions that its request named, also with one that arrives
+    while `run` ends."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class LeaseClient:
         name: str,
         *,
         wanted: Callable[[], int],
-        serving: Callable[[], VersionTag],
-        on_grant: Callable[[Leases, VersionTag], None],
+        serving: Callable[[], Sequence[VersionTag]],
+        on_grant: Callable[[Leases, Sequence[VersionTag]], None],
         retry_pause_s: float,
     ) -> None:
         self.under_way = 0  # Requests that are not answered
@@ -56,31 +57,31 @@ class LeaseClient:
 
     async def run(self) -> None:
         """Keep asking until cancelled."""
-        calls: dict[asyncio.Task[Leases], VersionTag] = {}
+        calls: dict[asyncio.Task[Leases], list[VersionTag]] = {}
         try:
             while True:
                 self._awake.clear()
-                serving, wanted = self._serving(), self._wanted()
+                serving, wanted = list(self._serving()), self._wanted()
                 if wanted and serving not in calls.values() and len(calls) < MAX_LEASE_CALLS:
                     calls[asyncio.ensure_future(self._ask(wanted, serving))] = serving
                     self.under_way = len(calls)
                 await first_of([*calls], self._awake)
                 answered = {call: calls.pop(call) for call in [*calls] if call.done()}
                 self.under_way = len(calls)
-                for call, serving in answered.items():
-                    self._on_grant(call.result(), serving)
+                for call, served in answered.items():
+                    self._on_grant(call.result(), served)
         finally:
             for call in calls:
                 call.cancel()
             answers = await asyncio.gather(*calls, return_exceptions=True)
-            for answer, serving in zip(answers, calls.values(), strict=True):
+            for answer, served in zip(answers, calls.values(), strict=True):
                 if isinstance(answer, Leases):
-                    self._on_grant(answer, serving)
+                    self._on_grant(answer, served)
 
-    async def _ask(self, wanted: int, serving: VersionTag) -> Leases:
+    async def _ask(self, wanted: int, serving: list[VersionTag]) -> Leases:
         began_s = time.monotonic()
         try:
-            leases = await self._buffer.call(Lease(self._name, wanted, [serving], LEASE_WAIT_MS))
+            leases = await self._buffer.call(Lease(self._name, wanted, serving, LEASE_WAIT_MS))
         except (RpcTimeout, FaultError) as error:
             await wait_out(error, "lease", self._retry_pause_s)
             return Leases([])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ from areal_async.trajectory import EpisodeBuilder, pack
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
-from rollout_service.process import sampling_of
+from rollout_service.process import sampling_of, speakers_of
 from rollout_service.replicas import ReplicaSet
 from rollout_service.worker.concurrency import LOOK_S, ConcurrencyTuner
 from rollout_service.worker.failures import (
@@ -54,7 +54,7 @@ from rollout_service.worker.failures import (
 )
 from rollout_service.worker.lease_client import IDLE_WAIT_S, LeaseClient, first_of, wait_out
 from rollout_service.worker.uploader import Uploader
-from rollout_service.workflows import Context, Renderer, Workflow
+from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow
 
 log = get_logger("rollout")
 
@@ -89,7 +89,8 @@ class LeaseState:
 
 
 class Worker:
-    """Makes the episodes of one engine, which starts before `run`."""
+    """Makes the episodes of one engine, which starts before `run`. In a job of several policies `engine` and
+    `render` are of the first, `others` has those of the rest."""
 
     def __init__(
         self,
@@ -102,16 +103,26 @@ class Worker:
         name: str,
         gateway: Gateway | None = None,
         timing: WorkerTiming = WorkerTiming(),
+        first_failure_ends: bool = False,
+        others: Mapping[str, PolicyEngine] | None = None,
     ) -> None:
         self._buffer = buffer
         self._engine = engine
+        self._others = dict(others or {})
         self._workflow = workflow
         self._render = render
         self._job = job
         self._name = name
         self._gateway = gateway
         self._timing = timing
-        self.tuner = ConcurrencyTuner(job.rollout, engine.stats, self.weights_changed, look_s=timing.look_s)
+        engines = {job.policy: engine} | {name: other.engine for name, other in self._others.items()}
+        self.tuners = {
+            policy: ConcurrencyTuner(
+                job.of(policy).rollout, each.stats, self.weights_changed, look_s=timing.look_s
+            )
+            for policy, each in engines.items()
+        }
+        """How many episodes the engine of each policy takes at once: the least of them counts."""
         self._sampling = sampling_of(job.rollout.sampling)
         self.leases: dict[str, LeaseState] = {}
         """The open leases, by id; the uploader says when one is closed."""
@@ -128,12 +139,14 @@ class Worker:
             buffer,
             name,
             wanted=self.wanted_groups,
-            serving=lambda: engine.version,
+            serving=lambda: [each.version for each in engines.values()],
             on_grant=self._granted,
             retry_pause_s=timing.retry_pause_s,
         )
         self.failures = FailureStreak(
-            first_pause_s=timing.first_failure_pause_s, longest_pause_s=timing.longest_failure_pause_s
+            first_pause_s=timing.first_failure_pause_s,
+            longest_pause_s=timing.longest_failure_pause_s,
+            first_ends=first_failure_ends,
         )
         self.running = 0  # Episodes that run
         self._leases_begun = 0
@@ -158,7 +171,7 @@ class Worker:
             self._lease_client.run(),
             self.uploader.run(),
             self._beat(),
-            self.tuner.run(),
+            *(tuner.run() for tuner in self.tuners.values()),
             self._until_drained(),
             self._until_hopeless(),
             *others,
@@ -183,11 +196,12 @@ class Worker:
         """How many more groups there is room for."""
         if self.failures.pause_s:
             return 0
-        limit, size = self.tuner.concurrency.limit, self._job.rollout.group_size
+        limit = min(tuner.concurrency.limit for tuner in self.tuners.values())
+        size = self._job.rollout.group_size
         free = min(limit - self.running, 2 * limit - self.running - self.uploader.queue.episodes)
         return 0 if self.draining or self._ending else max(0, math.ceil(free / size))
 
-    def _granted(self, leases: Leases, serving: VersionTag) -> None:
+    def _granted(self, leases: Leases, serving: Sequence[VersionTag]) -> None:
         if leases.drain:
             self._told_to_drain()
         for group in leases.groups:
@@ -202,7 +216,7 @@ class Worker:
                 self._begin(lease, serving)
         self._wake_drain.set()
 
-    def _begin(self, lease: LeaseState, serving: VersionTag) -> None:
+    def _begin(self, lease: LeaseState, serving: Sequence[VersionTag]) -> None:
         group = lease.group
         if recording():
             record(
@@ -210,10 +224,10 @@ class Worker:
                 lease_id=group.lease_id,
                 group_id=group.group_id,
                 missing=group.missing,
-                **asdict(serving),
+                **asdict(serving[0]),
+                others=[asdict(tag) for tag in serving[1:]],
             )
-        self.running += len(group.missing)
-        self.tuner.runs(self.running)
+        self._runs(len(group.missing))
         loop = asyncio.get_running_loop()
         for sample in group.missing:
             task = lease.episodes[sample] = loop.create_task(self._episode(lease, sample))
@@ -257,7 +271,7 @@ class Worker:
             group.group_id,
             sample,
             attempt=group.attempt,
-            policies=(self._job.policy,),
+            **speakers_of(self._job),
         )
         ctx = Context(
             self._engine,
@@ -272,6 +286,8 @@ class Worker:
             priority=lease.turn,
             deadline_s=None if limit_s is None else time.monotonic() + limit_s,
             gateway=self._gateway,
+            greedy=sample == self._job.rollout.greedy_sample,
+            others=self._others,
         )
         work = self._workflow(ctx, group.task)
         try:
@@ -284,12 +300,16 @@ class Worker:
             self.uploader.add(group.lease_id, sample, blob)
 
     def _ended(self, lease: LeaseState, sample: int, _: asyncio.Task[None]) -> None:
-        self.running -= 1
-        self.tuner.runs(self.running)
+        self._runs(-1)
         del lease.episodes[sample]
         if not lease.episodes:
             self.uploader.complete(lease.group.lease_id)
         self._on_progress()
+
+    def _runs(self, more: int) -> None:
+        self.running += more
+        for tuner in self.tuners.values():
+            tuner.runs(self.running)
 
     def _failed(self, lease: LeaseState, sample: int, number: int, error: Exception) -> None:
         metrics.FAILED.inc()

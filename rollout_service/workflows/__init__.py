@@ -27,7 +27,7 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError
 from areal_async.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.rpc.schema import Task
-from rollout_service.workflows.context import Context, EpisodeAborted, WorkflowResources
+from rollout_service.workflows.context import Context, EpisodeAborted, PolicyEngine, WorkflowResources
 from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
 from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError
 
@@ -43,6 +43,7 @@ __all__ = [
     "BUILT_IN",
     "Context",
     "EpisodeAborted",
+    "PolicyEngine",
     "Renderer",
     "Reply",
     "TemplateRewrites",

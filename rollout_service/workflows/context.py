@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,18 @@ class WorkflowResources:
     blocking: BlockingCalls = field(default_factory=BlockingCalls)
 
 
+@dataclass(frozen=True)
+class PolicyEngine:
+    """What answers for one policy."""
+
+    engine: ReplicaSet
+    render: Renderer
+    sampling: Sampling
+    """The job's parameters."""
+    max_model_len: int | None = None
+    """Most tokens of a path; None: what the workflow's resources say."""
+
+
 class Context:
     """One episode being made. `builder` is for what has no method here (metadata, flags …)."""
 
@@ -92,18 +104,22 @@ class Context:
         priority: int = 0,
         deadline_s: float | None = None,
         gateway: Gateway | None = None,
+        others: Mapping[str, PolicyEngine] | None = None,
+        greedy: bool = False,
     ) -> None:
-        """`sampling` are the job's parameters; `seed` is the group's. The lease is part of each request's id:
-        an episode may be begun again while the engine still ends what a lost lease had asked for. `priority`
-        and `deadline_s` are those of its requests (`GenerateRequest`)."""
+        """`engine`, `render` and `sampling` (the job's) are of the builder's first policy, `others` has those
+        of the rest. `seed` is the group's. Whatever a `greedy` episode asks for is sampled greedily, and
+        nothing of it is trained. The lease is part of each request's id: an episode may be begun again while
+        the engine still ends what a lost lease had asked for. `priority` and `deadline_s` are those of its
+        requests (`GenerateRequest`)."""
         self.builder = builder
         self.episode_id = episode_id
         self.sample = sample
         self.attempt = attempt
-        self.sampling = sampling
+        self._greedy = greedy
         self.seed = seed
-        self.engine = engine
-        self._render = render
+        self.engines = {builder.policies[0]: PolicyEngine(engine, render, sampling), **(others or {})}
+        """What answers for each policy, in the order in which the builder numbers them."""
         self._request_prefix = f"{episode_id}/{lease_id}"
         self._priority = priority
         self._deadline_s = deadline_s
@@ -115,6 +131,7 @@ class Context:
         self._paths: dict[int, Ids | tuple[int, bytes]] = {}
         """The path down to each segment as ids, or its parent and its own ids until they are asked for."""
         self._chats: dict[int, Chat] = {}  # The conversation up to each segment, where the path is one
+        self._policy: dict[int, str] = {}  # Whose tokens each segment is in
 
     @cached_property
     def resources(self) -> WorkflowResources:
@@ -122,8 +139,44 @@ class Context:
         return WorkflowResources()
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the job's policies; the first one answers where none is named."""
+        return self.builder.policies
+
+    @property
+    def sampling(self) -> Sampling:
+        """The parameters with which the first policy answers, where a call names none."""
+        return self.engines[self.policies[0]].sampling
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling) -> None:
+        first = self.policies[0]
+        self.engines[first] = replace(self.engines[first], sampling=sampling)
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        return self._render.tokenizer
+        """That of the first policy."""
+        return self.engines[self.policies[0]].render.tokenizer
+
+    def agent(self, name: str, policy: str | None = None) -> int:
+        """The number of an agent for `agent=`, by its name; a new one speaks for `policy`, by default the
+        first. Of several policies each has an agent of its own name."""
+        return self.builder.agent(name, None if policy is None else self._number(policy))
+
+    def _number(self, policy: str) -> int:
+        """The number of a policy. Raises ValueError where the job has none of that name."""
+        if policy not in self.policies:
+            raise ValueError(f"there is no policy {policy!r}; the job has {', '.join(self.policies)}")
+        return self.policies.index(policy)
+
+    def speaker(self, agent: int | None, policy: str | None) -> tuple[int, str]:
+        """The number of an agent, and its policy; either may be left out."""
+        if agent is None:
+            agent = 0 if policy is None else self.builder.agent_of(self._number(policy))
+        spoken_for = self.policies[self.builder.policy_of(agent)]
+        if policy is not None and spoken_for != policy:
+            raise ValueError(f"agent {agent} speaks for {spoken_for}, not for {policy}")
+        return agent, spoken_for
 
     # --- generation ------------------------------------------------------------------------------------
 
@@ -132,14 +185,17 @@ class Context:
         prompt: Prompt | None = None,
         *,
         parent: int | None = None,
-        agent: int = 0,
+        policy: str | None = None,
+        agent: int | None = None,
         turn: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
         rewritten: Rewritten = "error",
         train: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """Continue `parent` (a new path when None) with `prompt`, then sample.
+        """Continue `parent` (a new path when None) with `prompt`, then sample. `policy` names the one that
+        answers: by default the agent's, and without one the job's first. A path stays with the policies of
+        one tokenizer.
 
         `prompt` is text, chat messages or token ids; None samples right after `parent`. Messages after a
         reply are what the chat template appends to it; where the template would change what came before,
@@ -150,10 +206,19 @@ class Context:
         The first call sets the episode's prompt text, every call its response text; `builder.text` changes
         either. Raises `RequestError` for what the engine cannot serve."""
         root = parent is None
+        agent, policy = self.speaker(agent, policy)
+        voice = self.engines[policy]
         if prompt is not None:
             kind = SegmentKind.PROMPT if parent is None else SegmentKind.ENVIRONMENT
             parent = self.observe(
-                kind, prompt, parent=parent, agent=agent, turn=turn, tools=tools, rewritten=rewritten
+                kind,
+                prompt,
+                parent=parent,
+                agent=agent,
+                turn=turn,
+                tools=tools,
+                rewritten=rewritten,
+                policy=policy,
             )
         elif parent is None:
             raise ValueError("generate() needs a prompt, or a parent to go on from")
@@ -162,10 +227,15 @@ class Context:
         if sampling.get("seed") is None:
             sampling["seed"] = call_seed(self.seed, self.sample, self.attempt, self._calls)
         anchor, self._anchor = self._anchor, None
-        asked = msgspec.structs.replace(self.sampling, **sampling)
-        request = self.request(str(self._calls), self._path(parent), asked)
+        if self.engines[self._policy[parent]].render is not voice.render:
+            raise ValueError(
+                f"{policy} cannot go on with a path of {self._policy[parent]}, whose tokenizer is another; "
+                "begin a path with the text"
+            )
+        asked = self.drawn(msgspec.structs.replace(voice.sampling, **sampling))
+        request = self.request(str(self._calls), self._path(parent), asked, policy)
         self._calls += 1
-        result = await self.engine.generate(request)
+        result = await voice.engine.generate(request)
         if result.finish_reason == "abort":
             raise EpisodeAborted(f"a request of episode {self.episode_id} was aborted")
         segment = self.builder.sampled(
@@ -179,17 +249,26 @@ class Context:
             agent=agent,
             turn=turn,
             logprobs_of=result.logprobs_of,
-            mask=None if train else np.zeros(len(result.token_ids), np.uint8),
+            mask=self.mask_of(len(result.token_ids), train=train),
         )
-        self._paths[segment] = parent, result.token_ids.tobytes()
+        self._paths[segment], self._policy[segment] = (parent, result.token_ids.tobytes()), policy
         if chat := self._chats.get(parent):
-            self._chats[segment] = chat.said(self.decoded(result.token_ids))
+            self._chats[segment] = chat.said(self.decoded(result.token_ids, policy))
         if anchor is not None:
             self.builder.anchor(segment, anchor)
         self.builder.text(response=result.text)
         return Reply(
             segment, result.token_ids, result.logprobs, result.versions, result.finish_reason, result.text
         )
+
+    def drawn(self, sampling: Sampling) -> Sampling:
+        """How a call that asks for `sampling` is sampled in this episode."""
+        greedily = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        return msgspec.structs.replace(sampling, **greedily) if self._greedy else sampling
+
+    def mask_of(self, n_units: int, *, train: bool = True) -> np.ndarray[Any, Any] | None:
+        """u8 [n_units]: the mask of an answer; None where all of it is trained."""
+        return None if train and not self._greedy else np.zeros(n_units, np.uint8)
 
     def gateway(self) -> AbstractAsyncContextManager[Session]:
         """`async with ctx.gateway() as session:` gives agents access over HTTP while the block lasts. What
@@ -198,14 +277,14 @@ class Context:
             raise ArealError("this context was made without a gateway")
         return self._gateway.session(self)
 
-    def request(self, name: str, ids: Ids, sampling: Sampling) -> GenerateRequest:
-        """A request to the engine for this episode; `name` tells it from the episode's others."""
+    def request(self, name: str, ids: Ids, sampling: Sampling, policy: str | None = None) -> GenerateRequest:
+        """A request to the engine of a policy for this episode; `name` tells it from the episode's others."""
         return GenerateRequest(
             f"{self._request_prefix}/{name}",
             ids,
             sampling,
             session=self.episode_id,
-            began=self.builder.began,
+            began=self.builder.began(0 if policy is None else self._number(policy)),
             priority=self._priority,
             deadline_s=self._deadline_s,
         )
@@ -222,33 +301,37 @@ class Context:
         turn: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
         rewritten: Rewritten = "error",
+        policy: str | None = None,
     ) -> int:
         """Add what no policy sampled (a tool's answer, an environment's); returns its segment. See
-        `generate` for `content`, `tools` and `rewritten`."""
+        `generate` for `content`, `tools` and `rewritten`. What begins a path is in the tokens of `policy`, by
+        default the agent's."""
         if parent is None:
+            _, policy = self.speaker(agent, policy)
             chat = Chat(tuple(content), tuple(tools)) if is_chat(content) else None
-            return self._root(kind, content, chat, agent, turn)
+            return self._root(kind, content, chat, agent, turn, policy)
         if parent not in self._paths:
             raise KeyError(parent)
-        chat = None
+        chat, policy = None, self._policy[parent]
+        render = self.engines[policy].render
         if isinstance(content, str):
-            ids = self._render.following(content)
+            ids = render.following(content)
         elif is_chat(content):
             chat = self._chats.get(parent)
             if chat is None:
                 raise TurnError("messages can only go on with a path that began with messages")
-            after, changed = continuation(self.tokenizer, chat, content)
+            after, changed = continuation(render.tokenizer, chat, content)
             chat = chat.then(content)
             if changed:
-                return self._rewritten(chat, agent, turn, rewritten)
-            ids = self._render.following(after)
+                return self._rewritten(chat, agent, turn, rewritten, policy)
+            ids = render.following(after)
             # A reply that ended with the end-of-turn token has said it already.
-            if len(ids) and self._path(parent)[-1] == ids[0] and self._render.special(int(ids[0])):
+            if len(ids) and self._path(parent)[-1] == ids[0] and render.special(int(ids[0])):
                 ids = ids[1:]
         else:
             ids = np.asarray(content, np.int32)
         segment = self.builder.observed(kind, ids, parent, agent, turn)
-        self._paths[segment] = parent, ids.tobytes()
+        self._paths[segment], self._policy[segment] = (parent, ids.tobytes()), policy
         if chat is not None:
             self._chats[segment] = chat
         return segment
@@ -326,7 +409,7 @@ class Context:
 
     def room(self, segment: int) -> int:
         """How many tokens may follow `segment` before the path is as long as the engine takes."""
-        limit = self.resources.max_model_len
+        limit = self.engines[self._policy[segment]].max_model_len or self.resources.max_model_len
         return max(0, limit - len(self._path(segment))) if limit is not None else 2**31 - 1
 
     def is_chat(self, segment: int) -> bool:
@@ -337,23 +420,26 @@ class Context:
         """`text` as what follows `segment`: a message of the user where the path is a chat."""
         return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
-    def decoded(self, ids: Ids) -> str:
-        """Text of ids, without special tokens; a stop string stays."""
-        tokenizer: Any = self.tokenizer
+    def decoded(self, ids: Ids, policy: str | None = None) -> str:
+        """Text of the ids of a policy, by default the first; without special tokens; a stop string stays."""
+        tokenizer: Any = self.engines[policy or self.policies[0]].render.tokenizer
         return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
-    def _root(self, kind: SegmentKind, content: Prompt, chat: Chat | None, agent: int, turn: int) -> int:
+    def _root(
+        self, kind: SegmentKind, content: Prompt, chat: Chat | None, agent: int, turn: int, policy: str
+    ) -> int:
+        render = self.engines[policy].render
         if chat is not None and chat.tools:
-            ids = self._render.following(chat.render(self.tokenizer))
+            ids = render.following(chat.render(render.tokenizer))
         else:
-            ids = self._render(content).ids
+            ids = render(content).ids
         segment = self.builder.observed(kind, ids, None, agent, turn)
-        self._paths[segment] = ids
+        self._paths[segment], self._policy[segment] = ids, policy
         if chat is not None:
             self._chats[segment] = chat
         return segment
 
-    def _rewritten(self, chat: Chat, agent: int, turn: int, rewritten: Rewritten) -> int:
+    def _rewritten(self, chat: Chat, agent: int, turn: int, rewritten: Rewritten, policy: str) -> int:
         if rewritten == "error":
             raise TemplateRewrites(
                 "the chat template renders earlier turns otherwise once the conversation goes on (it drops "
@@ -361,12 +447,13 @@ class Context:
                 "the conversation rendered anew, or use a template that keeps its past."
             )
         metrics.REWRITES.inc()
-        return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn)
+        return self._root(SegmentKind.PROMPT, chat.messages, chat, agent, turn, policy)
 
     def _prompt_text(self, prompt: Prompt | None, segment: int) -> str:
         """What the model reads first, as text; a `prompt` that begins the path is remembered as such."""
-        known = self._render(prompt).text if prompt is not None else ""
-        return known or self.decoded(self._path(segment))
+        policy = self._policy[segment]
+        known = self.engines[policy].render(prompt).text if prompt is not None else ""
+        return known or self.decoded(self._path(segment), policy)
 
     def _path(self, segment: int) -> Ids:
         """The ids that the engine saw down to a segment, and those that it said in it."""

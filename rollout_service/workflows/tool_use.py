@@ -42,8 +42,8 @@ class ToolUse:
     class Arguments(Section):
         """`tool_use`: a policy that may call tools before it answers."""
 
-        tools: tuple[str, ...] = Field(default=("calc",), min_length=1)
-        """Built-in tools, those of installed packages, or `path.py:name` of functions marked `@tool`."""
+        tools: tuple[str, ...] = Field(min_length=1)
+        """`path.py:name` of functions marked `@tool`, or names of those of installed packages."""
         format: Literal["plain", "json"] = "plain"
         """How calls are written. `plain`: `name(text)` ends a reply; `json`: `<tool_call>{"name": …,
         "arguments": {…}}</tool_call>`."""

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
 
 from areal_async.errors import ArealError
-from areal_async.expressions import evaluate
 from areal_async.registry import TOOLS, PartError
 from rollout_service import metrics
 
@@ -92,7 +91,7 @@ class BlockingCalls:
             raise CallTimeout(f"not back within {timeout_s:g} s") from None
 
 
-BUILT_IN = {"calc": "rollout_service.workflows.tools:calc"}
+BUILT_IN: dict[str, str] = {}
 """Name → tool; found by `areal_async.registry.TOOLS`."""
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -237,15 +236,3 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
     return {"type": "object", "properties": properties, "required": required}
-
-
-@tool(inline=True)
-def calc(expression: str) -> str:
-    """Compute an arithmetic expression of numbers, + - * / and brackets."""
-    value, decimals = evaluate(expression)[0], 10
-    if value.denominator == 1:
-        return str(value.numerator)
-    digits = f"{abs(round(value * 10**decimals)):0{decimals + 1}d}"
-    whole, part = digits[:-decimals], digits[-decimals:].rstrip("0")
-    sign = "-" if value < 0 and (whole != "0" or part) else ""
-    return f"{sign}{whole}.{part}" if part else f"{sign}{whole}"

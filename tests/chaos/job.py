@@ -16,14 +16,21 @@ import psutil
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
+from areal_async.launch.plan import services_of
 from areal_async.runtime.events import VARIABLE, read_events
 from areal_async.status.record import read_run_log
 from replay_buffer.ledger.rules import TaskOrder
 from tests.chaos.material import Promise
-from tests.jobs import make_workspace
+from tests.jobs import DUET, make_workspace
 
 SERVICES = ("rollout-0", "rollout-1", "reward", "buffer", "trainer", "evaluator")
 ROLES = (*SERVICES, "redis", "supervisor")
+DUET_ROLES = [
+    *(role for role in ROLES if role != "trainer"),
+    "trainer-coder",
+    "trainer-tester",
+]
+"""Of a job of two policies."""
 
 
 def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str, **changes: Any) -> Path:
@@ -43,6 +50,14 @@ def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str
         "supervisor": {"ready_s": 280, "restarts": 1000, **pauses},
     }
     return make_workspace(folder).job(name, evaluated=True, seed=seed, **settings | changes)
+
+
+def write_duet(folder: Path, name: str, *, steps: int, seed: int, **changes: Any) -> Path:
+    """A job file of two policies, the second of twice as many steps half as large, and of another η."""
+    tester = {"buffer": {"batch_groups": 4, "max_staleness": 2}, "trainer": {"steps": 2 * steps}}
+    policies = {"coder": {}, "tester": tester}
+    changes = {"policies": policies, "rollout__workflow": DUET} | changes
+    return write_job(folder, name, steps=steps, seed=seed, durability="always", **changes)
 
 
 def promise_of(job: JobConfig, *, lost_s: float = 0.0) -> Promise:
@@ -130,7 +145,7 @@ class Job:
         return pids
 
     def all_serve(self) -> bool:
-        return set(SERVICES) <= self.serving().keys()
+        return {place.name for place in services_of(self.config)} <= self.serving().keys()
 
     def pid(self, role: str) -> int | None:
         """Process id of a role; None while it is not there."""
@@ -171,7 +186,7 @@ class Job:
         """Leave no process behind."""
         if self.running:
             assert self.process is not None
-            for role in SERVICES:
+            for role in self.serving():
                 self.signal(role, signal.SIGCONT)
             self.process.terminate()
             if self.wait(20) is None:

@@ -80,6 +80,14 @@ def each_role_once(rng: random.Random, roles: list[str], *, longest_gap_s: float
         yield Disturbance("kill", role, rng.uniform(0.2, longest_gap_s))
 
 
+def any_killed(
+    rng: random.Random, roles: list[str], n: int, *, longest_gap_s: float
+) -> Iterator[Disturbance]:
+    """`n` kills of roles drawn with equal chances."""
+    for _ in range(n):
+        yield Disturbance("kill", rng.choice(roles), rng.uniform(0.2, longest_gap_s))
+
+
 def cuts(n: int, *, gap_s: float) -> Iterator[Disturbance]:
     """Redis loses the end of its log, `n` times; each other time the front dies with it."""
     for number in range(n):

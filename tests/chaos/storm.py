@@ -7,13 +7,15 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from areal_async.config.job import JobConfig
 from tests.chaos.cut import cut_log
 from tests.chaos.history import Verdict, Violation, check
 from tests.chaos.job import Job, JobFailed, pause, promise_of
 from tests.chaos.plan import Disturbance
+from tests.chaos.projection import of_policy
 from trainer_service.published import PUBLISHED
 
 LOOK_S = 0.05
@@ -44,7 +46,7 @@ class Storm:
             steps = -1
             for due in plan:
                 self._wait(due.after_s)
-                if due.role in KEEPS_STEPS and due.kind in ("kill", "forget"):
+                if due.role.startswith(KEEPS_STEPS) and due.kind in ("kill", "forget"):
                     self._until(lambda steps=steps: self.job.steps_logged() > steps, "a step")
                     steps = self.job.steps_logged()
                 self._until(lambda role=due.role: self.job.pid(role) is not None, f"{due.role} serves")
@@ -106,9 +108,26 @@ class Storm:
     def judge(self, *, lost_s: float = 0.0) -> Verdict:
         """What the checker says of the run, its metrics and its summary among it."""
         events = self.job.events()
-        promise = promise_of(self.job.config, lost_s=lost_s)
-        verdict = check(events, promise)
-        verdict.violations += self._summary_agrees(verdict)
+        config = self.job.config
+        if config.policies:
+            return self._judge_each(events)
+        verdict = check(events, promise_of(config, lost_s=lost_s))
+        verdict.violations += self._summary_agrees(verdict, config, self.job.summary())
+        return self._with_figures(verdict, events)
+
+    def _judge_each(self, events: list[Any]) -> Verdict:
+        """The same of a job of several policies: each is judged as if it were alone."""
+        whole = Verdict(figures={"policies": {}})
+        for policy, view in self.job.config.views.items():
+            verdict = check([*of_policy(events, policy)], promise_of(view))
+            verdict.violations += self._summary_agrees(verdict, view, self.job.summary()["policies"][policy])
+            whole.violations += [
+                replace(found, text=f"{policy}: {found.text}") for found in verdict.violations
+            ]
+            whole.figures["policies"][policy] = verdict.figures
+        return self._with_figures(whole, events)
+
+    def _with_figures(self, verdict: Verdict, events: list[Any]) -> Verdict:
         by_failpoint = Counter(event["name"] for event in events if event["event"] == "failpoint")
         verdict.figures |= {
             "durability": self.job.config.buffer.durability,
@@ -123,15 +142,16 @@ class Storm:
         }
         return verdict
 
-    def _summary_agrees(self, verdict: Verdict) -> Iterator[Violation]:
-        config, summary = self.job.config, self.job.summary()
+    def _summary_agrees(
+        self, verdict: Verdict, config: JobConfig, summary: dict[str, Any]
+    ) -> Iterator[Violation]:
         trained = config.trainer.steps * config.buffer.batch_groups * config.rollout.group_size
         for name, wanted in (("steps", config.trainer.steps), ("episodes_trained", trained)):
             if summary[name] != wanted:
                 yield Violation("summary", f"{name} is {summary[name]}, not {wanted}")
         if summary["max_staleness_seen"] > config.buffer.max_staleness:
             yield Violation("stale", f"the summary has seen a staleness of {summary['max_staleness_seen']}")
-        logged = {record["step"] for record in self.job.steps()}
+        logged = {record["step"] for record in self.job.steps() if record["policy"] == config.policy}
         if missing := set(range(config.trainer.steps)) - logged:
             # A trainer killed between its commit and its record leaves a step without one.
             killed_there = verdict.figures["trainer_epochs"] - 1

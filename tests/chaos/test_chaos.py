@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.chaos.flood import MOST_GROWTH_MB, run
-from tests.chaos.job import Job, write_job
+from tests.chaos.job import Job, write_duet, write_job
 from tests.chaos.plan import cuts, each_role_once
 from tests.chaos.ranks import RankStorm
 from tests.chaos.storm import Storm
@@ -40,6 +40,21 @@ def test_trained_effectively_once_and_one_death_is_local_under_chaos(tmp_path):
     assert verdict.figures["kills"] >= 8, verdict.figures
     # A worker may be killed between an acknowledgement and writing so down.
     assert verdict.figures["acknowledged_episodes"] > 1000
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_of_two_policies_each_keeps_its_promises_whoever_dies(tmp_path):
+    rng = random.Random(9)
+    storm = Storm(Job(write_duet(tmp_path, "duet", steps=20, seed=9)), limit_s=LIMIT_S, seed=9)
+    roles = ["trainer-tester", "trainer-coder", "rollout-0", "buffer", "supervisor"]
+    storm.run(each_role_once(rng, roles, longest_gap_s=2.0))
+    verdict = storm.judge()
+    assert verdict.violations == []
+    for policy, most in (("coder", 4), ("tester", 2)):
+        figures = verdict.figures["policies"][policy]
+        assert figures["lost_episodes"] == figures["trained_twice"] == 0
+        assert figures["max_staleness"] <= most
+        assert figures["trainer_epochs"] >= 2
 
 
 @pytest.mark.timeout(LIMIT_S + 60)

@@ -1,5 +1,6 @@
 """The checker, on hand-made histories: a true one, and for each promise one in which it is broken."""
 
+from tests.chaos.projection import of_policy
 from tests.chaos.tale import begun, third_stored, true_tale, two_steps
 
 
@@ -327,3 +328,69 @@ def test_a_commit_of_what_was_not_trained_is_flagged():
 
 def test_an_unfinished_run_is_flagged():
     assert "unfinished" in two_steps().broken()
+
+
+def of_two(tale, *, of_bob="COMMITTED"):
+    """The tale as that of alice in a job with bob: what has ended for her is held for him a little longer,
+    and ends then as `of_bob`."""
+    nothing = {"v_train": 0, "trainer_epoch": 0, "checkpoint": 0}
+    events = []
+    for event in tale.events:
+        event = dict(event)
+        if event["event"] in ("loaded", "decided"):
+            event["policies"] = {"alice": {name: event.pop(name) for name in nothing}, "bob": nothing}
+        if event["event"] == "loaded":
+            groups = event["groups"].items()
+            event["groups"] = {f"{policy}/{id_}": held for id_, held in groups for policy in ("bob", "alice")}
+        later = {}
+        if event["event"] == "decided":
+            moved = event.get("moved", {})
+            event["moved"] = {
+                f"alice/{id_}": [was, becomes or "COMMITTED", step]
+                for id_, (was, becomes, step) in moved.items()
+            }
+            later = {
+                f"alice/{id_}": ["COMMITTED", "", step] for id_, (_, to, step) in moved.items() if not to
+            }
+            later |= {f"bob/{id_}": ["SCORED", "", -1] for id_, (_, to, _) in moved.items() if not to}
+            event["stored"] = [[f"alice/{id_}", *held] for id_, *held in event.get("stored", [])]
+            event["batches"] = {f"alice/{step}": groups for step, groups in event.get("batches", {}).items()}
+            event["counts"] = {
+                name if name.startswith("dropped") else f"{name}:for_one": n
+                for name, n in event.get("counts", {}).items()
+            }
+        if event["process"] == "trainer":
+            event["policy"] = "alice"
+        events.append(event)
+        if later:
+            events.append(event | {"moved": later, "stored": [], "batches": {}, "counts": {of_bob: 1}})
+    tale.events = [*of_policy(events, "alice")]
+    return tale
+
+
+def test_of_several_policies_each_has_a_history_of_its_own():
+    verdict = of_two(true_tale()).verdict()
+    assert verdict.violations == []
+    assert (verdict.figures["steps"], verdict.figures["acknowledged_episodes"]) == (3, 6)
+    assert of_two(true_tale()).broken(batch_groups=2) == {"not_whole"}
+    tale, group_id = third_stored()
+    tale.groups[group_id][2] = {0}
+    tale.new_front()
+    assert "lost" in of_two(tale.ended(group_id)).broken()
+    tale = two_steps()
+    tale.step(2, tale.leased("t2"), 2)
+    tale.finished()
+    assert {"not_stored"} <= of_two(tale).broken()
+
+
+def test_an_attempt_for_another_policy_alone_is_not_in_its_history():
+    last = next(event for event in reversed(true_tale().events) if event["event"] == "decided")
+    place = {name: last[name] for name in ("trainer_epoch", "v_train", "checkpoint")}
+    taken = last | {"policies": {"alice": place}, "position": last["position"] + 1}
+    moved = {"bob/t3#0:bob": ["", "LEASED", -1], "bob/t1#1:bob": ["", "QUEUED", -1]}
+    (seen,) = of_policy([taken | {"moved": moved}], "alice")
+    assert (seen["moved"], seen["position"]) == ({}, last["position"])
+    moved = {"alice/t1#1:alice": ["", "QUEUED", -1], "alice/t2#0": ["TRAINED", "COMMITTED", 2]}
+    (seen,) = of_policy([taken | {"moved": moved, "counts": {"dropped:stale_for_one": 1}}], "alice")
+    assert seen["moved"] == {"t1#1": ["", "QUEUED", -1], "t2#0": ["TRAINED", "", 2]}
+    assert seen["counts"] == {"dropped:stale": 1, "committed": 1}

@@ -27,10 +27,11 @@ case "$(basename "$0") $*" in
 "ray start "*) sleep 60 & trap 'kill $!; echo ended >> "$ENDED"; exit 0' TERM; wait ;;
 "areal-async run "*)
     until [ "$(grep -ac "^ray.start" "$CALLS")" = 2 ]; do sleep 0.05; done
+    [ -z "$STAY" ] || trap 'echo told >> "$ENDED"; exit 5' TERM
     [ "$RAY_USE_TLS" = 1 ] && openssl verify -CAfile "$RAY_TLS_CA_CERT" "$RAY_TLS_SERVER_CERT" &&
         openssl x509 -in "$RAY_TLS_SERVER_CERT" -noout -ext subjectAltName > "$CALLS.names"
     shift 2; while [ "$1" != --cluster ]; do shift; done; cat "$2" > "$CALLS.cluster"
-    [ -z "$STAY" ] || { trap 'echo told >> "$ENDED"; exit 5' TERM; sleep 60 & wait; }
+    [ -z "$STAY" ] || { sleep 60 & wait; }
     exit 3 ;;
 esac
 if [ "$(basename "$0")" = srun ]; then

@@ -130,3 +130,19 @@ def test_a_job_learns_from_what_the_models_programs_print(tmp_path):
     # Some programs are right and some are not: their groups have something to learn from.
     assert set(agents.rewards) == {0.0, 1.0}
     assert len(agents.rewards) == 4 * 4 * 8
+
+
+def test_a_coder_and_a_tester_are_trained_by_the_programs_and_tests_of_one_another(tmp_path):
+    files = prepare("coder_tester", tmp_path)
+    models = [f"policies.{policy}.model={policy}" for policy in ("coder", "tester")]
+    small = ["trainer.steps=2", "rollout.group_size=2", "buffer.batch_groups=2", "tasks.evaluation=null"]
+    runs = run(files / "job.yaml", *models, *small, "trainer.record_batches=true")
+    for policy in ("coder", "tester"):
+        agents = finished(runs / "coder_tester" / "policies" / policy, 2)
+        assert len(agents.episodes) == 2 * 2 * 2
+        for episode in agents.episodes:
+            assert [episode.header.policies[call.policy] for call in episode.header.calls] == [
+                "coder",
+                "tester",
+            ]
+            assert episode.header.response_text.count("```") == 4

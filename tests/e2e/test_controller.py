@@ -132,7 +132,7 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     assert "no job" in areal("stop", "nobody", status=2)
 
     # A sweep of two, and the first goes on where it was.
-    swept = workspace.job("swept", kind="sft", trainer={"steps": 2, "objective": {"loss": "sft"}})
+    swept = workspace.job("swept", kind="sft", trainer={"steps": 2})
     areal("submit", swept, "--sweep", "lr=1e-3,2e-3", "--priority", "2")
     assert "first is PENDING" in areal("resume", "first")
     areal.until("swept-lr-1e-3", "SUCCEEDED")

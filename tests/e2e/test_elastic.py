@@ -94,9 +94,9 @@ async def slow_tool(ctx, task):
 
 
 @advantage(needs_group=2)
-def slowly(rewards, group_ids):
+def slowly(samples):
     time.sleep(1.2 if os.path.exists({turn!r}) and not os.path.exists({hurry!r}) else 0.0)
-    return rewards - rewards.mean()
+    return samples.reward - samples.reward.mean()
 """
 
 
@@ -113,7 +113,7 @@ def test_a_slow_workflow_adds_a_worker_and_a_slow_trainer_takes_it_away(workspac
         rollout__sampling={"temperature": 0.9, "max_new_tokens": 4},
         rollout__autoscale={"max": 2, "every_s": 5, "retry_s": 10, "drain_s": 20},
         trainer__steps=1000,
-        trainer__objective={"prox": "reuse", "advantage": "paced.py:slowly"},
+        trainer__objective={"advantage": "paced.py:slowly"},
         checkpoint={"every_steps": 20, "keep": 2},
         observe={"metrics_port": 0, "event_log": True},
     )

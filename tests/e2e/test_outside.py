@@ -58,9 +58,9 @@ def asked_and_answered(given: RewardInput) -> float:
 
 
 @advantage(needs_group=2)
-def above_ten(rewards, groups, *, scale=1.0):
-    assert (rewards >= 10).all()
-    return (scale * (rewards - 10)).float()
+def above_ten(samples, *, scale=1.0):
+    assert (samples.reward >= 10).all()
+    return scale * (samples.reward - 10)
 '''
 ENTRY_POINTS = """
 [areal_async.engines]

@@ -1,5 +1,5 @@
-"""A job whose rewards come from a language model behind a real server, vLLM or SGLang: it learns what the
-judge likes, and every score is the judge's."""
+"""A language model behind a real server, vLLM or SGLang. As a judge: a job learns what it likes, and every
+score is its own. As a teacher: what it says of each token is what the model says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from areal_async.config.engines import find_engine_python
+from areal_async.config.objective import TeacherSection
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.rpc.schema import VersionTag
@@ -32,6 +34,8 @@ from rollout_service.engines.vllm.adapter import variables as vllm_variables
 from tests.e2e.conftest import Workspace, finish
 from tests.graders import share_of_ones, write_trained_judge
 from trainer_service.data.recording import read_step
+from trainer_service.data.rows import row_of
+from trainer_service.teacher import TeacherServers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -134,6 +138,24 @@ async def test_a_text_that_the_server_cannot_take_is_an_error_in_its_words(serve
     assert long.kind == "judge"
     assert str(CONTEXT) in long.message
     assert isinstance(short, Score)
+
+
+def test_a_teacher_says_what_its_model_says_of_each_unit(served: Served, judge_model: Path) -> None:
+    rng = np.random.default_rng(0)
+    network = AutoModelForCausalLM.from_pretrained(judge_model).eval()
+    rows, wanted = [], []
+    for length in (2, 9, 33, CONTEXT - 8):
+        ids = rng.integers(3, network.config.vocab_size, length).astype(np.int32)
+        mask = (rng.random(length) < 0.6).astype(np.uint8)
+        mask[0], mask[-1] = 0, 1
+        rows.append(row_of(0, ids, mask, np.zeros(length, np.float32), np.zeros(length, np.int32)))
+        with torch.no_grad():
+            said = network(torch.tensor(ids[None].astype(np.int64))).logits[0].double().log_softmax(-1)
+        wanted += [float(said[at - 1, ids[at]]) for at in np.flatnonzero(mask)]
+    url = served.url.removesuffix("/v1")
+    section = TeacherSection(urls=[url], api=served.name, name="judge", timeout_s=120)
+    found = TeacherServers(section).logprobs(rows)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def test_a_job_learns_what_its_judge_likes(served: Served, tmp_path: Path) -> None:

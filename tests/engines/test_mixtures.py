@@ -23,7 +23,7 @@ from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
-from trainer_service.backends.base import TRAINED_MODEL
+from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.rows import row_of
@@ -44,8 +44,7 @@ def batch_of(prompts: list[list[int]], answers: list[GenerateResult]) -> MicroBa
         mask[len(prompt) :] = 1
         zeros = np.zeros(len(ids), np.float32)
         rows.append(row_of(episode, ids, mask, zeros, zeros.astype(np.int32), SAMPLING.temperature))
-    count = len(rows)
-    return build_micro_batch(rows, groups=np.arange(count), advantages=np.zeros(count, np.float32))
+    return build_micro_batch(rows)
 
 
 def logprobs_of(backend: FsdpBackend, batch: MicroBatch) -> np.ndarray:
@@ -76,9 +75,9 @@ def test_a_trained_mixture_and_its_adapter_are_served_as_they_were_trained(
     engine: str, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     model = write_sharp_model(tmp_path / "model", endless=True, experts=8)
-    section = OptimizerSection(lr=3e-3)
-    models, ranks = {TRAINED_MODEL: model}, join_ranks(0, 1)
-    backend = FsdpBackend(models, section, ranks, dtype=torch.float32, total_updates=2)
+    models = {TRAINED_MODEL: ModelUse(model, OptimizerSection(lr=3e-3), 2)}
+    ranks = join_ranks(0, 1)
+    backend = FsdpBackend(models, ranks, dtype=torch.float32)
     first = write(backend, model, tmp_path, 0)
     files = load_file(model / "model.safetensors")
     assert {name: t.shape for name, t in first.tensors.items()} == {
@@ -106,7 +105,7 @@ def test_a_trained_mixture_and_its_adapter_are_served_as_they_were_trained(
         said = np.concatenate([answer.logprobs for answer in answers])
         np.testing.assert_allclose(said, logprobs_of(backend, batch), atol=BOUND, rtol=0)
 
-        backend.train([batch], lambda index, columns: -columns["logp"].mean())
+        backend.train(TRAINED_MODEL, [batch], lambda index, columns: -columns["logp"].mean())
         backend.optimizer_step()
         second = write(backend, model, tmp_path, 1)
         changed = [name for name, tensor in second.tensors.items() if not torch.equal(tensor, files[name])]
@@ -117,13 +116,13 @@ def test_a_trained_mixture_and_its_adapter_are_served_as_they_were_trained(
         said = np.concatenate([answer.logprobs for answer in answers])
         np.testing.assert_allclose(said, logprobs_of(backend, batch), atol=BOUND, rtol=0)
         assert {int(v) for answer in answers for v in answer.versions} == {1}
-        backend.train([batch], lambda index, columns: -columns["logp"].mean())
+        backend.train(TRAINED_MODEL, [batch], lambda index, columns: -columns["logp"].mean())
         backend.optimizer_step()
         assert np.abs(said - logprobs_of(backend, batch)).max() > 100 * BOUND  # an old expert would show
 
-        adapted = FsdpBackend(models, section, ranks, dtype=torch.float32, total_updates=2, lora=LORA)
+        adapted = FsdpBackend(models, ranks, dtype=torch.float32, lora=LORA)
         for _ in range(2):  # B begins as zeros, so A moves from the second update on
-            adapted.train([batch], lambda index, columns: -columns["logp"].mean())
+            adapted.train(TRAINED_MODEL, [batch], lambda index, columns: -columns["logp"].mean())
             adapted.optimizer_step()
         third = write(adapted, model, tmp_path, 2)
         assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in third.tensors} == {

@@ -1,5 +1,6 @@
 """Every part of the objective against values computed by hand, and the parts against each other."""
 
+from dataclasses import replace
 from itertools import product
 from math import exp, log, sqrt
 
@@ -7,12 +8,22 @@ import pytest
 import torch
 from torch import tensor
 
-from areal_async.config.job import ObjectiveSection
-from trainer_service.algorithms import built_in
+from areal_async.config.objective import ObjectiveSection
+from tests.golden.tables import episodes_of, row, table_of, totals_of, units
+from trainer_service.algorithms import (
+    ADVANTAGES,
+    CORRECTIONS,
+    LOSSES,
+    advantages,
+    corrections,
+    losses,
+    normalisers,
+)
+from trainer_service.algorithms.credit import Samples
+from trainer_service.algorithms.normalisers import Totals
 from trainer_service.algorithms.objective import Objective, UnitTerms
 from trainer_service.algorithms.off_policy import StepStatistics
-from trainer_service.data.microbatch import UnitTable
-from trainer_service.errors import ObjectiveError
+from trainer_service.algorithms.table import masked
 
 NAN = float("nan")
 
@@ -21,17 +32,13 @@ def close(actual, expected, atol=1e-6):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=0)
 
 
-def units(behaviour, *, episode, advantage, mask=None, version=None, prox=None):
-    n = len(behaviour)
-    return UnitTable(
-        behaviour=tensor(behaviour),
-        version=torch.zeros(n, dtype=torch.int64) if version is None else tensor(version),
-        episode=tensor(episode),
-        group=torch.zeros(n, dtype=torch.int64),
-        advantage=tensor(advantage),
-        mask=torch.ones(n, dtype=torch.bool) if mask is None else tensor(mask, dtype=torch.bool),
-        computed={} if prox is None else {"prox": prox},
-    )
+def samples(rewards, groups):
+    ones = torch.ones_like(groups)
+    return Samples(rewards.double(), groups, ones, ones == 0)
+
+
+def grpo(rewards, groups, **arguments):
+    return advantages.grpo(samples(rewards, groups), **arguments).float()
 
 
 def test_grpo_by_hand():
@@ -40,24 +47,24 @@ def test_grpo_by_hand():
     groups = tensor([5, 5, 5, 5, 2, 2])
     s = sqrt(2)
     close(
-        built_in.grpo(rewards, groups, eps=0.1),
+        grpo(rewards, groups, eps=0.1),
         [0.75 / 0.6, -0.25 / 0.6, -0.25 / 0.6, -0.25 / 0.6, 1 / (s + 0.1), -1 / (s + 0.1)],
     )
 
 
 def test_grpo_of_a_single_episode_and_of_equal_rewards_is_zero():
-    close(built_in.grpo(tensor([0.7, 0.1, 0.1, 0.1]), tensor([0, 1, 1, 1])), [0.0, 0.0, 0.0, 0.0], atol=0)
+    close(grpo(tensor([0.7, 0.1, 0.1, 0.1]), tensor([0, 1, 1, 1])), [0.0, 0.0, 0.0, 0.0], atol=0)
 
 
 def test_groups_are_whole_positions_never_define_groups():
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(24, generator=generator)
     groups = torch.arange(24) // 6
-    expected = built_in.grpo(rewards, groups)
+    expected = grpo(rewards, groups)
     shuffled = torch.randperm(24, generator=generator)
-    close(built_in.grpo(rewards[shuffled], groups[shuffled]), expected[shuffled], atol=0)
+    close(grpo(rewards[shuffled], groups[shuffled]), expected[shuffled], atol=0)
     relabelled = tensor([90, 7, 13, -4])[groups]
-    close(built_in.grpo(rewards, relabelled), expected, atol=0)
+    close(grpo(rewards, relabelled), expected, atol=0)
 
 
 def test_ppo_by_hand():
@@ -66,10 +73,10 @@ def test_ppo_by_hand():
     prox = tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.0])
     logp = (prox + tensor(ratio).log()).requires_grad_()
     u = units([0.0] * 6, episode=[0] * 6, advantage=advantage, prox=prox)
-    loss, shares = built_in.ppo(logp, u, clip_low=0.2, clip_high=0.3)
+    loss, shares = losses.ppo(logp, u, clip_low=0.2, clip_high=0.3)
     close(loss, [-2.6, 1.5, -0.5, 1.6, -3.3, 1.0])
-    assert shares["clip_high"].tolist() == [True, False, False, False, False, False]
-    assert shares["clip_low"].tolist() == [False, False, False, True, False, False]
+    assert shares["clip_high_share"].tolist() == [True, False, False, False, False, False]
+    assert shares["clip_low_share"].tolist() == [False, False, False, True, False, False]
     loss.sum().backward()
     close(logp.grad, [0.0, 1.5, -0.5, 0.0, -3.3, 1.0])
 
@@ -77,31 +84,31 @@ def test_ppo_by_hand():
 def test_ppo_clamps_the_exponent():
     logp = tensor([0.0, -500.0], requires_grad=True)
     u = units([0.0, 0.0], episode=[0, 0], advantage=[-1.0, 1.0], prox=tensor([-500.0, 0.0]))
-    loss, _ = built_in.ppo(logp, u)
+    loss, _ = losses.ppo(logp, u)
     close(loss / tensor([exp(20), exp(-20)]), [1.0, -1.0], atol=1e-5)
     loss.sum().backward()
     assert torch.isfinite(logp.grad).all()
 
 
-def test_sft_is_the_negative_log_prob():
-    close(built_in.sft(tensor([-0.5, -2.0]), None), [0.5, 2.0])
-
-
 def test_the_behaviour_weight_by_hand():
     prox = tensor([log(2.0), 0.0, -1.0], requires_grad=True)
-    weight = built_in.behaviour_weight(prox, tensor([0.0, log(4.0), -1.0]))
+    weight = corrections.behaviour_weight(prox, tensor([0.0, log(4.0), -1.0]))
     close(weight, [2.0, 0.25, 1.0])
     assert not weight.requires_grad
-    close(built_in.decoupled(weight, None, cap=1.5)[0], [1.5, 0.25, 1.0])
-    close(built_in.none(weight, None), [1.0, 1.0, 1.0])
+    close(corrections.decoupled(weight, None, cap=1.5)[0], [1.5, 0.25, 1.0])
+    close(corrections.none(weight, None), [1.0, 1.0, 1.0])
 
 
 def test_normalisers_by_hand():
-    mask = tensor([True, True, True, False, True])
-    episode = tensor([0, 0, 0, 2, 2])
-    counts = tensor([3, 0, 1])
-    close(built_in.token(mask, episode, counts), [0.25, 0.25, 0.25, 0.0, 0.25])
-    close(built_in.sequence(mask, episode, counts), [1 / 6, 1 / 6, 1 / 6, 0.0, 1 / 2])
+    """Of three episodes the second has no unit; the third is of two rows, of one unit and of two."""
+    u = units(
+        [0.0] * 6, episode=[0, 0, 2, 2, 2, 2], advantage=[0.0] * 6, mask=[1, 1, 0, 1, 1, 1]
+    ).with_columns(row_units=tensor([2, 2, 1, 1, 2, 2]))
+    totals = Totals(tensor([2, 0, 3]), rows=3)
+    close(normalisers.token(u, totals), [0.2, 0.2, 0.0, 0.2, 0.2, 0.2])
+    close(normalisers.sequence(u, totals), [1 / 6, 1 / 6, 0.0, 1 / 3, 1 / 6, 1 / 6])
+    close(normalisers.rollout(u, totals), [1 / 4, 1 / 4, 0.0, 1 / 6, 1 / 6, 1 / 6])
+    close(normalisers.constant(u, totals, length=10), [1 / 20, 1 / 20, 0.0, 1 / 20, 1 / 20, 1 / 20])
 
 
 def test_decoupled_ppo_by_hand():
@@ -109,18 +116,18 @@ def test_decoupled_ppo_by_hand():
     logp = tensor([log(1.5), log(0.9)], requires_grad=True)
     prox = tensor([0.0, 0.0])
     u = units([-log(2.0), log(2.0)], episode=[0, 1], advantage=[1.0, -1.0])
-    objective = Objective(ObjectiveSection(correction_args={"cap": 1.2}))
-    terms = objective.terms(logp, prox, u)
+    objective = Objective(ObjectiveSection(correction_args={"cap": 1.2}), minibatches=2)
+    terms = objective.terms({"logp": logp}, u.with_columns(prox=prox))
     close(terms.loss, [-1.2 * 1.2, 0.9 * 0.5])
-    assert terms.shares["truncated"].tolist() == [True, False]
-    (terms.loss * objective.coefficients(u, tensor([1, 1]))).sum().backward()
+    assert terms.figures["truncated_share"].tolist() == [True, False]
+    (terms.loss * objective.coefficients(u, totals_of(u))).sum().backward()
     close(logp.grad, [0.0, 0.9 * 0.5 / 2])
 
 
 def test_reused_prox_is_the_current_log_prob_detached():
     logp = tensor([-1.0, -2.0], requires_grad=True)
     u = units([-1.0, -1.0], episode=[0, 0], advantage=[2.0, 1.0])
-    terms = Objective(ObjectiveSection(prox="reuse")).terms(logp, None, u)
+    terms = Objective(ObjectiveSection(prox="reuse")).terms({"logp": logp}, u)
     close(terms.loss, [-2.0, -exp(-1.0)])
     terms.loss.sum().backward()
     close(logp.grad, [-2.0, -exp(-1.0)])
@@ -128,8 +135,8 @@ def test_reused_prox_is_the_current_log_prob_detached():
 
 MATRIX = list(
     product(
-        ("token", "sequence"),
-        (("ppo", "decoupled"), ("ppo", "none"), ("sft", "none")),
+        ("token", "sequence", "rollout"),
+        (("ppo", "decoupled"), ("ppo", "none"), ("reinforce", "none")),
         ([1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1], [0, 0, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0]),
     )
 )
@@ -139,7 +146,8 @@ MATRIX = list(
 def test_a_masked_unit_counts_nowhere(normaliser, parts, mask):
     """Masked units full of NaN give the loss and gradient of a batch that never had them."""
     loss_name, correction = parts
-    objective = Objective(ObjectiveSection(loss=loss_name, correction=correction, normaliser=normaliser))
+    section = ObjectiveSection(loss=loss_name, correction=correction, normaliser=normaliser)
+    objective = Objective(section, minibatches=2)
     keep = torch.tensor(mask, dtype=torch.bool)
     episode = tensor([0, 0, 0, 1, 1, 2])
     values = {
@@ -151,12 +159,11 @@ def test_a_masked_unit_counts_nowhere(normaliser, parts, mask):
 
     def run(logp, prox, beh, adv, eps, mask_):
         logp = logp.clone().requires_grad_()
-        u = units(beh.tolist(), episode=eps.tolist(), advantage=adv.tolist(), mask=mask_.tolist())
-        counts = torch.zeros(3, dtype=torch.int64).index_add(0, u.episode, u.mask.long())
-        terms = objective.terms(logp, prox, u)
-        loss = (terms.loss * objective.coefficients(u, counts)).sum()
+        u = units(beh, episode=eps, advantage=adv, mask=mask_, prox=prox)
+        terms = objective.terms({"logp": logp}, u)
+        loss = (terms.loss * objective.coefficients(u, totals_of(u))).sum()
         loss.backward()
-        statistics = StepStatistics(0, 0, objective.shares)
+        statistics = StepStatistics(0, 0, objective.figures)
         statistics.add(terms, u)
         return loss.detach(), logp.grad, statistics.report()
 
@@ -164,28 +171,106 @@ def test_a_masked_unit_counts_nowhere(normaliser, parts, mask):
     loss, gradient, report = run(*spoilt.values(), episode, keep)
     alone = {name: v[keep] for name, v in values.items()}
     want_loss, want_gradient, want_report = run(*alone.values(), episode[keep], torch.ones(int(keep.sum())))
-    close(loss, want_loss, atol=1e-7)
+    close(loss, want_loss, atol=1e-6)
     close(gradient[keep], want_gradient, atol=1e-7)
     assert torch.equal(gradient[~keep], torch.zeros(int((~keep).sum())))
     assert report == want_report
 
 
-def test_the_combination_of_sft_and_a_correction_says_why_it_is_wrong():
-    with pytest.raises(ObjectiveError, match="no behaviour policy"):
-        Objective(ObjectiveSection(loss="sft", correction="decoupled"))
+MASKS = (
+    [1] * 12,
+    [1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0],
+    [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1],
+)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_a_masked_unit_counts_nowhere_whatever_the_parts(advantage):
+    """Mask × normaliser × correction × advantage × loss: masked units full of NaN give the advantages, the
+    loss, the gradient and the figures of a step that never had them."""
+    rows = [
+        row(0, [(1, 0, "main", 7, None, 2), (3, 1, "main", 9, None, 1)]),
+        row(1, [(1, 0, "main", 7, 0.5, 1), (3, 1, "main", 9, None, 2)]),
+        row(2, [(1, 0, "main", 3, None, 2)]),
+        row(2, [(4, 1, "main", 4, None, 1)], start=9),
+        row(3, [(1, 0, "main", 3, None, 3)]),
+    ]
+    greedy = [True, False] * 2 if advantage == "remax" else None
+    components = {"format": [1.0, 0.0, NAN, 1.0], "right": [0.0, 1.0, 1.0, 0.0]}
+    episodes = episodes_of([1.0, 0.25, 0.0, 2.0], [0, 0, 1, 1], baseline=greedy, components=components)
+    generator = torch.Generator().manual_seed(1)
+    found = {name: -2 * torch.rand(12, generator=generator) for name in NUMBERS}
+    value = torch.rand(12, generator=generator)
+    kinds = product(LOSSES, CORRECTIONS)
+    for number, (loss, correction) in enumerate(kinds):
+        mask = torch.tensor(MASKS[number % 3], dtype=torch.bool)
+        normaliser = ("token", "sequence", "rollout", "constant")[number % 4]
+        section = ObjectiveSection(
+            advantage=advantage,
+            loss=loss,
+            correction=correction,
+            correction_args={"level": "sequence"} if correction == "tis" else {},
+            normaliser=normaliser,
+            normaliser_args={"length": 8} if normaliser == "constant" else {},
+            kl={"coefficient": 0.1, "place": ("loss", "reward")[number % 2]},
+            entropy=0.01,
+        )
+        objective = Objective(section, minibatches=2)
+
+        def run(keep, mask, objective=objective):
+            columns = {n: torch.where(mask, v, NAN)[keep] for n, v in (found | {"value": value}).items()}
+            logp = columns.pop("logp").requires_grad_()
+            table = table_of(rows, episodes)
+            table = replace(table, columns={n: c[keep] for n, c in table.columns.items()})
+            in_row = torch.zeros(5).long().index_add(0, ROWS[keep], mask[keep].long())
+            table = table.with_columns(
+                behaviour=columns.pop("beh"),
+                mask=mask[keep],
+                row_units=in_row[ROWS[keep]].clamp(min=1),
+                **columns,
+            )
+            table = objective.fill(table, 0)
+            statistic = objective.statistic(logp, table)
+            if statistic is not None:
+                mean = table.mean_of_episode(statistic.detach()).float()
+                size = table.by_episode(torch.ones_like(statistic))[table.episode].float()
+                table = table.with_columns(
+                    episode_mean=mean + statistic - statistic.detach(), episode_units=size
+                )
+            terms = objective.terms({"logp": logp, "entropy": logp * 2}, table)
+            total = (terms.loss * objective.coefficients(table, totals_of(table))).sum()
+            total.backward()
+            statistics = StepStatistics(0, 0, objective.figures)
+            statistics.add(terms, table)
+            return total.detach(), logp.grad, masked(table.advantage, table.mask), statistics.report()
+
+        total, gradient, advantages_, report = run(slice(None), mask)
+        want, want_gradient, want_advantages, want_report = run(mask, mask)
+        close(total, want, atol=1e-6)
+        close(gradient[mask], want_gradient, atol=1e-6)
+        close(advantages_[mask], want_advantages, atol=1e-6)
+        assert torch.equal(gradient[~mask], torch.zeros(int((~mask).sum())))
+        for name in ("by_staleness", *objective.figures):
+            assert (name in report) == (name in want_report)
+        report, want_report = (each.pop("by_staleness")["0"] for each in (report, want_report))
+        assert report == pytest.approx(want_report, rel=1e-6, abs=1e-6), (loss, correction)
+
+
+NUMBERS = ("logp", "prox", "beh", "ref", "teacher", "process")
+ROWS = tensor([0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 4, 4])
 
 
 def test_statistics_by_hand_split_by_staleness():
-    objective = Objective(ObjectiveSection(correction_args={"cap": 1.5}))
+    objective = Objective(ObjectiveSection(correction_args={"cap": 1.5}), minibatches=2)
     # step 5: staleness 0, 0, 2; w = 1, 2, 1/2
     u = units([0.0, -log(2.0), log(2.0)], episode=[0, 0, 1], advantage=[1.0, 1.0, -1.0], version=[5, 5, 3])
-    terms = objective.terms(tensor([log(1.5), 0.0, log(0.5)]), torch.zeros(3), u)
-    statistics = StepStatistics(5, 4, objective.shares)
-    columns = ("behaviour", "version", "episode", "group", "advantage", "mask")
+    u = u.with_columns(prox=torch.zeros(3))
+    terms = objective.terms({"logp": tensor([log(1.5), 0.0, log(0.5)])}, u)
+    statistics = StepStatistics(5, 4, objective.figures)
     for part in (slice(0, 1), slice(1, 3)):
-        cut = UnitTable(**{name: getattr(u, name)[part] for name in columns})
-        shares = {name: share[part] for name, share in terms.shares.items()}
-        statistics.add(UnitTerms(terms.loss[part], terms.weight[part], shares), cut)
+        figures = {name: values[part] for name, values in terms.figures.items()}
+        cut = u.part(part.start, part.stop)
+        statistics.add(UnitTerms(terms.loss[part], terms.weight[part], figures), cut)
     report = statistics.report()
     assert report["units"] == 3
     assert report["w_mean"] == pytest.approx(3.5 / 3)

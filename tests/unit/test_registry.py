@@ -11,7 +11,15 @@ import pytest
 from areal_async.registry import PartError, Registry
 
 OWNER = """
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from areal_async.config.base import Section
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 class Sized:
     class Arguments(Section):
@@ -21,7 +29,10 @@ class Sized:
 def plain(given, weight, *, bias=0.0):
     return weight + bias
 
-BUILT_IN = {"sized": "things_owner:Sized", "plain": "things_owner:plain"}
+def bounded(given: Tensor, *, share: Share = 0.5, mode: Literal["a", "b"] = "a", rest: Tensor = None):
+    return share
+
+BUILT_IN = {"sized": "things_owner:Sized", "plain": "things_owner:plain", "bounded": "things_owner:bounded"}
 """
 OTHER = "def polite(given, *, tone='warm'): return tone\ndef shadow(given): ...\n"
 ENTRY_POINTS = """
@@ -58,7 +69,7 @@ def mistakes(registry: Registry) -> Callable[..., list[str]]:
 def test_parts_of_packages_are_listed_and_found_after_built_in_ones_which_none_replaces(
     registry: Registry,
 ) -> None:
-    assert registry.names == ("sized", "plain", "broken", "polite")
+    assert registry.names == ("sized", "plain", "bounded", "broken", "polite")
     assert registry.find("polite")(None) == "warm"
     assert registry.find("plain")(None, 2.0, bias=1.0) == 3.0
 
@@ -74,11 +85,11 @@ def test_a_part_in_a_file_is_found_by_its_path(registry: Registry, tmp_path: Pat
 def test_a_name_that_nobody_has_is_refused_with_the_choice(
     registry: Registry, mistakes: Callable[..., list[str]]
 ) -> None:
-    with pytest.raises(PartError, match=r"there is no thing 'nice'.*Use sized, plain, broken, polite, or"):
+    with pytest.raises(PartError, match=r"there is no thing 'nice'.*Use sized, plain, bounded, broken, "):
         registry.find("nice")
     assert mistakes("nice") == [
         "job.thing: there is no thing 'nice', built in or installed. "
-        "Use sized, plain, broken, polite, or `path.py:name` of one of your own."
+        "Use sized, plain, bounded, broken, polite, or `path.py:name` of one of your own."
     ]
 
 
@@ -106,6 +117,22 @@ def test_parameters_are_the_arguments_of_a_plain_function(mistakes: Callable[...
         "job.thing_args.tone: plain has no argument 'tone'. It takes weight, bias.",
         "job.thing_args.weight: plain needs 'weight', and it is missing. Add it.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"share": 1, "mode": "b", "rest": "anything"}, []),
+        ({"share": 2}, ["share: 2 is too large. Give at most 1.0."]),
+        ({"share": "0.5"}, ["share: '0.5' is not a number. Give a number."]),
+        ({"share": float("nan")}, ["share: nan is not a finite number. Give a finite number."]),
+        ({"mode": "c"}, ["mode: 'c' is not a choice. Use 'a' or 'b'."]),
+    ],
+)
+def test_annotations_of_parameters_say_what_they_may_be(
+    mistakes: Callable[..., list[str]], arguments: dict[str, Any], said: list[str]
+) -> None:
+    assert mistakes("bounded", **arguments) == [f"job.thing_args.{each}" for each in said]
 
 
 def test_a_file_of_the_users_is_checked_without_being_run(

@@ -1,17 +1,20 @@
-"""What a step computes: advantage × loss × correction × normaliser, each a part that a job file names.
+"""What a step computes: advantage × loss × correction × KL × normaliser, each a part that a job file names.
 
 The tables say where the built-in parts are. A part is a plain function on tensors, declared by a decorator of
 `trainer_service.algorithms.parts`; `objective.py` puts the chosen ones together. Reading a job file imports
 parts, so their modules do not import torch.
 """
 
-ADVANTAGES = {"grpo": "trainer_service.algorithms.built_in:grpo"}
-LOSSES = {"ppo": "trainer_service.algorithms.built_in:ppo", "sft": "trainer_service.algorithms.built_in:sft"}
-CORRECTIONS = {
-    "decoupled": "trainer_service.algorithms.built_in:decoupled",
-    "none": "trainer_service.algorithms.built_in:none",
+_HERE = "trainer_service.algorithms"
+
+_ADVANTAGES = {
+    "advantages": "grpo dr_grpo rloo reinforce_pp_baseline remax opo pass_at_k gdpo reward",
+    "returns": "gae reinforce_pp gigpo marti",
+    "by_models": "dpo distill prime",
 }
-NORMALISERS = {
-    "token": "trainer_service.algorithms.built_in:token",
-    "sequence": "trainer_service.algorithms.built_in:sequence",
-}
+ADVANTAGES = {name: f"{_HERE}.{of}:{name}" for of, names in _ADVANTAGES.items() for name in names.split()}
+_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "topr", "raft_pp", "kimi", "reinforce")
+LOSSES = {name: f"{_HERE}.losses:{name}" for name in _LOSSES}
+_CORRECTIONS = ("decoupled", "tis", "icepop", "mis", "m2po", "bypass", "none")
+CORRECTIONS = {name: f"{_HERE}.corrections:{name}" for name in _CORRECTIONS}
+NORMALISERS = {name: f"{_HERE}.normalisers:{name}" for name in ("token", "sequence", "rollout", "constant")}

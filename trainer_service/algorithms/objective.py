@@ -1,26 +1,43 @@
 """The objective of a job: the parts that its section names, put together.
 
-Formulas: docs/objectives.md.
+In a step, `Objective.fill` completes the unit table: rewards less the penalty, advantages, and the weights of
+a correction that compares units. `Objective.terms` then gives the loss of one micro-batch's units. Formulas:
+docs/objectives.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from areal_async.config.job import JobConfig, ObjectiveSection
+from areal_async.config.job import CriticSection, JobConfig, ProcessRewardSection
+from areal_async.config.objective import ObjectiveSection
 from areal_async.config.parts import named_parts
 from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
-from trainer_service.algorithms.built_in import behaviour_weight
-from trainer_service.algorithms.parts import COLUMNS, Advantage, Correction, Loss, ObjectivePart, UnitPart
-from trainer_service.data.microbatch import UnitTable
+from trainer_service.algorithms.corrections import behaviour_weight
+from trainer_service.algorithms.credit import samples_of, unit_rewards, with_penalty
+from trainer_service.algorithms.kl import KlPenalty
+from trainer_service.algorithms.normalisers import Totals
+from trainer_service.algorithms.parts import (
+    COLUMNS,
+    SEGMENT_COLUMNS,
+    Advantage,
+    Correction,
+    Loss,
+    ObjectivePart,
+    of_shape,
+    with_figures,
+)
+from trainer_service.algorithms.table import UnitTable, masked
 from trainer_service.errors import ObjectiveError
 
 P = TypeVar("P", bound=ObjectivePart)
+OF_MODELS = ("ref", "value", "teacher", "process", "entropy")
+"""Columns of the table that a forward pass computes, beside `prox`."""
 
 
 @dataclass(frozen=True)
@@ -31,43 +48,40 @@ class UnitTerms:
     """f32: weighted, not yet normalised; 0 where masked."""
     weight: Tensor
     """f32: exp(prox - beh) before the correction; 1 where masked."""
-    shares: Mapping[str, Tensor]
-    """bool: by name, the units that the loss or the correction counts."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name, bool or f32: what the parts report."""
 
 
 class Objective:
     """The composition that a section names. Raises `PartError` for a part that cannot be loaded and
     `ObjectiveError` for parts that contradict each other, or `job` where one is given."""
 
-    def __init__(self, section: ObjectiveSection, job: JobConfig | None = None) -> None:
+    def __init__(
+        self, section: ObjectiveSection, job: JobConfig | None = None, *, minibatches: int = 1
+    ) -> None:
+        self._section = section
         self._advantage = _part(Advantage, ADVANTAGES.find(section.advantage))
         self._loss = _part(Loss, LOSSES.find(section.loss))
         self._correction = _part(Correction, CORRECTIONS.find(section.correction))
         self._normaliser: Callable[..., Tensor] = NORMALISERS.find(section.normaliser)
-        self._advantage_args, self._normaliser_args = section.advantage_args, section.normaliser_args
-        self._loss_args, self._correction_args = section.loss_args, section.correction_args
-        for name, part in ((section.loss, self._loss), (section.correction, self._correction)):
-            if missing := set(part.columns) - set(COLUMNS):
-                raise ObjectiveError(
-                    f"trainer.objective: {name} needs the columns {sorted(missing)}, and there are none but "
-                    f"{', '.join(COLUMNS)}."
-                )
-        if self._loss.supervised and self._correction.corrects:
-            raise ObjectiveError(
-                f"trainer.objective: loss {section.loss} has no behaviour policy to correct for, so "
-                f"correction {section.correction} would silently do nothing; set correction: none."
-            )
+        self.kl = KlPenalty(section.kl)
+        self.critic = job.trainer.critic if job is not None else CriticSection()
+        process = job.trainer.process_reward if job is not None else ProcessRewardSection()
+        self.process = process.beta, process.balanced
+        self.on_non_finite = section.on_non_finite
+        self.on_nothing_to_learn = section.on_nothing_to_learn
         if job is not None:
             self._check(job)
-        self.supervised = self._loss.supervised
-        """Whether there is neither a behaviour policy nor an advantage."""
-        self.shares = (*self._loss.shares, *self._correction.shares)
-        """Names of the shares that every micro-batch has."""
-        self.wants_prox = section.prox == "recompute" and "prox" in {
-            *self._loss.columns,
-            *self._correction.columns,
-        }
-        """Whether a forward pass with the weights at the start of the step is needed."""
+        self._check_parts()
+        self.prox = self._loss.proximal(
+            section,
+            self._advantage,
+            self._correction,
+            minibatches=minibatches,
+            max_staleness=job.buffer.max_staleness if job is not None else 0,
+        )
+        """How proximal log-probs come about: `recompute`, `reuse`, `loglinear`, or `behaviour` for those of
+        the behaviour policy."""
 
     def _check(self, job: JobConfig) -> None:
         """Ask the parts what they declare: the job file's check does not import those of a user's file."""
@@ -76,47 +90,245 @@ class Objective:
                 for mistake in part.mistakes(job, run_own=True):
                     raise ObjectiveError(f"{mistake.field}: {mistake.problem}. {mistake.fix}.")
 
-    def advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """float [E], i64 [E] -> f32 [E]; over whole groups."""
-        found: Tensor = self._advantage(rewards, groups, **self._advantage_args)
+    def _check_parts(self) -> None:
+        section = self._section
+        named = ((section.advantage, self._advantage), (section.loss, self._loss))
+        for name, part in (*named, (section.correction, self._correction)):
+            if missing := set(part.columns) - set(COLUMNS):
+                raise ObjectiveError(
+                    f"trainer.objective: {name} needs the columns {sorted(missing)}, and there are none but "
+                    f"{', '.join(COLUMNS)}."
+                )
+        if len(set(self.figures)) < len(self.figures):
+            raise ObjectiveError(
+                f"trainer.objective: two parts have a figure of one name among {', '.join(self.figures)}."
+            )
+
+    @property
+    def _over_step(self) -> bool:
+        return self._correction.over_step(self._section.correction_args)
+
+    @property
+    def _penalised(self) -> bool:
+        """Whether rewards are less a penalty, which is of the policy at the start of the step."""
+        return self.kl.coefficient > 0 and self.kl.place == "reward"
+
+    # --- what the trainer has to do ---
+
+    @property
+    def columns(self) -> set[str]:
+        """The computed columns that have to be in the table before `fill`."""
+        found = (self._of_units | {*self._advantage.columns}) & {*OF_MODELS}
+        if self.kl.coefficient > 0:
+            found.add("ref")
+        if self.prox == "recompute":
+            found.add("prox")
         return found
 
-    def coefficients(self, units: UnitTable, units_of_episode: Tensor) -> Tensor:
-        """f32 [S]: see `built_in`."""
-        return self._normaliser(units.mask, units.episode, units_of_episode, **self._normaliser_args)
+    @property
+    def trained_columns(self) -> tuple[str, ...]:
+        """The columns with a gradient that `terms` is given."""
+        more = (("entropy", self._section.entropy > 0), ("value", self.critic_is_head))
+        return ("logp", *(name for name, wanted in more if wanted))
 
-    def terms(self, logp: Tensor, prox: Tensor | None, units: UnitTable) -> UnitTerms:
-        """logp f32 [S] with gradient; prox f32 [S], or None to reuse `logp` (detached)."""
-        mask = units.mask
-        logp = masked(logp.float(), mask)
-        prox = logp.detach() if prox is None else masked(prox.detach().float(), mask)
-        behaviour, advantage = masked(units.behaviour, mask), masked(units.advantage, mask)
-        units = replace(units, behaviour=behaviour, advantage=advantage, computed={"prox": prox})
-        loss, shares = _with_shares(self._loss, logp, units, self._loss_args)
-        if self.supervised:
-            return UnitTerms(loss, torch.ones_like(behaviour), shares)
-        weight = behaviour_weight(prox, behaviour)
-        effective, more = _with_shares(self._correction, weight, units, self._correction_args)
-        return UnitTerms(loss * effective.detach(), weight, shares | more)
+    @property
+    def with_segments(self) -> bool:
+        """Whether the table has to know segments, agents and turns."""
+        declared = self._of_units | {*self._advantage.columns}
+        return (
+            self._advantage.of != "sample"
+            or self._section.group_by != "task"
+            or bool(declared & {*SEGMENT_COLUMNS})
+        )
 
+    @property
+    def _of_units(self) -> set[str]:
+        """The columns that loss and correction read."""
+        return {*self._loss.columns, *self._correction.columns}
 
-def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with 0 where the mask is off. Done before any arithmetic, so that a NaN or an infinity of a
-    masked unit reaches neither a sum nor a gradient."""
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    @property
+    def whole_episodes(self) -> bool:
+        """Whether an episode's units have to be on one rank."""
+        return self._advantage.of == "unit"
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each group is to have an answer that is only compared with."""
+        return self._advantage.needs_greedy
+
+    @property
+    def over_episodes(self) -> bool:
+        """Whether the loss is defined over whole episodes (`Loss.statistic`), and is not of tokens here."""
+        return self._loss.statistic is not None and self._section.loss_args.get("level") != "token"
+
+    @property
+    def trains_critic(self) -> bool:
+        return "value" in self.columns
+
+    @property
+    def has_own_critic(self) -> bool:
+        """Whether values come of a model beside the policy."""
+        return self.trains_critic and self.critic.kind == "model"
+
+    @property
+    def critic_is_head(self) -> bool:
+        """Whether values come of a further output of the policy."""
+        return self.trains_critic and self.critic.kind == "head"
+
+    @property
+    def trains_process(self) -> bool:
+        """Whether a process reward model is trained beside the policy."""
+        return "process" in self.columns
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names of the figures that every micro-batch has."""
+        own = (*self._loss.figures, *self._correction.figures)
+        more = {
+            "kl_ref": self.kl.coefficient > 0,
+            "kl_teacher": "teacher" in self._advantage.columns,
+            "entropy": self._section.entropy > 0,
+        }
+        return (*own, *(name for name, wanted in more.items() if wanted))
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether a batch whose advantages are all 0 still has a gradient."""
+        in_loss = self.kl.coefficient > 0 and self.kl.place == "loss"
+        own = self.trains_critic or self.trains_process or "advantage" not in self._loss.columns
+        return self._section.entropy > 0 or in_loss or own
+
+    def own(self, kind: str) -> str:
+        """File and name of the `advantage` or `loss` where it is in a file of the user's; else empty."""
+        name = str(getattr(self._section, kind))
+        return Path(name).name if ".py:" in name else ""
+
+    # --- what it computes ---
+
+    def fill(self, units: UnitTable, step: int) -> UnitTable:
+        """The table with the columns `staleness`, `advantage`, and `correction` where that compares units.
+        `step` is the version that the step starts from. All ranks call it."""
+        units = units.with_columns(staleness=step - units.version)
+        units = units.cleared()
+        if self.prox == "behaviour":
+            units = units.with_columns(prox=units.behaviour)
+        penalty = None
+        if self._penalised:
+            start = units.columns.get("prox", units.behaviour)
+            units = units.with_columns(kl_ref=self.kl.values(start, units["ref"]))
+            penalty = self.kl.coefficient * units["kl_ref"]
+        if self._advantage.of == "unit" or "reward" in self._of_units:
+            units = units.with_columns(reward=unit_rewards(units, penalty))
+        units = units.with_columns(**self._advantages(units, penalty))
+        self._check_columns(units)
+        if self._over_step:
+            weight = behaviour_weight(units["prox"], units.behaviour)
+            effective, figures = with_figures(self._correction, weight, units, self._section.correction_args)
+            units = units.with_columns(
+                correction=effective.float(), **{f"correction_{n}": v for n, v in figures.items()}
+            )
+        return units
+
+    def _advantages(self, units: UnitTable, penalty: Tensor | None) -> dict[str, Tensor]:
+        part, section = self._advantage, self._section
+        if part.of == "sample":
+            credit = samples_of(units, section.group_by, penalty, turn_discount=section.turn_discount)
+            found = self._checked(part(credit.samples, **section.advantage_args), len(credit.samples))
+            return {"advantage": credit.of_units(found, units)}
+        if part.of == "segment":
+            segments = with_penalty(units, penalty)
+            found = self._checked(part(segments, **section.advantage_args), len(segments))
+            return {"advantage": found.to(units.mask.device)[units["segment"]].float()}
+        result = part(units, **section.advantage_args)
+        columns = result if isinstance(result, Mapping) else {"advantage": result}
+        if not {"advantage"} <= {*columns} <= {"advantage", "return"}:
+            raise ObjectiveError(
+                f"{section.advantage} was to return the columns advantage and, for a critic, return, and "
+                f"returned {', '.join(columns) or 'none'}."
+            )
+        return {
+            name: masked(self._checked(values, len(units)), units.mask).float()
+            for name, values in columns.items()
+        }
+
+    def _check_columns(self, units: UnitTable) -> None:
+        lacking = dict.fromkeys(self._of_units - {"prox"}, "a part of the objective needs")
+        if self.trains_critic:
+            lacking["return"] = "a critic learns"
+        for column in sorted({*lacking} - {*units.columns}):
+            raise ObjectiveError(
+                f"{lacking[column]} the column {column}, which the advantage {self._section.advantage} does "
+                "not return: gae does, or one of your own that is of units."
+            )
+
+    def _checked(self, values: Tensor, count: int) -> Tensor:
+        name, of = self._section.advantage, self._advantage.of
+        return of_shape(f"the advantage {name} is of each {of} and was to return", values, count)
+
+    def statistic(self, logp: Tensor, units: UnitTable) -> Tensor | None:
+        """f32 [S]: what the loss needs the mean of over each episode; None where it needs none."""
+        if self._loss.statistic is None:
+            return None
+        logp, units = masked(logp.float(), units.mask), self._with_prox(logp, units.cleared())
+        found = self._loss.statistic(logp, units, **self._section.loss_args)
+        what = f"the statistic of {self._section.loss} was to return"
+        return masked(of_shape(what, found, len(logp)), units.mask)
+
+    def coefficients(self, units: UnitTable, totals: Totals) -> Tensor:
+        """f32 [S]: see `normalisers.py`."""
+        found = self._normaliser(units, totals, **self._section.normaliser_args)
+        return of_shape(f"the normaliser {self._section.normaliser} was to return", found, len(units))
+
+    def terms(self, columns: Mapping[str, Tensor], units: UnitTable) -> UnitTerms:
+        """`columns` f32 [S] with gradient: `logp`, and `entropy` where asked for. `units` has
+        `episode_mean` where the loss needs one."""
+        section, mask = self._section, units.mask
+        logp = masked(columns["logp"].float(), mask)
+        units = units.cleared()
+        units = self._with_prox(logp, units)
+        # Where the behaviour policy is the proximal one, the loss weighs by its ratio to the current one.
+        compared = logp if self.prox == "behaviour" else units["prox"]
+        weight = behaviour_weight(compared, units.behaviour)
+        loss, shown = with_figures(self._loss, logp, units, section.loss_args)
+        if logp.requires_grad and not loss.requires_grad:
+            raise ObjectiveError(
+                f"trainer.objective.loss: {self.own('loss') or section.loss} returned a tensor without a "
+                "gradient. Compute it from the logp that it is given, without detach(), item() or numpy."
+            )
+        effective, more = self._corrected(weight, units)
+        loss, figures = loss * effective.detach(), {**more, **shown}
+        if self.kl.coefficient > 0:
+            values = units["kl_ref"] if "kl_ref" in units else self.kl.values(logp.detach(), units["ref"])
+            figures["kl_ref"] = values
+            if self.kl.place == "loss":
+                loss = loss + self.kl.coefficient * self.kl.in_loss(logp, units["ref"])
+        if "teacher" in self._advantage.columns:
+            figures["kl_teacher"] = logp.detach() - units["teacher"]
+        if section.entropy:
+            entropy = masked(columns["entropy"].float(), mask)
+            figures["entropy"] = entropy.detach()
+            loss = loss - section.entropy * entropy
+        return UnitTerms(masked(loss, mask), weight, figures)
+
+    def _corrected(self, weight: Tensor, units: UnitTable) -> tuple[Tensor, Mapping[str, Tensor]]:
+        part = self._correction
+        if self._over_step:
+            return units["correction"], {name: units[f"correction_{name}"] for name in part.figures}
+        return with_figures(part, weight, units, self._section.correction_args)
+
+    def _with_prox(self, logp: Tensor, units: UnitTable) -> UnitTable:
+        """With the proximal log-probs, which are in the table only where they took a pass of their own."""
+        if self.prox == "recompute":
+            return units
+        logp = masked(logp.detach().float(), units.mask)
+        if self.prox == "behaviour":
+            logp = units.behaviour
+        elif self.prox == "loglinear":
+            staleness = units["staleness"].float()
+            logp = units.behaviour + staleness / (staleness + 1) * (logp - units.behaviour)
+        return units.with_columns(prox=logp)
 
 
 def _part(kind: type[P], found: Any) -> P:
     """What was found as a part of its kind: a plain function declares nothing."""
     return found if isinstance(found, kind) else kind(found)
-
-
-def _with_shares(
-    part: UnitPart, values: Tensor, units: UnitTable, arguments: Mapping[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the part returns, with exactly the shares that it declares."""
-    result = part(values, units, **arguments)
-    found, shares = result if isinstance(result, tuple) else (result, {})
-    if set(shares) != set(part.shares):
-        raise ObjectiveError(f"a part declares the shares {part.shares}, but returns {tuple(shares)}.")
-    return found, shares

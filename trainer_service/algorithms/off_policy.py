@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from trainer_service.algorithms.objective import UnitTerms
-from trainer_service.data.microbatch import UnitTable
+from trainer_service.algorithms.table import UnitTable
 
 SUMS = ("count", "w", "w_squared", "chi2", "kl")
 
 
 class StepStatistics:
-    """Accumulates over the micro-batches of a step that starts from version `step`. `shares` names what else
-    is counted of the units."""
+    """Accumulates over the micro-batches of a step that starts from version `step`. `figures` names what else
+    has a mean over units."""
 
-    def __init__(self, step: int, max_staleness: int, shares: Sequence[str] = ()) -> None:
+    def __init__(self, step: int, max_staleness: int, figures: Sequence[str] = ()) -> None:
         self._step = step
-        self._shares = tuple(shares)
-        self._sums = torch.zeros(max_staleness + 1, len(SUMS) + len(self._shares), dtype=torch.float64)
+        self._names = tuple(figures)
+        self._sums = torch.zeros(max_staleness + 1, len(SUMS) + len(self._names), dtype=torch.float64)
         self._extremes = torch.full((max_staleness + 1, 2), -torch.inf, dtype=torch.float64)
         """Columns: largest w, largest -w."""
 
@@ -46,13 +46,18 @@ class StepStatistics:
                 w.square(),
                 (w - 1).square(),
                 torch.xlogy(w, w) - w + 1,
-                *(terms.shares[name][mask].double().cpu() for name in self._shares),
+                *(terms.figures[name][mask].double().cpu() for name in self._names),
             ],
             dim=1,
         )
         self._sums.index_add_(0, staleness, columns)
         both = torch.stack([w, -w], dim=1)
         self._extremes.scatter_reduce_(0, staleness[:, None].expand(-1, 2), both, "amax")
+
+    def include(self, other: StepStatistics) -> None:
+        """Add what another one of the same step has counted."""
+        self._sums += other._sums
+        self._extremes = self._extremes.maximum(other._extremes)
 
     def reduce(self, sum_: Callable[[Tensor], None], max_: Callable[[Tensor], None]) -> None:
         """Add up over ranks, in place; the arguments are all-reduces."""
@@ -70,7 +75,7 @@ class StepStatistics:
         return figures
 
     def _figures(self, sums: Tensor, extremes: Tensor) -> dict[str, float]:
-        total = dict(zip((*SUMS, *self._shares), sums.tolist(), strict=True))
+        total = dict(zip((*SUMS, *self._names), sums.tolist(), strict=True))
         count = total["count"]
         if count == 0:
             return {"units": 0}
@@ -82,5 +87,28 @@ class StepStatistics:
             "ess": total["w"] ** 2 / (count * total["w_squared"]),
             "chi2": total["chi2"] / count,
             "kl_prox_beh": total["kl"] / count,
-            **{f"{name}_share": total[name] / count for name in self._shares},
+            **{name: total[name] / count for name in self._names},
         }
+
+
+class EffectiveSamplesWatch:
+    """Tells when the effective share of the samples has been below `floor` for `patience` steps in a row."""
+
+    def __init__(self, floor: float, patience: int, advice: str) -> None:
+        """`advice` is what to change, in words."""
+        self._floor, self._patience, self._advice = floor, patience, advice
+        self._below = 0
+
+    def after_step(self, share: object) -> str:
+        """What is to be told after a step with this share (None, or no number: it has none, and does not
+        count): empty but for the step in which the patience ends. Once it is above the floor again, what
+        follows is counted anew."""
+        if not isinstance(share, float):
+            return ""
+        self._below = self._below + 1 if share < self._floor else 0
+        if self._below != self._patience:
+            return ""
+        return (
+            f"the effective share of the samples was below {self._floor:g} in {self._patience} steps, "
+            f"last at {share:.3g}: they say little about the policy that is trained. {self._advice}"
+        )

@@ -3,45 +3,62 @@
     from areal_async import advantage
 
     @advantage(needs_group=2)
-    def centred(rewards, groups, *, scale=1.0):
-        ...
+    def centred(samples, *, scale=1.0):
+        return scale * samples.centred(samples.reward)
 
 A job file then names `path.py:centred`, or an installed package declares it as an entry point (see
 `areal_async.registry`). Keyword-only parameters are the part's arguments (`advantage_args`, `loss_args`,
-`correction_args`, `normaliser_args` under `trainer.objective`); `arguments=` of the decorator may name a
-`Section` that says what they may be. What the decorator declares is checked against the job when its file is
-read; of a part in a file of yours, which is not run then, before the job starts. A function without a
-decorator declares nothing.
+`correction_args`, `normaliser_args` under `trainer.objective`); their annotations say what they may be, as
+in `scale: Annotated[float, Field(gt=0)] = 1.0`. What the decorator declares is checked against the job when
+its file is read; of a part in a file of yours, which is not run then, before the job starts. A function
+without a decorator declares nothing.
 
 | part | called with | returns |
 |---|---|---|
-| advantage | rewards float [E], groups i64 [E] | f32 [E] |
-| loss | logp f32 [S] (gradients flow through it), units `UnitTable` | f32 [S], or that and named shares |
-| correction | weight f32 [S] (exp(prox - behaviour)), units `UnitTable` | f32 [S], or that and named shares |
-| normaliser | mask bool [S], episode i64 [S], units_of_episode i64 [E] | f32 [S] |
+| advantage `of="sample"` | `Samples` (`credit.py`): N of them, as `group_by` says | float [N] |
+| advantage `of="segment"` | `SegmentTable` (`table.py`): G segments with their rewards | float [G] |
+| advantage `of="unit"` | `UnitTable`: U units of this rank, with `reward` | float [U], or columns by name |
+| loss | logp f32 [S] (gradients flow through it), units `UnitTable` | f32 [S], or that and figures |
+| correction | weight f32 [S] (exp(prox - behaviour)), units `UnitTable` | f32 [S], or that and figures |
+| normaliser | units `UnitTable`, totals `Totals` (`normalisers.py`) | f32 [S] |
 
-E episodes are those of the step, S units those of one micro-batch. Where the mask is off, columns are 0 and
-`weight` is 1. A named share is a bool [S] whose mean is logged with each step as `<name>_share`.
+S units are those of one micro-batch; a correction `of="step"` is called once with those of the whole step,
+and may sum over its episodes and all of it. Where the mask is off, columns are 0 and `weight` is 1. A figure
+is a tensor [S], bool or f32, whose mean over units is logged with each step under its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from pydantic import Field
 
 from areal_async.config.errors import Mistake
+from areal_async.registry import LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from areal_async.config.base import Section
     from areal_async.config.job import JobConfig
+    from areal_async.config.objective import ObjectiveSection
+    from trainer_service.algorithms.table import UnitTable
 
-COLUMNS = ("behaviour", "version", "episode", "group", "advantage", "prox")
-"""Columns of the unit table that a part can need. `prox` is a computed one, `units["prox"]`: it may cost a
-forward pass over the step."""
+TABLE_COLUMNS = ("behaviour", "version", "staleness", "episode", "group", "mask", "row_units")
+"""Columns that every table has."""
+SEGMENT_COLUMNS = ("segment", "turn", "agent", "anchor", "unit", "truncated", "reward")
+"""Columns of a table that knows segments; `reward` f64 is what the unit earned (`credit.py`)."""
+COMPUTED_COLUMNS = ("advantage", "return", "prox", "ref", "value", "teacher", "process", "entropy")
+"""Columns that the trainer computes. All but the first two cost a forward pass over the step: by the policy
+(`prox`, `entropy`) or by another model."""
+COLUMNS = (*TABLE_COLUMNS, *SEGMENT_COLUMNS, *COMPUTED_COLUMNS)
 OUTCOMES = ("on_timeout", "on_error", "on_abstain")
+Of = Literal["sample", "segment", "unit"]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+"""What an argument may be."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +66,18 @@ class ObjectivePart:
     """A function with what it declares. It is called like the function."""
 
     function: Callable[..., Any]
-    Arguments: type[Section] | None = field(default=None, kw_only=True)
-    """What its arguments may be; without, they are its keyword-only parameters."""
+    columns: tuple[str, ...] = field(default=(), kw_only=True)
+    """Columns of the unit table that it reads."""
 
     def __call__(self, *inputs: Any, **arguments: Any) -> Any:
-        return self.function(*inputs, **arguments)
+        """Call the function. What it raises is raised with a note that names it, and ends the job: started
+        again, the trainer would meet it again."""
+        try:
+            return self.function(*inputs, **arguments)
+        except Exception as error:
+            error.add_note(f"`{self.function.__name__}` is a part of the job's objective.")
+            error.restart_helps = False  # type: ignore[attr-defined]
+            raise
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -62,20 +86,90 @@ class ObjectivePart:
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
         """What is wrong with a job that uses this part with `arguments`, which stand in `field`."""
-        yield from ()
+        if unknown := set(self.columns) - set(COLUMNS):
+            yield Mistake(
+                field.removesuffix("_args"),
+                f"it needs the columns {', '.join(sorted(unknown))}, and a unit table has none of that name",
+                f"The columns are {', '.join(COLUMNS)}",
+            )
+        if "teacher" in self.columns:
+            yield from _teacher_is_one(job, field.removesuffix("_args"))
+
+
+def _teacher_is_one(job: JobConfig, part: str) -> Iterator[Mistake]:
+    teacher, temperature = job.trainer.teacher, job.rollout.sampling.temperature
+    if (teacher.model is None) is not bool(teacher.urls):
+        said = "none is named" if teacher.model is None else "both a folder and servers are named"
+        yield Mistake(
+            "trainer.teacher",
+            f"the objective compares with a teacher, and {said}",
+            "Name its folder in trainer.teacher.model, or servers in trainer.teacher.urls",
+            (part,),
+        )
+    if teacher.urls and temperature != 1:
+        yield Mistake(
+            "rollout.sampling.temperature",
+            f"the teacher's servers score at temperature 1, and tokens are sampled at {temperature:g}",
+            "Set it to 1, or name the teacher's folder in trainer.teacher.model",
+            ("trainer.teacher.urls",),
+        )
 
 
 @dataclass(frozen=True)
 class Advantage(ObjectivePart):
-    """One number per episode, from the rewards of whole groups."""
+    """How much better each sample, segment or unit did than was to be expected."""
 
+    of: Of = "sample"
     needs_group: int = 1
     """Fewest episodes of a group that say anything."""
+    needs_greedy: bool = False
+    """Whether each group has an episode that was answered greedily, as its baseline."""
+    unpenalised: bool = False
+    """Whether it reads no rewards that a KL penalty can be taken off: components, or other figures."""
+    losses: tuple[str, ...] = ()
+    """Built-in losses with which its gradient is what it says; none means any."""
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        yield from super().check_job(job, arguments, field)
         least, name = self.needs_group, job.trainer.objective.advantage
         chosen, fix = "trainer.objective.advantage", f"Set it to {least} or more"
+        if self.losses and job.trainer.objective.loss in set(LOSSES.names) - {*self.losses}:
+            yield Mistake(
+                "trainer.objective.loss",
+                f"the {name} advantage is the slope of a loss of its own, of which "
+                f"`{job.trainer.objective.loss}` makes another",
+                f"Set it to {' or '.join(self.losses)}, and beside it what docs/other-trainings.md says",
+                (chosen,),
+            )
         size, group, reward = job.rollout.group_size, job.buffer.group, job.reward
+        if self.of != "sample" and job.trainer.objective.group_by != "task":
+            yield Mistake(
+                "trainer.objective.group_by",
+                f"the {name} advantage is one of each {self.of}, not of samples that are compared",
+                "Leave it out",
+                (chosen,),
+            )
+        if self.needs_greedy and job.trainer.objective.group_by != "task":
+            problem = f"the {name} advantage compares whole answers with a greedy one"
+            yield Mistake("trainer.objective.group_by", problem, "Leave it out", (chosen,))
+        kl = job.trainer.objective.kl
+        if self.unpenalised and kl.coefficient and kl.place == "reward":
+            problem = f"the {name} advantage does not read the rewards that the penalty would be taken off"
+            yield Mistake("trainer.objective.kl.place", problem, "Set it to loss", (chosen,))
+        if "prox" in self.columns and job.trainer.objective.prox in ("reuse", "loglinear"):
+            yield Mistake(
+                "trainer.objective.prox",
+                f"the {name} advantage needs proximal log-probs before the first update, and "
+                f"`{job.trainer.objective.prox}` has them with it",
+                "Set it to auto",
+                (chosen,),
+            )
+        if self.needs_greedy and not job.rollout.greedy_baseline:
+            problem = f"the {name} advantage compares with a greedy answer to the task, and there is none"
+            yield Mistake("rollout.greedy_baseline", problem, "Set it to true", (chosen,))
+        if job.rollout.greedy_baseline and not self.needs_greedy and job.kind == "rl":
+            problem = f"the {name} advantage makes nothing of a greedy answer, and would count it as a sample"
+            yield Mistake("rollout.greedy_baseline", problem, "Set it to false", (chosen,))
         if size < least:
             problem = (
                 f"the {name} advantage of a group of {_episodes(size)} is always zero, so nothing is learned"
@@ -101,34 +195,61 @@ class Advantage(ObjectivePart):
 class UnitPart(ObjectivePart):
     """A part that works on units: a loss or a correction."""
 
-    columns: tuple[str, ...] = ()
-    """Columns of the unit table that it reads."""
-    shares: tuple[str, ...] = ()
-    """Names of the shares that it returns."""
+    figures: tuple[str, ...] = ()
+    """Names of the figures that it returns."""
 
 
 @dataclass(frozen=True)
 class Loss(UnitPart):
     """One number per unit, from its log-prob."""
 
-    supervised: bool = False
-    """Whether it learns from the units themselves, whoever wrote them: without rewards and a behaviour
-    policy."""
+    clipped: bool = False
+    """Whether it holds the policy near the proximal one, which does nothing while the two are the same."""
+    corrects: bool = False
+    """Whether it weighs by the behaviour policy itself, so that a correction would do so twice."""
+    prox: Literal["", "loglinear"] = ""
+    """What `prox: auto` takes for stale samples, with one minibatch a step: `loglinear` where the loss bounds
+    how far each unit is from the behaviour policy then, and else bounds nothing."""
+    statistic: Callable[..., Tensor] | None = None
+    """Of a loss that is defined over episodes: a function of logp f32 [S] and units, like the loss with its
+    arguments, that gives f32 [S]. The loss finds its mean over each unit's episode as
+    `units["episode_mean"]`, and how many units that has as `units["episode_units"]`, whatever the packing:
+    the value is that of the whole episode, and the gradient of a unit's mean goes to the unit's own log-prob;
+    summed over the episode that is the gradient of the whole."""
+
+    def proximal(
+        self,
+        objective: ObjectiveSection,
+        advantage: ObjectivePart,
+        correction: Correction,
+        *,
+        minibatches: int,
+        max_staleness: int,
+    ) -> str:
+        """How proximal log-probs come about with these parts: `recompute`, `reuse`, `loglinear`, or
+        `behaviour` for those of the behaviour policy. `auto` takes a pass where something needs one; else,
+        for stale samples, what this loss declares (docs/choosing-an-objective.md has the measurements)."""
+        if correction.prox:
+            return correction.prox
+        if objective.prox != "auto":
+            return objective.prox
+        penalised = objective.kl.coefficient > 0 and objective.kl.place == "reward"
+        over_step = correction.over_step(objective.correction_args)
+        read = "prox" in {*self.columns, *correction.columns}
+        if over_step or penalised or "prox" in advantage.columns or (minibatches > 1 and read):
+            return "recompute"
+        stale = max_staleness > 0 and correction.corrects
+        return self.prox if self.prox and stale else "reuse"
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        yield from super().check_job(job, arguments, field)
         objective = job.trainer.objective
-        if job.kind != "rl":
-            return  # supervised training chooses its own
-        if self.supervised:
-            problem = f"`{objective.loss}` ignores rewards, so an rl job would learn from wrong answers too"
-            fix = "Set it to ppo, or `kind` to sft"
-            yield Mistake("trainer.objective.loss", problem, fix, ("kind",))
         if "prox" in self.columns and objective.prox == "reuse" and job.trainer.minibatches > 1:
             yield Mistake(
                 "trainer.objective.prox",
                 f"`reuse` is wrong with trainer.minibatches = {job.trainer.minibatches}: after the first "
                 "update the current policy is no longer the one the step started from",
-                "Set it to recompute, or trainer.minibatches to 1",
+                "Set it to auto, or trainer.minibatches to 1",
                 ("trainer.minibatches",),
             )
 
@@ -139,47 +260,138 @@ class Correction(UnitPart):
 
     corrects: bool = True
     """Whether stale units may be trained with it; without, the job must say that it is meant."""
+    of: Literal["unit", "step"] = "unit"
+    """`step` where it compares units: it is called once with the table of the whole step."""
+    prox: Literal["", "behaviour"] = ""
+    """`behaviour` where the loss takes its ratio against the behaviour policy instead of a proximal one."""
+
+    def over_step(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether it is called once with the whole step; it may be with `level: sequence` alone."""
+        return self.of == "step" or arguments.get("level") == "sequence"
 
     def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        yield from super().check_job(job, arguments, field)
+        if job.kind != "rl":
+            return
         objective, bound = job.trainer.objective, job.buffer.max_staleness
-        if bound > 0 and not self.corrects and not objective.allow_uncorrected:
+        name, chosen, also = objective.correction, "trainer.objective.correction", "trainer.objective.loss"
+        loss = LOSSES.known(objective.loss)
+        weighs_itself = isinstance(loss, Loss) and loss.corrects
+        if weighs_itself and (self.corrects or self.prox):
             yield Mistake(
-                "trainer.objective.correction",
-                f"`{objective.correction}` with buffer.max_staleness = {bound} trains on stale units as if "
-                "they were fresh",
+                chosen,
+                f"the {objective.loss} loss weighs by the behaviour policy itself, and `{name}` would do so "
+                "again",
+                "Set it to none",
+                (also,),
+            )
+        elif isinstance(loss, Loss) and self.prox and "prox" not in loss.columns:
+            yield Mistake(
+                chosen,
+                f"`{name}` leaves it to the ratio of the loss to make up for stale samples, and the "
+                f"{objective.loss} loss has none",
+                "Set it to decoupled",
+                (also,),
+            )
+        if bound > 0 and not (self.corrects or weighs_itself or objective.allow_uncorrected):
+            yield Mistake(
+                chosen,
+                f"`{name}` with buffer.max_staleness = {bound} trains on stale units as if they were fresh",
                 "Set it to decoupled, or max_staleness to 0, or trainer.objective.allow_uncorrected to true "
                 "for an experiment",
                 ("buffer.max_staleness", "trainer.objective.allow_uncorrected"),
             )
+        if self.over_step(arguments) and objective.prox in ("reuse", "loglinear"):
+            yield Mistake(
+                "trainer.objective.prox",
+                f"`{name}` compares the units of a whole step, which takes a pass over it first; "
+                f"`{objective.prox}` saves that pass",
+                "Set it to auto",
+                (chosen,),
+            )
+        if self.prox and objective.prox != "auto":
+            yield Mistake(
+                "trainer.objective.prox",
+                f"`{name}` takes the behaviour policy for the proximal one",
+                "Leave it out",
+                (chosen,),
+            )
 
 
 def advantage(
-    *, needs_group: int = 1, arguments: type[Section] | None = None
-) -> Callable[[Callable[..., Tensor]], Advantage]:
-    """Declare an advantage; `needs_group` is how many episodes of a group it compares at least."""
-    return lambda function: Advantage(function, needs_group, Arguments=arguments)
+    *,
+    of: Of = "sample",
+    needs_group: int = 1,
+    needs_greedy: bool = False,
+    unpenalised: bool = False,
+    losses: tuple[str, ...] = (),
+    columns: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Any]], Advantage]:
+    """Declare an advantage; see the fields of `Advantage`. `needs_group` is how many episodes of a group it
+    compares at least. Raises ValueError for an `of` that there is none of."""
+    if of not in get_args(Of):
+        raise ValueError(f"of={of!r}: an advantage is of {' or '.join(map(repr, get_args(Of)))}")
+    return lambda function: Advantage(
+        function, of, needs_group, needs_greedy, unpenalised, losses, columns=columns
+    )
 
 
 def loss(
     *,
     columns: tuple[str, ...] = (),
-    shares: tuple[str, ...] = (),
-    supervised: bool = False,
-    arguments: type[Section] | None = None,
+    figures: tuple[str, ...] = (),
+    clipped: bool = False,
+    corrects: bool = False,
+    prox: Literal["", "loglinear"] = "",
+    statistic: Callable[..., Tensor] | None = None,
 ) -> Callable[[Callable[..., Any]], Loss]:
     """Declare a loss; see the fields of `Loss`."""
-    return lambda function: Loss(function, columns, shares, supervised, Arguments=arguments)
+    return lambda function: Loss(function, figures, clipped, corrects, prox, statistic, columns=columns)
 
 
 def correction(
     *,
     columns: tuple[str, ...] = (),
-    shares: tuple[str, ...] = (),
+    figures: tuple[str, ...] = (),
     corrects: bool = True,
-    arguments: type[Section] | None = None,
+    of: Literal["unit", "step"] = "unit",
+    prox: Literal["", "behaviour"] = "",
 ) -> Callable[[Callable[..., Any]], Correction]:
     """Declare a correction; see the fields of `Correction`."""
-    return lambda function: Correction(function, columns, shares, corrects, Arguments=arguments)
+    return lambda function: Correction(function, figures, corrects, of, prox, columns=columns)
+
+
+def with_figures(
+    part: UnitPart, values: Tensor, units: UnitTable, arguments: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the part returns, with exactly the figures that it declares."""
+    from trainer_service.errors import ObjectiveError
+
+    result = part(values, units, **arguments)
+    found, figures = result if isinstance(result, tuple) else (result, {})
+    name = part.function.__name__
+    if set(figures) != set(part.figures):
+        raise ObjectiveError(f"{name} declares the figures {part.figures}, but returns {tuple(figures)}.")
+    for what, each in (("", found), *((f" for {figure}", each) for figure, each in figures.items())):
+        of_shape(f"{name} was to return{what}", each, len(values))
+    return found, figures
+
+
+def of_shape(what: str, values: Tensor, count: int) -> Tensor:
+    """The values, if they are a tensor of `count` numbers. Raises `ObjectiveError`."""
+    from torch import Tensor
+
+    from trainer_service.errors import ObjectiveError
+
+    if not isinstance(values, Tensor):
+        kind = type(values)
+        raise ObjectiveError(
+            f"{what} a tensor of {count} numbers, and returned a {kind.__module__}.{kind.__qualname__}. Make "
+            "it one with torch.as_tensor."
+        )
+    if (shape := tuple(values.shape)) != (count,):
+        raise ObjectiveError(f"{what} {count} numbers, and returned a tensor of shape {shape}.")
+    return values
 
 
 def _episodes(count: int) -> str:

@@ -1,15 +1,20 @@
 """What the trainer needs from a back end, and what all of them share.
 
-A back end holds named models (`policy` is the one that is trained) and hides how they are spread over ranks:
-every method is called by all ranks in the same order, with the micro-batches of each rank's own share, and
-all ranks have equally many, some of them without a row. It owns the passes over them, so that it may pipeline
-them, in an order of its own and with empty ones in between; autograd stays inside, and no tensor as wide as
-the vocabulary leaves it. What leaves it are *columns*, one value for each unit of a micro-batch, under their
-names:
+A back end holds named models (`policy`, `ref`, `critic`, `teacher`, …), some of which are trained, each with
+an optimizer of its own, and hides how they are spread over ranks: every method is called by all ranks in the
+same order, with the micro-batches of each rank's own share, and all ranks have equally many, some of them
+without a row. It owns the passes over them, so that it may pipeline them, in an order of its own and with
+empty ones in between; autograd stays inside, and no tensor as wide as the vocabulary leaves it. What does
+are *columns*, one value for each unit of a micro-batch, under their names:
 
     logp     f32 [S]: log-softmax(logits / temperature) at the unit's token
     entropy  f32 [S]: of the same distribution, in nats
     greedy   bool [S]: whether the token is the arg max of its distribution; only of `evaluate`
+    value    f32 [S]: of the value head, at the place before the unit's token: what is to come
+    score    f32 [S]: of the value head, at the unit's own token; of rows whose last token is fed
+             (`TrainingRow.feeds_last`)
+
+The first three are of models with a head for tokens, the last two of those with one for values.
 """
 
 from __future__ import annotations
@@ -18,18 +23,85 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from torch import Tensor
-
-from areal_async.config.job import OptimizerSection
+from areal_async import registry
+from areal_async.config.job import JobConfig, OptimizerSection
 from areal_async.weights.pieces import TensorPiece
-from trainer_service.data.microbatch import MicroBatch
-from trainer_service.disk import FileEntry
 
-TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is trained
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.data.microbatch import MicroBatch
+    from trainer_service.disk import FileEntry
+
+TRAINED_MODEL = "policy"  # Which of the models is the policy's own, the one that is given out
+REFERENCE, CRITIC, TEACHER, PROCESS = "ref", "critic", "teacher", "process"
 T = TypeVar("T")
-Columns = Mapping[str, Tensor]
+Columns = Mapping[str, "Tensor"]
+ModelHead = Literal["tokens", "value", "both"]
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """What one model of a back end is for."""
+
+    folder: Path
+    """A Hugging Face directory: of a causal language model, or with the head `value` also of a sequence
+    classifier with one label."""
+    optimizer: OptimizerSection | None = None
+    """How it is trained; None: it is frozen."""
+    total_updates: int = 0
+    """Optimizer updates of the whole run, for the schedule of the learning rate."""
+    head: ModelHead = "tokens"
+    """What it gives: `tokens` has the columns of a distribution, `value` those of one number for each unit,
+    by a linear layer on the last hidden state instead of the output layer, and `both` has that layer beside
+    it. The layer begins as zeros where the folder has none."""
+    follows: bool = False
+    """Whether `follow` is called on it: its weights are kept in fp32 then, and saved."""
+
+    def __post_init__(self) -> None:
+        if self.follows and self.optimizer is not None:
+            raise ValueError("a model that follows another one is not trained itself")
+
+
+def models_of(job: JobConfig) -> dict[str, ModelUse]:
+    """The models that the trainer of a job holds, by name: the policy, and those that compute a column which
+    its objective needs. Raises `PartError` for a part that cannot be found."""
+    section = job.trainer
+    if job.kind != "rl":
+        head: ModelHead = "value" if job.kind == "reward_model" else "tokens"
+        return {TRAINED_MODEL: ModelUse(job.model, section.optimizer, section.steps, head)}
+    updates, critic, columns = section.steps * section.minibatches, section.critic, model_columns(job)
+    with_values = "value" in columns and critic.kind == "head"
+    models = {
+        TRAINED_MODEL: ModelUse(job.model, section.optimizer, updates, "both" if with_values else "tokens")
+    }
+    if "value" in columns and not with_values:
+        models[CRITIC] = ModelUse(critic.model or job.model, critic.optimizer, updates, "value")
+    if "ref" in columns:
+        reference = section.reference
+        models[REFERENCE] = ModelUse(reference.model or job.model, follows=reference.every_steps > 0)
+    if "teacher" in columns and section.teacher.model is not None:
+        models[TEACHER] = ModelUse(section.teacher.model)
+    if "process" in columns:
+        process = section.process_reward
+        models[PROCESS] = ModelUse(process.model or job.model, process.optimizer, section.steps)
+    return models
+
+
+def model_columns(job: JobConfig) -> set[str]:
+    """The columns that models other than the policy compute for the objective of a job."""
+    section = job.trainer.objective
+    parts = (
+        registry.ADVANTAGES.find(section.advantage),
+        registry.LOSSES.find(section.loss),
+        registry.CORRECTIONS.find(section.correction),
+    )
+    found = {column for part in parts for column in getattr(part, "columns", ())}
+    if section.kl.coefficient > 0:
+        found.add("ref")
+    return found & {"value", "ref", "teacher", "process"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +129,9 @@ class TrainingBackend(Protocol):
     def place(self) -> RankPlace: ...
 
     @property
-    def updates(self) -> int:
-        """Optimizer updates made so far, those before a checkpoint included."""
+    def updates(self) -> Mapping[str, int]:
+        """How often each model that changes has changed so far, before a checkpoint included: optimizer
+        updates of one that is trained, calls of `follow` of one that follows."""
         ...
 
     @property
@@ -86,27 +159,44 @@ class TrainingBackend(Protocol):
 
     def train(
         self,
+        model: str,
         batches: Sequence[MicroBatch],
         loss_of: Callable[[int, Columns], Tensor],
         *,
         columns: Sequence[str] = ("logp",),
     ) -> None:
-        """Add the policy's gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks.
+        """Add the gradients of Σ `loss_of(index, columns)`, over the micro-batches of all ranks, to those of
+        a trained model.
 
         The loss is a scalar with a gradient through the columns. It is called once for each micro-batch, in
         any order, on the ranks that own the columns."""
         ...
 
-    def optimizer_step(self) -> float:
+    def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
+        """The norm that `optimizer_step`, which must be next, returns or refuses, so that models that are
+        trained together are checked before either changes. Raises `GradientNotFinite` likewise."""
+        ...
+
+    def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
         """Clip, update, clear gradients; returns the gradient's norm before clipping. Raises
-        `DivergenceError` when that, or what the weights become, is not finite."""
+        `GradientNotFinite` where that is not finite: the gradients are cleared, nothing else has changed, and
+        training may go on. Raises `DivergenceError` where what the weights become is not finite."""
+        ...
+
+    def discard(self, model: str = TRAINED_MODEL) -> None:
+        """Clear gradients without an update."""
+        ...
+
+    def follow(self, model: str, source: str, share: float) -> None:
+        """Move the weights of `model` to (1 - share) of themselves + `share` of those of `source`. Raises
+        `ModelError` where the models are not of one shape."""
         ...
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         """The weights under the names of the model's files, in the job's dtype, aliases left out: the boxes
         that this rank holds, which with those of the others cover each tensor once; or to `gather` all of
-        them on rank 0. All ranks iterate to the end together. A piece is good until the next is asked for, or
-        the next update."""
+        them on rank 0. Of a model with `both` heads the value layer is not among them. All ranks iterate to
+        the end together. A piece is good until the next is asked for, or the next update."""
         ...
 
     def prepare_save(self) -> None:
@@ -115,14 +205,15 @@ class TrainingBackend(Protocol):
         ...
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
-        """Copy this rank's part of weights, optimizer and random state into the host's memory; what is
-        returned writes it into the existing `folder`, on any thread and while training goes on, and tells
-        the files by their names. The memory is used again by the next call: the writing must be over."""
+        """Copy this rank's part of the random state, and of weights and optimizer of each model that
+        changes, into the host's memory; what is returned writes it into the existing `folder`, on any thread
+        and while training goes on, and tells the files by their names. The memory is used again by the next
+        call: the writing must be over."""
         ...
 
-    def load(self, folder: Path, updates: int) -> None:
-        """Restore what `save` wrote after `updates` updates, on any number of ranks; with 0 the weights
-        alone, to be given out. Raises `CheckpointError`."""
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        """Restore what `save` wrote when `updates` was as given, on any number of ranks; without any, the
+        weights alone of what is trained, to be given out. Raises `CheckpointError`."""
         ...
 
     def reads(self, files: Collection[str]) -> Collection[str]:

@@ -159,10 +159,11 @@ def compare(
     found = [np.zeros((5, 0))]
 
     def add(index: int, columns: Columns) -> None:
-        units, chosen = batches[index].units, passes[index]
-        wanted = (units.episode, batches[index].target, units.behaviour, columns["logp"])
-        episode, token, behaviour, trainer = (column.double().cpu().numpy() for column in wanted)
+        batch, chosen = batches[index], passes[index]
+        wanted = (batch.episode, batch.target, columns["logp"])
+        episode, token, trainer = (column.double().cpu().numpy() for column in wanted)
         positions = np.concatenate([np.zeros(0), *(row.position for row in chosen)])
+        behaviour = np.concatenate([np.zeros(0), *(row.behaviour for row in chosen)])
         found.append(np.stack([episode, positions, token, behaviour, trainer]))
 
     backend.evaluate(TRAINED_MODEL, batches, add)

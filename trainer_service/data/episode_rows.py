@@ -7,7 +7,7 @@ manifest and the buffer say. A violation is fatal. So is a unit that was not sam
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,13 @@ from areal_async.trajectory import (
     PolicyVersions,
     Row,
     TrajectoryError,
+    seen_by,
     training_rows,
     unpack,
     untrainable,
 )
+from areal_async.trajectory.layout import SegmentFlag, Segments
+from trainer_service.algorithms.table import agent_id
 from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
@@ -45,10 +48,10 @@ class EpisodeBytes:
 
 
 def rows_of_episodes(
-    fetched: Iterable[EpisodeBytes], lowest_version: int = 0, *, policy: str
+    fetched: Iterable[EpisodeBytes], lowest_version: int = 0, *, policy: str, with_places: bool = False
 ) -> list[TrainingRow]:
     """The rows to train of these episodes, in order. Units below `lowest_version` are masked, and a row of
-    nothing else is left out.
+    nothing else is left out. Rows `with_places` know where in its episode each unit stands.
 
     Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
@@ -57,8 +60,11 @@ def rows_of_episodes(
     temperatures: list[Temperature] = []
     cut: dict[int, dict[int, TrainingRow]] = {}
     items = list(fetched)
+    episodes: dict[int, Episode] = {}
     for item in items:
         episode = _read(item.blob, item.entry, policy)
+        if with_places:
+            episodes[item.index] = episode
         temperature = call_temperatures(episode, policy)
         for place, row in enumerate(_training_rows(episode)):
             sources.append((item, place))
@@ -67,6 +73,11 @@ def rows_of_episodes(
     keep = _joined([row.mask for row in whole], np.uint8).astype(np.bool_)
     keep &= _joined([row.versions for row in whole], np.int32) >= lowest_version
     rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures)
+    if with_places:
+        rows = [
+            found and placed(found, row, episodes[found.episode])
+            for row, found in zip(whole, rows, strict=True)
+        ]
     for (item, place), found in zip(sources, rows, strict=True):
         if found is not None:
             cut.setdefault(item.index, {})[place] = found
@@ -79,10 +90,36 @@ def rows_of_episodes(
     ]
 
 
+def placed(found: TrainingRow, row: Row, episode: Episode) -> TrainingRow:
+    """The row with the places of its units; `row` is what it was cut from."""
+    path = np.asarray(row.path, np.int64)
+    ends = np.cumsum(row.lengths)
+    step = np.searchsorted(ends, found.position, side="right")
+    segments = episode.segments
+    segment = path[step]
+    unit = segments.offset[segment] + found.position - (ends - row.lengths)[step]
+    agents = np.array([agent_id(agent.name) for agent in episode.header.agents], np.int64)
+    places = [
+        segment,
+        unit,
+        segments.turn[segment],
+        agents[segments.agent[segment]],
+        segments.anchor[segment],
+        np.full(len(segment), cut_off(segments)),
+    ]
+    return replace(found, places=np.stack(places).astype(np.int64), segment_reward=segments.reward[segment])
+
+
+def cut_off(segments: Segments) -> bool:
+    """Whether a limit of ours ended the episode, and not its environment: what the last flag says."""
+    flagged = np.flatnonzero(segments.flags)
+    return bool(len(flagged) and segments.flags[flagged[-1]] & SegmentFlag.TRUNCATED)
+
+
 def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
     """The episode of a blob, if it is the one of the manifest and was sampled from what is trained."""
     try:
-        episode = unpack(blob)
+        episode = seen_by(unpack(blob), policy)
     except TrajectoryError as error:
         raise BatchError(f"episode {entry.episode_id} cannot be read: {error}") from error
     held = episode.versions.get(policy, NO_VERSIONS)
@@ -128,6 +165,7 @@ def cut_rows(
 ) -> list[TrainingRow]:
     """The rows of an episode at `places` with those units to train that `mask_of` (bool or u8 [T] of a row)
     leaves; a row without any is left out. `index` is the episode's place in the manifest."""
+    episode = seen_by(episode, policy)
     temperature = call_temperatures(episode, policy)
     rows = [row for place, row in enumerate(_training_rows(episode)) if place in places]
     keep = _joined([mask_of(row) for row in rows], np.bool_)
@@ -183,15 +221,15 @@ def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:
 
 def call_temperatures(episode: Episode, policy: str) -> Temperature:
     """What the logits of the episode's sampled units are divided by: one value, or one per segment; 0 for a
-    greedy call, whose units are context. Raises `BatchError` for a call of another policy."""
+    greedy call, whose units are context. Calls of other policies are context too."""
     header = episode.header
     if len(header.calls) == 1 and header.policies == [policy]:
         return float(header.calls[0].sampling.temperature)
-    if header.policies and any(header.policies[call.policy] != policy for call in header.calls):
-        raise BatchError(
-            f"episode {episode.episode_id} was sampled by {header.policies}; only {policy!r} is trained"
-        )
-    by_segment = {call.segment: call.sampling.temperature for call in header.calls}
+    by_segment = {
+        call.segment: call.sampling.temperature
+        for call in header.calls
+        if header.policies[call.policy] == policy
+    }
     distinct = set(by_segment.values())
     return by_segment if len(distinct) > 1 else float(next(iter(distinct), 1.0))
 

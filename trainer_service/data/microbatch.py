@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -26,33 +26,6 @@ from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, p
 from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
-
-
-@dataclass(frozen=True)
-class UnitTable:
-    """S sampled units of one micro-batch, in any order, with their columns. `episode` and `group` are indices
-    into the step's batch: what belongs together is said by them, never by a unit's position."""
-
-    behaviour: Tensor
-    """f32 [S]: log-prob recorded by the engine that sampled the unit."""
-    version: Tensor
-    """i64 [S]: version of the weights that sampled it."""
-    episode: Tensor
-    """i64 [S]"""
-    group: Tensor
-    """i64 [S]"""
-    advantage: Tensor
-    """f32 [S]"""
-    mask: Tensor
-    """bool [S]: False leaves the unit out of the loss, of its gradient and of every count."""
-    computed: Mapping[str, Tensor] = field(default_factory=dict)
-    """f32 [S] each: columns that the trainer computes, `units["prox"]` among them."""
-
-    def __len__(self) -> int:
-        return self.mask.shape[0]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.computed[name]
 
 
 @dataclass(frozen=True)
@@ -70,15 +43,22 @@ class MicroBatch:
     """Tokens that it would have more if every row were packed whole."""
     predict: Tensor
     """i64 [S]: the place in the pack whose logits are those of the unit."""
+    own: Tensor | None
+    """i64 [S]: the place of the unit's own token; None where a row's last token is not fed."""
     target: Tensor
     """i64 [S]: the unit's token id."""
     temperature: Tensor
     """f32 [S]"""
-    units: UnitTable
+    episode: Tensor
+    """i64 [S]: index into the step's episodes."""
 
     @property
     def n_tokens(self) -> int:
         return self.input_ids.shape[1]
+
+    @property
+    def n_units(self) -> int:
+        return self.target.shape[0]
 
 
 def plan_passes(
@@ -117,48 +97,36 @@ def plan_passes(
 def build_micro_batch(
     rows: Sequence[TrainingRow],
     *,
-    groups: NDArray[np.int64] | None = None,
-    advantages: NDArray[np.float32] | None = None,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack rows in the given order, each without what it shares with the row before it. `groups` i64 [E] and
-    `advantages` f32 [E] are of the batch's episodes; without them both columns are 0.
+    """Pack rows in the given order, each without what it shares with the row before it.
 
     No rows make the pass of one token and no unit that a rank short of work runs."""
     shared = np.array([row.shared for row in rows] or [0])
     lengths = np.array([row.packed_length for row in rows] or [1]) - shared
     starts = np.cumsum(lengths) - lengths
-    ids = _joined([row.token_ids[row.shared : -1] for row in rows] or [np.zeros(1)])
+    ids = _joined([row.fed[row.shared :] for row in rows] or [np.zeros(1)])
     positions = np.arange(len(ids)) - np.repeat(starts - shared, lengths)
     runs = runs_of(np.add.reduceat(lengths, np.flatnonzero(shared == 0)).tolist())
     counts = [len(row.position) for row in rows]
     episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
-    none = np.zeros(len(episode))
 
     def tensor(array: NDArray, dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
 
-    def column(name: str, dtype: type[np.generic]) -> Tensor:
-        return tensor(_joined([getattr(row, name) for row in rows]), dtype)
-
-    units = UnitTable(
-        behaviour=column("behaviour", np.float32),
-        version=column("version", np.int64),
-        episode=tensor(episode, np.int64),
-        group=tensor(none if groups is None else groups[episode], np.int64),
-        advantage=tensor(none if advantages is None else advantages[episode], np.float32),
-        mask=torch.ones(len(episode), dtype=torch.bool, device=device),
-    )
     return MicroBatch(
         input_ids=tensor(ids, np.int64)[None],
         position_ids=tensor(positions, np.int64)[None],
         runs=runs,
         branching=branching_of(runs, positions, device),
         shared_tokens=int(shared.sum()),
-        predict=tensor(places_of(rows, starts) if rows else none, np.int64),
+        predict=tensor(places_of(rows, starts) if rows else episode, np.int64),
+        own=tensor(places_of(rows, starts, before=0) if rows else episode, np.int64)
+        if all(row.feeds_last for row in rows)
+        else None,
         target=tensor(_joined([row.token_ids[row.position] for row in rows]), np.int64),
-        temperature=column("temperature", np.float32),
-        units=units,
+        temperature=tensor(_joined([row.temperature for row in rows]), np.float32),
+        episode=tensor(episode, np.int64),
     )
 
 
@@ -179,6 +147,17 @@ def deal_groups(n_groups: int, minibatches: int) -> list[list[int]]:
 
 Share = dict[int, list[int]]
 """What one rank trains: index of an episode -> which of its rows, both ascending."""
+
+
+def deal_episodes(
+    costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None
+) -> list[Share]:
+    """As `deal_rows`, with all rows of an episode in one share."""
+    shares = deal_rows([[sum(rows)] for rows in costs], ranks, groups)
+    return [
+        {episode: [place for place, cost in enumerate(costs[episode]) if cost] for episode in share}
+        for share in shares
+    ]
 
 
 def deal_rows(costs: Sequence[Sequence[int]], ranks: int, groups: Sequence[int] | None = None) -> list[Share]:

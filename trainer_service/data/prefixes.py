@@ -74,8 +74,8 @@ def plant(
     if not rows:
         return []
     group = [int(groups[row.episode]) for row in rows]
-    order = sorted(range(len(rows)), key=lambda i: (group[i], rows[i].token_ids[:-1].tobytes()))
-    common = _common([rows[i].token_ids[:-1] for i in order], [group[i] for i in order])
+    order = sorted(range(len(rows)), key=lambda i: (group[i], rows[i].fed.tobytes()))
+    common = _common([rows[i].fed for i in order], [group[i] for i in order])
     trees: list[Tree] = []
     first = 0
     for end in [*(np.flatnonzero(common == 0) + 1).tolist(), len(order)]:
@@ -131,15 +131,18 @@ def _trees(rows: list[TrainingRow], shared: list[int], budget: int) -> list[Tree
     return trees
 
 
-def places_of(rows: Sequence[TrainingRow], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+def places_of(
+    rows: Sequence[TrainingRow], starts: NDArray[np.int64], *, before: int = 1
+) -> NDArray[np.int64]:
     """i64 [S]: for each unit of the rows the place in the pack of the token before it, whose logits are the
-    unit's. `starts` i64 [R] is where the own tokens of each row begin."""
+    unit's; with `before` 0 that of its own token. `starts` i64 [R] is where the own tokens of each row
+    begin."""
     shared = np.array([row.shared for row in rows], np.int64)
     row = np.repeat(np.arange(len(rows)), [len(each.position) for each in rows])
-    before = np.concatenate([each.position for each in rows]) - 1
-    while (inherited := before < shared[row]).any():
+    at = np.concatenate([each.position for each in rows]) - before
+    while (inherited := at < shared[row]).any():
         row[inherited] -= 1
-    return starts[row] + before - shared[row]
+    return starts[row] + at - shared[row]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Recorded batches: what a step was trained on, kept so that it can be replayed without generation.
 
-With `trainer.record_batches`, `<run>/batches/step-000000/` gets, from each rank and once the step is trained,
-`episodes-<rank>.bin` (codec blobs one after the other) and then `step-<rank>.msgpack` (a `RankRecord`: where
-each blob is, the manifest as the buffer gave it, and the losses).
+With `trainer.record_batches`, and for a step in which something is not finite (`loop/faults.py`),
+`<run>/batches/step-000000/` gets, from each rank and once the step is trained, `episodes-<rank>.bin` (codec
+blobs one after the other) and then `step-<rank>.msgpack` (a `RankRecord`: where each blob is, the manifest as
+the buffer gave it, and the losses).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 
 from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.status.record import as_it_became, read_run_log
-from areal_async.trajectory import TrajectoryError, unpack
+from areal_async.trajectory import TrajectoryError, seen_by, unpack
 from trainer_service.data.episode_rows import NO_VERSIONS
 from trainer_service.disk import WithSchema, room_for
 from trainer_service.errors import BatchError
@@ -31,6 +32,8 @@ class RankRecord(WithSchema, frozen=True):
     grad_norms: list[float]
     blobs: dict[str, tuple[int, int]]
     """Episode id -> (offset, size) in the rank's file of blobs."""
+    begun: int = 0
+    """Minibatches that the state kept for it has seen (`loop/faults.py`)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class RecordedStep:
     """Hash of the weights that the step made; empty where that is not known."""
     ranks: int = 1
     """How many ranks trained it."""
+    begun: int = 0
+    """Minibatches that the state kept for it has seen."""
 
 
 def write_step(
@@ -54,6 +59,7 @@ def write_step(
     losses: Sequence[float],
     grad_norms: Sequence[float],
     rank: int = 0,
+    begun: int = 0,
 ) -> None:
     """Record one rank's part of a trained step under `root` (the run's `batches` folder).
 
@@ -68,7 +74,7 @@ def write_step(
                 size = file.write(blob)
                 places[episode_id] = (offset, size)
                 offset += size
-        record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places)
+        record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places, begun)
         # Under its name only once it is whole: a step that has one can be replayed.
         unfinished = folder / f"step-{rank}.tmp"
         unfinished.write_bytes(msgspec.msgpack.encode(record))
@@ -107,7 +113,7 @@ class Recording:
 def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
     damaged = f"the recording of step {batch.step} is damaged:"
     try:
-        found = unpack(blob)
+        found = seen_by(unpack(blob), batch.policy)
     except TrajectoryError as error:
         raise BatchError(f"{damaged} episode {entry.episode_id}: {error}") from error
     versions = found.versions.get(batch.policy, NO_VERSIONS)
@@ -146,4 +152,6 @@ def read_step(root: Path, step: int) -> RecordedStep:
     ]
     if missing:
         raise BatchError(f"recorded step {folder} lacks {len(missing)} of its episodes, such as {missing[0]}")
-    return RecordedStep(first.batch, first.losses, first.grad_norms, blobs, ranks=len(records))
+    return RecordedStep(
+        first.batch, first.losses, first.grad_norms, blobs, ranks=len(records), begun=first.begun
+    )

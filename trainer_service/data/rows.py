@@ -1,7 +1,8 @@
 """Rows that are trained.
 
 A *row* is one root-to-leaf path of an episode, cut after its last sampled unit. Its last token is predicted
-but never fed, so a row of T tokens takes T - 1 places in a pack, or fewer where it shares some.
+but not fed, so a row of T tokens takes T - 1 places in a pack, or fewer where it shares some; unless the row
+`feeds_last`, for a model that scores its units.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_service.errors import BatchError
+
+PLACES = ("segment", "unit", "turn", "agent", "anchor", "truncated")
+"""Where a unit stands in its episode: the number of its segment and its own in the table of units, its turn,
+what stands for its agent's name, its segment's anchor, and 1 where the episode was cut off by a limit of ours
+(the last flag of its segments is TRUNCATED)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +36,23 @@ class TrainingRow:
     """i32 [S]"""
     temperature: NDArray[np.float32]
     """f32 [S]: what the logits are divided by before the softmax whose log-prob is trained."""
+    places: NDArray[np.int64] | None = None
+    """i64 [6, S]: of each unit the columns `PLACES`; None where they were not asked for."""
+    segment_reward: NDArray[np.float32] | None = None
+    """f32 [S]: the reward that the workflow gave to the unit's segment, NaN for none; or None likewise."""
     shared: int = 0
     """Leading tokens that are those of the row before it in a pack, and are not packed again."""
+    feeds_last: bool = False
+    """Whether the last token is fed too, so that the last unit has a `score` (`backends/base.py`)."""
 
     @property
     def packed_length(self) -> int:
-        return len(self.token_ids) - 1
+        return len(self.token_ids) - (not self.feeds_last)
+
+    @property
+    def fed(self) -> NDArray[np.int32]:
+        """The tokens that the model reads."""
+        return self.token_ids[: self.packed_length]
 
 
 def row_of(
@@ -45,6 +62,8 @@ def row_of(
     behaviour: NDArray[np.float32],
     version: NDArray[np.int32],
     temperature: NDArray[np.float32] | float = 1.0,
+    *,
+    feeds_last: bool = False,
 ) -> TrainingRow | None:
     """Cut a row of T tokens (all arrays [T]) after its last sampled unit; None when it has none.
 
@@ -60,5 +79,11 @@ def row_of(
         else temperature[position]
     )
     return TrainingRow(
-        episode, token_ids[: position[-1] + 1], position, behaviour[position], version[position], at
+        episode,
+        token_ids[: position[-1] + 1],
+        position,
+        behaviour[position],
+        version[position],
+        at,
+        feeds_last=feeds_last,
     )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from areal_async.rpc.messages import Batch, BatchEpisode
-from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.table import EpisodeTable
 from trainer_service.data.flops import RowCost
-from trainer_service.data.microbatch import Share, deal_groups, deal_rows
-from trainer_service.errors import BatchError, DivergenceError, StalenessViolation
+from trainer_service.data.microbatch import Share, deal_episodes, deal_groups, deal_rows
+from trainer_service.errors import BatchError, StalenessViolation
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class StepPlan:
     episodes: list[BatchEpisode]
     groups: NDArray[np.int64]
     """i64 [E]: index of the episode's group."""
-    advantages: NDArray[np.float32]
-    """f32 [E]"""
+    table: EpisodeTable
+    """What is known of the episodes."""
     shares: list[list[Share]]
     """[minibatch][data rank] -> the rows that are trained there, each row in one of them. An episode whose
     rows are in several is fetched by several ranks."""
@@ -59,15 +57,17 @@ class BatchFigures:
 
 def plan_step(
     batch: Batch,
-    objective: Objective,
     *,
     step: int,
     max_staleness: int,
     minibatches: int,
     ranks: int,
     cost: RowCost,
+    whole_episodes: bool = False,
+    greedy_sample: int | None = None,
 ) -> StepPlan:
-    """Check the manifest of `step`, take advantages over whole groups and deal its rows out by their `cost`.
+    """Check the manifest of `step` and deal its rows out by their `cost`: to keep `whole_episodes`, all rows
+    of an episode to one rank. `greedy_sample` is the number of the sample in each group that is greedy.
 
     Groups may differ in size: a partial group has the samples that came by its deadline. Deterministic:
     every rank comes to the same plan. Raises `BatchError` for a manifest that is not one of
@@ -100,33 +100,32 @@ def plan_step(
                 f"episode {episode.episode_id} of step {step} has {episode.n_units} units, and rewards of "
                 f"{len(units)}"
             )
-    groups = np.repeat(np.arange(len(batch.groups)), [len(group.episodes) for group in batch.groups])
-    rewards = torch.tensor([episode.reward for episode in episodes], dtype=torch.float64)
-    advantages = objective.advantages(rewards, torch.from_numpy(groups))
-    for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
-        if not math.isfinite(advantage):
-            raise DivergenceError(
-                f"the advantage of episode {episode.episode_id} of step {step} is {advantage} (its reward is "
-                f"{episode.reward}): the step is not trained. Bound what the reward returns."
-            )
+    sizes = [len(group.episodes) for group in batch.groups]
+    groups = np.repeat(np.arange(len(batch.groups), dtype=np.int64), sizes)
     return StepPlan(
         episodes=episodes,
-        groups=groups.astype(np.int64),
-        advantages=advantages.numpy(),
+        groups=groups,
+        table=EpisodeTable.of(episodes, groups, greedy_sample=greedy_sample),
         shares=[
-            _deal(members, episodes, groups, ranks, cost)
+            _deal(members, episodes, groups, ranks, cost, whole=whole_episodes)
             for members in deal_groups(len(batch.groups), minibatches)
         ],
     )
 
 
 def _deal(
-    members: list[int], episodes: list[BatchEpisode], groups: NDArray[np.int64], ranks: int, cost: RowCost
+    members: list[int],
+    episodes: list[BatchEpisode],
+    groups: NDArray[np.int64],
+    ranks: int,
+    cost: RowCost,
+    *,
+    whole: bool,
 ) -> list[Share]:
     """The rows of some groups, dealt to ranks."""
     indices = np.flatnonzero(np.isin(groups, members)).tolist()
     costs = [[cost.of(*size) for size in episodes[index].rows] for index in indices]
-    shares = deal_rows(costs, ranks, groups[indices].tolist())
+    shares = (deal_episodes if whole else deal_rows)(costs, ranks, groups[indices].tolist())
     return [{indices[place]: rows for place, rows in share.items()} for share in shares]
 
 

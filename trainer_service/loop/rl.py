@@ -22,6 +22,7 @@ told of each redone version whether its weights are those that it was before.
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,10 +35,12 @@ import torch
 from msgspec.structs import asdict
 
 from areal_async.config.job import JobConfig
+from areal_async.config.presets import expansion
 from areal_async.errors import FaultError
+from areal_async.registry import LOSSES
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer
+from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import failpoint, recording
 from areal_async.runtime.events import record as record_event
@@ -50,6 +53,8 @@ from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import SnapshotInfo
 from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
+from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
+from trainer_service.algorithms.parts import Loss
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.background import Background
 from trainer_service.checkpoint import MEASURING, Checkpoint, Checkpoints, measured_in
@@ -57,17 +62,35 @@ from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
 from trainer_service.data.recording import write_step
 from trainer_service.errors import TrainerError
-from trainer_service.loop.learner import Learner, StepResult
+from trainer_service.loop.faults import FaultySteps
+from trainer_service.loop.learner import Learner
 from trainer_service.loop.report import report_step
+from trainer_service.loop.step import StepResult
 from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
 from trainer_service.states import States
 from trainer_service.stored import CheckpointStore, push_trained
 from trainer_service.trained import write_trained
 
+OTHERS_LOOK_S = 0.5
 FINAL_EVALUATION_S = 300.0  # Longest wait for the evaluator to finish with the last snapshots
 
 log = get_logger("trainer")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is trained beside this policy, in the same job."""
+
+    steps: Mapping[str, int]
+    """Steps of the whole training of each other policy."""
+    evaluated: bool
+    """Whether an evaluation of another policy uses this one's weights."""
+
+    @classmethod
+    def of(cls, job: JobConfig, policy: str) -> Beside:
+        steps = {name: view.trainer.steps for name, view in job.views.items() if name != policy}
+        return cls(steps, job.tasks.evaluation is not None and policy != job.policy)
 
 
 class RlTrainer:
@@ -88,8 +111,10 @@ class RlTrainer:
         run_log: RunRecords | None,
         stopping: threading.Event,
         shm_dir: Path | None = None,
+        beside: Beside = Beside({}, False),
     ) -> None:
         self._job = job
+        self._beside = beside
         self._policy = job.policy
         for series in (metrics.STEP, metrics.TOKENS) if ranks.first else ():
             series.labels(job.policy)  # Told as 0 before the first step
@@ -116,6 +141,10 @@ class RlTrainer:
             pending=self._to_be_evaluated,
         )
         self._states = States.of(job, disk, ranks, shm_dir)
+        self._faulty = FaultySteps(job, ranks, run_dir)
+        self._watch = EffectiveSamplesWatch(
+            job.trainer.objective.ess_floor, job.trainer.objective.ess_patience, more_effective(job)
+        )
         self._finishing = Background("publish")
         self._epoch = 0
         self._published = PublishedVersions(run_dir)
@@ -148,7 +177,7 @@ class RlTrainer:
                 return False
         self._wait()
         self._export()
-        finished = self._wait_for_evaluation()
+        finished = self._wait_for_evaluation() and self._wait_for_others()
         if self._ranks.first:
             self._states.disk.prune()
         return finished
@@ -165,10 +194,12 @@ class RlTrainer:
             self._states.forget_memory()
         begin = left if epochs[1] else restored
         if begin is not None:
-            self._backend.load(begin.folder, begin.manifest.updates)
+            self._learner.load(begin.folder, begin.manifest.updates)
             self._states.went_on_from(begin)
         step = begin.manifest.step if begin is not None else 0
         self._note("opened", step=step)
+        if self._ranks.first and (preset := self._job.trainer.objective.preset):
+            log.info("preset", name=preset, fields=expansion(self._job))
         if (
             self._run_log is not None
             and begin is not None
@@ -225,8 +256,16 @@ class RlTrainer:
         fetch_s = time.monotonic()
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
         wait_s += time.monotonic() - fetch_s
-        result = self._learner.train(batch, plan, blobs, epoch=self._epoch, same_as=self._same_as)
-        if self._job.trainer.record_batches:
+        result = self._learner.train(
+            batch,
+            plan,
+            blobs,
+            epoch=self._epoch,
+            same_as=self._same_as,
+            on_fault=lambda number: self._keep_faulty(batch, blobs, number),
+        )
+        begun = self._faulty.begun(step)
+        if self._job.trainer.record_batches or begun is not None:
             write_step(
                 self._run_dir / "batches",
                 batch,
@@ -234,6 +273,7 @@ class RlTrainer:
                 losses=result.losses,
                 grad_norms=result.grad_norms,
                 rank=self._ranks.rank,
+                begun=begun or 0,
             )
         trained_s = time.monotonic()
         self._note("trained", step=step)
@@ -264,11 +304,25 @@ class RlTrainer:
                 done,
                 epoch=self._epoch,
                 updates=self._backend.updates,
-                save=self._backend.save,
+                save=self._learner.save,
                 ledger=committed.result,  # nothing has its name before its step is committed
                 durable=(lambda: self._durable(done)) if place == "disk" else (lambda: None),
             )
         return True
+
+    def _keep_faulty(self, batch: Batch, blobs: Mapping[str, Any], number: int) -> str:
+        """Where it is kept, for the error's reader; empty where it is not."""
+        self._states.wait()  # its memory for copies is used again
+        updates, save = self._backend.updates, self._learner.save
+        self._faulty.keep(batch, blobs, number, epoch=self._epoch, updates=updates, save=save)
+        if self._faulty.begun(batch.step) is None:
+            return ""
+        where = f"The batch is kept in {self._run_dir / 'batches'}"
+        if self._ranks.many_hosts:
+            return f"{where}."
+        steps = f"{batch.step}:{batch.step + 1}"
+        run = shlex.quote(str(self._run_dir))
+        return f"{where}: `areal-async buffer replay {run} --steps {steps}` trains on it again."
 
     def _check(self) -> None:
         """Raise what a thread has failed with."""
@@ -341,7 +395,8 @@ class RlTrainer:
                 committed.set_result(bytes(copies[0]))
             if self._run_log is not None:
                 seconds = {**trained.seconds, "publication_s": announced_s - trained.published_from_s}
-                report_step(self._run_log, trained.batch, trained.result, seconds, written)
+                advice = self._watch.after_step(trained.result.statistics.get("ess"))
+                report_step(self._run_log, trained.batch, trained.result, seconds, written, advice)
         except BaseException as error:
             if committed is not None and not committed.done():
                 committed.set_exception(error)
@@ -399,6 +454,30 @@ class RlTrainer:
                 break
         return True
 
+    def _wait_for_others(self) -> bool:
+        """Keep serving the last weights until the other policies are trained, and evaluated with these; False
+        when told to stop before."""
+        while self._ranks.first and not self._others_are_done():
+            if self._stopping.wait(OTHERS_LOOK_S):
+                return False
+        deadline_s = time.monotonic() + FINAL_EVALUATION_S
+        while not self._last_is_evaluated() and time.monotonic() < deadline_s:
+            if self._stopping.wait(OTHERS_LOOK_S):
+                return False
+        return True
+
+    def _last_is_evaluated(self) -> bool:
+        """Whether no evaluation of another policy needs these weights any more."""
+        if self._run_log is None or not self._beside.evaluated:
+            return True
+        return any(record.get("final") for record in self._run_log.read("evaluation"))
+
+    def _others_are_done(self) -> bool:
+        if not self._beside.steps:
+            return True
+        policies = self._buffer.call(Stats()).policies
+        return all(policies[name].v_train >= steps for name, steps in self._beside.steps.items())
+
 
 @dataclass(frozen=True)
 class _Trained:
@@ -414,3 +493,19 @@ class _Trained:
 def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:
     """Whether the run log has an evaluation of what was published as `tag`."""
     return any(asdict(tag).items() <= record.items() for record in run_log.read("evaluation"))
+
+
+def more_effective(job: JobConfig) -> str:
+    """What makes more of a job's samples effective, as a sentence."""
+    trainer, eta = job.trainer, job.buffer.max_staleness
+    ways = [f"buffer.max_staleness ({eta})"] if eta else []
+    ways.append(f"trainer.optimizer.lr ({trainer.optimizer.lr:g})")
+    if trainer.minibatches > 1:
+        ways.append(f"trainer.minibatches ({trainer.minibatches})")
+    objective = trainer.objective
+    other = ", or set trainer.objective.correction to m2po, which drops what is too far away"
+    if objective.prox in ("reuse", "loglinear"):
+        other += ", and leave trainer.objective.prox out"
+    loss = LOSSES.known(objective.loss)
+    refused = isinstance(loss, Loss) and loss.corrects
+    return f"Lower {' or '.join(ways)}{'' if refused or objective.correction == 'm2po' else other}."

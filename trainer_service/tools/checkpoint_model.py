@@ -11,6 +11,7 @@ from pathlib import Path
 
 from areal_async.cli.tools import CheckpointRequest, run_tool, show
 from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.runs import Run, find_run
 from areal_async.status.record import read_run_log
 from areal_async.storage.content import materialise
@@ -33,7 +34,7 @@ def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter:
     """Write the model, or its `adapter` alone, of the checkpoint `step` (a number, `newest` or `best`) of the
     run at `target`; returns its step. Raises `ConfigError` for what is not there, `CheckpointError` for a
     damaged one."""
-    run = find_run(target, kinds=("rl", "sft"))
+    run = find_run(target, kinds=("rl", *FILE_KINDS))
     if adapter and not run.job.trainer.lora.rank:
         mistake = Mistake("--adapter", "this job trains no adapters (trainer.lora)", "Leave it out")
         raise ConfigError("the command line", [mistake])
@@ -48,10 +49,12 @@ def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter:
     checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
     materialise(run.job)
     ranks = join_ranks(0, 1)
-    backend = load_backend(run.job, ranks)
-    backend.load(folder, updates=0)
+    backend = load_backend(run.job, ranks, policy_alone=True)
+    backend.load(folder, {})
     write = write_adapter if adapter else write_whole
-    write(out, run.job, backend, companion_files(run.job.model, run.job.trainer.dtype), ranks)
+    values = run.job.kind == "reward_model"
+    files = companion_files(run.job.model, run.job.trainer.dtype, values=values)
+    write(out, run.job, backend, files, ranks)
     return checkpoint.manifest.step
 
 

@@ -27,6 +27,7 @@ from areal_async.config.parts import load_part
 from areal_async.modelfiles import stored_tensors, weight_files
 from areal_async.registry import PartError
 from areal_async.weights.channels import shared_copies
+from trainer_service.backends.base import TRAINED_MODEL, models_of
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of
 from trainer_service.tools.fitting import MOST_RANKS, changes_that_fit, longest_pass
 from trainer_service.tools.gpus import GPUS, Gpu, gpu_named, gpu_of_device, similar_names
@@ -42,8 +43,16 @@ def main(request: PlanRequest) -> None:
     """Print the plan. Raises `ConfigError` for a job or a model that cannot be read."""
     job = load_job(Path(request.job_file), request.overrides or (), memory=True)
     gpu = _gpu(request.gpu, job)
-    model, rank = job_memory(job, request.job_file)
-    found = figures(job, model, rank, gpu) | {"shapes_of_config": not _has_weights(job.model)}
+    shapes, rank = _planned(job, request.job_file)
+    found = figures(job, shapes[TRAINED_MODEL], rank, gpu) | {
+        "shapes_of_config": not _has_weights(job.model),
+        "further_models": {
+            name: {"parameters": shapes[name].size, "trained": use.optimizer is not None}
+            for name, use in models_of(job).items()
+            if name != TRAINED_MODEL
+        },
+        "uncounted_layers": sorted({layer for model in shapes.values() for layer in model.uncounted}),
+    }
     if gpu is not None and not found["gpu"]["fits"]:
         found["gpu"]["enough"] = changes_that_fit(job, lambda other: _most_tokens(other, job, gpu))
     if request.as_json:
@@ -53,7 +62,13 @@ def main(request: PlanRequest) -> None:
 
 
 def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMemory]:
-    """The model of `job`, and the bytes that each rank of its back end needs. Raises `ConfigError`."""
+    """The policy of `job`, and the bytes that each rank needs for it and the job's further models. Raises
+    `ConfigError`."""
+    shapes, rank = _planned(job, source)
+    return shapes[TRAINED_MODEL], rank
+
+
+def _planned(job: JobConfig, source: str) -> tuple[Mapping[str, ModelShape], RankMemory]:
     part = load_part(job, "trainer.backend")
     if not hasattr(part, "memory"):
         fix = "Ask its author; `fsdp` can be planned"
@@ -61,18 +76,21 @@ def job_memory(job: JobConfig, source: str = "job") -> tuple[ModelShape, RankMem
             source,
             [Mistake("trainer.backend", f"{job.trainer.backend} does not say what memory it needs", fix)],
         )
+    reading = job.model
+
+    def read(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
+        nonlocal reading
+        reading = folder
+        return json.loads((folder / "config.json").read_bytes()), tensor_shapes(folder)
+
     try:
-        config = json.loads((job.model / "config.json").read_bytes())
-        tensors = tensor_shapes(job.model)
-        model, rank = part.memory(job.trainer, config, tensors)
+        shapes, rank = part.memory(job.trainer, models_of(job), read)
     except (OSError, ValueError) as error:
         fix = "Name a Hugging Face directory of a causal language model"
-        raise ConfigError(
-            source, [Mistake("model", f"{job.model} cannot be planned: {error}", fix)]
-        ) from None
-    if mistakes := [*lora_target_mistakes(job, tensors)]:
+        raise ConfigError(source, [Mistake("model", f"{reading} cannot be planned: {error}", fix)]) from None
+    if mistakes := [*lora_target_mistakes(job, tensor_shapes(job.model))]:
         raise ConfigError(source, mistakes)
-    return model, rank
+    return shapes, rank
 
 
 @cache
@@ -113,7 +131,7 @@ def host_bytes(job: JobConfig, model: ModelShape, rank: RankMemory) -> dict[str,
     published = _published_bytes(job, model)
     # Copies of the model are equal: the first alone writes checkpoints.
     found = {
-        "copy for checkpoints, all ranks": 3 * rank.gradients * options_of(job.trainer).shards,
+        "copy for checkpoints, all ranks": rank.saved * options_of(job.trainer).shards,
         "offloaded AdamW moments, all ranks": rank.host_optimizer * job.trainer.ranks,
     }
     try:
@@ -187,7 +205,6 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         "longest_pass_tokens": tokens,
         "peak_bytes": max(rank.peak(tokens) + sent, rank.state + 2 * sent),
         "host_bytes": host_bytes(job, model, rank),
-        "uncounted_layers": model.uncounted,
     }
     if sent:
         found["bytes_per_rank"][NCCL_COPY] = sent
@@ -234,6 +251,9 @@ def _show(found: Mapping[str, Any]) -> None:
         f"{_count(found['parameters'])} parameters in {found['blocks']} blocks; {found['dtype']} on {ranks}",
         markup=False,
     )
+    for name, further in found["further_models"].items():
+        kind = "trained" if further["trained"] else "frozen"
+        console.print(f"{name}: {_count(further['parameters'])} parameters, {kind}", markup=False)
     if options:
         console.print(", ".join(options).replace('"', ""), markup=False)
     each = {name: _size(size) for name, size in found["bytes_per_rank"].items()}

@@ -24,10 +24,11 @@ from areal_async.storage.content import materialise
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
-from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint
+from trainer_service.checkpoint import Checkpoint, named_checkpoints, open_checkpoint, step_of
 from trainer_service.data.recording import RecordedStep, Recording
 from trainer_service.disk import companion_files
 from trainer_service.errors import BatchError, TrainerError
+from trainer_service.loop.faults import states_folder
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
 from trainer_service.trained import companions_of, write_trained
@@ -67,9 +68,10 @@ def main(request: ReplayRequest) -> None:
 def start_of(run: Run, recording: Recording, steps: Sequence[int]) -> Checkpoint | None:
     """The newest checkpoint from which `steps` can be reached; None to begin with the model. Raises
     `BatchError` when a step on the way is not recorded, `CheckpointError` for a damaged checkpoint."""
-    folders = named_checkpoints(run.folder / "checkpoints")
-    usable = [path for path in folders if int(path.name.removeprefix("step-")) <= steps[0]]
-    start = open_checkpoint(usable[-1], job=run.job.job, policy=run.job.policy) if usable else None
+    roots = (states_folder(run.folder), run.folder / "checkpoints")
+    usable = [path for root in roots for path in named_checkpoints(root) if step_of(path) <= steps[0]]
+    newest = max(usable, key=step_of, default=None)
+    start = open_checkpoint(newest, job=run.job.job, policy=run.job.policy) if newest else None
     first = start.manifest.step if start is not None else 0
     missing = sorted(set(range(first, steps[-1] + 1)) - set(recording.steps))
     if missing:
@@ -99,19 +101,25 @@ def replay(
     ranks = join_ranks(0, 1, device=rank_device(section.device, 0))
     backend = load_backend(run.job, ranks)
     first = 0
-    if start is not None:
-        backend.load(start.folder, start.manifest.updates)
-        first = start.manifest.step
     learner = Learner(run.job, ranks, backend)
-    known, differing = 0, []
+    if start is not None:
+        learner.load(start.folder, start.manifest.updates)
+        first = start.manifest.step
+    known, differing, states = 0, [], states_folder(run.folder)
     most = 1  # ranks that recorded a step
     for step in range(first, last + 1):
         found = recording.read(step)
         plan = learner.plan(found.batch, step)
+        # A state that was kept for a faulty step has seen the minibatches before it.
+        begun = found.begun if start is not None and start.folder == states / f"step-{step:06d}" else 0
         result = learner.train(
-            found.batch, plan, {name: memoryview(blob) for name, blob in found.blobs.items()}
+            found.batch, plan, {name: memoryview(blob) for name, blob in found.blobs.items()}, begun=begun
         )
-        text = difference(found, result.losses, result.grad_norms, hash_of_weights(run.job, backend))
+        losses, norms = (
+            [*before[:begun], *now[begun:]]
+            for before, now in ((found.losses, result.losses), (found.grad_norms, result.grad_norms))
+        )
+        text = difference(found, losses, norms, hash_of_weights(run.job, backend))
         console.print(
             f"{step:>6}  loss {result.loss:.8f}  gradient norm {result.grad_norm:.6f}  {text or '='}"
         )
@@ -161,9 +169,9 @@ def difference(
     several = recorded.ranks > 1
     for field, now in (("losses", losses), ("grad_norms", grad_norms)):
         before: Sequence[float] = getattr(recorded, field)
-        if len(before) != len(now):
+        if before and len(before) != len(now):  # of a step that ended the job none is recorded
             return f"{field}: {len(before)} minibatches are recorded, {len(now)} were trained"
-        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+        for number, (old, new) in enumerate(zip(before, now)):  # noqa: B905
             near = several and math.isclose(old, new, rel_tol=NEAR, abs_tol=NEAR)
             if not near and old.hex() != new.hex():  # bit by bit, so that NaN equals NaN
                 return f"{field}[{number}]: {old!r} is recorded, {new!r} came out"

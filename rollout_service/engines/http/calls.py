@@ -1,4 +1,4 @@
-"""The requests of a server engine that are in flight: counted, held, aborted, overdue, failed together.
+"""The requests of a server engine that are in flight: counted, held, aborted, failed together.
 
 Promises: each `run` ends, with the answer or in a typed error; a request is aborted whenever the abort comes:
 held back here, on its way, or in the server (where an abort that overtakes its request is forgotten: it is
@@ -8,7 +8,6 @@ sent until the request ends). A caller that is cancelled leaves nothing running.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import Any
 
 from areal_async.runtime.metrics import busy
 from rollout_service.engines.base import (
-    DeadlinePassed,
     EngineError,
     EngineLost,
     GenerateRequest,
@@ -37,7 +35,6 @@ class _Call:
     task: asyncio.Task[GenerateResult] = field(init=False)
     sent: bool = False
     ending: bool = False
-    overdue: bool = False
     error: EngineError | None = None
 
 
@@ -62,12 +59,11 @@ class Calls:
     ) -> GenerateResult:
         """The outcome of `answer()`, which asks the server; while held, it is not begun.
 
-        A request that was aborted before it was begun has sampled nothing. Raises what `answer` raises,
-        `DeadlinePassed`, and what `fail` was given."""
+        A request that was aborted before it was begun has sampled nothing. Raises what `answer` raises, and
+        what `fail` was given."""
         if request.request_id in self._calls:
             raise EngineError(f"request {request.request_id!r} is in flight already")
         call = _Call(rid)
-        timer = self._timer(call, request.deadline_s)
         call.task = asyncio.create_task(self._sent(call, answer))
         self._calls[request.request_id] = call
         try:
@@ -81,11 +77,7 @@ class Calls:
                 return nothing_sampled()
             raise call.error from None
         finally:
-            if timer is not None:
-                timer.cancel()
             del self._calls[request.request_id]
-        if call.overdue:
-            raise _overdue()
         if result.finish_reason == "abort" and not call.ending:
             raise EngineLost("the server ended a request that nobody aborted: send it again")
         return result
@@ -126,25 +118,12 @@ class Calls:
         call.sent = True
         return await answer()
 
-    def _timer(self, call: _Call, deadline_s: float | None) -> asyncio.TimerHandle | None:
-        if deadline_s is None:
-            return None
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise _overdue()
-
-        def pass_deadline() -> None:
-            call.overdue = True
-            self._end(call)
-
-        return asyncio.get_running_loop().call_later(left_s, pass_deadline)
-
     def _end(self, call: _Call) -> None:
         if call.task.done() or call.ending:
             return
         call.ending = True
         if not call.sent:
-            call.error = _overdue() if call.overdue else _HELD_BACK
+            call.error = _HELD_BACK
             call.task.cancel()
             return
         self._spawn(self._abort_until_done(call))
@@ -162,10 +141,6 @@ class Calls:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def _overdue() -> DeadlinePassed:
-    return DeadlinePassed("the request's deadline passed")
 
 
 class Account:

@@ -2,8 +2,8 @@
 
 Promises what `engines/base.py` asks, and besides: whatever happens to one request or in one step, the
 thread lives on, and every call of `generate` returns or raises. Of the requests that wait, the smallest
-priority goes first, and among equals the oldest; one whose deadline passes ends, waiting or begun, and frees
-its place.
+priority goes first, and among equals the oldest; one whose caller is cancelled ends, waiting or begun, and
+frees its place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
 from rollout_service.engines.base import (
-    DeadlinePassed,
     EngineError,
     EngineStats,
     GenerateRequest,
@@ -136,7 +135,7 @@ class LocalEngine:
             self._tells[request.request_id] = tell
         self._post(partial(self._submit, request, telling=tell is not None))
         try:
-            return await (call if request.deadline_s is None else _by_deadline(call, request))
+            return await call
         finally:
             self._tells.pop(request.request_id, None)
             if self._calls.pop(request.request_id, None) is not None:
@@ -309,19 +308,3 @@ class LocalEngine:
         except Exception as error:
             log.error("engine step failed", error=f"{type(error).__name__}: {error}")
             self._deliver(self._started().fail(EngineError(f"the engine's step failed: {error!r}")))
-
-
-async def _by_deadline(call: asyncio.Future[GenerateResult], request: GenerateRequest) -> GenerateResult:
-    """What `call` gives by the deadline of its request. Raises `DeadlinePassed`."""
-    assert request.deadline_s is not None
-    left_s = max(0.0, request.deadline_s - time.monotonic())
-    limit = asyncio.timeout(left_s)
-    try:
-        async with limit:
-            return await call
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlinePassed(
-            f"request {request.request_id!r} had {left_s:.3g} s to its deadline, and was not done by then"
-        ) from None

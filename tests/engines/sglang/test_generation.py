@@ -13,14 +13,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import DeadlinePassed, GenerateRequest, GenerateResult, RequestError
+from rollout_service.engines.base import GenerateRequest, GenerateResult, RequestError
 from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.sglang.adapter import Loads
@@ -152,18 +151,6 @@ async def test_a_cancelled_call_frees_its_slot_at_once(recompute: HttpEngine) ->
     taken_s = await in_server(recompute, lambda n: n == 0)
     assert taken_s < 3.5  # by itself the server looks for clients that went away every 4 s
     assert recompute.stats().running == 0
-
-
-async def test_a_deadline_ends_a_request_by_name(recompute: HttpEngine) -> None:
-    async def body(left_s: float) -> None:
-        deadline_s = time.monotonic() + left_s
-        requests = [GenerateRequest(f"d{i}", PROMPT, LONG, deadline_s=deadline_s) for i in range(64)]
-        results = await asyncio.gather(*map(recompute.generate, requests), return_exceptions=True)
-        assert any(isinstance(r, DeadlinePassed) for r in results)
-
-    await body(-1.0)
-    await body(0.05)
-    assert len(await sample(recompute, 1, LONG)) == 1
 
 
 async def test_stats_count_what_went_through(recompute: HttpEngine) -> None:

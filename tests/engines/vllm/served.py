@@ -88,7 +88,7 @@ class Served:
 
     def request(self, prompt: Sequence[int] = PROMPT, **given: Any) -> GenerateRequest:
         """A request with an id of its own; sampling parameters and the request's fields mixed by name."""
-        fields = {name: given.pop(name) for name in ("priority", "deadline_s") if name in given}
+        fields = {name: given.pop(name) for name in ("priority",) if name in given}
         sampling = Sampling(**({"max_new_tokens": 32, "seed": 0} | given))
         return GenerateRequest(f"request-{next(self._numbers)}", list(prompt), sampling, **fields)
 

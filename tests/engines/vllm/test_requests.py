@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from rollout_service.engines.base import DeadlinePassed, RequestError
+from rollout_service.engines.base import RequestError
 from rollout_service.engines.vllm.adapter import TRIAL, VllmAdapter
 from rollout_service.engines.vllm.messages import Answer, generate_body
 from tests.engines.vllm.served import MAX_MODEL_LEN, PROMPT, Served, tag, worst
@@ -185,13 +183,6 @@ async def test_a_stream_that_is_closed_frees_its_place_in_the_server(served: Ser
     await asyncio.gather(stream, return_exceptions=True)
     await served.running(0)
     assert await served.sampled() - before < MAX_MODEL_LEN / 2
-
-
-async def test_a_request_past_its_deadline_ends(served: Served) -> None:
-    request = replace(served.endless(), deadline_s=time.monotonic() + 0.1)
-    with pytest.raises(DeadlinePassed):
-        await served.engine.generate(request)
-    await served.running(0)
 
 
 async def test_a_request_held_during_an_update_can_be_aborted(served: Served) -> None:

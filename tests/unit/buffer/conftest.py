@@ -157,10 +157,10 @@ class Driver:
     ) -> PutAck:
         version = self.v_train if version is None else version
         epoch = self.epoch if epoch is None else epoch
-        versions = Versions(version, version if newest is None else newest, epoch)
+        versions = Versions(version, version if newest is None else newest, epoch, rows)
         by_policy = {} if version < 0 else {"policy": versions}
         samples = lease.missing if samples is None else samples
-        arrivals = tuple(Arrival(sample, size_bytes, 8, 4, by_policy, rows=rows) for sample in samples)
+        arrivals = tuple(Arrival(sample, size_bytes, 8, 4, by_policy) for sample in samples)
         reply = self.send(StoreEpisodes(lease.lease_id, lease.group_id, arrivals))
         assert isinstance(reply, PutAck)
         return reply

@@ -154,6 +154,22 @@ class LedgerMachine(Speakers):
         return self.ledger.index_of(records, self.ledger.index.revision)
 
 
+class ReturningMachine(LedgerMachine):
+    """A life in which trainers come back, and make other weights than those that they had published."""
+
+    @rule(steps=st.integers(3, 5))
+    def trainers_come_back_to_other_weights(self, steps):
+        """What is to be done again, whole batches, has lost groups to the weights that are abandoned."""
+        for _ in range(steps):
+            self.generate("w0", True, 4)
+            self.score_everything("s0")
+            self.train_all(False)
+        for which in range(len(self.consumers)):
+            self.trainer_comes_back(which)
+        self.train_all(False)
+        self.the_job_gets_on()
+
+
 def consumers_of(eta, two):
     """The rules of one policy, or of two of which the second trains smaller batches and later."""
     if not two:

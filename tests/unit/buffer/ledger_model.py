@@ -267,9 +267,7 @@ class Model:
                 oldest = min((tag.version for tag in tags), default=-1)
                 assert episode.min_version == oldest, "versions_are_true"
                 assert self.trains_abandoned or tags <= lineage, "a unit of abandoned weights is in a batch"
-                for tag in tags - lineage:
-                    common = [t.version for t in lineage if t.epoch == tag.epoch and t.version < tag.version]
-                    assert step - max(common, default=step) <= mine.eta, "staleness_is_bounded"
+                assert not self.too_old(tags - lineage, mine, step), "staleness_is_bounded"
                 assert episode.reward == self.held.scores[episode.episode_id]
                 held = self.held.blobs.get(group.group_id, ())
                 assert episode.sample in held, "bytes are held until the checkpoint"
@@ -284,9 +282,19 @@ class Model:
             assert all(
                 (group_id, policy) in self.held.ended
                 or (not self.trains_abandoned and not self.tags_of(group_id, policy) <= lineage)
+                or (uses[group_id] and self.too_old(self.tags_of(group_id, policy) - lineage, mine, step))
                 for group_id in gone
             ), "a batch is only ever changed because of abandoned weights"
             mine.batches[step] = ids
+
+    def too_old(self, abandoned: set[VersionTag], mine: Trainer, step: int) -> bool:
+        """Whether one of these counts as older than `step` may train: as the last version before it that its
+        epoch has in common with the lineage."""
+        common = (
+            [t.version for t in mine.trained.lineage if t.epoch == tag.epoch and t.version < tag.version]
+            for tag in abandoned
+        )
+        return any(step - max(versions, default=step) > mine.eta for versions in common)
 
     def tags_of(self, group_id: str, policy: str) -> set[VersionTag]:
         """What its episodes have of the weights of `policy`."""

@@ -16,13 +16,13 @@ from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from tests.redis_client import connect
 from tests.unit.buffer.conftest import stored
-from tests.unit.buffer.ledger_machine import LedgerMachine, consumers_of, run
+from tests.unit.buffer.ledger_machine import ReturningMachine, consumers_of, run
 from tests.unit.buffer.ledger_promises import SIZE_BYTES, N
 
 BLOB = b"x" * SIZE_BYTES
 
 
-class OnRedis(LedgerMachine):
+class OnRedis(ReturningMachine):
     """The same with every write in a real Redis, from which each new front loads what it finds."""
 
     redis_url: str
@@ -134,7 +134,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(name, two):
     eta, rules = RULES[name]
-    run(LedgerMachine, examples=15, consumers=consumers_of(eta, two), ledger_rules=rules)
+    run(ReturningMachine, examples=15, consumers=consumers_of(eta, two), ledger_rules=rules)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from areal_async.errors import FaultError
 from areal_async.rpc.messages import Checkpointed, Commit, NextBatch, PutVerdicts
 from replay_buffer import coordinator as front
-from replay_buffer.ledger import admission, batching, leasing, opening
+from replay_buffer.ledger import admission, batching, index, leasing, opening
 from replay_buffer.ledger.decide import DECIDES
 from replay_buffer.ledger.leasing import StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
@@ -25,7 +26,7 @@ from replay_buffer.ledger.transaction import Transaction
 from replay_buffer.redis.writer import Keys
 from tests.redis_client import connect
 from tests.unit.buffer.conftest import front_of, lease, store
-from tests.unit.buffer.ledger_machine import LedgerMachine, consumers_of, run
+from tests.unit.buffer.ledger_machine import LedgerMachine, ReturningMachine, consumers_of, run
 
 N = 2
 PutIn = Callable[[pytest.MonkeyPatch], None]
@@ -81,6 +82,11 @@ def outstanding_reset_on_resume(patch: pytest.MonkeyPatch) -> None:
 def admission_without_the_plus_one(patch: pytest.MonkeyPatch) -> None:
     real = admission.steps_allowed
     patch.setattr(admission, "steps_allowed", lambda demand, serving: max(0, real(demand, serving) - 1))
+
+
+def batches_of_steps_to_come_take_places(patch: pytest.MonkeyPatch) -> None:
+    """A step that has lost its groups gets no others while later steps have theirs."""
+    patch.setattr(admission.Demand, "outstanding_within", lambda self, steps: self.outstanding)
 
 
 def admission_without_the_lag(patch: pytest.MonkeyPatch) -> None:
@@ -259,12 +265,14 @@ BUGS_OF_TWO: dict[str, tuple[PutIn, int, str]] = {
 }
 
 
-def broken_promise(eta: int, *, two: bool, examples: int = 400) -> str:
+def broken_promise(
+    eta: int, *, two: bool, examples: int = 400, machine: type[LedgerMachine] = LedgerMachine, **rules: Any
+) -> str:
     """What the first life in which something is amiss says of it; empty when all of them pass."""
-    rules = {"overtaken_waits": not two}
+    rules = {"overtaken_waits": not two} | rules
     fields = {"consumers": consumers_of(eta, two), "ledger_rules": rules}
     try:
-        run(LedgerMachine, examples=examples, shrinks=False, **fields)
+        run(machine, examples=examples, shrinks=False, **fields)
     except AssertionError as error:
         return str(error)
     return ""
@@ -276,6 +284,24 @@ def test_a_seeded_bug_is_caught(monkeypatch, bug, two):
     put_in, eta, says = BUGS[bug]
     put_in(monkeypatch)
     assert says in broken_promise(eta, two=two)
+
+
+def a_batch_keeps_what_is_used_up(patch: pytest.MonkeyPatch) -> None:
+    """A group that was trained before and has become too old is taken for part of the batch all the same."""
+    patch.setattr(index, "has_place", lambda group, policy: group.state_for(policy) != GroupState.DROPPED)
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("put_in", "max_reuse"), [(batches_of_steps_to_come_take_places, 1), (a_batch_keeps_what_is_used_up, 2)]
+)
+def test_a_seeded_bug_after_which_trainer_and_workers_wait_for_each_other_is_caught(
+    monkeypatch, put_in, max_reuse, two
+):
+    put_in(monkeypatch)
+    rules = {"abandoned_trains": True, "max_reuse": max_reuse, "overtaken_waits": False}
+    says = broken_promise(1, two=two, machine=ReturningMachine, **rules)
+    assert "the job gets on" in says
 
 
 @pytest.mark.parametrize("bug", BUGS_OF_TWO)

@@ -50,7 +50,7 @@ def test_a_task_carries_its_row_and_pass_in_its_id(table):
 def test_a_bad_file_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    with pytest.raises(TaskFileError, match=r"tasks.jsonl, row 0: column `reward_model`"):
+    with pytest.raises(TaskFileError, match=r"tasks.jsonl, line 1: column `reward_model`"):
         read_tasks(path)
 
 

@@ -94,3 +94,24 @@ def test_a_policy_whose_weights_are_abandoned_leaves_what_it_does_not_train(ledg
     assert ledger.send(NextBatch("bob", 2, 0)).groups
     assert ledger.send(Commit("bob", 2, 0)) == Ok()
     assert context.group_id in ledger.index.groups, "alice still trains it"
+
+
+def train(ledger, policy, step):
+    assert ledger.send(NextBatch(policy, 1, step)).step == step
+    assert ledger.send(Commit(policy, 1, step)) == Ok()
+
+
+def test_a_policy_that_has_trained_all_its_steps_is_waited_for_no_more():
+    """The other one gets groups of its own then, for which there need be no room of the first."""
+    rules = {"alice": ConsumerRules(1, 2, steps=1), "bob": ConsumerRules(1, 2, steps=3)}
+    ledger = Driver(consumers=rules)
+    for policy in POLICIES:
+        ledger.send(OpenedWith(policy, "trainer", 0))
+    for step in range(3):
+        group = lease(ledger, alice=min(step, 1), bob=step)
+        assert group.group_id.endswith("#0:bob" if step else "#0")
+        put(ledger, group, alice=min(step, 1), bob=step)
+        score(ledger)
+        for policy in POLICIES if step == 0 else ("bob",):
+            train(ledger, policy, step)
+    assert not ledger.send(Lease("w", 1, [VersionTag("alice", 1, 1), VersionTag("bob", 1, 3)])).groups

@@ -39,7 +39,7 @@ def test_the_commands_and_their_options_are_these():
     found = surface(typer.main.get_group(app))
     found["reward"].pop("serve")
     assert found == {
-        "run": ["--cluster", "--json", "--overwrite", "--plain", "job_file", "overrides"],
+        "run": ["--cluster", "--inline", "--json", "--overwrite", "--plain", "job_file", "overrides"],
         "up": ["--foreground", "--json", "cluster_file"],
         "down": ["--json", "--keep-jobs"],
         "submit": ["--json", "--memory-gb", "--priority", "--sweep", "job_file", "overrides"],
@@ -53,7 +53,7 @@ def test_the_commands_and_their_options_are_these():
             "show": ["--json", "overrides", "source"],
             "diff": ["--json", "other", "source"],
         },
-        "resume": ["--cluster", "--json", "--plain", "overrides", "target"],
+        "resume": ["--cluster", "--inline", "--json", "--plain", "overrides", "target"],
         "scale": ["--json", "--timeout", "--workers", "run"],
         "simulate": ["--costs", "--from", "--json", "--seed", "--steps", "job_file", "overrides"],
         "advise": ["--json", "--steps", "run"],
@@ -61,6 +61,7 @@ def test_the_commands_and_their_options_are_these():
         "validate": ["--json", "job_file", "overrides"],
         "export": ["--adapter", "--json", "--out", "--step", "run"],
         "doctor": ["--clean", "--json"],
+        "objectives": ["--json", "name"],
         "plan": ["--gpu", "--json", "job_file", "overrides"],
         "quickstart": ["--json", "--out", "--plain", "--seed", "overrides"],
         "keys": {"init": ["--host", "--json", "folder"]},
@@ -90,12 +91,12 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     options = ["--overwrite", "--plain", "--json"] if command == "run" else []
     result = call(command, job_file, "rollout.workers=16", *options)
     assert result.exit_code == 0
-    (line,) = result.stderr.splitlines()
+    (line,) = (line for line in result.stderr.splitlines() if not line.startswith("note: "))
     assert line.startswith("warning: buffer.max_staleness: ")
     assert "rollout.workers" in line
     assert "max_staleness to " in line
     if command == "run":
-        given = {"overwrite": True, "plain": True, "cluster": None, "cluster_file": None}
+        given = {"overwrite": True, "plain": True, "inline": False, "cluster": None, "cluster_file": None}
         assert ran == [(16, True, given)]
         assert result.stdout == '{"steps":3,"accuracy_end":null}\n'
     else:
@@ -151,6 +152,8 @@ def test_doctor_validate_and_mistakes_are_read_by_scripts(job_file):
     resolved = json.loads(call("validate", job_file, "seed=7", "--json").stdout)
     assert resolved == json.loads(call("config", "show", job_file, "seed=7", "--json").stdout)
     assert resolved["seed"] == 7
+    said = call("validate", job_file, "trainer.minibatches=1", "trainer.objective.prox=reuse").stderr
+    assert "note: trainer.minibatches: with one update a step" in said
     refused = call("validate", job_file, "sed=7", "--json")
     assert (refused.exit_code, refused.stdout) == (2, "")
 

@@ -90,6 +90,20 @@ def test_prompts_of_messages_need_a_chat_template(folder):
     assert validate(folder).exit_code == 0
 
 
+def test_chats_need_a_template_that_keeps_earlier_turns(folder):
+    said = [{"role": role, "content": "1"} for role in ("user", "assistant", "user", "assistant")]
+    (folder / "train.jsonl").write_text(json.dumps({"messages": said}))
+    template = "{% for m in messages %}{{ m.content if loop.last else '2' }}{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    text = refused(folder, "kind=sft", "tasks.evaluation=null")
+    assert "renders message 1 differently once others follow" in text
+    assert "sft.train_on: last" in text
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    result = validate(folder, "kind=sft", "tasks.evaluation=null")
+    assert result.exit_code == 0, result.output
+
+
 def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder):
     config = json.loads((folder / "model" / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}

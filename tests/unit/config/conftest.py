@@ -49,6 +49,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "flows.py").write_text(
         "async def talk(ctx, task): ...\nasync def deep(ctx, task, *, depth, width=3): ...\n"
         "async def wide(ctx, task, **anything): ...\ndef shout(ctx, task): ...\nclass World: ...\n"
+        "def cook(x): ...\n"
     )
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path

@@ -5,12 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from areal_async.config.checks import advise, running_groups
+from areal_async.config.advice import advise, explain, running_groups
 from areal_async.config.errors import ConfigError
 from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.load import dump_job, load_job
 from areal_async.config.redis_url import RedisUrl, parse_redis_url
 from areal_async.config.yamlfile import parse_yaml
+from trainer_service.algorithms.objective import Objective
 
 
 def test_relative_paths_are_relative_to_the_job_file(folder, monkeypatch):
@@ -142,6 +143,124 @@ def test_the_defaults_are_without_a_warning(folder):
 
 
 @pytest.mark.parametrize(
+    ("fields", "inert"),
+    [
+        ((), False),
+        (("buffer.max_staleness=0",), True),
+        (("trainer.objective.prox=reuse",), True),
+        (("trainer.objective.correction=mis",), True),
+        (("trainer.objective.loss=gspo",), True),
+        (("trainer.objective.loss=kimi",), True),
+        (("trainer.objective.loss=reinforce",), False),
+        (("trainer.objective.loss=topr", "trainer.objective.correction=none"), False),
+        (("trainer.minibatches=2",), False),
+        (("trainer.objective.prox=loglinear",), False),
+        (("trainer.objective.correction=bypass",), False),
+        (("trainer.objective.prox=recompute",), True),
+    ],
+)
+def test_a_clip_that_does_nothing_is_explained_and_no_warning(folder, fields, inert):
+    job = load_job(folder / "job.yaml", ["trainer.minibatches=1", *fields])
+    assert [note.field for note in explain(job)] == (["trainer.minibatches"] if inert else [])
+    assert advise(job) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "prox"),
+    [
+        ((), "loglinear"),
+        (("buffer.max_staleness=0",), "reuse"),
+        (("trainer.minibatches=2",), "recompute"),
+        (("trainer.objective={correction: none, allow_uncorrected: true}",), "reuse"),
+        (("trainer.objective.loss=gspo",), "reuse"),
+        (("trainer.objective.correction=m2po",), "recompute"),
+        (("trainer.objective.correction=bypass",), "behaviour"),
+        (
+            ("trainer.objective={advantage: reinforce_pp, kl: {coefficient: 0.1, place: reward}}",),
+            "recompute",
+        ),
+        (("trainer.objective.prox=reuse",), "reuse"),
+    ],
+)
+def test_auto_takes_a_pass_where_one_is_needed_and_else_none(folder, fields, prox):
+    job = load_job(folder / "job.yaml", fields)
+    objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
+    assert objective.prox == prox
+
+
+def test_a_model_that_the_objective_does_not_read_is_warned_of(folder):
+    critic = "trainer.critic.clip=0.5"
+    (warning,) = advise(load_job(folder / "job.yaml", [critic]))
+    assert warning.field == "trainer.critic"
+    assert advise(load_job(folder / "job.yaml", [critic, "trainer.objective.advantage=gae"])) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        (
+            "trainer.objective.advantage_args.label_smoothing",
+            "trainer.objective={advantage: dpo, loss: reinforce, "
+            "advantage_args: {loss: ipo, label_smoothing: 0.1}}",
+        ),
+        ("trainer.objective.turn_discount", "trainer.objective={group_by: task_agent, turn_discount: 0.9}"),
+        (
+            "trainer.objective.kl.straight_through",
+            "trainer.objective={advantage: reinforce_pp, "
+            "kl: {coefficient: 0.1, place: reward, straight_through: true}}",
+        ),
+        ("trainer.critic.model", "trainer={objective: {advantage: gae}, critic: {kind: head, model: model}}"),
+        (
+            "trainer.critic.warmup_steps",
+            "trainer={objective: {advantage: gae}, critic: {kind: head, warmup_steps: 1}}",
+        ),
+    ],
+)
+def test_a_switch_that_does_nothing_is_warned_of(folder, field, fields):
+    assert [warning.field for warning in advise(load_job(folder / "job.yaml", [fields]))] == [field]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("kind=sft", None),
+        ("kind=sft sft.batch_size=3 checkpoint.keep=2 trainer.lora.rank=4", None),
+        ("kind=sft preference.batch_size=3", "preference.batch_size: a job of kind sft does not read it. "),
+        ("kind=sft trainer.objective.preset=dapo", "preset: a job of kind sft does not read it. "),
+        ("kind=sft trainer.minibatches=2 rollout.workers=2", "does not read it, nor trainer.minibatches. "),
+        ("sft.batch_size=3", "sft.batch_size: a job of kind rl does not read it. "),
+    ],
+)
+def test_one_warning_names_what_a_job_of_its_kind_does_not_read(folder, fields, said):
+    found = advise(load_job(folder / "job.yaml", fields.split()))
+    assert len(found) == (said is not None)
+    assert said is None or said in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("trainer.objective.preset=gdpo", "components of rewards, and exact_match has none"),
+        ("trainer.objective.preset=gdpo reward.name=math", None),
+        ("trainer.objective.preset=gdpo reward.name=rewards.py:close", None),
+        ("trainer.objective.preset=gigpo", "states that come back, and single_turn names none"),
+        ("trainer.objective.preset=marti rollout.workflow=flows.py:talk", None),
+        ("trainer.objective.preset=marti", "turns by their own rewards, and single_turn gives turns none"),
+    ],
+)
+def test_an_advantage_without_what_it_compares_is_warned_of(folder, fields, said):
+    found = [str(warning) for warning in advise(load_job(folder / "job.yaml", fields.split()))]
+    assert [said in warning for warning in found] == ([] if said is None else [True])
+
+
+def test_a_penalty_without_a_gradient_is_warned_of(folder):
+    kl = "trainer.objective.kl={coefficient: 0.1, estimator: k1, straight_through: %s}"
+    (warning,) = advise(load_job(folder / "job.yaml", [kl % "false"]))
+    assert warning.field == "trainer.objective.kl.estimator"
+    assert advise(load_job(folder / "job.yaml", [kl % "true"])) == []
+
+
+@pytest.mark.parametrize(
     ("eta", "running", "warned"),
     [(4, 16, False), (4, 17, True), (2, 8, False), (2, 9, True), (1, 4, False), (1, 5, True), (8, 33, True)],
 )
@@ -157,7 +276,7 @@ def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder
         (16, "single_turn", 32, False),
         (17, "single_turn", 32, True),
         (16, "single_turn", 33, True),
-        (16, "tool_use", 32, True),
+        (16, "flows.py:talk", 32, True),
     ],
 )
 def test_short_answers_take_alike_and_a_whole_batch_of_them_per_step_of_the_bound_is_no_warning(
@@ -170,7 +289,8 @@ def test_short_answers_take_alike_and_a_whole_batch_of_them_per_step_of_the_boun
 
 @pytest.mark.parametrize("fields", [overrides(0, 16, 8, 64), [*overrides(1, 4, 2, 64), "kind=sft"]])
 def test_synchronous_and_supervised_training_overtake_nothing(folder, fields):
-    assert advise(load_job(folder / "job.yaml", fields)) == []
+    warned = [warning.field for warning in advise(load_job(folder / "job.yaml", fields))]
+    assert "buffer.max_staleness" not in warned
 
 
 def test_the_warning_names_the_fields_and_fixes_that_help(folder):

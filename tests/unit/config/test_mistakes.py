@@ -1,6 +1,7 @@
 """Every kind of mistake in a job file is found when it is read, names its field and says the fix."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -94,6 +95,18 @@ CASES = [
         LAYERS,
         ("trainer.lora={rank: 2, targets: [q_proj, x_proj, lm_head]}",),
     ),
+    Case(
+        "another vocabulary",
+        "trainer.teacher.model",
+        "another vocabulary",
+        "the policy's tokenizer",
+        lambda folder: (
+            shutil.copytree(folder / "model", folder / "other"),
+            (folder / "other/tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}'),
+            (folder / "model/tokenizer.json").write_text('{"model": {"vocab": {"b": 0}}}'),
+        ),
+        ("trainer.objective.advantage=distill", "trainer.teacher.model=other"),
+    ),
     Case("task JSON", "tasks.train", "line 1 is not JSON", "", write("train.jsonl", "{x}\n")),
     Case("no tasks", "tasks.train", "no rows", "", write("train.jsonl", "\n")),
     Case("no prompt", "tasks.train", "`prompt` must be", "", write("train.jsonl", '{"text": "a"}\n')),
@@ -102,6 +115,42 @@ CASES = [
     Case("parquet columns", "tasks.train", "`prompt` must be", "", parquet, ("tasks.train=b.parquet",)),
     Case("bad code", "reward.name", "line 1", "Mend the file", write("a.py", "def"), ("reward.name=a.py:f",)),
 ]
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+CHAT = [{"role": "user", "content": "a"}]
+for kind, row, more, case in (
+    (
+        "preference",
+        {"prompt": "1"},
+        (),
+        ("tasks.train", "a job of kind preference", "`chosen`"),
+    ),
+    (
+        "preference",
+        PAIR,
+        ("preference.loss=kto",),
+        ("preference.loss", "completion, label", "of the others"),
+    ),
+    ("preference", {"prompt": "1", "completion": "2", "label": 1}, (), ("preference.loss", "dpo", "kto")),
+    (
+        "preference",
+        PAIR,
+        ("preference.loss=ipo", "preference.label_smoothing=0.1"),
+        ("preference.label_smoothing", "only dpo does", "Remove it"),
+    ),
+    (
+        "preference",
+        {"prompt": "1", "completion": "2", "label": 1},
+        ("preference.loss=kto", "preference.batch_size=1"),
+        ("preference.batch_size", "a step needs several", "2 or more"),
+    ),
+    ("preference", PAIR | {"chosen": "3"}, (), ("tasks.train", "line 1", "Correct the file")),
+    ("reward_model", PAIR, ("trainer.lora.rank=4",), ("trainer.lora.rank", "reward model", "Set it to 0")),
+    ("reward_model", PAIR | {"margin": "x"}, (), ("tasks.train", "`margin`", "")),
+    ("sft", {"messages": CHAT, "tools": "{"}, (), ("tasks.train", "`tools` is not JSON", "")),
+):
+    rows = "".join(json.dumps(row) + "\n" for _ in range(2))
+    overrides = (f"kind={kind}", "tasks.train=rows.jsonl", "tasks.evaluation=null", *more)
+    CASES.append(Case(f"{kind}: {case[1]}", *case, write("rows.jsonl", rows), overrides))
 for line in TABLE[2:]:
     name, overrides, *rest = line.split(" | ")
     CASES.append(Case(name, *rest, overrides=tuple(overrides.split("; "))))
@@ -147,7 +196,7 @@ def test_a_rank_that_is_not_below_the_width_of_a_layer_is_warned_of(folder):
 IN_A_WORLD = "rollout.workflow=multi_turn", "rollout.workflow_args.environment=flows.py:World"
 WITH_TOOLS = (
     "rollout.workflow=tool_use",
-    "rollout.workflow_args={tools: [calc], environment: 'flows.py:World'}",
+    "rollout.workflow_args={tools: ['flows.py:cook'], environment: 'flows.py:World'}",
 )
 
 
@@ -162,7 +211,7 @@ WITH_TOOLS = (
         ("reward={name: 'own.py:hidden', scope: group, args: {whatever: 1}}",),
         ("reward={routes: [{name: arithmetic, data_source: 'text*'}], on_error: {then: mask}}",),
         ("reward={name: math, args: {where: boxed, tolerance: 0}}",),
-        ("reward={name: json_schema, args: {schema: {type: object}}}",),
+        ("reward={name: regex, args: {pattern: a+}}",),
         ("reward={name: weighted, args: {parts: [{name: math}, {name: gsm8k, weight: 2}]}}",),
         ("reward={name: code_stdio, args: {sandbox: none, budget_s: 20}, timeout_s: 30}",),
         ("rollout.workflow=flows.py:talk",),

@@ -1,10 +1,11 @@
-"""`policies: {name: {model, trainer, rollout}}`, of which the flat form is the shorthand for one."""
+"""`policies: {name: …}`: the flat form is the shorthand for one; of several each has something of its own."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from areal_async.config.advice import advise, explain
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job, job_from_mapping
@@ -39,14 +40,75 @@ def test_the_resolved_job_gives_the_same_job_again(tmp_path):
     assert job_from_mapping(again, (), source="job.yaml", base=tmp_path, files=False) == named
 
 
+def test_a_job_of_one_policy_is_printed_without_several(tmp_path):
+    assert "policies" not in dump_job(load(tmp_path, **POLICY))
+
+
 def test_overrides_reach_into_a_policy(tmp_path):
     job = load(tmp_path, ("policies.alice.trainer.steps=9",), policies={"alice": POLICY})
     assert job.trainer.steps == 9
 
 
-def test_a_job_of_two_policies_is_refused_with_the_reason(tmp_path):
-    (refused,) = mistakes(tmp_path, policies={"alice": POLICY, "bob": POLICY})
-    assert refused.startswith("policies: alice, bob are 2 policies; agents cannot say yet which of them")
+DUET = {"workflow": "duet.py:duet"}
+CODER: dict[str, Any] = {"model": "model", "trainer": {"steps": 7, "optimizer": {"lr": 0.1}}}
+TESTER: dict[str, Any] = {
+    "model": "other",
+    "buffer": {"max_staleness": 1},
+    "rollout": {"sampling": {"max_new_tokens": 8}},
+}
+
+
+def test_the_sections_of_the_job_are_the_defaults_of_its_policies(tmp_path):
+    content = {
+        "policies": {"coder": CODER, "tester": TESTER},
+        "trainer": {"steps": 5, "optimizer": {"eps": 0.5}},
+        "rollout": {"group_size": 2} | DUET,
+    }
+    job = load(tmp_path, **content)
+    coder, tester = job.views.values()
+    assert (job.policy, coder.policy, tester.policy) == ("coder", "coder", "tester")
+    assert (coder.model, tester.model) == (tmp_path / "model", tmp_path / "other")
+    assert (coder.trainer.steps, tester.trainer.steps) == (7, 5)
+    assert (coder.trainer.optimizer.lr, coder.trainer.optimizer.eps) == (0.1, 0.5)
+    assert (coder.buffer.max_staleness, tester.buffer.max_staleness) == (4, 1)
+    assert (coder.rollout.sampling.max_new_tokens, tester.rollout.sampling.max_new_tokens) == (256, 8)
+    assert coder.rollout.group_size == tester.rollout.group_size == 2
+    assert coder.policies == {} == tester.policies
+    again: dict[str, Any] = parse_yaml(dump_job(job))
+    assert job_from_mapping(again, (), source="job.yaml", base=tmp_path, files=False) == job
+    assert JobConfig.model_validate(job.model_dump(mode="json")).views == job.views
+
+
+def test_held_out_tasks_are_the_first_policys(tmp_path):
+    tasks = {"train": "tasks.jsonl", "evaluation": "held.jsonl"}
+    job = load(tmp_path, policies={"coder": CODER, "tester": TESTER}, tasks=tasks, rollout=DUET)
+    assert job.of("coder").tasks.evaluation is not None
+    assert job.of("tester").tasks.evaluation is None
+
+
+def test_what_concerns_all_policies_is_named_once(tmp_path):
+    found = mistakes(
+        tmp_path,
+        policies={"coder": CODER, "tester": TESTER},
+        buffer={"group": {"min_samples": 3}},
+        rollout=DUET,
+    )
+    assert [line.split(":")[0] for line in found] == ["buffer.group.min_samples"]
+
+
+def test_what_is_said_of_one_policy_has_its_name(tmp_path):
+    noise = {"trainer": {"objective": {"kl": {"coefficient": 0.1, "estimator": "k1"}}}}
+    of_all = {"trainer": {"critic": {"clip": 0.5}}, "rollout": DUET}
+    job = load(tmp_path, policies={"coder": CODER, "tester": TESTER | noise}, **of_all)
+    told = [warning.field for warning in advise(job) if warning.field.count("trainer")]
+    assert told == ["trainer.critic", "policies.tester.trainer.objective.kl.estimator"]
+    fresh = {"buffer": {"max_staleness": 0}}
+    job = load(tmp_path, policies={"coder": CODER, "tester": TESTER | fresh}, **of_all)
+    assert [note.field for note in explain(job)] == ["policies.tester.trainer.minibatches"]
+
+
+def two(**tester: Any) -> dict[str, Any]:
+    return {"policies": {"coder": CODER, "tester": {"model": "other", **tester}}}
 
 
 @pytest.mark.parametrize(
@@ -56,9 +118,29 @@ def test_a_job_of_two_policies_is_refused_with_the_reason(tmp_path):
         ({"policies": {"alice": POLICY | {"reward": {}}}}, "policies.alice.reward: no policy has it"),
         ({"policies": {"alice": "model"}}, "policies.alice: it is no section"),
         ({"policies": []}, "policies: it names no policy"),
-        ({"policies": {"alice": POLICY}, "trainer": {"steps": 3}}, "trainer: policies.alice.trainer is"),
         ({"policies": {"alice": POLICY}, "policy": "bob"}, "policy: `policies` names the policy already"),
         ({"policies": {"alice": POLICY | {"trainer": {"steps": -1}}}}, "policies.alice.trainer.steps: "),
+        ({"policies": {"coder": CODER, "tester": {}}}, "policies.tester.model: this field is missing"),
+        (
+            {"policies": {"coder": CODER, "v-2": TESTER}},
+            "policies.v-2: its trainer would be called trainer-v-2",
+        ),
+        (two(rollout={"workers": 2}), "policies.tester.rollout.workers: all policies share it"),
+        (two(buffer={"max_groups": 2}), "policies.tester.buffer.max_groups: all policies share it"),
+        (two(buffer={"max_stale": 2}), "policies.tester.buffer.max_stale: "),
+        (two(trainer={"minibatches": 99}), "policies.tester.trainer.minibatches: "),
+        (
+            two(trainer={"objective": {"preset": "dapo"}}) | {"rollout": DUET},
+            "buffer.dynamic_filtering: all policies share it, and by their presets it would be False",
+        ),
+        (two(), "rollout.workflow: single_turn speaks with one policy only"),
+        (two() | {"kind": "sft"}, "policies: `kind: sft` trains one policy"),
+        (two() | {"kind": "preference"}, "policies: `kind: preference` trains one policy"),
+        (
+            two() | {"trainer": {"device": "cuda"}},
+            "policies.tester.trainer.device: cuda:0 is a GPU of the tr",
+        ),
+        (two(rollout={"device": "cuda"}), "policies.tester.rollout.device: with several policies it is not"),
     ],
 )
 def test_what_is_wrong_is_named_where_it_was_written(tmp_path, content, expected):

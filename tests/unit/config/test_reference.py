@@ -1,5 +1,4 @@
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -7,15 +6,15 @@ import yaml
 
 from areal_async.config.fields import job_fields, suggest
 from areal_async.config.job import JobConfig
+from tests.unit.config.job_file_tables import renew
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "job-file.md"
-renew = runpy.run_path(str(DOCS / "job_file_tables.py"))["renew"]
 
 
 def test_the_page_of_the_job_file_is_in_step_with_the_models():
     page = PAGE.read_text(encoding="utf-8")
-    assert renew(page) == page, "run `python docs/job_file_tables.py docs/job-file.md`"
+    assert renew(page) == page, "run `python tests/unit/config/job_file_tables.py docs/job-file.md`"
 
 
 def test_a_page_that_leaves_a_section_out_is_noticed():
@@ -46,7 +45,7 @@ def test_a_default_is_that_of_its_place():
         ("", "job_name", None),
         ("", "modle", "model"),
         ("buffer", "max_stale", "buffer.max_staleness"),
-        ("", "learning_rate", None),
+        ("", "learning_rate", "trainer.optimizer.lr"),
         ("trainer", "lr", "trainer.optimizer.lr"),
         ("trainer", "rank", "trainer.ranks"),
         ("rollout", "temperature", "rollout.sampling.temperature"),

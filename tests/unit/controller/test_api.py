@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from areal_async.errors import RpcTimeout, RunError
 from areal_async.launch.launcher import WAITS
 from areal_async.rpc.control_messages import WorkersChanged
 from areal_async.runtime.http_server import HttpServer, listen
+from tests.unit.controller import openapi
 from tests.unit.controller.world import World, submission
 from tests.waiting import until
 
@@ -101,11 +101,8 @@ def counted(reason):
 
 
 def test_the_document_that_is_committed_is_the_one_that_is_served():
-    spec = importlib.util.spec_from_file_location("controller_openapi", DOCS / "controller_openapi.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     text = (DOCS / "controller.openapi.yaml").read_text()
-    assert text == module.text(), "run: python docs/controller_openapi.py docs/controller.openapi.yaml"
+    assert text == openapi.text(), "run: python tests/unit/controller/openapi.py docs/controller.openapi.yaml"
     assert yaml.safe_load(text) == json.loads(json.dumps(openapi_document()))
 
 

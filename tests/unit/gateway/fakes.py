@@ -178,7 +178,9 @@ class Talking(Scripted):
         return result
 
 
-def make_context(engine: Any, tokenizer: Any, gateway: Gateway, **sampling: Any) -> Context:
+def make_context(
+    engine: Any, tokenizer: Any, gateway: Gateway, *, greedy: bool = False, **sampling: Any
+) -> Context:
     return Context(
         engine,
         Renderer(tokenizer),
@@ -187,6 +189,7 @@ def make_context(engine: Any, tokenizer: Any, gateway: Gateway, **sampling: Any)
         sampling=Sampling(**{"max_new_tokens": 128, **sampling}),
         seed=5,
         gateway=gateway,
+        greedy=greedy,
     )
 
 
@@ -205,7 +208,7 @@ class InLoop:
 
     def __init__(self, tokenizer: Any, setup: GatewaySetup) -> None:
         setup = msgspec.structs.replace(setup, listening_fd=os.dup(setup.listening_fd))
-        self.front = Front(setup, tokenizer)
+        self.front = Front(setup, dict.fromkeys(setup.models, tokenizer))
         self._task = asyncio.ensure_future(self.front.serve())
 
     async def wait(self) -> int:
@@ -247,7 +250,12 @@ def made_gateway(tokenizer: Any, **how: Any) -> Iterator[Gateway]:
         place = Path(folder)
         host = make_host("local", run_dir=place, socket_dir=place, shm_dir=place, address=address)
         keys = RunSecret.generate().of("rollout")
-        own = {"max_model_len": 4096, "model": Path(), "start": started.start, **own}
+        model = own.pop("model", Path()), own.pop("max_model_len", 4096)
+        own = {
+            "models": dict.fromkeys(how.pop("policies", ("policy",)), model),
+            "start": started.start,
+            **own,
+        }
         gateway = Gateway(GatewaySection(**how), job="job", name="w", host=host, keys=keys, **own)
         gateway.started = started  # type: ignore[attr-defined]
         yield gateway

@@ -177,6 +177,20 @@ async def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, to
             assert session.calls == int(reads)
 
 
+async def test_an_agents_calls_are_greedy_and_not_trained_in_an_episode_that_is_a_baseline(
+    tokenizer: Any,
+) -> None:
+    talks = Scripted(tokenizer, ["yes{END}"])
+    async with serving(talks, tokenizer) as (gateway, _, _session):
+        ctx = make_context(talks, tokenizer, gateway, greedy=True)
+        async with ctx.gateway() as session, openai_of(session) as client:
+            await client.chat.completions.create(**CHAT, temperature=0.7)
+        episode = ctx.builder.build()
+    (call,) = episode.header.calls
+    assert (call.sampling.temperature, episode.n_sampled) == (0.0, 0)
+    assert_recorded_is_what_the_engine_said(episode, talks.log)
+
+
 async def test_an_answer_that_was_sent_and_cannot_be_recorded_fails_the_episode(tokenizer: Any) -> None:
     class Torn(Scripted):
         def result(self, request: Any, said: str) -> Any:

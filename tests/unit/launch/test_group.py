@@ -193,7 +193,7 @@ def ranks(places):
 
 @pytest.fixture
 def group(places, ranks):
-    group = RankGroup(hang_s=10.0)
+    group = RankGroup({"": 10.0})
     for place in places:
         group.started(place, ranks.get(place.name))
     return group

@@ -22,12 +22,14 @@ def test_the_public_names_are_these():
     names = """
         ArealError Job Mistake Run RunStatus Section Task VersionTag run Context Reply SegmentKind
         TemplateRewrites ToolReply tool workflow Environment EnvironmentFailure Step level_seed
-        load_environment Abstain Parts RewardInput Score load_reward reward Failure LocalScorer
+        load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward within
+        Failure LocalScorer
         Program RunLimits Sandbox Timeout Verdict BackendReward RewardLoadError ScoringBackend
         RankPlace TensorPiece TrainingBackend advantage correction loss DeadlinePassed Engine
         EngineError EngineLost EnginePart EngineStats GenerateRequest GenerateResult HttpEngine
         RequestError ServerAdapter engine_part Channel PublishingEnd ReceivingEnd SnapshotError
         SnapshotNotice Episode EpisodeBuilder pack read_step training_rows unpack make_tokenizer
+        quickstart_job
         write_model
     """
     assert areal_async.__all__ == names.split()

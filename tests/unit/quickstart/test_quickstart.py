@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_async.config.checks import advise
+from areal_async.config.advice import advise
 from areal_async.config.load import load_job
 from areal_async.quickstart.main import N_HELD_OUT, prepare
 from areal_async.quickstart.model import Sum, split_problems

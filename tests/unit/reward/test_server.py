@@ -204,7 +204,7 @@ async def test_a_reward_process_starts_again_while_its_reward_is_away_if_it_was_
     job = {"job": "j", "model": "m", "tasks": {"train": "t.jsonl"}, "reward": {"name": "arithmetic"}}
 
     class Router:
-        def __init__(self, section):
+        def __init__(self, section, *, inline):
             pass
 
         async def __aenter__(self):

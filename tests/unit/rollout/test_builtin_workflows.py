@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import expressions
 import pytest
 
 from areal_async.rpc.schema import Task
@@ -15,6 +16,8 @@ from reward_service.sdk import RewardInput, load_reward
 from rollout_service.environments import EnvironmentFailure
 from rollout_service.workflows import Context, load_workflow, tool
 from tests.unit.rollout.scripted import EOS, assert_rows_are_exact, play, texts
+
+CALC = f"{expressions.__file__}:calc"
 
 
 def score(episode: Any) -> Any:
@@ -37,7 +40,7 @@ def calculator(path: str) -> str:
 
 
 def test_tool_use_runs_the_calls_and_shows_their_answers() -> None:
-    flow = load_workflow("tool_use", {"max_calls": 3})
+    flow = load_workflow("tool_use", {"tools": [CALC], "max_calls": 3})
     episode, engine = play(flow, calculator, Task("h:0:0", "2*(3+4)="))
     assert texts(episode, SegmentKind.TOOL) == ["=14\n", "=15\n", "=16\n"]
     # The first bracket that closes is not the end of the first call: the reply goes on behind it.
@@ -54,7 +57,9 @@ def test_an_error_of_a_tool_is_what_the_model_reads_and_is_counted() -> None:
     def clumsy(path: str) -> str:
         return ["calc(1/0)", "oven(3)", "calc(one)", "enough"][path.count("\n")]
 
-    episode, _ = play(load_workflow("tool_use", {"max_calls": 9}), clumsy, Task("h:0:0", "?"))
+    episode, _ = play(
+        load_workflow("tool_use", {"tools": [CALC], "max_calls": 9}), clumsy, Task("h:0:0", "?")
+    )
     answers = texts(episode, SegmentKind.TOOL)
     assert [answer.startswith("=error: ") for answer in answers] == [True] * 3
     assert "division by zero" in answers[0]
@@ -63,12 +68,14 @@ def test_an_error_of_a_tool_is_what_the_model_reads_and_is_counted() -> None:
 
 
 def test_calls_beyond_the_limit_are_not_run_and_a_full_path_ends_the_episode() -> None:
-    episode, engine = play(load_workflow("tool_use", {"max_calls": 2}), lambda path: "calc(1+1)")
+    episode, engine = play(
+        load_workflow("tool_use", {"tools": [CALC], "max_calls": 2}), lambda path: "calc(1+1)"
+    )
     assert len(texts(episode, SegmentKind.TOOL)) == 2
     assert len(engine.said) == 3
     assert episode.header.response_text == "calc(1+1)"
 
-    flow = load_workflow("tool_use", {"max_calls": 50}, max_model_len=20)
+    flow = load_workflow("tool_use", {"tools": [CALC], "max_calls": 50}, max_model_len=20)
     episode, engine = play(flow, lambda path: "calc(1+1)")
     assert len(engine.said) == 2  # 2 + 9 + 3 + 9 ≥ 20
     assert_rows_are_exact(episode, engine)
@@ -76,7 +83,7 @@ def test_calls_beyond_the_limit_are_not_run_and_a_full_path_ends_the_episode() -
 
 def test_the_environment_of_tool_use_asks_and_judges() -> None:
     world = f"{WORLD.parent}/countdown.py:Countdown"
-    arguments = {"environment": world, "environment_args": {"terse": True}, "tools": ["calc"]}
+    arguments = {"environment": world, "environment_args": {"terse": True}, "tools": [CALC]}
     flow = load_workflow("tool_use", arguments)
     task = Task("h:3:0", "Compute ", extra_info={"nums": [12, 3, 4], "target": 40})
 
@@ -104,7 +111,7 @@ def test_json_calls_of_a_chat_come_back_as_the_templates_tool_messages() -> None
             return f"<tool_call>{one}</tool_call><tool_call>{two}</tool_call><tool_call>no</tool_call>"
         return "3"
 
-    flow = load_workflow("tool_use", {"format": "json"})
+    flow = load_workflow("tool_use", {"tools": [CALC], "format": "json"})
     task = Task("h:0:0", [{"role": "user", "content": "1+2?"}])
     episode, engine = play(flow, model, task, template=CHATML, max_new_tokens=400)
     segments = texts(episode)

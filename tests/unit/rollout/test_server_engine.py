@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import write_snapshot
 from rollout_service.engines.base import (
-    DeadlinePassed,
     EngineError,
     EngineLost,
     GenerateRequest,
@@ -193,14 +191,14 @@ class Answering:
         if len(self.aborts) > self.forgets and rid in self.gates:
             self.gates[rid].set()
 
-    def start(self, name: str, deadline_s: float | None = None) -> asyncio.Task[GenerateResult]:
+    def start(self, name: str) -> asyncio.Task[GenerateResult]:
         async def answer() -> GenerateResult:
             gate = self.gates[name] = asyncio.Event()
             await gate.wait()
             reason: Any = "abort" if name in self.aborts else "stop"
             return GenerateResult(NONE, NONE.astype(np.float32), NONE, NONE, reason, "")
 
-        request = GenerateRequest(name, [1], Sampling(), deadline_s=deadline_s)
+        request = GenerateRequest(name, [1], Sampling())
         return asyncio.create_task(self.calls.run(request, name, answer))
 
 
@@ -259,17 +257,17 @@ async def test_a_cancelled_caller_leaves_nothing_running_in_the_server(server: A
 
 
 @driven
-async def test_a_deadline_ends_what_is_sent_what_is_held_and_what_comes_late(server: Answering) -> None:
-    with pytest.raises(DeadlinePassed):
-        await server.start("late", time.monotonic() - 1)
-    sent = server.start("sent", time.monotonic() + 0.05)
-    await turns()
+async def test_a_cancelled_caller_whose_request_is_held_sends_nothing(server: Answering) -> None:
     server.calls.hold()
-    held = server.start("held", time.monotonic() + 0.05)
-    for call in (sent, held):
-        with pytest.raises(DeadlinePassed):
-            await call
-    assert server.aborts == ["sent"]
+    held = server.start("held")
+    await turns()
+    held.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await held
+    server.calls.let_go()
+    await turns()
+    assert not server.gates
+    assert not server.aborts
 
 
 @driven

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expressions import ExpressionError, calc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.expressions import ExpressionError
 from rollout_service.workflows import tool
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
 from rollout_service.workflows.tools import (
@@ -18,7 +18,6 @@ from rollout_service.workflows.tools import (
     CallTimeout,
     ToolAnswer,
     ToolError,
-    calc,
     load_tools,
     run_tool,
 )
@@ -213,7 +212,7 @@ TOOL = "from rollout_service.workflows import tool\n@tool\ndef cook(x): ..."
 @pytest.mark.parametrize(
     ("names", "source", "says"),
     [
-        (["oven"], None, "no tool 'oven'.*Use calc"),
+        (["oven"], None, "no tool 'oven'.*path.py:name"),
         (["{}/t.py:bake"], "def bake(x): ...", "is not marked @tool"),
         (["{}/t.py:bake"], TOOL, "defines no 'bake'. It defines .*cook"),
         (["{}/t.py:cook", "{}/t.py:cook"], TOOL, "two tools called 'cook'"),

@@ -47,6 +47,25 @@ async def test_groups_are_whole_and_travel_in_few_messages() -> None:
             assert (episode.header.prompt_text, episode.header.response_text) == ("abc", "cba")
 
 
+async def test_the_first_of_a_group_is_answered_greedily_and_not_trained_where_a_baseline_is_asked_for() -> (
+    None
+):
+    async def workflow(ctx: Any, task: Task) -> None:
+        await ctx.generate(task.prompt, temperature=0.7)
+
+    held = FakeBuffer([group(0), group(1, missing=[1, 2])])
+    async with working(held, workflow=workflow, greedy_baseline=True) as (_worker, buffer, engine):
+        await buffer.until(lambda: len(buffer.puts) == 2)
+    asked = {r.request_id.partition("/")[0]: r.sampling for r in engine.seen}
+    assert {name: how.temperature for name, how in asked.items() if name.startswith("t0")} == {
+        "t0#0.0": 0.0,
+        **{f"t0#0.{sample}": 0.7 for sample in (1, 2, 3)},
+    }
+    assert sorted(buffer.stored["t1#0"]) == [1, 2]
+    sampled = {sample: unpack(blob).n_sampled for sample, blob in buffer.stored["t0#0"].items()}
+    assert sampled == {0: 0, 1: 3, 2: 3, 3: 3}
+
+
 async def test_only_the_missing_samples_are_made() -> None:
     async with working(FakeBuffer([group(0, missing=[1, 3])])) as (_worker, buffer, engine):
         await buffer.until(lambda: buffer.puts)

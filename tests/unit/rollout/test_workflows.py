@@ -15,7 +15,14 @@ from areal_async.rpc.schema import Task
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, training_rows
 from replay_buffer.server import read_arrival
 from rollout_service.engines.base import RequestError
-from rollout_service.workflows import Context, EpisodeAborted, Renderer, WorkflowError, load_workflow
+from rollout_service.workflows import (
+    Context,
+    EpisodeAborted,
+    PolicyEngine,
+    Renderer,
+    WorkflowError,
+    load_workflow,
+)
 from rollout_service.workflows.context import call_seed
 from tests.unit.gateway.agents import Logged
 from tests.unit.gateway.fakes import assert_recorded_is_what_the_engine_said
@@ -243,3 +250,43 @@ def test_every_argument_of_a_workflow_is_on_its_page() -> None:
         for field, info in section.model_fields.items() if section else ():
             assert f"`{field}`" in rows[name]
             assert info.description, f"{name}.{field} says what it means"
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["one tokenizer", "two"])
+async def test_each_policy_answers_by_its_own_engine_tokenizer_and_parameters(
+    endless: Any, tokenizer: Any, alike: bool
+) -> None:
+    engines = [Logged(endless.engine()) for _ in range(2)]
+    for version, engine in enumerate(engines):
+        await engine.start(endless.weights(version + 3, epoch=2 - version))
+    render = Renderer(tokenizer)
+    other = PolicyEngine(engines[1], render if alike else Renderer(tokenizer), Sampling(max_new_tokens=2))
+    names = ("coder", "tester")
+    builder = EpisodeBuilder("job", "t", "t#0", 0, policies=names, agents=[("coder", 0), ("tester", 1)])
+    how = {"episode_id": "t#0.0", "sampling": Sampling(max_new_tokens=4), "seed": 5}
+    ctx = Context(engines[0], render, builder, others={"tester": other}, **how)
+    said = await ctx.generate("1+2=")
+    tested = await ctx.generate("=7", policy="tester")
+    await ctx.generate("+1", parent=tested.segment, agent=1, max_new_tokens=3)
+    if alike:
+        await ctx.generate("+2", parent=said.segment, policy="tester")
+    else:
+        with pytest.raises(ValueError, match="tester cannot go on with a path of coder"):
+            await ctx.generate("+2", parent=said.segment, policy="tester")
+    second = ctx.agent("reviewer", "tester")
+    await ctx.generate("+3", agent=second)
+    for wrong in ({"policy": "judge"}, {"policy": "coder", "agent": 1}):
+        with pytest.raises(ValueError, match=r"judge|agent 1 speaks for tester"):
+            await ctx.generate("1", **wrong)
+    for engine in engines:
+        await engine.stop()
+    episode = builder.build()
+    asked = [[request.sampling.max_new_tokens for request, _ in engine.log] for engine in engines]
+    assert asked == [[4], [2, 3, *[2] * alike, 2]]
+    assert [request.began for request, _ in engines[1].log][:2] == [None, (1, 4)]
+    assert {name: tuple(held) for name, held in episode.versions.items()} == {
+        "coder": (3, 3, 2),
+        "tester": (4, 4, 1),
+    }
+    spoken = [episode.segments.agent[call.segment] for call in episode.header.calls]
+    assert spoken == [0, 1, 1, *[1] * alike, second]

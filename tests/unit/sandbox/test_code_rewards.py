@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from code_matrix import code_matrix, judged, split
 from code_table import table
 
 from areal_async.config.reward import RewardSection
@@ -12,15 +13,8 @@ from areal_async.rpc.verdicts import Abstain
 from reward_service.sandbox import CompilerMissing, RunOutcome, languages
 from reward_service.sdk import RewardInput
 from reward_service.verifiers.answers import blocks, program_of
-from reward_service.verifiers.cases import Cases, read_cases
-from reward_service.verifiers.code_rewards import (
-    CodeMatrixArguments,
-    code_matrix,
-    code_stdio,
-    code_tests,
-    judged,
-    split,
-)
+from reward_service.verifiers.cases import read_cases
+from reward_service.verifiers.code_rewards import code_stdio, code_tests
 from reward_service.verifiers.run_cases import SandboxArguments, answers, run_cases, same_output
 from tests.scoring import scored
 
@@ -194,19 +188,17 @@ def test_tests_without_an_end_do_not_take_the_time_of_the_others():
 
 
 def test_without_tests_of_the_task_the_others_tests_judge():
-    cases = Cases(codes=["x"])
     matrix = [[True, True, False], [True, True, False], [False, False, True]]
-    solution, right = judged(matrix, (cases, cases, None), None)
+    solution, right = judged(matrix, ("x", "x", None), None)
     assert solution == [1, 1, 0]
     assert right == [True, True, False]
 
 
 def test_programs_and_tests_of_a_response():
-    program, tests = split("```python\np\n```\n```python\nassert f()\n```", CodeMatrixArguments())
-    assert program == "p\n"
-    assert tests.codes == ["assert f()"]
-    assert split("```tests\nassert f()\n```\n```python\np\n```", CodeMatrixArguments())[0] == "p\n"
-    assert split("nothing", CodeMatrixArguments()) == (None, None)
+    program, tests = split("```python\np\n```\n```python\nassert f()\n```")
+    assert (program, tests) == ("p\n", "assert f()\n")
+    assert split("```tests\nassert f()\n```\n```python\np\n```")[0] == "p\n"
+    assert split("nothing") == (None, None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
@@ -219,7 +211,7 @@ def test_fuzzed_responses_and_answers_crash_nothing():
         text = "".join(rng.choices(pieces, k=rng.randint(0, 25)))
         for extract in ("fence", "whole"):
             program_of(text, extract=extract)
-        split(text, CodeMatrixArguments(max_tests=4))
+        split(text)
         output = text.encode("utf-8", "replace")
         for compare in ("tokens", "lines", "exact"):
             same_output(output, text[::-1], compare=compare, tolerance=1e-6)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.config.checks import advise
+from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service import metrics

@@ -4,11 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from code_matrix import code_matrix
 from forge import ARGS, forged_ones, judged, right_ones
 
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.sdk import RewardInput
-from reward_service.verifiers.code_rewards import code_matrix, code_tests
+from reward_service.verifiers.code_rewards import code_tests
 
 SAYS = '{"passed": true, "asked": true, "live": false, "why": ""}\\n'
 EVERYWHERE = f"""

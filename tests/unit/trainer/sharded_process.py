@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.config.job import OptimizerSection
 from areal_async.runtime.group import Meeting
+from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.rows import row_of
@@ -49,7 +51,7 @@ def shares(step: int) -> list[MicroBatch]:
 
 def backend_of(model: Path, ranks: Ranks, dtype: str = "float32", **options: Any) -> FsdpBackend:
     return FsdpBackend(
-        {"policy": model}, OPTIMIZER, ranks, dtype=getattr(torch, dtype), total_updates=100, **options
+        {"policy": ModelUse(model, OPTIMIZER, 100)}, ranks, dtype=getattr(torch, dtype), **options
     )
 
 
@@ -65,7 +67,7 @@ def train(backend: FsdpBackend, rank: int, world: int, steps: range, *, before: 
                 before()
             return (columns["logp"].square() + 0.1 * columns["entropy"]).sum()
 
-        backend.train(mine, loss_of, columns=("logp", "entropy"))
+        backend.train("policy", mine, loss_of, columns=("logp", "entropy"))
         norms.append(backend.optimizer_step())
     return norms
 
@@ -96,7 +98,7 @@ def run(rank: int, world: int, meeting: Meeting, replicate: int, model: Path, ou
     held: list[int] = []
     for dtype in ("bfloat16", "float32"):
         backend = backend_of(model, ranks, dtype, replicate=replicate)
-        root = backend._models["policy"]
+        root = backend._models["policy"].module
         norms = train(
             backend, rank, world, range(2), before=lambda by=root: held.append(unsharded_gradient_bytes(by))
         )
@@ -109,27 +111,35 @@ def run(rank: int, world: int, meeting: Meeting, replicate: int, model: Path, ou
     save_file({**figures, **pieces}, out / f"rank{rank}.safetensors")
     # The checkpoint brings back what this rank was.
     again = backend_of(model, ranks, replicate=replicate)
-    again.load(out / "checkpoint", 2)
+    again.load(out / "checkpoint", {"policy": 2})
     assert train(again, rank, world, range(2, 3)) == norms[2:]
     ranks.barrier()
 
 
-if __name__ == "__main__":
-    size, copies, folder, results = sys.argv[1:]
+def forked(world: int, run: Callable[[int, Meeting], None]) -> int:
+    """Run `run(rank, meeting)` in a process for each rank; the worst of their exit statuses."""
     listening, children = socket.create_server(("127.0.0.1", 0)), []
     host, port = listening.getsockname()
-    for number in range(int(size)):
+    for number in range(world):
         if child := os.fork():
             children.append(child)
             continue
         status = 1
         try:
-            met = Meeting(host, port, None if number else listening.fileno())
-            run(number, int(size), met, int(copies), Path(folder), Path(results))
+            run(number, Meeting(host, port, None if number else listening.fileno()))
             status = 0
         except BaseException:
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(status)
-    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(max(map(abs, ends)))
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
+
+
+if __name__ == "__main__":
+    size, copies, folder, results = sys.argv[1:]
+    sys.exit(
+        forked(
+            int(size),
+            lambda rank, met: run(rank, int(size), met, int(copies), Path(folder), Path(results)),
+        )
+    )

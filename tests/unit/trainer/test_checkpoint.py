@@ -33,7 +33,7 @@ def _save(root, step, *, keep=2, checkpoints=None, content=b"weights"):
         assert folder.name.startswith(".")
         return lambda: {"policy.bin": write_hashed(folder / "policy.bin", [content])}
 
-    checkpoints.begin(step, epoch=3, updates=2 * step, save=save, ledger=lambda: b"ledger")
+    checkpoints.begin(step, epoch=3, updates={"policy": 2 * step}, save=save, ledger=lambda: b"ledger")
     checkpoints.wait()
     return checkpoints
 
@@ -45,7 +45,12 @@ def test_what_was_saved_is_opened(tmp_path):
     assert checkpoint.folder == tmp_path / "step-000050"
     assert checkpoint.ledger() == b"ledger"
     manifest = checkpoint.manifest
-    assert (manifest.policy, manifest.step, manifest.epoch, manifest.updates) == ("alice", 50, 3, 100)
+    assert (manifest.policy, manifest.step, manifest.epoch, manifest.updates) == (
+        "alice",
+        50,
+        3,
+        {"policy": 100},
+    )
     assert set(manifest.files) == {"policy.bin", "ledger.bin"}
 
 
@@ -153,10 +158,12 @@ def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_
 
         return copies
 
-    checkpoints.begin(1, epoch=1, updates=1, save=save(1), durable=lambda: order.append("durable 1"))
+    checkpoints.begin(
+        1, epoch=1, updates={"policy": 1}, save=save(1), durable=lambda: order.append("durable 1")
+    )
     assert named_checkpoints(tmp_path) == [], "what is being written has no name"
     threading.Timer(0.05, release.set).start()
-    checkpoints.begin(2, epoch=1, updates=2, save=save(2))
+    checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=save(2))
     checkpoints.wait()
     assert order == ["copy 1", "write 1", "durable 1", "copy 2", "write 2"]
 
@@ -175,7 +182,7 @@ def save(folder):
         print("writing", flush=True)
         time.sleep(600)
     return write
-checkpoints.begin(2, epoch=1, updates=2, save=save)
+checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=save)
 checkpoints.wait()
 """
 
@@ -202,7 +209,7 @@ def test_a_checkpoint_cut_short_has_no_name(tmp_path):
 
         return write
 
-    checkpoints.begin(7, epoch=1, updates=7, save=save)
+    checkpoints.begin(7, epoch=1, updates={"policy": 7}, save=save)
     for _ in range(2):  # whoever looks after it ends by it
         with pytest.raises(OSError, match="disk full"):
             checkpoints.wait()
@@ -230,7 +237,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
         open_checkpoint(folder, **OF)
     (folder / "manifest.json").write_text('{"schema": 1, "job": "job", "step": 1}')
-    with pytest.raises(CheckpointError, match="schema 1; this version reads 2: finish the run with the"):
+    with pytest.raises(CheckpointError, match="schema 1; this version reads 3: finish the run with the"):
         open_checkpoint(folder, **OF)
 
 

@@ -40,7 +40,7 @@ def weights(folder):
 
 
 def written(checkpoints, step, *, ledger, save=weights):
-    checkpoints.begin(step, epoch=1, updates=1, ledger=lambda: ledger, save=save)
+    checkpoints.begin(step, epoch=1, updates={"policy": 1}, ledger=lambda: ledger, save=save)
     checkpoints.wait()
 
 

@@ -45,9 +45,7 @@ def _rows():
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_logprobs_of_packed_rows_are_those_of_single_rows(family, dtype):
     model, rows = _model(family, dtype), _rows()
-    batch = build_micro_batch(
-        rows, groups=np.zeros(len(rows), np.int64), advantages=np.zeros(len(rows), np.float32)
-    )
+    batch = build_micro_batch(rows)
     with torch.no_grad():
         model.set_attn_implementation(PACKED_ATTENTION)
         runs = {"packed_runs": batch.runs, "logits_to_keep": batch.predict, "use_cache": False}

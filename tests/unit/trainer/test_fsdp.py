@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.config.job import OptimizerSection
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer.conftest import write_model as write_tiny_model
-from trainer_service.backends.base import learning_rate
+from trainer_service.backends.base import ModelUse, learning_rate
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
@@ -26,8 +26,9 @@ OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, warm
 
 
 def _backend(folder, *, dtype=torch.float32, **others):
-    models, ranks = {"policy": folder, **others}, join_ranks(0, 1)
-    return FsdpBackend(models, OPTIMIZER, ranks, dtype=dtype, total_updates=100)
+    models = {"policy": ModelUse(folder, OPTIMIZER, 100)}
+    models |= {name: ModelUse(other) for name, other in others.items()}
+    return FsdpBackend(models, join_ranks(0, 1), dtype=dtype)
 
 
 def _weights(backend, model="policy"):
@@ -52,7 +53,12 @@ def _rows(seed=0, temperature=1.0):
 
 
 def _batch(rows):
-    return build_micro_batch(rows, groups=np.arange(6), advantages=np.linspace(-1, 1, 6, dtype=np.float32))
+    return build_micro_batch(rows)
+
+
+def _slope(batch):
+    """f32 [S]: one number for each of six episodes."""
+    return torch.linspace(-1, 1, 6)[batch.episode]
 
 
 def _plain_logprobs(model, rows):
@@ -76,12 +82,14 @@ def test_updates_equal_those_of_the_plain_model(model_dir, untied_model_dir, tie
     for step in range(5):
         rows = _rows(step, temperature=0.7)
         halves = [_batch(rows[:3]), _batch(rows[3:])]
-        weights = [half.units.advantage for half in halves]
-        backend.train(halves, lambda index, columns, by=weights: (columns["logp"] * by[index]).sum())
+        weights = [_slope(half) for half in halves]
+        backend.train(
+            "policy", halves, lambda index, columns, by=weights: (columns["logp"] * by[index]).sum()
+        )
         norm = backend.optimizer_step()
 
         logp = _plain_logprobs(model, rows)
-        advantage = torch.cat([half.units.advantage for half in halves])
+        advantage = torch.cat([_slope(half) for half in halves])
         (logp * advantage).sum().backward()
         want_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         adamw.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 3)
@@ -103,7 +111,7 @@ def test_the_norm_is_that_of_the_gradients_in_double_precision(model_dir, monkey
 
     monkeypatch.setattr(ShardedAdamW, "step", note)
     # Small enough not to be clipped, so that the optimizer sees what the norm is of.
-    backend.train([_batch(_rows())], lambda index, columns: 1e-3 * columns["logp"].sum())
+    backend.train("policy", [_batch(_rows())], lambda index, columns: 1e-3 * columns["logp"].sum())
     assert 0 < (norm := backend.optimizer_step()) < OPTIMIZER.clip_grad_norm
     assert norm == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-12)
 
@@ -135,10 +143,10 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir, tmp_pat
     assert low.dtype == torch.float32
     assert 0 < (low - exact).abs().max() < 0.2
     assert {t.dtype for t in _weights(half).values()} == {torch.bfloat16}
-    half.train([batch], lambda index, columns: columns["logp"].sum())
+    half.train("policy", [batch], lambda index, columns: columns["logp"].sum())
     half.optimizer_step()
     half.save(tmp_path)()
-    (shard,) = tmp_path.glob("policy*.safetensors")
+    (shard,) = tmp_path.glob("policy-*.safetensors")
     assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.float32}
 
 
@@ -147,7 +155,7 @@ def test_named_models_other_than_the_policy_are_frozen(model_dir, untied_model_d
     before = {name: t.clone() for name, t in _weights(backend, "ref").items()}
     batch = _batch(_rows())
     ref = _column(backend, batch, model="ref")
-    backend.train([batch], lambda index, columns: columns["logp"].sum() - ref.sum())
+    backend.train("policy", [batch], lambda index, columns: columns["logp"].sum() - ref.sum())
     backend.optimizer_step()
     assert all(torch.equal(t, before[name]) for name, t in _weights(backend, "ref").items())
 
@@ -158,7 +166,7 @@ def test_an_empty_pass_adds_nothing(model_dir):
     empty = build_micro_batch([])
     norms = []
     for backend, batches in ((one, [_batch(_rows())]), (other, [_batch(_rows()), empty])):
-        backend.train(batches, lambda index, columns: columns["logp"].sum())
+        backend.train("policy", batches, lambda index, columns: columns["logp"].sum())
         norms.append(backend.optimizer_step())
     assert norms[0] == norms[1]
     for name, tensor in _weights(one).items():
@@ -170,8 +178,10 @@ def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
         norms = []
         for step in steps:
             batch = _batch(_rows(step))
-            advantage = batch.units.advantage
-            backend.train([batch], lambda index, columns, by=advantage: (columns["logp"] * by).sum())
+            advantage = _slope(batch)
+            backend.train(
+                "policy", [batch], lambda index, columns, by=advantage: (columns["logp"] * by).sum()
+            )
             norms.append(backend.optimizer_step())
         return norms
 
@@ -182,7 +192,7 @@ def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
     want = train(first, range(3, 6))
     second = _backend(model_dir)
     train(second, range(7, 8))
-    second.load(tmp_path, updates=3)
+    second.load(tmp_path, {"policy": 3})
     assert torch.equal(torch.rand(3), drawn)
     assert train(second, range(3, 6)) == want
     for name, tensor in _weights(first).items():
@@ -193,7 +203,7 @@ def test_a_checkpoint_of_another_model_is_refused(model_dir, tmp_path):
     _backend(model_dir).save(tmp_path)()
     wider = _backend(write_tiny_model(tmp_path / "wider", hidden=64))
     with pytest.raises(CheckpointError, match="cannot be read"):
-        wider.load(tmp_path, updates=0)
+        wider.load(tmp_path, {})
 
 
 def test_an_unusable_model_directory_says_what_it_must_be(tmp_path):

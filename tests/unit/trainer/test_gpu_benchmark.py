@@ -156,8 +156,8 @@ def test_units_of_the_picture_are_chosen_by_size():
 
 
 def test_the_check_of_a_wheelhouse_ends_with_what_works_or_what_is_missing(tmp_path):
-    path = Path(gpu.ROOT, "deploy", "wheelhouse.py")
-    spec = importlib.util.spec_from_file_location("wheelhouse", path)
+    path = Path(gpu.ROOT, "tests", "deploy", "wheelhouse_check.py")
+    spec = importlib.util.spec_from_file_location("wheelhouse_check", path)
     wheelhouse = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(wheelhouse)
     (tmp_path / "a-1.whl").write_bytes(bytes(2_500_000))

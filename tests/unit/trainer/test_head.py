@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from areal_async.config.job import OptimizerSection
 from tests.unit.families import VOCABULARY
 from tests.unit.trainer.conftest import write_model
+from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import memory
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.head import Head, columns_of_units
@@ -213,9 +214,8 @@ def _saved(folder, config):
 
 
 def _backend(folder):
-    return FsdpBackend(
-        {"policy": folder}, OptimizerSection(), join_ranks(0, 1), dtype=torch.float32, total_updates=1
-    )
+    models = {"policy": ModelUse(folder, OptimizerSection(), 1)}
+    return FsdpBackend(models, join_ranks(0, 1), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -264,7 +264,7 @@ def test_only_values_of_units_leave_the_back_end(model_dir):
         assert note(index, columns)
         return columns["logp"].sum() + columns["entropy"].sum()
 
-    backend.train(batches, loss_of, columns=names[:2])
+    backend.train("policy", batches, loss_of, columns=names[:2])
     assert seen == [(i, {name: want[name] for name in names[:2]}) for i, want in enumerate(wanted)]
     with pytest.raises(ValueError, match="no column logits"):
         backend.evaluate("policy", batches, note, columns=("logits",))

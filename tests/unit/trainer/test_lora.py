@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.weights.adapter import BaseWeights, adapter_config
 from areal_async.weights.pieces import whole_tensors
+from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import row_of
@@ -23,7 +24,7 @@ LORA = LoraSection(rank=4, alpha=8.0)
 
 def _backend(folder, *, lora=LORA, dtype=torch.float32, **options):
     return FsdpBackend(
-        {"policy": folder}, OPTIMIZER, join_ranks(0, 1), dtype=dtype, total_updates=10, lora=lora, **options
+        {"policy": ModelUse(folder, OPTIMIZER, 10)}, join_ranks(0, 1), dtype=dtype, lora=lora, **options
     )
 
 
@@ -35,9 +36,12 @@ def _batch(seed=0):
         mask[:2] = 0
         ids = rng.integers(0, 17, 8).astype(np.int32)
         rows.append(row_of(episode, ids, mask, np.zeros(8, np.float32), np.zeros(8, np.int32), 1.0))
-    return build_micro_batch(
-        rows, advantages=np.array([1, -1, 2, -2], np.float32), groups=np.zeros(4, np.int64)
-    )
+    return build_micro_batch(rows)
+
+
+def _weight(batch):
+    """f32 [S]: one number for each episode."""
+    return torch.tensor([1.0, -1.0, 2.0, -2.0])[batch.episode]
 
 
 def _logp(backend, batch):
@@ -47,7 +51,9 @@ def _logp(backend, batch):
 def _train(backend, steps=3):
     for step in range(steps):
         batch = _batch(step)
-        backend.train([batch], lambda index, columns, by=batch: (columns["logp"] * by.units.advantage).sum())
+        backend.train(
+            "policy", [batch], lambda index, columns, by=batch: (columns["logp"] * _weight(by)).sum()
+        )
         backend.optimizer_step()
     return backend
 
@@ -94,12 +100,12 @@ def test_training_equals_that_of_peft(model_dir):
     own = {name.replace(".weight", ".default.weight"): tensor for name, tensor in start.items()}
     assert not model.load_state_dict(own, strict=False).unexpected_keys
     batch = _batch()
-    backend.train([batch], lambda index, columns: (columns["logp"] * batch.units.advantage).sum())
+    backend.train("policy", [batch], lambda index, columns: (columns["logp"] * _weight(batch)).sum())
     norm = backend.optimizer_step()
     ids = batch.input_ids.view(4, 7)
     logits = model(input_ids=ids).logits.flatten(0, 1)[batch.predict]
     logp = logits.log_softmax(-1).gather(1, batch.target[:, None])[:, 0]
-    (logp * batch.units.advantage).sum().backward()
+    (logp * _weight(batch)).sum().backward()
     trained = [p for p in model.parameters() if p.requires_grad]
     assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in trained])), rel=1e-4)
 
@@ -110,14 +116,14 @@ def test_training_goes_on_from_a_checkpoint_that_holds_adapters_alone(model_dir,
     (held,) = tmp_path.glob("policy-*.safetensors")
     assert all(".lora_" in name for name in load_file(held))
     second = _backend(model_dir)
-    second.load(tmp_path, updates=2)
+    second.load(tmp_path, {"policy": 2})
     want, got = _adapter(_train(first)), _adapter(_train(second))
     assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
 
 
 def test_a_frozen_base_takes_the_dtype_that_is_computed_in(model_dir):
     backend = _train(_backend(model_dir, dtype=torch.bfloat16), 1)
-    held = {name: p.dtype for name, p in backend._models["policy"].named_parameters()}
+    held = {name: p.dtype for name, p in backend._models["policy"].module.named_parameters()}
     assert {dtype for name, dtype in held.items() if ".lora_" not in name} == {torch.bfloat16}
     assert {dtype for name, dtype in held.items() if ".lora_" in name} == {torch.float32}
 

@@ -13,9 +13,11 @@ import memory
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from areal_async.config.job import JobConfig
+from areal_async.config.job import JobConfig, OptimizerSection, TrainerSection
 from areal_async.config.load import apply_overrides
 from tests.unit.families import FAMILIES, config_of
+from trainer_service.backends.base import ModelUse
+from trainer_service.backends.fsdp import fsdp
 from trainer_service.backends.fsdp.memory import MemoryOptions, options_of, rank_memory, shape_of
 from trainer_service.tools.fitting import changes_that_fit, longest_pass
 from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device, similar_names
@@ -85,6 +87,48 @@ def test_with_adapters_the_frozen_model_takes_its_dtype_alone():
     every = rank_memory(model, replace(options, lora_targets=()))
     assert every.gradients > rank.gradients
     assert every.peak(100) < rank_memory(model, MemoryOptions(compute_bytes=2)).peak(100)
+
+
+def planned(trainer=None, **uses):
+    """What `fsdp` needs for models of these uses, all of one shape."""
+    trainer = TrainerSection.model_validate(trainer or {})
+    models = {name: ModelUse(Path(name), **use) for name, use in uses.items()}
+    return fsdp.memory(trainer, models, lambda folder: (CONFIG, tensors()))
+
+
+TRAINED = {"optimizer": OptimizerSection()}
+
+
+def test_further_models_count_what_is_kept_of_them():
+    """Trained as the policy is; frozen in the dtype that is computed in, unless it follows."""
+    models, alone = planned({"dtype": "bfloat16"}, policy=TRAINED)
+    size = models["policy"].size
+    shapes, every = planned(
+        {"dtype": "bfloat16"},
+        policy=TRAINED,
+        critic=TRAINED | {"head": "value"},
+        ref={},
+        teacher={"follows": True},
+    )
+    critic = size - VOCABULARY * HIDDEN + HIDDEN
+    assert (shapes["critic"].size, shapes["ref"].size) == (critic, size)
+    assert every.state == 16 * size + 16 * critic + 2 * size + 4 * size
+    assert every.saved == 12 * size + 12 * critic + 4 * size
+    assert alone.saved == 12 * size
+    # Passes are of one model at a time: the largest is the policy's.
+    assert every.peak(500) - every.state == alone.peak(500) - alone.state
+    room = every.peak(500)
+    assert every.tokens_that_fit(room) == 500
+    with_adapters = planned({"lora": {"rank": 4}}, policy=TRAINED, critic=TRAINED)[1]
+    assert with_adapters.gradients > 4 * size, "the critic has no adapters"
+
+
+def test_a_frozen_model_has_passes_without_gradients():
+    (_, frozen), (_, trained) = planned(policy={}), planned(policy=TRAINED)
+    assert frozen.state == trained.parameters
+    assert frozen.peak(500) - frozen.state < trained.peak(500) - trained.state
+    assert frozen.tokens_that_fit(frozen.peak(500)) == 500
+    assert planned(policy={"head": "value"})[1].head == 0
 
 
 def test_experts_and_their_router_have_no_adapters():

@@ -5,43 +5,91 @@ import sys
 
 import pytest
 
-from areal_async.config.job import ObjectiveSection
+from areal_async.config.objective import ObjectiveSection
 from areal_async.config.parts import own_part_mistakes
 from areal_async.registry import PartError
+from areal_async.runtime.service import restart_may_help
 from tests.unit.trainer import rank_process
 from trainer_service.algorithms.objective import Objective
-from trainer_service.errors import ObjectiveError
+from trainer_service.algorithms.parts import advantage
+from trainer_service.errors import NotFinite, ObjectiveError
 from trainer_service.loop.learner import load_backend
 
 OWN = """
 from trainer_service.algorithms.parts import advantage, correction, loss
 
 @advantage(needs_group=3)
-def scaled(rewards, groups, *, scale=1.0):
-    return (scale * rewards).float()
+def scaled(samples, *, scale=1.0):
+    return scale * samples.reward
 
-def undeclared(rewards, groups):
-    return rewards.float()
+def undeclared(samples):
+    return samples.reward
 
-@loss(columns=("advantage", "prox"), shares=("rewarded",))
+@loss(columns=("advantage", "prox"), figures=("rewarded_share",))
 def reinforce(logp, units, *, clip_low, weight=1.0):
     assert clip_low == 0.25
     ratio = (logp - units["prox"]).exp()
-    return -weight * ratio * units.advantage, {"rewarded": units.advantage > 0}
+    return -weight * ratio * units.advantage, {"rewarded_share": units.advantage > 0}
 
-@loss(columns=("value",))
-def with_value(logp, units):
+@loss(columns=("surprise",))
+def with_surprise(logp, units):
     return logp
 
-def divided(mask, episode, units_of_episode, *, by):
-    return mask.float() / by
+@advantage(of="unit", columns=("value",))
+def valued(units):
+    return units["reward"] - units["value"]
 
-def refusing(models, optimizer, ranks, *, dtype, total_updates, word):
-    raise SystemExit(f"{list(models)} {total_updates} {word}")
+@advantage(of="unit")
+def unnamed(units):
+    return {"advantages": units["reward"]}
+
+@loss(columns=("advantage", "return"))
+def to_return(logp, units):
+    return -logp * units["return"]
+
+@loss(columns=("advantage", "reward"))
+def rewarded(logp, units):
+    return -logp * units["reward"]
+
+def divided(units, totals, *, by):
+    return units.mask.float() / by
+
+def refusing(models, ranks, *, dtype, word):
+    raise SystemExit(f"{list(models)} {models['policy'].total_updates} {word}")
 
 @correction(columns=("prox",))
 def capped_at(weight, units, *, cap, floor=0.0):
     return weight.clamp(floor, cap)
+
+
+@loss(columns=("advantage",))
+def rooted(logp, units):
+    nothing = (logp - logp.detach()).abs()
+    return -logp * units.advantage + (nothing > 0) * nothing.sqrt()
+
+
+@loss(columns=("advantage",))
+def logged(logp, units):
+    return -logp * units.advantage + (logp - logp.detach()).log()
+
+
+@loss(columns=("advantage",))
+def detached(logp, units):
+    return -logp.detach() * units.advantage
+
+
+def in_numpy(samples):
+    return samples.reward.numpy()
+
+
+@advantage(of="unit")
+def divides(units):
+    return units.behaviour / units.missing
+
+
+@advantage(of="unit")
+def reads_prox(units):
+    return units["prox"]
 """
 
 
@@ -72,6 +120,35 @@ def test_an_advantage_of_a_users_file_drives_a_step(model_dir, tmp_path, make_ba
     assert undeclared.loss == pytest.approx(one.loss, rel=1e-6)
 
 
+def test_what_a_part_raises_names_it_and_ends_the_job(model_dir, tmp_path, make_batch, own):
+    """A restart would meet it again."""
+    with pytest.raises(AttributeError, match="missing") as raised:
+        trained(model_dir, tmp_path, make_batch, advantage=own("divides"))
+    assert "`divides` is a part of the job's objective." in raised.value.__notes__
+    assert not restart_may_help(raised.value, served=True)
+    with pytest.raises(ObjectiveError, match=r"no column 'prox' here.* columns=\('prox',\)"):
+        trained(model_dir, tmp_path, make_batch, advantage=own("reads_prox"))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("rooted", r"is finite, and its gradient is not. Look at the loss own\.py:rooted first"),
+        ("logged", r"minibatch 0, is -?(inf|nan).*\. Look at the loss own\.py:logged first"),
+    ],
+)
+def test_a_loss_of_the_users_is_the_first_suspect_of_what_is_not_finite(
+    model_dir, tmp_path, make_batch, own, name, says
+):
+    with pytest.raises(NotFinite, match=says):
+        trained(model_dir, tmp_path, make_batch, loss=own(name))
+
+
+def test_an_advantage_of_what_there_is_none_of_is_refused():
+    with pytest.raises(ValueError, match="of='sampel': an advantage is of 'sample' or 'segment' or 'unit'"):
+        advantage(of="sampel")
+
+
 def test_a_loss_and_a_correction_of_a_users_file_get_their_columns_and_arguments(
     model_dir, tmp_path, make_batch, own
 ):
@@ -95,8 +172,35 @@ def test_what_a_part_of_a_users_file_declares_is_held_when_the_trainer_starts(mo
     Objective(job.trainer.objective, job)
     with pytest.raises(ObjectiveError, match=r"rollout\.group_size: .* Set it to 3 or more"):
         Objective(small.trainer.objective, small)
-    with pytest.raises(ObjectiveError, match=r"needs the columns \['value'\]"):
-        Objective(ObjectiveSection(loss=own("with_value")))
+    with pytest.raises(ObjectiveError, match=r"needs the columns \['surprise'\]"):
+        Objective(ObjectiveSection(loss=own("with_surprise")))
+
+
+@pytest.mark.parametrize(
+    ("objective", "says"),
+    [
+        ({"loss": "detached"}, r"own\.py:detached returned a tensor without a gradient. Compute it from"),
+        (
+            {"advantage": "in_numpy"},
+            r"in_numpy .* returned a numpy\.ndarray\. Make it one",
+        ),
+        ({"advantage": "valued"}, "a critic learns the column return, which the advantage .*valued does not"),
+        ({"advantage": "unnamed"}, r"unnamed was to return the columns advantage .* returned advantages"),
+        ({"loss": "to_return"}, "needs the column return, which the advantage grpo does not"),
+    ],
+)
+def test_what_a_part_returns_or_reads_wrongly_is_named(model_dir, tmp_path, make_batch, own, objective, says):
+    named = {kind: own(name) for kind, name in objective.items()}
+    with pytest.raises(ObjectiveError, match=says):
+        trained(model_dir, tmp_path, make_batch, **named)
+
+
+def test_a_loss_is_given_what_units_earned(model_dir, tmp_path, make_batch, own):
+    """Each sampled unit has the reward that `reinforce_pp` sums up."""
+    batch, _ = make_batch(0)
+    result = trained(model_dir, tmp_path, make_batch, loss=own("rewarded"))
+    assert any(e.reward for group in batch.groups for e in group.episodes)
+    assert result.loss > 0
 
 
 def test_a_normaliser_and_a_back_end_of_a_users_file_get_their_arguments(
@@ -119,9 +223,11 @@ def test_a_normaliser_and_a_back_end_of_a_users_file_get_their_arguments(
 
 def test_shares_are_those_that_are_declared(own):
     objective = Objective(ObjectiveSection(loss=own("reinforce")))
-    assert objective.shares == ("rewarded", "truncated")
-    assert objective.wants_prox
-    assert not Objective(ObjectiveSection(loss="sft", correction="none")).wants_prox
+    assert objective.figures == ("rewarded_share", "truncated_share")
+    assert "prox" not in objective.columns
+    several = ObjectiveSection(loss=own("reinforce"))
+    assert "prox" in Objective(several, minibatches=2).columns
+    assert not Objective(ObjectiveSection(loss="reinforce", correction="none"), minibatches=2).columns
 
 
 def test_parts_are_read_without_torch():

@@ -62,7 +62,7 @@ class Stage:
         self.place, self._ranks, self._inner, self._calls = place, ranks, inner, calls
 
     def _note(self, what, batches):
-        n_rows = sum(len(batch.units) > 0 for batch in batches)
+        n_rows = sum(batch.n_units > 0 for batch in batches)
         assert (n_rows > 0) == self.place.reads
         self._calls[what, len(batches)] += 1
 
@@ -73,7 +73,7 @@ class Stage:
         last = len(batches) - 1
         return self._inner.evaluate(model, batches[::-1], lambda i, c: fn(last - i, c), columns=columns)[::-1]
 
-    def train(self, batches, loss_of, *, columns=("logp",)):
+    def train(self, model, batches, loss_of, *, columns=("logp",)):
         self._note("train", batches)
         if not self.place.owns:
             return
@@ -83,7 +83,7 @@ class Stage:
         def loss_of_own(index, values):
             return loss_of(last - index, values) if index <= last else values["logp"].sum()
 
-        self._inner.train([*batches[::-1], *idle], loss_of_own, columns=columns)
+        self._inner.train(model, [*batches[::-1], *idle], loss_of_own, columns=columns)
 
     def optimizer_step(self):
         norm = torch.tensor(self._inner.optimizer_step() if self.place.owns else 0.0, dtype=torch.float64)

@@ -56,9 +56,7 @@ def made(episode: int, ids: list[int], sampled: list[int], temperature: float = 
 def passes_of(rows, ranks, groups, budget=1 << 20, **how) -> list[MicroBatch]:
     passes = plan_passes(rows, ranks, budget, groups=groups, **how)
     assert sorted(id_of(row) for chosen in passes for row in chosen) == sorted(map(id_of, rows))
-    n = 1 + max(row.episode for row in rows)
-    advantages = np.linspace(-1, 1, n, dtype=np.float32)
-    return [build_micro_batch(chosen, groups=np.zeros(n, int), advantages=advantages) for chosen in passes]
+    return [build_micro_batch(chosen) for chosen in passes]
 
 
 def id_of(row: TrainingRow) -> tuple:
@@ -79,9 +77,9 @@ def learned(model, batches: list[MicroBatch]) -> tuple[dict[tuple, list[float]],
         )
         logits = out.logits[0][batch.predict] / batch.temperature[:, None]
         logp = logits.log_softmax(-1).gather(1, batch.target[:, None])[:, 0]
-        (logp * (0.5 + batch.units.advantage)).sum().backward()
+        (logp * (1 + batch.episode)).sum().backward()
         for episode, token, value in zip(
-            batch.units.episode.tolist(), batch.target.tolist(), logp.tolist(), strict=True
+            batch.episode.tolist(), batch.target.tolist(), logp.tolist(), strict=True
         ):
             found.setdefault((episode, token), []).append(value)
     return {key: sorted(values) for key, values in found.items()}, [
@@ -179,7 +177,7 @@ def test_a_tree_above_the_budget_is_cut_and_its_prefix_repeated(ranks):
 def test_units_count_against_the_budget_as_tokens_do(ranks):
     """A pack of equal rows has few tokens, and a hidden state for every unit."""
     rows = [made(episode, [1, 2, 3, 4], [1, 2, 3]) for episode in range(10)]
-    assert [len(batch.units) for batch in passes_of(rows, ranks, np.zeros(10, int), budget=9)] == [9, 9, 9, 3]
+    assert [batch.n_units for batch in passes_of(rows, ranks, np.zeros(10, int), budget=9)] == [9, 9, 9, 3]
 
 
 def test_a_mask_that_costs_more_than_it_saves_is_not_used(ranks):

@@ -14,13 +14,14 @@ from areal_async.rpc.server import Server
 from areal_async.runtime.group import Note
 from areal_async.runtime.service import restart_may_help
 from areal_async.status.record import read_run_log
+from areal_async.tasks import TaskFileError
 from areal_async.weights.publisher import Publisher
 from tests.contexts import context_for_test
 from tests.unit.trainer import rank_process
 from trainer_service import main as trainer_main
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
-from trainer_service.errors import BatchError, RankError
+from trainer_service.errors import RankError
 from trainer_service.main import main
 from trainer_service.ranks import GIVE_UP_S, Ranks
 
@@ -158,7 +159,7 @@ def sft_context(model_dir, tmp_path, answers):
 async def test_a_task_that_makes_no_example_ends_a_supervised_job_before_it_serves(tmp_path, model_dir):
     """So it is not started again, to meet the same task."""
     ctx = sft_context(model_dir, tmp_path, [1, None])
-    with pytest.raises(BatchError, match="row 1: its ground truth is null") as told:
+    with pytest.raises(TaskFileError, match="line 2: its ground truth is null") as told:
         await main(ctx)
     assert not restart_may_help(told.value, served=ctx.has_served)
 

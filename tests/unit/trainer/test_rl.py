@@ -246,7 +246,7 @@ def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, ma
         learner.plan(batch, 5)
     with pytest.raises(BatchError, match=r"the bytes fetched hold"):
         learner.train(lie, learner.plan(lie, 5), {name: memoryview(blob) for name, blob in blobs.items()})
-    assert backend.updates == 0
+    assert backend.updates == {"policy": 0}
 
 
 def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path, model_dir, make_batch):
@@ -260,7 +260,7 @@ def test_a_unit_of_a_version_to_come_ends_the_trainer_before_a_gradient(tmp_path
     backend, learner = rank_process.learner_of(model_dir, tmp_path)
     with pytest.raises(StalenessViolation, match="which is not published yet"):
         learner.train(early, learner.plan(early, 5), {name: memoryview(blob) for name, blob in blobs.items()})
-    assert backend.updates == 0
+    assert backend.updates == {"policy": 0}
 
 
 def test_a_wait_is_reported_with_its_edge_and_a_stop_ends_it(tmp_path, model_dir):

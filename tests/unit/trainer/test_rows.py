@@ -6,16 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, unpack
+from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack, seen_by
+from tests.golden.tables import episodes_of
 from tests.unit.trainer.conftest import entry_of
+from trainer_service.algorithms.table import Alone
 from trainer_service.data.episode_rows import (
     EpisodeBytes,
-    call_temperatures,
     check_staleness,
     rows_of_episodes,
 )
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import row_of
+from trainer_service.data.units import build_units
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
 
 
@@ -83,8 +85,13 @@ def test_every_sampled_unit_is_trained_exactly_once(episode):
     if not rows:
         assert not want
         return
-    batch = build_micro_batch(rows, groups=np.zeros(1, np.int64), advantages=np.ones(1, np.float32))
-    assert sorted(zip(batch.units.behaviour.tolist(), batch.target.tolist(), strict=True)) == want
+    batch = build_micro_batch(rows)
+    assert (
+        sorted(
+            zip(np.concatenate([row.behaviour for row in rows]).tolist(), batch.target.tolist(), strict=True)
+        )
+        == want
+    )
 
 
 def test_a_pack_feeds_what_came_before_each_unit():
@@ -101,19 +108,19 @@ def test_a_pack_feeds_what_came_before_each_unit():
         np.array([0, -4], np.float32),
     )
     short = row_of(0, ids, mask, logprobs, np.zeros(2, np.int32))
-    batch = build_micro_batch(
-        [row, short], groups=np.array([5, 6]), advantages=np.array([0.5, -0.5], np.float32)
-    )
+    batch = build_micro_batch([row, short])
     assert batch.input_ids.tolist() == [[7, 8, 3, 4, 9, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0]]
     assert batch.runs == [(1, 5), (1, 1)]
     assert batch.predict.tolist() == [1, 2, 4, 5]
     assert batch.target.tolist() == [3, 4, 5, 2]
-    assert batch.units.behaviour.tolist() == [-1, -2, -3, -4]
-    assert batch.units.version.tolist() == [2, 2, 3, 0]
-    assert batch.units.episode.tolist() == [1, 1, 1, 0]
-    assert batch.units.group.tolist() == [6, 6, 6, 5]
-    assert batch.units.advantage.tolist() == [-0.5, -0.5, -0.5, 0.5]
+    assert batch.episode.tolist() == [1, 1, 1, 0]
+    units = build_units([row, short], episodes_of([1.0, 0.0], [5, 6]), Alone())
+    assert units.behaviour.tolist() == [-1, -2, -3, -4]
+    assert units.version.tolist() == [2, 2, 3, 0]
+    assert units.episode.tolist() == [1, 1, 1, 0]
+    assert units.group.tolist() == [6, 6, 6, 5]
+    assert units["row_units"].tolist() == [3, 3, 3, 1]
 
 
 def test_a_row_that_begins_with_a_sampled_unit_is_refused():
@@ -174,11 +181,21 @@ def test_what_was_not_sampled_from_what_is_trained_reaches_no_gradient(sampling,
         assert caught.value.restart_helps is False
 
 
-def test_calls_of_other_policies_cannot_be_trained():
-    other = EpisodeBuilder("job", "t", "t#0", 0, policies=("policy", "judge"), agents=(("main", 0), ("j", 1)))
-    _sampled(other, range(1), other.prompt([1]), agent=1)
-    with pytest.raises(BatchError, match="only 'policy' is trained"):
-        call_temperatures(unpack(pack(other.build())), "policy")
+def test_what_other_policies_sampled_is_context():
+    agents = (("main", 0), ("judge", 1))
+    builder = EpisodeBuilder("job", "t", "t#0", 0, policies=("policy", "judge"), agents=agents)
+    first = _sampled(builder, range(2), builder.prompt([1, 2]), [0, 1])
+    said = _sampled(builder, range(3), builder.prompt([3], parent=first), [7, 8, 9], agent=1)
+    _sampled(builder, range(1), said, 1)
+    episode = builder.build()
+    blob = pack(episode)
+    for policy, n_units, versions in (("policy", 3, {0, 1}), ("judge", 3, {7, 8, 9})):
+        seen = seen_by(episode, policy)
+        (row,) = rows_of_episodes([EpisodeBytes(blob, entry_of(seen), 0)], policy=policy)
+        assert len(row.position) == n_units == seen.n_sampled
+        assert set(row.version.tolist()) == versions
+    silent = seen_by(episode, "critic")
+    assert rows_of_episodes([EpisodeBytes(blob, entry_of(silent), 0)], policy="critic") == []
 
 
 @given(st.lists(branching_episodes(), min_size=1, max_size=4), st.integers(0, 6))

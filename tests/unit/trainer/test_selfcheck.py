@@ -110,7 +110,7 @@ def train(model, out, batches, *, steps=1, trained=0, restored=None, **changes):
     try:
         assert trainer.run(name="trainer", ready=lambda: None, restored=restored)
     except SelfCheckError:
-        assert backend.updates == trained
+        assert backend.updates == {"policy": trained}
         raise
     return records_of(out)
 

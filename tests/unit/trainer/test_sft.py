@@ -13,12 +13,13 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.launch.folders import LOCK
 from areal_async.status.record import RunLog, read_run_log
-from areal_async.tasks import read_tasks
+from areal_async.tasks import TaskFileError
 from tests.unit.trainer.conftest import write_model as write_tiny_model
 from trainer_service.checkpoint import named_checkpoints, newest_usable, open_checkpoint
+from trainer_service.data.lessons import load_tokenizer, read_lessons
 from trainer_service.errors import BatchError
+from trainer_service.loop.from_files import FAR_FACTOR, FileTrainer
 from trainer_service.loop.learner import load_backend
-from trainer_service.loop.sft import FAR_FACTOR, SftTrainer, examples, load_tokenizer
 from trainer_service.ranks import join_ranks
 from trainer_service.tools.checkpoint_model import write_checkpoint_model
 
@@ -50,23 +51,30 @@ def _trainer(tmp_path, model, *, stopping=None, **options):
     job, ranks = _job(tmp_path, model, **options), join_ranks(0, 1)
     parts = {"run_dir": tmp_path, "run_log": RunLog(tmp_path / "metrics.jsonl")}
     parts["stopping"] = stopping or threading.Event()
-    return SftTrainer(job, ranks, load_backend(job, ranks), **parts)
+    return FileTrainer(job, ranks, load_backend(job, ranks), **parts)
 
 
 def test_an_example_is_prompt_answer_and_end_with_the_loss_after_the_prompt(tmp_path, model_dir):
     tokenizer = load_tokenizer(model_dir)
     chat = [{"role": "user", "content": "1+1="}]
-    table = read_tasks(_tasks(tmp_path / "t.jsonl", [("12+3=", 15), (chat, "2")]))
-    first, second = examples(tokenizer, table)
+    path = _tasks(tmp_path / "t.jsonl", [("12+3=", 15), (chat, "2")])
+    lessons = read_lessons(_job(tmp_path, model_dir), path, tokenizer)[1]
+    (first,), (second,) = (lesson.rows for lesson in lessons)
     assert tokenizer.convert_ids_to_tokens(first.token_ids) == [*"12+3=15", "<eos>"]
     assert first.position.tolist() == [5, 6, 7]
     assert tokenizer.convert_ids_to_tokens(second.token_ids) == [*"1+1=2", "<eos>"]
 
 
 def test_a_task_without_an_answer_is_named(tmp_path, model_dir):
-    table = read_tasks(_tasks(tmp_path / "t.jsonl", [("1+1=", "2"), ("1+2=", None)]))
-    with pytest.raises(BatchError, match=r"t\.jsonl, row 1: its ground truth is null"):
-        examples(load_tokenizer(model_dir), table)
+    path = _tasks(tmp_path / "t.jsonl", [("1+1=", "2"), ("1+2=", None)])
+    with pytest.raises(TaskFileError, match=r"t\.jsonl, line 2: its ground truth is null"):
+        read_lessons(_job(tmp_path, model_dir), path, load_tokenizer(model_dir))
+
+
+def test_an_answer_of_unknown_characters_is_named(tmp_path, model_dir):
+    path = _tasks(tmp_path / "t.jsonl", [("1+1=", "2"), ("1+2=", "日")])
+    with pytest.raises(BatchError, match=r"t\.jsonl, line 2: .* nothing that it knows in its answer"):
+        read_lessons(_job(tmp_path, model_dir), path, load_tokenizer(model_dir))
 
 
 def test_training_raises_accuracy_and_stops_where_asked(tmp_path):
@@ -156,7 +164,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path,
     names = [folder.name for folder in named_checkpoints(whole / "checkpoints")]
     assert names == ["step-000004", "step-000008", "step-000011"]
     restored = open_checkpoint(whole / "checkpoints" / names[0], job="warm", policy="policy")
-    assert (restored.manifest.updates, restored.ledger()) == (4, b"")
+    assert (restored.manifest.updates, restored.ledger()) == ({"policy": 4}, b"")
     assert _trainer(resumed, model_dir, steps=11, batch_size=10).run(restored)
     assert _told(resumed) == [record for record in _told(whole) if record["step"] > 4]
     models = [(out / "model" / "model.safetensors").read_bytes() for out in (whole, resumed)]
@@ -203,7 +211,7 @@ def test_the_best_checkpoint_becomes_a_model(tmp_path, model_dir):
     newest, whole = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert newest == whole
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "best")
-    for moments in (run / "checkpoints" / "step-000004").glob("exp_avg*"):
+    for moments in (run / "checkpoints" / "step-000004").glob("policy.exp_avg*"):
         moments.write_bytes(b"")  # whole by the manifest below, and not to be read
         _forget(moments)
     assert write_checkpoint_model(run, "4", tmp_path / "again") == 4

@@ -44,7 +44,7 @@ def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None):
 
 
 def leave(states, place, step):
-    states.leave(place, step, epoch=1, updates=step, save=save)
+    states.leave(place, step, epoch=1, updates={"policy": step}, save=save)
     states.wait()
 
 
@@ -160,11 +160,11 @@ def test_a_full_shared_memory_ends_the_states_and_not_the_trainer(tmp_path):
 
         return write
 
-    states.leave("memory", 1, epoch=1, updates=1, save=full)
+    states.leave("memory", 1, epoch=1, updates={"policy": 1}, save=full)
     states.wait()
     assert states.memory is None
     assert not (tmp_path / "shm" / FOLDER).exists()
-    states.leave("memory", 2, epoch=1, updates=2, save=full)
+    states.leave("memory", 2, epoch=1, updates={"policy": 2}, save=full)
     leave(states, "disk", 3)
     assert newest_usable(tmp_path / "checkpoints", **OF).manifest.step == 3
 

@@ -1,28 +1,33 @@
 """A step's result depends on its data, not on how the data is cut."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
-from areal_async.config.job import ObjectiveSection, OptimizerSection
+from areal_async.config.job import OptimizerSection
+from areal_async.config.objective import ObjectiveSection
 from areal_async.weights.pieces import whole_tensors
+from tests.golden import plain_objective as plain
 from trainer_service.algorithms.objective import Objective
+from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.episode_rows import EpisodeBytes, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE
 from trainer_service.data.step_plan import plan_step
 from trainer_service.errors import DivergenceError
-from trainer_service.loop.learner import train_step
+from trainer_service.loop.step import train_step
 from trainer_service.ranks import join_ranks
 
 
 def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, **objective):
-    composed, ranks = Objective(ObjectiveSection(**objective)), join_ranks(0, 1)
+    composed = Objective(ObjectiveSection(**objective), minibatches=minibatches)
+    ranks = join_ranks(0, 1)
     eta = batch.max_staleness
     plan = plan_step(
         batch,
-        composed,
         step=batch.step,
         max_staleness=eta,
         minibatches=minibatches,
@@ -36,6 +41,7 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
                 for index in minibatch[0]
             ],
             policy="policy",
+            with_places=composed.with_segments,
         )
         for minibatch in plan.shares
     ]
@@ -50,8 +56,7 @@ def _train(backend, batch, blobs, *, budget=8192, minibatches=1, shuffle=None, *
         step=batch.step,
         max_staleness=eta,
         names=[episode.episode_id for episode in plan.episodes],
-        groups=plan.groups,
-        advantages=plan.advantages,
+        episodes=plan.table,
         micro_batch_tokens=budget,
         cost=TOKENS_ALONE,
     )
@@ -61,7 +66,8 @@ def _backend(folder, kind=FsdpBackend, lr=1e-6):
     """With an epsilon of 1e-3: at 1e-8 Adam moves a weight whose gradient is mere rounding by up to the whole
     learning rate, and steps would be compared by that."""
     section = OptimizerSection().model_copy(update={"lr": lr, "eps": 1e-3})
-    return kind({"policy": folder}, section, join_ranks(0, 1), dtype=torch.float32, total_updates=100)
+    models = {"policy": ModelUse(folder, section, 100)}
+    return kind(models, join_ranks(0, 1), dtype=torch.float32)
 
 
 def _step(folder, batch, blobs, *, lr=1e-2, **options):
@@ -75,7 +81,7 @@ def _same(a, b):
     assert first.grad_norms == pytest.approx(second.grad_norms, rel=1e-5)
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, others[name], atol=4e-6, rtol=0)
-    for name in ("units", "w_mean", "w_max", "w_min", "ess", "chi2", "kl_prox_beh", "clip_high_share"):
+    for name in first.statistics.keys() - {"by_staleness"}:
         assert first.statistics[name] == pytest.approx(second.statistics[name], rel=1e-3, abs=1e-6)
 
 
@@ -89,6 +95,71 @@ def test_a_step_is_invariant_to_micro_batching(model_dir, make_batch, normaliser
     assert whole[0].micro_batches == minibatches
     assert tiny[0].micro_batches > 3 * minibatches
     _same(whole, tiny)
+
+
+OBJECTIVES = [
+    {"loss": "gspo", "correction": "bypass", "loss_args": {"clip_high": 0.1}},
+    {"loss": "gspo", "correction": "mis", "correction_args": {"high": 0.04}},
+    {"loss": "gmpo", "correction": "bypass", "normaliser": "sequence"},
+    {"loss": "gmpo", "correction": "decoupled", "correction_args": {"level": "sequence"}},
+    {"loss": "cispo", "correction": "m2po", "correction_args": {"threshold": 0.05}},
+    {"loss": "sapo", "correction": "icepop", "normaliser": "rollout"},
+    {"loss": "dppo", "correction": "tis", "loss_args": {"bound_low": 1e-3, "bound_high": 1e-3}},
+    {"loss": "raft_pp", "prox": "loglinear"},
+    {"loss": "topr", "correction": "none"},
+    {"loss": "topr", "correction": "none", "loss_args": {"level": "token"}},
+    {"loss": "kimi", "correction": "mis", "correction_args": {"estimator": "k1", "high": 0.1}},
+    {"loss": "reinforce", "entropy": 0.1},
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: f"{o['loss']}-{o.get('correction', '')}")
+def test_a_step_of_any_loss_is_invariant_to_order_and_micro_batching(model_dir, make_batch, objective):
+    """With episodes whose rows are in several micro-batches, and a second update whose ratios are not 1."""
+    batch, blobs = make_batch(3, max_staleness=2, lengths=(1, 9), branches=3)
+    whole = _step(model_dir, batch, blobs, minibatches=2, **objective)
+    tiny = _step(model_dir, batch, blobs, minibatches=2, budget=12, shuffle=1, **objective)
+    assert tiny[0].micro_batches > 3 * whole[0].micro_batches
+    _same(whole, tiny)
+    shares = [value for name, value in whole[0].statistics.items() if name.endswith("_share")]
+    assert not shares or any(0 < share < 1 for share in shares), "nothing was decided by what is compared"
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("gspo", {"clip_low": 0.02, "clip_high": 0.03}),
+        ("gmpo", {"clip_low": 0.02, "clip_high": 0.03}),
+        ("topr", {}),
+        ("topr", {"level": "token"}),
+    ],
+)
+def test_the_ratio_of_an_episode_is_that_of_all_of_its_rows(monkeypatch, model_dir, make_batch, name, args):
+    """Against plain f64 on the model's own log-probs, with rows of an episode in several micro-batches."""
+    batch, blobs = make_batch(3, max_staleness=2, lengths=(1, 9), branches=3)
+    seen, terms = [], Objective.terms
+
+    def watch(self, columns, units):
+        names = {"beh": units.behaviour, "A": units.advantage, "episode": units.episode}
+        values = {"logp": columns["logp"].detach()} | names
+        seen.append(
+            [
+                dict(zip(values, unit, strict=True))
+                for unit in zip(*(v.tolist() for v in values.values()), strict=True)
+            ]
+        )
+        return terms(self, columns, units)
+
+    monkeypatch.setattr(Objective, "terms", watch)
+    correction = "none" if name == "topr" else "bypass"
+    options = {"loss": name, "loss_args": args, "correction": correction, "normaliser": "rollout"}
+    result, _ = _step(model_dir, batch, blobs, budget=12, **options)
+    episodes = [{unit["episode"] for unit in units} for units in seen]
+    assert sum(map(len, episodes)) > len(set.union(*episodes)), "no episode was in two micro-batches"
+    units = [unit | {"prox": unit["beh"]} for units in seen for unit in units]
+    units = plain.with_means(units, name, args)
+    wanted = [plain.LOSSES[name](u["logp"], u, **args) * plain.rollout(u, units) for u in units]
+    assert result.loss == pytest.approx(math.fsum(wanted), abs=1e-6)
 
 
 @pytest.mark.parametrize("normaliser", ["token", "sequence"])
@@ -149,17 +220,17 @@ class Broken(FsdpBackend):
 
         return super().evaluate(model, batches, spoilt, columns=columns)
 
-    def train(self, batches, loss_of, *, columns=("logp",)):
+    def train(self, model, batches, loss_of, *, columns=("logp",)):
         def spoilt(index, found):
             logp = found["logp"]
             return loss_of(
                 index, {"logp": self._spoilt(batches[index], logp) if self.with_gradient else logp}
             )
 
-        super().train(batches, spoilt, columns=columns)
+        super().train(model, batches, spoilt, columns=columns)
 
     def _spoilt(self, batch, logp):
-        return torch.where(torch.isin(batch.units.episode, torch.tensor(self.episodes)), self.value, logp)
+        return torch.where(torch.isin(batch.episode, torch.tensor(self.episodes)), self.value, logp)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -172,16 +243,27 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
     backend = _backend(model_dir, type("Kind", (Broken,), {"value": value, "with_gradient": with_gradient}))
     before = {name: tensor.clone() for name, tensor in whole_tensors(backend.export("policy")).items()}
     with pytest.raises(DivergenceError) as caught:
-        _train(backend, batch, blobs, budget=64)
+        _train(backend, batch, blobs, budget=64, prox="recompute")
     words = str(caught.value)
     assert "step 0, minibatch 0" in words
     episodes = [episode for group in batch.groups for episode in group.episodes]
     for index in (3, 9):
         assert f"{episodes[index].episode_id} ({episodes[index].n_sampled})" in words
-    assert backend.updates == 0
+    assert backend.updates == {"policy": 0}
     assert caught.value.restart_helps is False
     after = whole_tensors(backend.export("policy"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_an_advantage_that_is_not_finite_ends_training_by_its_episode(model_dir, make_batch, reward):
+    batch, blobs = make_batch(0)
+    first = batch.groups[0]
+    spoilt = replace(first, episodes=[replace(first.episodes[0], reward=reward), *first.episodes[1:]])
+    backend = _backend(model_dir)
+    with pytest.raises(DivergenceError, match=rf"the advantage of episode {first.episodes[0].episode_id}"):
+        _train(backend, replace(batch, groups=[spoilt, *batch.groups[1:]]), blobs)
+    assert backend.updates == {"policy": 0}
 
 
 def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch):
@@ -189,18 +271,18 @@ def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch
     backend = _backend(model_dir, type("Kind", (Broken,), {"episodes": (9,)}))
     with pytest.raises(DivergenceError, match="step 0, minibatch 2"):
         _train(backend, batch, blobs, minibatches=4)
-    assert backend.updates == 2
+    assert backend.updates == {"policy": 2}
 
 
 def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
     class Exploding(FsdpBackend):
-        def train(self, batches, loss_of, *, columns=("logp",)):
-            super().train(batches, lambda index, found: loss_of(index, found) * float("inf"))
+        def train(self, model, batches, loss_of, *, columns=("logp",)):
+            super().train(model, batches, lambda index, found: loss_of(index, found) * float("inf"))
 
     backend = _backend(model_dir, Exploding)
     with pytest.raises(DivergenceError, match=r"the gradient's norm is .* trainer\.optimizer\.lr"):
         _train(backend, *make_batch(0))
-    assert backend.updates == 0
+    assert backend.updates == {"policy": 0}
 
 
 def test_weights_that_are_not_finite_are_not_given_out(model_dir, make_batch):
@@ -208,4 +290,4 @@ def test_weights_that_are_not_finite_are_not_given_out(model_dir, make_batch):
     backend = _backend(model_dir, lr=3e38)
     with pytest.raises(DivergenceError, match="the norm of the weights is"):
         _train(backend, *make_batch(0))
-    assert backend.updates == 0
+    assert backend.updates == {"policy": 0}

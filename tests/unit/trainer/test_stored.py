@@ -49,7 +49,9 @@ def save(checkpoints, step, *, content=b"weights", durable=lambda: None):
     def write(folder):
         return lambda: {"policy.bin": write_hashed(folder / "policy.bin", [content])}
 
-    checkpoints.begin(step, epoch=3, updates=step, save=write, ledger=lambda: b"ledger", durable=durable)
+    checkpoints.begin(
+        step, epoch=3, updates={"policy": step}, save=write, ledger=lambda: b"ledger", durable=durable
+    )
     checkpoints.wait()
 
 
@@ -219,7 +221,7 @@ def test_each_rank_stores_what_it_wrote_and_the_manifest_comes_when_all_have(
             name = f"policy-{rank}.bin"
             return lambda: {name: write_hashed(folder / name, [bytes([rank])])}
 
-        checkpoints.begin(1, epoch=3, updates=1, save=write, ledger=lambda: b"ledger")
+        checkpoints.begin(1, epoch=3, updates={"policy": 1}, save=write, ledger=lambda: b"ledger")
         try:
             checkpoints.wait()
         except (StorageAway, TrainerError) as error:

@@ -242,7 +242,7 @@ def test_epochs_run_over_segments_and_skip_what_is_not_trained(builder):
         add_call(builder, [1] * n, [-1.0] * n, epoch=epoch, mask=mask)
 
     sampled(1, 2, mask=[0])
-    assert builder.began is None
+    assert builder.began() is None
     sampled(2, 3)
     builder.prompt([1])
     sampled(2, 3)
@@ -250,7 +250,7 @@ def test_epochs_run_over_segments_and_skip_what_is_not_trained(builder):
     sampled(3, 4, mask=[0, 0, 1])
     sampled(4, [4, 5, 6, 5], mask=[1, 1, 0, 1])
     assert builder.build().header.epochs == [(1, 3), (8, 4), (10, 5)]
-    assert builder.began == (3, builder.build().units.version[1])
+    assert builder.began() == (3, builder.build().units.version[1])
 
 
 def test_equal_anchors_meet_across_episodes_and_none_is_zero():

@@ -1,15 +1,18 @@
 """Run by test_costs.py in a process with a limit of CPU time: every function that reads an answer, on long
 texts of one piece again and again. What goes back over a text from each of its places would need hours.
-`PYTHONPATH` holds examples/rewards.
+`PYTHONPATH` holds examples/rewards and examples/environments.
 """
 
 import sys
 
+import countdown
 import instructions
+import json_schema
+import texts
 from instructions import CHECKS, follows
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers import answers, json_schema, writing
+from reward_service.verifiers import answers, writing
 from reward_service.verifiers.answers import WHERES, answer_of
 from reward_service.verifiers.arithmetic import final_number, number_of
 from reward_service.verifiers.text import chosen
@@ -50,17 +53,17 @@ REWARDS = {
     "math": "57",
     "gsm8k": "57",
     "arithmetic": "57",
-    "countdown": {"target": 10, "numbers": [1, 2, 7]},
+    f"{countdown.__file__}:countdown": {"target": 10, "numbers": [1, 2, 7]},
     "choice": "B",
     "exact_match": "57",
-    "f1": "57",
+    f"{texts.__file__}:f1": "57",
     "format_tags": None,
-    "json_schema": "true",
+    f"{json_schema.__file__}:json_schema": "true",
     f"{instructions.__file__}:instructions": {
         "instruction_id_list": list(CHECKS),
         "kwargs": [ARGUMENTS.get(n, {}) for n in CHECKS],
     },
-    "repetition": None,
+    f"{texts.__file__}:repetition": None,
 }
 
 

@@ -3,11 +3,13 @@
 import sys
 
 import pytest
+from texts import repetition
+from verifiers import F1
 
 from areal_async.rpc.verdicts import Abstain, Parts, Score
 from reward_service.sdk import RewardInput, RewardLoadError
 from reward_service.verifiers.composed import weighted
-from reward_service.verifiers.text import overlong, repetition
+from reward_service.verifiers.text import overlong
 
 OWN = """
 from areal_async.rpc.verdicts import Failure, Parts, Timeout
@@ -57,7 +59,7 @@ async def test_a_weighted_sum_names_its_parts_and_theirs(own):
     parts = [
         {"name": "gsm8k", "weight": 2.0},
         {"name": own("half"), "args": {"scale": 3.0}},
-        {"name": "f1", "weight": 0.0, "label": "overlap"},
+        {"name": F1, "weight": 0.0, "label": "overlap"},
     ]
     verdict = await weighted(GIVEN, parts=parts)
     assert verdict.value == 2.0 + 1.5

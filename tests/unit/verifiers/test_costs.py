@@ -10,14 +10,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from verifiers import TABLE, judged
+from json_schema import json_schema
+from verifiers import JSON_SCHEMA, TABLE, judged
 
 from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Score
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import TooCostly, within
 from reward_service.verifiers.equality import preload
-from reward_service.verifiers.json_schema import json_schema
 from reward_service.verifiers.math import math
 from reward_service.verifiers.text import regex
 from tests.scoring import scored
@@ -138,7 +138,7 @@ def test_a_schema_whose_check_takes_for_ever_makes_the_answer_wrong():
     slow = json_schema(RewardInput(response=mixed), schema={"uniqueItems": True})
     assert slow == Score(0.0, {"json": 1.0, "too_costly": 1.0})
     given = RewardInput(response=f'"{"a" * 60}"')
-    section = RewardSection(name="json_schema", args={"schema": {"pattern": BACKTRACKING}}, timeout_s=60)
+    section = RewardSection(name=JSON_SCHEMA, args={"schema": {"pattern": BACKTRACKING}}, timeout_s=60)
     assert scored(section, [given]) == [Score(0.0, {"json": 1.0, "too_costly": 1.0})]
 
 
@@ -149,7 +149,8 @@ def test_reading_an_answer_takes_work_in_proportion_to_its_length(kind, size):
 
     command = [sys.executable, str(Path(__file__).with_name("linear.py")), kind, str(size)]
     root = TABLE.parents[2]
-    environment = os.environ | {"PYTHONPATH": f"{root}/examples/rewards"}
+    places = (root, root / "examples" / "rewards", root / "examples" / "environments")
+    environment = os.environ | {"PYTHONPATH": ":".join(map(str, places))}
     ended = subprocess.run(
         command, capture_output=True, text=True, preexec_fn=limit, cwd=root, env=environment
     )

@@ -2,7 +2,7 @@
 
 import pytest
 from instructions import follows
-from verifiers import judged
+from verifiers import COUNTDOWN, JSON_SCHEMA, judged
 
 from reward_service.sdk import RewardInput, load_reward
 
@@ -129,11 +129,11 @@ def test_a_choice_in_words_is_one(answer, truth):
 )
 def test_what_other_readers_of_json_refuse_or_read_otherwise_is_no_json(text):
     assert not follows(text, "detectable_format:json_format", {})
-    verdict = load_reward("json_schema")(RewardInput(response=text), schema=True)
+    verdict = load_reward(JSON_SCHEMA)(RewardInput(response=text), schema=True)
     assert (verdict.value, verdict.components) == (0.0, {"json": 0.0})
 
 
 @pytest.mark.parametrize("text", ["0x1+2+7", "1+2+7#", "1+2+0b111", "1_0"])
 def test_countdown_reads_plain_whole_numbers_only(text):
     truth = {"target": 10, "numbers": [1, 2, 7]}
-    assert load_reward("countdown")(RewardInput(response=text, ground_truth=truth)).components["proper"] == 0
+    assert load_reward(COUNTDOWN)(RewardInput(response=text, ground_truth=truth)).components["proper"] == 0

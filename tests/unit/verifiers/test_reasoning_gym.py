@@ -6,10 +6,10 @@ import json
 import os
 
 import pytest
+from of_reasoning_gym import EVALUATES, PARSES, harmless, reasoning_gym
 
 from areal_async.rpc.verdicts import Abstain
 from reward_service.sdk import RewardInput
-from reward_service.verifiers.reasoning_gym import EVALUATES, PARSES, harmless, reasoning_gym
 
 library = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: the extra `environments`")
 DATASETS = importlib.import_module("reasoning_gym.factory").DATASETS

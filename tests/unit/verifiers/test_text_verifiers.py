@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instructions import CHECKS, follows
 from pydantic import ValidationError
-from verifiers import INSTRUCTIONS, VERIFIERS, fuzz
+from verifiers import COUNTDOWN, F1, INSTRUCTIONS, JSON_SCHEMA, VERIFIERS, fuzz
 
 from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
@@ -133,7 +133,7 @@ def test_gsm8k_takes_the_last_number_only_when_asked_to():
         value("gsm8k", "#### 42", "many")
 
 
-COUNTDOWN = [
+EXPRESSIONS = [
     ("<answer>(1 + 2) * 8</answer>", "all", 1, 1), ("<answer>(1 + 2) × 8 = 24</answer>", "all", 1, 1),
     (r"\boxed{(1+2)\times 8}", "all", 1, 1), ("First 1 + 2 is 3.\n(1 + 2) * 8", "all", 1, 1),
     ("8 / (1 / (1 + 2))", "all", 0, 0), ("8 * 2 + 8", "all", 0, 0), ("8 * 2", "all", 0, 0),
@@ -144,20 +144,20 @@ COUNTDOWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("response", "use", "score", "proper"), COUNTDOWN)
+@pytest.mark.parametrize(("response", "use", "score", "proper"), EXPRESSIONS)
 def test_countdown(response, use, score, proper):
     one = RewardInput(response=response, ground_truth={"target": 24, "numbers": [1, 2, 8]})
-    assert load_reward("countdown")(one, use=use) == Score(float(score), {"proper": float(proper)})
+    assert load_reward(COUNTDOWN)(one, use=use) == Score(float(score), {"proper": float(proper)})
 
 
 def test_countdown_reads_the_forms_that_tasks_have():
     task = {"target": 24, "nums": [1, 2, 8]}
-    assert value("countdown", "(1+2)*8", None, extra=task) == 1
-    assert value("countdown", "(1+2)*8", "24", extra={"numbers": [1, 2, 8]}) == 1
-    assert value("countdown", "8*2", task, use="some", wrong=0.1) == 0.1
-    assert isinstance(value("countdown", "1", None), Abstain)
+    assert value(COUNTDOWN, "(1+2)*8", None, extra=task) == 1
+    assert value(COUNTDOWN, "(1+2)*8", "24", extra={"numbers": [1, 2, 8]}) == 1
+    assert value(COUNTDOWN, "8*2", task, use="some", wrong=0.1) == 0.1
+    assert isinstance(value(COUNTDOWN, "1", None), Abstain)
     with pytest.raises(ValueError, match="must be numbers"):
-        value("countdown", "1", {"target": "x", "numbers": [1]})
+        value(COUNTDOWN, "1", {"target": "x", "numbers": [1]})
 
 
 CHOICES = {"choices": ["Paris", "Rome", "a cat", "Bern"]}
@@ -201,16 +201,16 @@ def test_exact_match_options(response, truth, args, score):
 
 def test_f1_is_that_of_the_words_in_common():
     one = RewardInput(response="the cat sat down", ground_truth=["dogs", "cat sat on"])
-    verdict = load_reward("f1")(one)
+    verdict = load_reward(F1)(one)
     assert verdict.value == pytest.approx(2 / 3)
     assert verdict.components == {
         "exact": 0.0,
         "precision": pytest.approx(2 / 3),
         "recall": pytest.approx(2 / 3),
     }
-    assert value("f1", "A cat.", "cat") == 1
-    assert value("f1", "", "") == 1
-    assert value("f1", "", "cat") == 0
+    assert value(F1, "A cat.", "cat") == 1
+    assert value(F1, "", "") == 1
+    assert value(F1, "", "cat") == 0
 
 
 REGEX = [
@@ -267,17 +267,17 @@ JSON = [
 @pytest.mark.parametrize(("response", "args", "score", "parsed"), JSON)
 def test_json_schema(response, args, score, parsed):
     one = RewardInput(response=response, ground_truth=json.dumps(SCHEMA))
-    assert load_reward("json_schema")(one, **args) == Score(float(score), {"json": float(parsed)})
+    assert load_reward(JSON_SCHEMA)(one, **args) == Score(float(score), {"json": float(parsed)})
 
 
 def test_json_schema_fetches_nothing_and_names_a_truth_that_is_no_schema():
     with pytest.raises(Exception, match=r"example\.com"):
-        value("json_schema", "{}", {"$ref": "http://example.com/schema.json"})
+        value(JSON_SCHEMA, "{}", {"$ref": "http://example.com/schema.json"})
     with pytest.raises(ValueError, match="not a valid JSON schema"):
-        value("json_schema", "{}", {"type": "nothing"})
+        value(JSON_SCHEMA, "{}", {"type": "nothing"})
     with pytest.raises(ValueError, match="not the JSON of a schema"):
-        value("json_schema", "{}", "{")
-    assert isinstance(value("json_schema", "{}"), Abstain)
+        value(JSON_SCHEMA, "{}", "{")
+    assert isinstance(value(JSON_SCHEMA, "{}"), Abstain)
 
 
 FORMS = [

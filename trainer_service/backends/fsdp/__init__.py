@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,14 +10,24 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
-from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of, rank_memory, shape_of
+from trainer_service.backends.fsdp.memory import (
+    ModelShape,
+    RankMemory,
+    options_of,
+    rank_memory,
+    shape_of,
+    together,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from areal_async.config.job import JobConfig, LoraSection, OptimizerSection, TrainerSection
-    from trainer_service.backends.base import TrainingBackend
+    from areal_async.config.job import JobConfig, LoraSection, TrainerSection
+    from trainer_service.backends.base import ModelUse, TrainingBackend
     from trainer_service.ranks import Ranks
+
+
+ReadShapes = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]]
 
 
 class Fsdp:
@@ -48,21 +58,22 @@ class Fsdp:
             )
 
     def memory(
-        self, trainer: TrainerSection, config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
-    ) -> tuple[ModelShape, RankMemory]:
-        """The model of a `config.json` and the shapes of its tensors, and the bytes that each rank of a job
-        needs for it. Raises ValueError for a model that has no decoder blocks."""
-        model = shape_of(config, tensors)
-        return model, rank_memory(model, options_of(trainer))
+        self, trainer: TrainerSection, models: Mapping[str, ModelUse], read: ReadShapes
+    ) -> tuple[dict[str, ModelShape], RankMemory]:
+        """The models of a job by name, and the bytes that each rank needs for all of them. `read(folder)`
+        gives a `config.json` and the shapes of its tensors. Raises ValueError for a model that has no decoder
+        blocks."""
+        options = options_of(trainer)
+        shapes = {name: shape_of(*read(use.folder), use.head) for name, use in models.items()}
+        each = [rank_memory(shapes[name], options.of(name, use)) for name, use in models.items()]
+        return shapes, together(each)
 
     def __call__(
         self,
-        models: Mapping[str, Path],
-        optimizer: OptimizerSection,
+        models: Mapping[str, ModelUse],
         ranks: Ranks,
         *,
         dtype: torch.dtype,
-        total_updates: int,
         recompute: str = "none",
         offload_optimizer: bool = False,
         replicate: int = 1,
@@ -74,10 +85,8 @@ class Fsdp:
 
         return FsdpBackend(
             models,
-            optimizer,
             ranks,
             dtype=dtype,
-            total_updates=total_updates,
             recompute=recompute,
             offload_optimizer=offload_optimizer,
             replicate=replicate if ranks.world > 1 else 1,

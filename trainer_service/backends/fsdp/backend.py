@@ -10,7 +10,6 @@ over the copies too. Copies are equal bit by bit: what is counted, written or gi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,47 +17,40 @@ from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from areal_async.config.job import LoraSection, OptimizerSection
+from areal_async.config.job import LoraSection
 from areal_async.weights.pieces import TensorPiece
-from trainer_service.backends.base import TRAINED_MODEL, Columns, RankPlace, learning_rate
-from trainer_service.backends.fsdp.head import open_window, packed_columns
-from trainer_service.backends.fsdp.loading import load_sharded
-from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
-from trainer_service.backends.fsdp.recompute import recompute_blocks
-from trainer_service.backends.fsdp.shards import HostCopies, read_shard, shard_end, write_shard, write_tensors
+from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
+from trainer_service.backends.fsdp.head import packed_columns
+from trainer_service.backends.fsdp.model import HeldModel
+from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard, write_tensors
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.disk import FileEntry
-from trainer_service.errors import CheckpointError, DivergenceError, ModelError
+from trainer_service.errors import CheckpointError, ModelError
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")
 
 
 class FsdpBackend:
-    """See `backends.base.TrainingBackend`. Models other than `policy` are frozen."""
+    """See `backends.base.TrainingBackend`."""
 
     def __init__(
         self,
-        models: Mapping[str, Path],
-        optimizer: OptimizerSection,
+        models: Mapping[str, ModelUse],
         ranks: Ranks,
         *,
         dtype: torch.dtype,
-        total_updates: int,
         recompute: str = "none",
         offload_optimizer: bool = False,
         replicate: int = 1,
         lora: LoraSection | None = None,
         seed: int = 0,
     ) -> None:
-        """`models` maps names to Hugging Face directories and holds `policy`; `total_updates` is how many
-        optimizer updates the whole run makes, for the learning rate's schedule. The other options are those
-        of `Fsdp.Arguments`; with `lora` adapters are trained, whose first values come of `seed`. Raises
-        `ModelError`."""
+        """The options are those of `Fsdp.Arguments`, for all models that are trained; with `lora` the
+        adapters of `policy` are trained, whose first values come of `seed`. Raises `ModelError`."""
         if ranks.world % replicate:
             raise ModelError(
                 f"trainer.backend_args.replicate: {replicate} copies of the model do not share {ranks.world} "
@@ -75,31 +67,28 @@ class FsdpBackend:
             )
         self._ranks = ranks
         self._copies = HostCopies()
-        self._settings = optimizer
-        self._total_updates = total_updates
         self._dtype = dtype
-        self._loaded = {
-            name: load_sharded(folder, ranks, dtype, lora=lora if name == TRAINED_MODEL else None, seed=seed)
-            for name, folder in models.items()
+        self._models = {
+            name: HeldModel(
+                name,
+                use,
+                ranks,
+                dtype=dtype,
+                first_copy=self._first_copy,
+                recompute=recompute,
+                offload_optimizer=offload_optimizer,
+                lora=lora if name == TRAINED_MODEL else None,
+                seed=seed,
+            )
+            for name, use in models.items()
         }
-        self._models = {name: loaded.module for name, loaded in self._loaded.items()}
-        self.tied = self._loaded[TRAINED_MODEL].tied
-        self.adapted = self._loaded[TRAINED_MODEL].adapted
-        for name, model in self._models.items():
-            if lora is None or name != TRAINED_MODEL:
-                model.requires_grad_(name == TRAINED_MODEL)
-            # The first forward of FSDP may move the local shards; the optimizer must see them after it.
-            open_window(model, ranks.device)
-        recompute_blocks(self._models[TRAINED_MODEL], recompute)
-        trained = {
-            name: parameter
-            for name, parameter in self._models[TRAINED_MODEL].named_parameters()
-            if parameter.requires_grad
-        }
-        self._shards = {name: nn.Parameter(_local(parameter)) for name, parameter in trained.items()}
-        self._rows = {name: parameter.shape[0] for name, parameter in trained.items()}
-        self._adamw = ShardedAdamW(self._shards, optimizer, offload=offload_optimizer)
-        self.updates = 0
+        policy = self._models.get(TRAINED_MODEL)
+        self.tied = policy.loaded.tied if policy is not None else {}
+        self.adapted = policy.loaded.adapted if policy is not None else ()
+
+    @property
+    def updates(self) -> dict[str, int]:
+        return {name: model.updates for name, model in self._models.items() if model.shards}
 
     @torch.no_grad()
     def evaluate(
@@ -110,89 +99,68 @@ class FsdpBackend:
         *,
         columns: Sequence[str] = ("logp",),
     ) -> list[T]:
-        found = self._models[model]
-        return [fn(index, packed_columns(found, batch, columns)) for index, batch in enumerate(batches)]
+        module = self._models[model].module
+        return [fn(index, packed_columns(module, batch, columns)) for index, batch in enumerate(batches)]
 
     def train(
         self,
+        model: str,
         batches: Sequence[MicroBatch],
         loss_of: Callable[[int, Columns], Tensor],
         *,
         columns: Sequence[str] = ("logp",),
     ) -> None:
+        module = self._models[model].module
         for index, batch in enumerate(batches):
-            loss = loss_of(index, packed_columns(self._models[TRAINED_MODEL], batch, columns))
+            loss = loss_of(index, packed_columns(module, batch, columns))
             # FSDP takes the mean over ranks; the objective is a sum over them.
             (loss * self._ranks.world).backward()
 
-    def optimizer_step(self) -> float:
-        parameters = dict(self._models[TRAINED_MODEL].named_parameters())
-        gradients = []
-        for name, shard in self._shards.items():
-            gradient = parameters[name].grad
-            shard.grad = None if gradient is None else _local(gradient)
-            if shard.grad is not None:
-                gradients.append(shard.grad)
-        norm = self._norm(gradients)
-        if not math.isfinite(norm):
-            raise DivergenceError(
-                f"the gradient's norm is {norm} in optimizer update {self.updates}: training has diverged. "
-                "Lower trainer.optimizer.lr, or start from an earlier checkpoint."
-            )
-        scale = min(1.0, self._settings.clip_grad_norm / (norm + 1e-6))
-        if scale < 1:
-            torch._foreach_mul_(gradients, scale)
-        self._adamw.step(learning_rate(self._settings, self.updates, self._total_updates))
-        for parameter in parameters.values():
-            parameter.grad = None
-        if not math.isfinite(size := self._norm([shard.detach() for shard in self._shards.values()])):
-            raise DivergenceError(
-                f"the norm of the weights is {size} after optimizer update {self.updates}: they are not "
-                "published. Lower trainer.optimizer.lr, or start from an earlier checkpoint."
-            )
-        self.updates += 1
-        return norm
+    def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
+        return self._models[model].gradient_norm()
 
-    def _norm(self, parts: list[Tensor]) -> float:
-        """2-norm over the shards of one copy, summed up in f64: on a CPU a sum of a million squares in f32 is
-        off by 1e-5, and another number of ranks by another amount."""
-        norms = torch._foreach_norm(parts, 2, torch.float64)
-        squared = torch.stack(norms).square().sum().cpu() * self._first_copy
-        self._ranks.sum(squared)
-        return float(squared.sqrt())
+    def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
+        return self._models[model].step()
+
+    def discard(self, model: str = TRAINED_MODEL) -> None:
+        self._models[model].discard()
+
+    def follow(self, model: str, source: str, share: float) -> None:
+        self._models[model].follow(self._models[source], share)
 
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
-        return self._loaded[model].pieces(self._ranks, self._dtype, gather=gather)
+        return self._models[model].loaded.pieces(self._ranks, self._dtype, gather=gather)
 
     def prepare_save(self) -> None:
         if self._first_copy:
-            self._copies.prepare(dict.fromkeys((TRAINED_MODEL, *MOMENTS), self._shards))
+            self._copies.prepare(
+                {kind: values for model in self._models.values() for kind, values in model.memory.items()}
+            )
 
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         rank, shards_count = self._shard_rank, self._shards_count
-        kinds: dict[str, Mapping[str, Tensor]] = {TRAINED_MODEL: self._shards, **self._adamw.moments()}
-        copies = self._copies.fill(kinds if self._first_copy else {})
+        states = [(model.rows, model.state) for model in self._models.values() if self._first_copy]
+        copies = self._copies.fill({kind: state[kind] for _, state in states for kind in state})
         random_state = torch.get_rng_state()
 
         def write() -> Mapping[str, FileEntry]:
             written = write_tensors(_rng_file(folder, self._ranks.rank), {"cpu": random_state}, {})
-            for kind, values in copies.items():
-                written |= write_shard(folder, kind, values, self._rows, rank, shards_count)
+            for rows, state in states:
+                for kind in state:
+                    written |= write_shard(folder, kind, copies[kind], rows, rank, shards_count)
             return written
 
         return write
 
-    def load(self, folder: Path, updates: int) -> None:
-        kinds: dict[str, Mapping[str, Tensor]] = {TRAINED_MODEL: self._shards, **self._adamw.restart(updates)}
-        for kind, values in kinds.items():
-            read_shard(folder, kind, values, self._rows, self._shard_rank, self._shards_count)
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        for model in self._models.values():
+            model.load(folder, updates, self._shard_rank, self._shards_count)
         rank = self._ranks.rank
         if _rng_file(folder, rank).exists():
             try:
                 torch.set_rng_state(load_file(_rng_file(folder, rank))["cpu"])
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
-        self.updates = updates
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         end = shard_end(self._shard_rank, self._shards_count)
@@ -200,13 +168,6 @@ class FsdpBackend:
         if not mine:  # another number of ranks wrote them
             return files
         return mine | ({_rng_file(Path(), self._ranks.rank).name} & {*files})
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory."""
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def _rng_file(folder: Path, rank: int) -> Path:

@@ -35,6 +35,8 @@ from trainer_service.errors import ModelError
 
 ALIGNED = 64
 """Tiles wider than this are a multiple of it wide: products are slower on rows that begin anywhere."""
+VALUES = {"value", "score"}
+"""Columns of the value layer."""
 AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest difference of a logit from the model's own, as a share of the largest of those."""
 
@@ -217,27 +219,50 @@ def _greedy(head: Head, hidden: Tensor, target: Tensor) -> Tensor:
 
 
 def packed_columns(model: nn.Module, batch: MicroBatch, names: Sequence[str]) -> Columns:
-    """The columns of a micro-batch by a model that `open_window` was called with."""
+    """The columns of a micro-batch by a model that `open_window` was called with. Raises ValueError for one
+    that the model does not give."""
 
     def run(inside: Any) -> Columns:
-        return columns_of_units(Head.of(inside), _hidden(inside, batch), batch, names)
+        states = _states(inside, batch)
+        found: dict[str, Tensor] = {}
+        for name in VALUES & set(names):
+            places = batch.predict if name == "value" else batch.own
+            if places is None or not hasattr(inside, "score"):
+                lacks = "no value head" if places is not None else "the last token of a row not fed"
+                raise ValueError(f"there is no column {name}: the model has {lacks}")
+            found[name] = _values(inside, states, places)
+        if of_tokens := [name for name in names if name not in VALUES]:
+            found |= columns_of_units(Head.of(inside), _at(states, batch.predict), batch, of_tokens)
+        return {name: found[name] for name in names}
 
     columns: Columns = model(run)
     return columns
+
+
+def _values(model: Any, states: Tensor, places: Tensor) -> Tensor:
+    """f32 [S]: the value layer's numbers at `places`; in fp32, since a sum of 8 bits would lose them."""
+    # No view comes out, whose change in place would lose FSDP's hook.
+    return torch.mv(_at(states, places).float(), model.score.weight[0].float())
 
 
 def open_window(model: nn.Module, device: torch.device) -> None:
     """Let `model(run)` return `run(model)` while all of the root's parameters are there.
 
     All ranks call it, after the weights were loaded. Raises `ModelError` for a model whose logits are not
-    those of its `Head`."""
+    those of its `Head`, or whose score is not that of its value layer."""
     model.forward = lambda run: run(model)
     kind: Any = model.config
     batch = build_micro_batch(_probe_rows(kind.get_text_config().vocab_size), device=device)
 
     def difference(inside: Any) -> tuple[Tensor, Tensor, torch.dtype]:
+        states = _states(inside, batch)
+        if inside.get_output_embeddings() is None:
+            # Its own score is that of the last token that is no padding.
+            values = _values(inside, states, torch.arange(len(states), device=device))
+            score = type(inside).forward(inside, **_inputs(batch)).logits.float()
+            return (values - score).abs().min(), values.abs().max(), inside.score.weight.dtype
         head = Head.of(inside)
-        hidden = _hidden(inside, batch)
+        hidden = _at(states, batch.predict)
         own = torch.cat([head.logits(hidden, tile, out).clone() for tile, out in head.tiles(hidden)], 1)
         plain = type(inside).forward(inside, **_inputs(batch), logits_to_keep=batch.predict).logits[0].float()
         return (own - plain).abs().max(), plain.abs().max(), head.weight.dtype
@@ -261,11 +286,16 @@ def _probe_rows(vocabulary: int) -> list[TrainingRow]:
     return [] if row is None else [row]
 
 
-def _hidden(model: Any, batch: MicroBatch) -> Tensor:
-    """[S, H]: what the output layer gets for each unit."""
+def _states(model: Any, batch: MicroBatch) -> Tensor:
+    """[T, H]: what the output layer gets for each token."""
     states: Tensor = model.base_model(**_inputs(batch)).last_hidden_state[0]
-    # Units may share a place; as an embedding its gradient is summed in one order, so that steps repeat.
-    return F.embedding(batch.predict, states)
+    return states
+
+
+def _at(states: Tensor, places: Tensor) -> Tensor:
+    """[S, H]: the states at the places of units. Units may share one; as an embedding its gradient is summed
+    in one order, so that steps repeat."""
+    return F.embedding(places, states)
 
 
 def _inputs(batch: MicroBatch) -> dict[str, Any]:

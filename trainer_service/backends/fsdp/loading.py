@@ -2,11 +2,13 @@
 
 Each rank reads its own rows of each tensor from the files (safetensors only) into its shards, so its host
 holds these and one tensor besides. Modules are made on the meta device and get memory after sharding. What is
-in no file, such as the `inv_freq` of a rotary embedding, each rank's module then computes itself.
+in no file, such as the `inv_freq` of a rotary embedding, each rank's module then computes itself; a value
+layer that is in none begins as zeros.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,12 +20,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
 from areal_async.modelfiles import ONE_FILE, weight_files
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
+from trainer_service.backends.base import ModelHead
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.backends.fsdp.lora import (
     add_adapters,
@@ -38,6 +41,12 @@ from trainer_service.ranks import Ranks
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of weights, as safetensors calls them, that stand for themselves."""
+
+
+VALUE_LAYER = "score.weight"
+"""[1, H]; its name in the modules and files of sequence classifiers."""
+OUTPUT_LAYER = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
+"""What files of causal language models have instead."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +79,33 @@ class LoadedModel:
 
 
 def load_sharded(
-    folder: Path, ranks: Ranks, dtype: torch.dtype, *, lora: LoraSection | None = None, seed: int = 0
+    folder: Path,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    *,
+    held: torch.dtype = torch.float32,
+    head: ModelHead = "tokens",
+    lora: LoraSection | None = None,
+    seed: int = 0,
 ) -> LoadedModel:
-    """The causal language model in `folder`, sharded over `ranks`: fp32 parameters, computing in `dtype`.
+    """The model in `folder` with `head`, sharded over `ranks`: its parameters are in the dtype `held`, and it
+    computes in `dtype`.
 
-    With `lora` it has adapters, drawn from `seed`, in fp32, and its own parameters are frozen, in `dtype`.
-    Raises `ModelError`, on all ranks when one cannot read it."""
+    With `lora` it has adapters, drawn from `seed`, in fp32, and its own parameters are frozen. Raises
+    `ModelError`, on all ranks when one cannot read it."""
     error: Exception | None = None
     try:
-        loaded = _load(folder, ranks, dtype, lora, seed)
+        loaded = _load(folder, ranks, dtype, held, head, lora, seed)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, NamesMismatch) as found:
         error = found
     if refused := ranks.largest(0 if error is None else ranks.rank + 1):
         reason = error or f"rank {refused - 1} cannot read it, as its log says"
         reason = f"it {error}" if isinstance(error, NamesMismatch) else reason
+        kind = "causal-LM"
+        if head == "value":
+            kind += " or one-label classifier"
         raise ModelError(
-            f"no model can be loaded from {folder}: {reason}. It must be a Hugging Face causal-LM directory "
+            f"no model can be loaded from {folder}: {reason}. It must be a Hugging Face {kind} directory "
             "with config.json and safetensors weights."
         ) from error
     return loaded
@@ -103,27 +123,45 @@ def local_rows(tensor: DTensor) -> tuple[int, int, bool]:
     return start, end, first
 
 
-def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, lora: LoraSection | None, seed: int) -> LoadedModel:
+def _load(
+    folder: Path,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    held: torch.dtype,
+    head: ModelHead,
+    lora: LoraSection | None,
+    seed: int,
+) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = AutoModelForCausalLM
+    if head == "value":
+        kind, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32 if lora is None else dtype, attn_implementation=PACKED_ATTENTION
-        )
+        model: Any = kind.from_config(config, dtype=held, attn_implementation=PACKED_ATTENTION)
     model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
     adapted: Sequence[str] = ()
     with ExitStack() as stack:
         files = _open_files(folder, stack)
-        storage = storage_of(model, {name: tuple(view.get_shape()) for name, view in files.items()})
+        shapes = {name: tuple(view.get_shape()) for name, view in files.items()}
+        if head == "value":
+            shapes = _with_value_layer(model, shapes)
+        storage = storage_of(model, shapes)
         tied = tied_in_files(model, storage)
         if lora is not None:
             adapted, tied = add_adapters(model, lora), {}
             storage = {base_name: storage[own] for base_name, own in _of_base(model, storage)}
+        if head == "both":
+            with torch.device("meta"):
+                width = config.get_text_config().hidden_size
+                model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)
         model.tie_weights()
         tensors = _tensors(model)
-        for name, held in storage.items():
-            _fill(tensors[name], held, files)
+        if VALUE_LAYER in tensors:
+            _zero(tensors[VALUE_LAYER])
+        for name, stored in storage.items():
+            _fill(tensors[name], stored, files)
             # What has this mark is left alone by the line that computes what is in no file.
             tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
     for name in _adapters(tensors):
@@ -132,6 +170,16 @@ def _load(folder: Path, ranks: Ranks, dtype: torch.dtype, lora: LoraSection | No
     model.initialize_weights()
     model.train()
     return LoadedModel(model, storage, tied, adapted)
+
+
+def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of files as those of a model with a value layer, which those of a causal language model
+    lack. Raises ValueError for a model whose classifier is another."""
+    layer = getattr(model, "score", None)
+    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+        raise ValueError(f"{type(model).__name__} has no linear layer called score")
+    found = {name: shape for name, shape in shapes.items() if not OUTPUT_LAYER.search(name)}
+    return {VALUE_LAYER: tuple(layer.weight.shape), **found}
 
 
 def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -157,6 +205,8 @@ def _fill(tensor: Tensor, storage: Storage, files: Mapping[str, Any]) -> None:
         first, end, _ = local_rows(tensor)
     whole = torch.empty(tensor.shape) if isinstance(tensor, DTensor) and not storage.by_row else None
     for piece in storage.pieces(rows if whole is None else whole, 0 if whole is not None else first):
+        if piece.name == VALUE_LAYER and piece.name not in files:
+            continue
         view = files[piece.name]
         if tensor.is_floating_point() and view.get_dtype() not in FLOATS:
             raise NamesMismatch(
@@ -189,6 +239,14 @@ def _begin(name: str, tensor: Tensor, seed: int) -> None:
     assert isinstance(tensor, DTensor)
     first, end, _ = local_rows(tensor)
     tensor.to_local().copy_(first_value(name, tensor.shape, seed)[first:end])
+
+
+@torch.no_grad()
+def _zero(tensor: Tensor) -> None:
+    """Give a value layer the values with which it begins where no file has it."""
+    assert isinstance(tensor, DTensor)
+    tensor.to_local().zero_()
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

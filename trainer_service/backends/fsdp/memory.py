@@ -7,6 +7,8 @@ dimension and padded; c: bytes of a number in `trainer.dtype`):
   arXiv:1910.02054 section 5.3; `fully_shard` of torch). Offloaded moments are in the host's memory.
 - with adapters (LoRA): c P / S for the frozen model, and what is said above for the adapters alone, which are
   A [r, in] and B [out, r] of each adapted layer [out, in]. What is frozen has no gradients in a pass either.
+- of each further model the same; of a frozen one c P / S, or 4 P / S where it follows another. Passes of one
+  model run while the state of all is there (`together`).
 
 What a pass adds, at the worst of its moments (`_moments`):
 
@@ -30,9 +32,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
+
+from trainer_service.backends.base import TRAINED_MODEL, ModelHead, ModelUse
 
 if TYPE_CHECKING:
     from areal_async.config.job import TrainerSection
@@ -124,8 +128,11 @@ class ModelShape:
         return max(self.blocks, key=lambda block: block.size)
 
 
-def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Shape]) -> ModelShape:
-    """The model of a parsed `config.json` and the shapes of the tensors in its files, by name.
+def shape_of(
+    config: Mapping[str, Any], tensors: Mapping[str, Shape], head: ModelHead = "tokens"
+) -> ModelShape:
+    """The model with `head` of a parsed `config.json` and the shapes of the tensors in its files, by name;
+    without an output layer its vocabulary is 0.
 
     Raises ValueError for one without decoder blocks (`…layers.N.…`), or whose config lacks a dimension."""
     text = config.get("text_config", config)
@@ -142,8 +149,10 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Shape]) -> ModelSh
         if match := BLOCK.match(name):
             inner = blocks.setdefault(int(match[1]), {})
             inner.setdefault(EXPERT.sub("experts.", match[2]), []).append(shape)
-        elif not (text.get("tie_word_embeddings", False) and name.startswith("lm_head")):
+        elif not (name.startswith("lm_head") and (text.get("tie_word_embeddings", False) or head == "value")):
             root[name] = shape
+    if head != "tokens":
+        root["score.weight"] = (1, hidden)
     if not blocks:
         raise ValueError("its tensors are not those of a decoder: none is called …layers.N.…")
     return ModelShape(
@@ -153,7 +162,7 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Shape]) -> ModelSh
         ),
         root=root,
         hidden=hidden,
-        vocabulary=vocabulary,
+        vocabulary=vocabulary if head != "value" else 0,
     )
 
 
@@ -178,10 +187,23 @@ class MemoryOptions:
     """Rank of the adapters that are trained; 0: the model itself is trained."""
     lora_targets: tuple[str, ...] = ()
     """Layers that have adapters, by the last part of their name; none means all."""
+    frozen: bool = False
+    """Whether no part of the model is trained."""
+    follows: bool = False
+    """Whether it is frozen, and follows another."""
 
     @property
     def shards(self) -> int:
         return self.ranks // self.replicate
+
+    def of(self, name: str, use: ModelUse) -> MemoryOptions:
+        """Those of one model: the policy alone has adapters."""
+        return replace(
+            self,
+            lora_rank=self.lora_rank if name == TRAINED_MODEL else 0,
+            frozen=use.optimizer is None,
+            follows=use.follows,
+        )
 
     def trained(self, block: DecoderBlock) -> int:
         """Parameters of a block that have gradients."""
@@ -229,6 +251,8 @@ class RankMemory:
 
     parameters: int
     gradients: int
+    saved: int
+    """What a rank copies for a checkpoint."""
     optimizer: int
     """Moments on the rank's device."""
     host_optimizer: int
@@ -263,6 +287,8 @@ class RankMemory:
 
 def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     """What each rank needs; see the module's text for the formulas."""
+    if options.frozen:
+        return _frozen_memory(model, options)
     tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
     c, block, root = options.compute_bytes, options.trained(model.largest), _trained_root(model, options)
     frozen = 0
@@ -275,16 +301,66 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
     return RankMemory(
         parameters=frozen + shard,
         gradients=shard,
+        saved=shard + moments,
         optimizer=0 if options.offload_optimizer else moments,
         host_optimizer=moments if options.offload_optimizer else 0,
         working=_gathered(model, options),
         unreduced=round((c + _reduction(options)) * block) + c * root,
-        head=LEAST_LOGITS_BYTES + (c * model.vocabulary * model.hidden if root else 0),
+        head=_tile(model) + (c * model.vocabulary * model.hidden if root else 0),
         activations_per_token=sum(_kept(each, model.hidden, options) for each in model.blocks)
         + _outside(model, c),
         passing_per_token=max(_passing(each, model.hidden, options) for each in model.blocks),
         moments=tuple(_moments(model, options)),
     )
+
+
+def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
+    """Of a model that has passes without gradients alone. Per token of a block there are at once what goes
+    into it, sums and norms of that width, and in its widest part the activated gate, up and their product."""
+    tensors = [*model.root.values(), *(s for block in model.blocks for s in block.parameters.values())]
+    c, working = options.compute_bytes, _gathered(model, options)
+    numbers = _sharded(tensors, options)
+    plain, hidden = replace(options, recompute="none"), c * model.hidden
+    passing = 2 * hidden + max(
+        _passing(each, model.hidden, plain) + c * each.width("mlp.gate_proj.weight") for each in model.blocks
+    )
+    return RankMemory(
+        parameters=(FLOAT32_BYTES if options.follows else c) * numbers,
+        gradients=0,
+        saved=FLOAT32_BYTES * numbers if options.follows else 0,
+        optimizer=0,
+        host_optimizer=0,
+        working=working,
+        unreduced=0,
+        head=_tile(model),
+        activations_per_token=hidden,
+        passing_per_token=passing,
+        moments=(
+            Moment(working, passing),
+            Moment(working, hidden, hidden, model.vocabulary, _wide_bytes(c)),
+        ),
+    )
+
+
+def together(models: Collection[RankMemory]) -> RankMemory:
+    """Those of models on one rank: the state of all, and what a pass of any of them adds."""
+
+    def total(name: str) -> int:
+        return sum(getattr(each, name) for each in models)
+
+    def largest(name: str) -> int:
+        return max(getattr(each, name) for each in models)
+
+    return RankMemory(
+        **{name: total(name) for name in ("parameters", "gradients", "saved", "optimizer", "host_optimizer")},
+        **{name: largest(name) for name in ("working", "unreduced", "head")},
+        **{name: largest(name) for name in ("activations_per_token", "passing_per_token")},
+        moments=tuple(moment for each in models for moment in each.moments),
+    )
+
+
+def _tile(model: ModelShape) -> int:
+    return LEAST_LOGITS_BYTES if model.vocabulary else 0
 
 
 def _sharded(tensors: Collection[Shape], options: MemoryOptions) -> int:

@@ -122,7 +122,7 @@ def read_shard(
 
     Raises `CheckpointError` when a row is in no file or a tensor has another size."""
     filled = dict.fromkeys(into, 0)
-    files = sorted(folder.glob(f"{kind}-*.safetensors"))
+    files = sorted(folder.glob(f"{kind}-?????-of-?????.safetensors"))
     try:
         for path in files:
             with safe_open(path, framework="pt") as file:

@@ -1,8 +1,11 @@
-"""The verifier `json_schema`, by the library jsonschema.
+"""`json_schema`: whether a response is JSON that a schema allows, by the library jsonschema.
 
-The schema is the argument, or the ground truth (an object, or its text). References to other documents are
-not fetched: they make the task an error. JSON is read strictly: no `NaN`, no infinities, no name twice in one
-object, nothing behind it. An answer that takes longer to check than `BUDGET_S` is wrong.
+    reward: {name: examples/rewards/json_schema.py:json_schema, args: {where: fenced}}
+
+Needs that library: `pip install jsonschema`. The schema is the argument, or the ground truth (an object, or
+its text). References to other documents are not fetched: they make the task an error. JSON is read strictly:
+no `NaN`, no infinities, no name twice in one object, nothing behind it. An answer that takes longer to check
+than `BUDGET_S` is wrong.
 """
 
 from __future__ import annotations
@@ -11,50 +14,31 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import regex
-from pydantic import Field, field_validator
 
-from areal_async.config.base import Section
-from reward_service.sdk import Abstain, RewardInput, Score
-from reward_service.verifiers import TooCostly, verifier, within
-from reward_service.verifiers.answers import after_thinking, answer_of
+from areal_async import Abstain, RewardInput, RewardLoadError, Score, TooCostly, answer_of, reward, within
 
 OPENING = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 LONGEST = 1 << 20
 BUDGET_S = 2.0
+PLACES = ("whole", "fenced", "tag", "any")
 
 
-class JsonSchemaArguments(Section):
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    """The schema; by default the ground truth is."""
-    where: Literal["whole", "fenced", "tag", "any"] = "any"
-    """The whole response, its last fenced block or its last `<answer>`; `any`: tag, block, else whole."""
-
-    @field_validator("schema_")
-    @classmethod
-    def _is_a_schema(cls, schema: dict[str, Any] | bool | None) -> dict[str, Any] | bool | None:
-        if schema is not None:
-            _validator(json.dumps(schema, sort_keys=True))
-        return schema
-
-
-def _prepare(_: JsonSchemaArguments) -> None:
-    _validator("true")
-
-
-@verifier(JsonSchemaArguments, prepare=_prepare)
-def json_schema(given: RewardInput, arguments: JsonSchemaArguments) -> Score | Abstain:
-    """1 for JSON that the schema allows, else 0. Component `json`: 1 when it was JSON at all. Component
+@reward
+def json_schema(
+    given: RewardInput, *, schema: dict[str, Any] | bool | None = None, where: str = "any"
+) -> Score | Abstain:
+    """1 for JSON that the schema allows, else 0. `where`: the whole response, its last fenced block or its
+    last `<answer>`; `any`: tag, block, else whole. Component `json`: 1 when it was JSON at all. Component
     `too_costly`: 1, and there only when so, for an answer that took too long to check. Raises ValueError for
-    a ground truth that is no schema."""
-    schema = arguments.schema_
+    a schema or a ground truth that is none."""
     if schema is None:
         schema = _schema(given.ground_truth)
         if schema is None:
             return Abstain("the task has no schema, and reward.args.schema gives none")
-    text = _found(given.response, arguments.where)
+    text = _found(given.response, where)
     if text is None:
         return Score(0.0, {"json": 0.0})
     try:
@@ -72,6 +56,19 @@ def json_schema(given: RewardInput, arguments: JsonSchemaArguments) -> Score | A
     return Score(float(valid), {"json": 1.0})
 
 
+def _prepare(schema: dict[str, Any] | bool | None = None, where: str = "any") -> None:
+    """Before the first call, and before a job starts."""
+    if where not in PLACES:
+        raise RewardLoadError(f"where = {where!r} is none of {', '.join(PLACES)}")
+    try:
+        _validator(json.dumps(True if schema is None else schema, sort_keys=True))
+    except (ImportError, ValueError) as error:
+        raise RewardLoadError(str(error)) from None
+
+
+json_schema.preload = _prepare  # type: ignore[attr-defined]
+
+
 def strict_json(text: str) -> Any:
     """What the text means. Raises ValueError for all but one JSON document of moderate size and depth."""
     if len(text) > LONGEST:
@@ -83,8 +80,8 @@ def strict_json(text: str) -> Any:
 
 
 def _found(response: str, where: str) -> str | None:
-    block = fenced(after_thinking(response))
-    tagged = answer_of(response, "tag")
+    spoken, tagged = answer_of(response, "whole") or "", answer_of(response, "tag")
+    block = fenced(spoken)
     match where:
         case "whole":
             return response.strip()
@@ -93,7 +90,7 @@ def _found(response: str, where: str) -> str | None:
         case "tag":
             return tagged
         case _:
-            return tagged or (block if block is not None else answer_of(response, "whole"))
+            return tagged or (block if block is not None else spoken)
 
 
 def fenced(text: str) -> str | None:

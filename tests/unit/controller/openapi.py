@@ -1,4 +1,4 @@
-"""Writes the OpenAPI document of the controller's API: `python docs/controller_openapi.py FILE`."""
+"""Writes the OpenAPI document of the controller's API: `python tests/unit/controller/openapi.py FILE`."""
 
 import json
 import sys

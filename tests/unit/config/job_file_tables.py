@@ -1,6 +1,6 @@
 """The tables of `docs/job-file.md`, made from the models so that page and code cannot part.
 
-`python docs/job_file_tables.py docs/job-file.md` renews the tables between their markers.
+`python tests/unit/config/job_file_tables.py docs/job-file.md` renews the tables between their markers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""Expressions of numbers, exactly: what the calculator computes and what `countdown` reads."""
+"""Expressions of numbers, exactly: what the tool `calc` computes and what `countdown` reads.
+
+workflow_args: {tools: [examples/environments/expressions.py:calc]}
+"""
 
 from __future__ import annotations
 
 import ast
 import warnings
 from fractions import Fraction
+
+from areal_async import tool
 
 LONGEST = 200  # Most characters of an expression
 DECIMAL = frozenset("0123456789.")
@@ -74,3 +79,15 @@ def _bounded(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
         raise ExpressionError("the numbers are too long")
     return value
+
+
+@tool(inline=True)
+def calc(expression: str) -> str:
+    """Compute an arithmetic expression of numbers, + - * / and brackets."""
+    value, decimals = evaluate(expression)[0], 10
+    if value.denominator == 1:
+        return str(value.numerator)
+    digits = f"{abs(round(value * 10**decimals)):0{decimals + 1}d}"
+    whole, part = digits[:-decimals], digits[-decimals:].rstrip("0")
+    sign = "-" if value < 0 and (whole != "0" or part) else ""
+    return f"{sign}{whole}.{part}" if part else f"{sign}{whole}"

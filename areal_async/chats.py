@@ -1,0 +1,157 @@
+"""From an answer to the tokens that are learned: which of a text's tokens the answer is.
+
+A text answer is its tokens after those of the prompt, and the end-of-sequence token. Messages go through the
+tokenizer's chat template, all at once, and the tokens of the assistant's turns are found in the result:
+
+- Where the template marks them with `{% generation %}`, by its marks.
+- Else by rendering the chat up to before the turn, with the assistant's turn opened, and up to after it: what
+  the longer text adds is the turn, up to the end-of-sequence token with which it ends, if it does. That
+  holds only if both are how the whole begins. A template that renders a turn differently once others follow
+  (one that takes out earlier thoughts, say) is refused with what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import compress, groupby
+from typing import Any, Literal
+
+from areal_async.errors import ArealError
+from areal_async.examples import Continuation, Message
+from areal_async.prompts import prompt_ids, text_ids
+
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatError(ArealError):
+    """A chat of which the assistant's tokens cannot be told; says why, and what to do."""
+
+
+def answer_ids(
+    tokenizer: Any, answer: Continuation, *, train_on: Literal["all", "last"] = "all"
+) -> tuple[list[int], list[int]]:
+    """(token ids [T], 1 for each that is learned [T]), ending with the last that is. Raises `ChatError`."""
+    if isinstance(answer.answer, str):
+        if tokenizer.eos_token_id is None:
+            raise ChatError("the model's tokenizer has no end-of-sequence token, so no answer could end")
+        prompt = prompt_ids(tokenizer, answer.prompt)
+        if not prompt:
+            raise ChatError("its prompt has no tokens")
+        own = text_ids(tokenizer, answer.answer, special=False)
+        _check_known(tokenizer, own)
+        return [*prompt, *own, tokenizer.eos_token_id], [0] * len(prompt) + [1] * (len(own) + 1)
+    given = len(answer.prompt)
+    chat: list[Message] = [*answer.prompt, *answer.answer]
+    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+    if not turns:
+        raise ChatError("it has no turn of the assistant to learn from")
+    turns = turns[-1:] if train_on == "last" else turns
+    ids, learned = _turn_ids(tokenizer, chat[: turns[-1] + 1], turns, answer.tools)
+    end = max((i for i, one in enumerate(learned) if one), default=0)
+    if not end or learned[0]:
+        raise ChatError("the template leaves nothing to learn, or nothing before it")
+    _check_known(tokenizer, compress(ids, learned))
+    return ids[: end + 1], learned[: end + 1]
+
+
+def _check_known(tokenizer: Any, answer: Iterable[int]) -> None:
+    """Raise `ChatError` where an answer is nothing but what the tokenizer does not know."""
+    found = set(answer)
+    # Instead of an unknown token some tokenizers give their padding, and some leave out what it stands for.
+    unknown = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
+    # Some put a token for a blank before a word, whether they know the word or not.
+    known = found - {*tokenizer.all_special_ids}
+    if not found or (unknown & found and not any(map(str.strip, map(tokenizer.decode, sorted(known))))):
+        raise ChatError(
+            "the model's tokenizer finds nothing that it knows in its answer. Take the row out, or give "
+            "another model"
+        )
+
+
+def whole_ids(tokenizer: Any, answer: Continuation) -> list[int]:
+    """The tokens of prompt and answer as the reward `reward_model` reads them: of texts one after the other,
+    of messages the chat template's, as it is with its `template: chat`. Raises `ChatError`."""
+    if isinstance(answer.answer, str) and isinstance(answer.prompt, str):
+        return text_ids(tokenizer, answer.prompt + answer.answer)
+    chat: list[Any] = [*answer.prompt, *answer.answer]
+    return text_ids(tokenizer, _render(tokenizer, chat, answer.tools), special=False)
+
+
+def _turn_ids(
+    tokenizer: Any, chat: list[Message], turns: Sequence[int], tools: Sequence[Message]
+) -> tuple[list[int], list[int]]:
+    """The tokens of a chat, and which of them belong to one of its `turns`."""
+    template = tokenizer.chat_template
+    if isinstance(template, str) and MARKED.search(template):
+        return _marked_ids(tokenizer, chat, turns, tools)
+    if not tokenizer.is_fast:
+        raise ChatError(
+            "the tokenizer does not say where in the text its tokens are. Give the model a fast tokenizer "
+            "(tokenizer.json)"
+        )
+    whole = _render(tokenizer, chat, tools)
+    spans = [_span(tokenizer, whole, chat, turn, tools) for turn in turns]
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    learned = [
+        int(any(start <= first and last <= end and first < last for start, end in spans))
+        for first, last in encoded["offset_mapping"]
+    ]
+    return list(encoded["input_ids"]), learned
+
+
+def _span(
+    tokenizer: Any, whole: str, chat: list[Message], turn: int, tools: Sequence[Message]
+) -> tuple[int, int]:
+    """The characters of a turn in the text of the chat."""
+    if turn == 0:
+        raise ChatError("it begins with the assistant, whose words follow nothing. Begin it with another's")
+    before = _render(tokenizer, chat[:turn], tools, opened=True)
+    after = _render(tokenizer, chat[: turn + 1], tools) if turn + 1 < len(chat) else whole
+    if not (after.startswith(before) and whole.startswith(after)):
+        raise ChatError(
+            f"the chat template renders message {turn} differently once others follow it, so its tokens "
+            "cannot be told. Train on the last turn alone (sft.train_on: last), or mark what the assistant "
+            "says in the template with {% generation %} … {% endgeneration %}, or cut each chat into one "
+            "for each of its turns"
+        )
+    end, closing = len(after), tokenizer.eos_token
+    # What follows the end of the turn is the template's, up to the next turn.
+    if closing and after[len(before) :].rstrip().endswith(closing):
+        end = len(after.rstrip())
+    return len(before), end
+
+
+def _marked_ids(
+    tokenizer: Any, chat: list[Message], turns: Sequence[int], tools: Sequence[Message]
+) -> tuple[list[int], list[int]]:
+    encoded = _render(tokenizer, chat, tools, tokenize=True)
+    ids, marks = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    runs = [(one, len(list(same))) for one, same in groupby(marks)]
+    spoken = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    if sum(one for one, _ in runs) != len(spoken):
+        raise ChatError(
+            f"the chat template marks {sum(one for one, _ in runs)} turns with {{% generation %}}, and the "
+            f"assistant has {len(spoken)}. Mark all that one turn says, once"
+        )
+    of_turn, learned = iter(spoken), []
+    for one, count in runs:
+        learned += [int(bool(one) and next(of_turn) in turns)] * count
+    return ids, learned
+
+
+def _render(
+    tokenizer: Any, chat: list[Any], tools: Sequence[Message], *, opened: bool = False, tokenize: bool = False
+) -> Any:
+    if not tokenizer.chat_template:
+        raise ChatError(
+            "the model's tokenizer has no chat template, and examples are messages. Add one to the tokenizer "
+            "(chat_template.jinja), or give texts"
+        )
+    how = {"return_dict": True, "return_assistant_tokens_mask": True} if tokenize else {}
+    try:
+        return tokenizer.apply_chat_template(
+            chat, tools=list(tools) or None, tokenize=tokenize, add_generation_prompt=opened, **how
+        )
+    except Exception as error:  # whatever a template raises
+        raise ChatError(f"the chat template fails: {type(error).__name__}: {error!s:.200}") from error

@@ -1,0 +1,243 @@
+"""What a job may say, but will regret: warnings before it starts, and notes of `validate`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from areal_async.config.base import Section
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.config.parts import named_part
+from areal_async.config.presets import PRESETS
+from areal_async.config.rewardcheck import asked, programs_run
+from areal_async.config.trainings import FILE_KINDS
+
+RUNNING_PER_STALENESS = 0.25
+"""Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
+drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
+OF_RL = (
+    *("rollout.", "buffer.", "reward.", "weights.", "evaluation."),
+    *(f"trainer.{name}." for name in ("objective", "reference", "critic", "teacher", "process_reward")),
+    *("trainer.self_check.", "trainer.minibatches", "trainer.record_batches"),
+)
+"""Fields, or sections with a dot behind them, that only an rl job reads."""
+NUMBERS = frozenset({"arithmetic", "gsm8k", "choice", "exact_match", "overlong"})
+"""Built-in rewards that are a number without components."""
+WITHOUT_STATES = frozenset({"single_turn", "tool_use"})
+"""Built-in workflows that name no states (`ctx.anchor`) and give single turns no rewards."""
+EVEN_TOKENS = 16
+"""With at most so many new tokens, in one turn, groups are taken to last alike: no answer takes many passes
+more than another. Measured at 6: at η = 1, a whole batch running, the quickstart dropped none of 32,000."""
+
+
+def advise(job: JobConfig) -> list[Mistake]:
+    """Every warning about `job`, printed before it starts. Nothing fails for them. One that is not about all
+    of its policies has the policy's name."""
+    return _of_policies(job, _advise)
+
+
+def explain(job: JobConfig) -> list[Mistake]:
+    """What `validate` says of a job that is right as it is, and whose fields may promise more than they
+    do; of each policy, as `advise`."""
+    return _of_policies(job, lambda view: [*_clips_do_something(view)] if view.kind == "rl" else [])
+
+
+def _of_policies(job: JobConfig, told: Callable[[JobConfig], list[Mistake]]) -> list[Mistake]:
+    found = {name: told(view) for name, view in job.views.items()}
+    common = set.intersection(*map(set, found.values()))
+    named = (
+        each if each in common else replace(each, field=f"policies.{name}.{each.field}")
+        for name, warnings in found.items()
+        for each in warnings
+    )
+    return list(dict.fromkeys(named))
+
+
+def _advise(job: JobConfig) -> list[Mistake]:
+    """Of a job of one policy."""
+    rules = (
+        _groups_finish_within_the_bound,
+        _programs_unprotected,
+        _penalty_has_a_gradient,
+        _models_are_used,
+        _advantage_has_what_it_compares,
+        _switches_do_something,
+        _warm_up_leaves_the_policy,
+    )
+    of_rl = [warning for rule in rules for warning in rule(job)] if job.kind == "rl" else []
+    return [*_fields_are_of_the_kind(job), *of_rl]
+
+
+def _clips_do_something(job: JobConfig) -> Iterator[Mistake]:
+    objective = job.trainer.objective
+    chosen = [named_part(job, f"trainer.objective.{kind}") for kind in ("advantage", "loss", "correction")]
+    advantage, loss, correction = (part.registry.known(part.name) for part in chosen)
+    known = all(hasattr(part, "columns") for part in (advantage, loss, correction))
+    updates, bound = job.trainer.minibatches, job.buffer.max_staleness
+    if not known or updates > 1 or not loss.clipped:
+        return
+    prox = loss.proximal(objective, advantage, correction, minibatches=updates, max_staleness=bound)
+    if prox in ("recompute", "reuse"):
+        yield Mistake(
+            "trainer.minibatches",
+            "with one update a step the policy is the one that the step starts from: every ratio to it is 1, "
+            f"and the bounds of the {objective.loss} loss do nothing",
+            "Raise it for more updates from the same samples; or leave it, and the loss is the plain policy "
+            f"gradient, with the weights of `{objective.correction}` alone to make up for stale samples",
+            ("trainer.objective.loss",),
+        )
+
+
+def _fields_are_of_the_kind(job: JobConfig) -> Iterator[Mistake]:
+    """One warning for all that is filled in and a job of this kind does not read."""
+    others = tuple(f"{kind}." for kind in FILE_KINDS if kind != job.kind)
+    idle = others if job.kind == "rl" else (*others, *OF_RL)
+    preset = PRESETS.get(job.trainer.objective.preset or "")
+    # Of a part's arguments a preset names each, and `_filled_in` the whole.
+    filled = {re.sub(r"(?<=_args)\..*", "", field) for field in (preset.fields if preset else {})}
+    if found := [field for field in _filled_in(job) if field.startswith(idle) and field not in filled]:
+        more = f", nor {', '.join(found[1:])}" if found[1:] else ""
+        fix = "set kind" if job.kind == "rl" else f"say in `{job.kind}` what is meant"
+        problem = f"a job of kind {job.kind} does not read it{more}"
+        yield Mistake(found[0], problem, f"Remove what is not read, or {fix}", ("kind",))
+
+
+def _filled_in(section: Section, above: str = "") -> Iterator[str]:
+    """The dotted fields of a section that are not as they are by default."""
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _filled_in(value, f"{above}{name}.")
+        elif value != info.get_default(call_default_factory=True):
+            yield above + name
+
+
+def _penalty_has_a_gradient(job: JobConfig) -> Iterator[Mistake]:
+    kl = job.trainer.objective.kl
+    if kl.coefficient and kl.place == "loss" and kl.estimator == "k1" and not kl.straight_through:
+        yield Mistake(
+            "trainer.objective.kl.estimator",
+            "the gradient of `k1` in the loss is 0 on average, whatever the distance: it adds noise alone",
+            "Set it to k2 or k3, or kl.straight_through to true, or kl.place to reward",
+            ("trainer.objective.kl.place",),
+        )
+
+
+def _models_are_used(job: JobConfig) -> Iterator[Mistake]:
+    """What is said of a model whose column no part of the objective reads; of parts in files of the user's
+    nothing is known here."""
+    trainer = job.trainer
+    parts = [named_part(job, f"trainer.objective.{kind}") for kind in ("advantage", "loss", "correction")]
+    if any(part.is_own for part in parts):
+        return
+    columns = {name for part in parts for name in getattr(part.registry.known(part.name), "columns", ())}
+    used = {
+        "reference": bool(trainer.objective.kl.coefficient) or "ref" in columns,
+        "critic": "value" in columns,
+        "teacher": "teacher" in columns,
+        "process_reward": "process" in columns,
+    }
+    for name, is_used in used.items():
+        section = getattr(trainer, name)
+        if not is_used and section != type(section)():
+            problem = "it is filled in, and the objective needs none: it does nothing"
+            yield Mistake(f"trainer.{name}", problem, "Remove it", tuple(part.field for part in parts))
+
+
+def _advantage_has_what_it_compares(job: JobConfig) -> Iterator[Mistake]:
+    name, workflow = job.trainer.objective.advantage, job.rollout.workflow
+    rewards = {section.name for _, section in asked(job.reward)}
+    chosen = "trainer.objective.advantage"
+    if name == "gdpo" and rewards <= NUMBERS:
+        yield Mistake(
+            chosen,
+            f"gdpo compares the components of rewards, and {', '.join(sorted(rewards))} has none: the first "
+            "step would end the job",
+            "Make the reward of several with `weighted` (docs/verifiers.md), or use grpo",
+            ("reward.name",),
+        )
+    lacking = {
+        "gigpo": "states that come back, and {} names none (ctx.anchor): without them it is dr_grpo",
+        "marti": "turns by their own rewards, and {} gives turns none",
+    }
+    if name in lacking and workflow in WITHOUT_STATES:
+        fix = "Use the workflow multi_turn (docs/environments.md) or one of your own, or the advantage grpo"
+        problem = f"{name} compares {lacking[name].format(workflow)}"
+        yield Mistake(chosen, problem, fix, ("rollout.workflow",))
+
+
+def _switches_do_something(job: JobConfig) -> Iterator[Mistake]:
+    objective, critic, own = job.trainer.objective, job.trainer.critic, "trainer.objective."
+    arguments, kl = objective.advantage_args, objective.kl
+    pairs = arguments.get("loss", "dpo") if objective.advantage == "dpo" else "dpo"
+    by_turn = objective.group_by in ("task_agent_turn", "task_turn")
+    for field, is_idle, because in (
+        (f"{own}advantage_args.label_smoothing", pairs != "dpo" and "label_smoothing" in arguments, pairs),
+        (f"{own}turn_discount", not by_turn and objective.turn_discount != 1, objective.group_by),
+        (f"{own}kl.straight_through", kl.place == "reward" and kl.straight_through, kl.place),
+        ("trainer.critic.model", critic.kind == "head" and critic.model is not None, critic.kind),
+    ):
+        if is_idle:
+            yield Mistake(field, f"with `{because}` it does nothing", "Remove it")
+
+
+def _warm_up_leaves_the_policy(job: JobConfig) -> Iterator[Mistake]:
+    critic = job.trainer.critic
+    if critic.kind == "head" and critic.warmup_steps:
+        problem = "a head shares its layers with the policy, which its loss changes while nothing else does"
+        fix = "Leave the warm-up out, or set kind to model"
+        yield Mistake("trainer.critic.warmup_steps", problem, fix, ("trainer.critic.kind",))
+
+
+def _programs_unprotected(job: JobConfig) -> Iterator[Mistake]:
+    for field, isolated in programs_run(job):
+        if not isolated:
+            yield Mistake(
+                f"{field}.sandbox",
+                "programs that the model writes run without any protection: they may do whatever the reward "
+                "service may do on its machine",
+                "Remove it, so that they are isolated (docs/sandbox.md)",
+            )
+
+
+def running_groups(job: JobConfig) -> float:
+    """Groups that all workers together run at once."""
+    return _engines(job) * job.rollout.max_concurrent / job.rollout.group_size
+
+
+def _engines(job: JobConfig) -> int:
+    return max(job.rollout.workers, job.rollout.autoscale.max) * job.rollout.replicas
+
+
+def _durations_are_even(job: JobConfig) -> bool:
+    return job.rollout.workflow == "single_turn" and job.rollout.sampling.max_new_tokens <= EVEN_TOKENS
+
+
+def _groups_finish_within_the_bound(job: JobConfig) -> Iterator[Mistake]:
+    """Too many groups under way are overtaken by younger ones before they are finished. At η = 0 workers and
+    trainer take turns. The rule is read off the tables of `docs/staleness.md`."""
+    eta, batch, running = job.buffer.max_staleness, job.buffer.batch_groups, running_groups(job)
+    most = RUNNING_PER_STALENESS * eta * batch
+    if eta == 0 or running <= most or (_durations_are_even(job) and running <= eta * batch):
+        return
+    needed = -(-running // (RUNNING_PER_STALENESS * batch))
+    concurrent = int(most * job.rollout.group_size / _engines(job))
+    fix = "Raise"
+    if concurrent >= job.rollout.group_size:
+        fix = f"Lower rollout.max_concurrent to {concurrent}, if the engine is no slower for it, or raise"
+    yield Mistake(
+        "buffer.max_staleness",
+        f"{eta} is little for {running:.0f} groups running at once (rollout.workers × replicas × "
+        f"max_concurrent / group_size), {running / batch:.1f} times buffer.batch_groups = {batch}: when "
+        "durations vary, long groups become too old before they are finished, and are dropped or waited for",
+        f"{fix} max_staleness to {needed:.0f}, or buffer.batch_groups (docs/staleness.md)",
+        (
+            "rollout.workers",
+            "rollout.replicas",
+            "rollout.max_concurrent",
+            "rollout.group_size",
+            "buffer.batch_groups",
+        ),
+    )

@@ -1,0 +1,133 @@
+"""Rewards in this process, for a run that is inline.
+
+Promises: calls run one at a time, on one thread of the process whoever submits them, so that a debugger has
+one prompt and a reward need not be reentrant; a reward sees the inputs that a pool's worker would; what it
+raises is raised by `submit`. A call past its deadline is logged and goes on, and its result counts: nothing
+can end a function of this process, so a reward that hangs hangs the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from areal_async.rewards import RewardSpec
+from areal_async.runtime.log import get_logger
+from reward_service.backends import Call, OnVerdicts
+from reward_service.pool.protocol import LoadReward
+from reward_service.pool.queue import LatencyEstimate, PooledReward
+from reward_service.pool.worker import LoadedReward, load
+from reward_service.sdk import RewardLoadError
+
+log = get_logger("pool")
+T = TypeVar("T")
+Work = tuple[Callable[[], Any], Future[Any]]
+
+
+class InlinePool:
+    """Stands in for a `WorkerPool` where rewards are to run in this process."""
+
+    capacity = alive = 1
+
+    def __init__(self, specs: Sequence[RewardSpec]) -> None:
+        self.broken: asyncio.Future[RewardLoadError] = asyncio.get_running_loop().create_future()
+        """Never done: what a reward raises is raised by `submit`."""
+        self.busy = self.queued = 0
+        self._specs = specs
+        self._rewards: dict[str, tuple[LoadedReward, LatencyEstimate]] = {}
+        self._turn = asyncio.Lock()
+
+    def call_seconds_of(self, spec: RewardSpec) -> float:
+        """Recent mean duration of a call of one reward, in seconds."""
+        return self._rewards[spec.key][1].call_s
+
+    async def __aenter__(self) -> Self:
+        for number, spec in enumerate(self._specs, 1):
+            order = PooledReward(number, spec).load_order()
+            loaded = await _on_the_thread(functools.partial(_load_once, spec.key, order))
+            self._rewards[spec.key] = loaded, LatencyEstimate()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Does not wait for a call that runs."""
+        for key in self._rewards:
+            _loaded.pop(key, None)
+
+    async def submit(self, calls: Sequence[Call], on_verdicts: OnVerdicts, *, spec: RewardSpec) -> None:
+        """Run calls of `spec` in their turn. Raises what the reward raises."""
+        reward, latency = self._rewards[spec.key]
+        size = reward.mark.batch or 1
+        self.queued += len(calls)
+        for first in range(0, len(calls), size):
+            together = calls[first : first + size]
+            counts = [len(call) if isinstance(call, list) else 1 for call in together]
+            inputs = [one for call in together for one in (call if isinstance(call, list) else [call])]
+            payloads = [msgspec.msgpack.encode(one) for one in inputs]
+            async with self._turn:
+                self.queued, self.busy = self.queued - len(together), 1
+                began_s = time.monotonic()
+                try:
+                    verdicts = await self._watched(spec, functools.partial(reward.verdicts, payloads))
+                finally:
+                    self.busy = 0
+            share_s = (time.monotonic() - began_s) / len(together)
+            latency.note(share_s)
+            for index, count in enumerate(counts):
+                on_verdicts(first + index, verdicts[:count], share_s * 1000)
+                del verdicts[:count]
+
+    async def _watched(self, spec: RewardSpec, work: Callable[[], T]) -> T:
+        running = asyncio.ensure_future(_on_the_thread(work))
+        if not (await asyncio.wait({running}, timeout=spec.timeout_s))[0]:
+            log.warning(
+                "a reward is past its deadline; inline nothing ends it",
+                reward=spec.label,
+                detail=f"{spec.label}, {spec.timeout_s:g} s",
+            )
+        return await running
+
+
+_loaded: dict[str, LoadedReward] = {}
+"""Rewards of the run, by their keys: its reward service and its evaluator share a module. With the first pool
+that closes they are forgotten, so that the next run in this process loads a file anew."""
+
+
+def _load_once(key: str, order: LoadReward) -> LoadedReward:
+    found = _loaded.get(key)
+    if found is None:
+        found = _loaded[key] = load(order)
+    return found
+
+
+async def _on_the_thread(work: Callable[[], T]) -> T:
+    """What `work` comes to on the one thread of this process that runs rewards."""
+    result: Future[T] = Future()
+    _waiting().put((work, result))
+    return await asyncio.wrap_future(result)
+
+
+@functools.cache
+def _waiting() -> queue.SimpleQueue[Work]:
+    """The queue of the thread, which is started with it. It holds no more than one call of each pool."""
+    waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
+
+    def run() -> None:
+        while True:
+            work, result = waiting.get()
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except BaseException as error:
+                    result.set_exception(error)
+
+    # A daemon: the end of the process does not wait for a reward that hangs.
+    threading.Thread(target=run, name="rewards", daemon=True).start()
+    return waiting

@@ -1,0 +1,95 @@
+"""Presets fill in what the job file leaves out."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from areal_async.cli.main import app
+from areal_async.config.errors import ConfigError
+from areal_async.config.load import dump_job, job_from_mapping, load_job
+from areal_async.config.presets import PRESETS, expansion
+from trainer_service.algorithms.objective import Objective
+
+
+def preset(name):
+    return f"trainer.objective.preset={name}"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_job_that_trains_and_loads_as_it_was_dumped(folder, name):
+    """Asynchronously, as everything is by default: an uncorrected one would be refused."""
+    job = load_job(folder / "job.yaml", [preset(name), "buffer.max_staleness=4"])
+    assert not [line for line in expansion(job) if "job's own" in line]
+    Objective(job.trainer.objective, job)
+    again = job_from_mapping(yaml.safe_load(dump_job(job)), source="dumped", base=folder)
+    assert again == job
+
+
+def test_what_the_job_file_and_its_overrides_say_stays(folder):
+    (folder / "job.yaml").write_text(
+        (folder / "job.yaml").read_text()
+        + "trainer: {objective: {preset: dapo, loss_args: {clip_low: 0.1}, normaliser: rollout}}\n"
+    )
+    job = load_job(folder / "job.yaml", ["buffer.dynamic_filtering=false"])
+    objective = job.trainer.objective
+    assert objective.loss_args == {"clip_low": 0.1, "clip_high": 0.28}
+    assert (objective.normaliser, job.buffer.dynamic_filtering) == ("rollout", False)
+    own = [line for line in expansion(job) if "job's own" in line]
+    assert own == [
+        "trainer.objective.normaliser: rollout (the job's own; dapo has token)",
+        "buffer.dynamic_filtering: False (the job's own; dapo has True)",
+    ]
+
+
+def test_arguments_of_a_part_go_with_the_part(folder):
+    job = load_job(folder / "job.yaml", [preset("dapo"), "trainer.objective.loss=kimi"])
+    assert (job.trainer.objective.loss, job.trainer.objective.loss_args) == ("kimi", {})
+
+
+def test_presets_reach_beyond_the_objective_and_read_other_fields(folder):
+    assert load_job(folder / "job.yaml", [preset("remax")]).rollout.greedy_baseline
+    job = load_job(folder / "job.yaml", [preset("dr_grpo"), "rollout.sampling.max_new_tokens=99"])
+    assert job.trainer.objective.normaliser_args == {"length": 99}
+
+
+def test_a_preset_of_a_job_with_a_named_policy(folder):
+    text = (folder / "job.yaml").read_text().replace("model: model\n", "")
+    (folder / "job.yaml").write_text(
+        text + "policies: {solver: {model: model, trainer: {objective: {preset: gspo}}}}\n"
+    )
+    assert load_job(folder / "job.yaml").trainer.objective.loss == "gspo"
+
+
+@pytest.mark.parametrize("name", ["ppoo", "[grpo]", "3"])
+def test_an_unknown_preset_is_refused_with_the_names_that_there_are(folder, name):
+    with pytest.raises(ConfigError, match=r"trainer\.objective\.preset.*dapo, dr_grpo"):
+        load_job(folder / "job.yaml", [preset(name)])
+
+
+def test_the_command_lists_parts_and_presets_and_prints_what_one_sets(folder):
+    def said(*arguments):
+        result = CliRunner().invoke(app, ["objectives", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert set(json.loads(said("--json"))["presets"]) == set(PRESETS)
+    assert "advantages: grpo, dr_grpo" in said()
+    assert "losses: ppo, gspo" in said()
+    # What it prints is a job file's.
+    content = yaml.safe_load((folder / "job.yaml").read_text()) | yaml.safe_load(said("dapo"))
+    job = job_from_mapping(content, source="printed", base=folder)
+    named = load_job(folder / "job.yaml", [preset("dapo")])
+    assert job.trainer.objective.model_copy(update={"preset": "dapo"}) == named.trainer.objective
+    assert json.loads(said("remax", "--json"))["rollout.greedy_baseline"] is True
+    explained = said("cispo")
+    assert explained.startswith("# MiniMax 2025")
+    assert "# loss cispo: " in explained
+    assert "Source: Shao et al." in said("grpo")
+    assert said("decoupled").startswith("# correction decoupled: ")
+    assert "# correction_args: {'cap': 5.0" in said("decoupled")
+    assert json.loads(said("pass_at_k", "--json"))["advantage"]["arguments"] == {}
+    refused = CliRunner().invoke(app, ["objectives", "nothing"])
+    assert refused.exit_code == 2
+    assert "there is no preset 'nothing'" in refused.output

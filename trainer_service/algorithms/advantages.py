@@ -1,0 +1,106 @@
+"""Advantages of samples, from what the samples of one group earned; `parts.py` says how to write your own.
+
+What the samples are, `trainer.objective.group_by` says: episodes of a task, or what an agent did in them, or
+what was earned from a turn on. R is what a sample earned, n the size of its group, mean_g and std_g (n - 1)
+are of the group. A group of one, and one whose rewards are all equal, get exactly 0, before what is whitened
+over the batch is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer_service.algorithms.parts import Positive, advantage
+from trainer_service.errors import ObjectiveError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.algorithms.credit import Samples
+
+
+@advantage(needs_group=2)
+def grpo(samples: Samples, *, eps: Positive = 1e-6) -> Tensor:
+    """A = (R - mean_g) / (std_g + eps): f64 [N]. Source: Shao et al. 2024, "DeepSeekMath", sec. 4.1.2
+    (outcome reward)."""
+    return samples.over_std(samples.reward, eps)
+
+
+@advantage(needs_group=2)
+def dr_grpo(samples: Samples) -> Tensor:
+    """A = R - mean_g: f64 [N]. Without the std, which favours tasks that are nearly always or nearly never
+    solved; goes with the `constant` normaliser. With `group_by: task_turn` it is MAGRPO's. Source: Liu et al.
+    2025, "Understanding R1-Zero-like training", "Dr. GRPO"; Liu et al. 2025, "LLM collaboration with
+    multi-agent reinforcement learning" (MAGRPO)."""
+    return samples.centred(samples.reward)
+
+
+@advantage(needs_group=2)
+def rloo(samples: Samples) -> Tensor:
+    """A = n / (n - 1) · (R - mean_g), which is R less the mean of the others: f64 [N]. Source: Ahmadian et
+    al. 2024, "Back to basics", RLOO."""
+    n = samples.size
+    return n / (n - 1).clamp(min=1) * samples.centred(samples.reward)
+
+
+@advantage(needs_group=2)
+def reinforce_pp_baseline(samples: Samples) -> Tensor:
+    """A = (R - mean_g), whitened over all units of the batch: f64 [N]. Source: Hu et al. 2025,
+    "REINFORCE++" (w/ baseline)."""
+    return samples.whitened(samples.centred(samples.reward), samples.length.double())
+
+
+@advantage(needs_group=2, needs_greedy=True)
+def remax(samples: Samples) -> Tensor:
+    """A = R - R of the greedy answer to the same task: f64 [N]. A group whose greedy answer is missing gives
+    0: there is nothing to compare with. Source: Li et al. 2023, "ReMax"."""
+    greedy = samples.baseline.double()
+    found = samples.reward - samples.sum(samples.reward * greedy) / samples.sum(greedy).clamp(min=1)
+    return found.masked_fill(samples.baseline | (samples.sum(greedy) == 0), 0.0)
+
+
+@advantage(needs_group=2)
+def opo(samples: Samples) -> Tensor:
+    """A = R - Σ_g l R / Σ_g l, with l the trained units of a sample: the baseline that makes the variance
+    least where the gradient grows with the length. f64 [N]. Source: Hao et al. 2025, "On-policy RL with
+    optimal reward baseline"."""
+    return samples.centred(samples.reward, samples.length.double())
+
+
+@advantage(needs_group=2)
+def pass_at_k(samples: Samples) -> Tensor:
+    """A = r_max - r_second for the best of the group and 0 for the others: f64 [N]. It is what each adds to
+    the best of the group, max_g - max of the others, so that the objective is pass@k with k the size of the
+    group; two that are equally good add nothing. Source: Tang et al. 2025, "Optimizing language models for
+    inference time objectives using reinforcement learning" (leave-one-out; k samples a task)."""
+    return (samples.reward - samples.others_best(samples.reward)).clamp(min=0.0)
+
+
+@advantage(needs_group=2, unpenalised=True)
+def gdpo(samples: Samples, *, weights: dict[str, float] | None = None, eps: Positive = 1e-6) -> Tensor:
+    """A = Σ_c w_c · (R_c - mean_g) / (std_g + eps) over the components c of the reward, whitened over the
+    samples of the batch: f64 [N]. `weights` names the components that count, 1 each without. A sample
+    without a component is not compared by it. Source: Liu et al. 2026, "GDPO".
+
+    Raises `ObjectiveError` where no reward of the step has any of the components."""
+    chosen = weights or dict.fromkeys(samples.components, 1.0)
+    found = {name: values for name, values in samples.components.items() if name in chosen}
+    if not found:
+        raise ObjectiveError(
+            f"the advantage gdpo compares components of the reward ({', '.join(chosen) or 'all'}), and those "
+            f"of this step have none of that name ({', '.join(samples.components) or 'none at all'}): let "
+            "the reward return some, or use grpo."
+        )
+    total = samples.reward * 0.0
+    for name, values in found.items():
+        has = ~values.isnan()
+        part = samples.only(has, values)
+        total[has] += chosen[name] * part.over_std(part.reward, eps)
+    return samples.whitened(total, total * 0.0 + 1.0)
+
+
+@advantage()
+def reward(samples: Samples, *, baseline: float = 0.0) -> Tensor:
+    """A = R - `baseline`: f64 [N]. For REINFORCE, and for losses that choose by its sign, such as `raft_pp`
+    and `topr`."""
+    return samples.reward - baseline

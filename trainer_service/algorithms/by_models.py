@@ -1,0 +1,134 @@
+"""Advantages that further models give: a reference, a teacher, a process reward model. None of them says more
+than its log-probs of the units that the policy sampled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from trainer_service.algorithms.parts import Fraction, Positive, advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.algorithms.table import UnitTable
+
+
+@advantage(of="unit", needs_group=2, unpenalised=True, losses=("reinforce",), columns=("prox", "ref"))
+def dpo(
+    units: UnitTable,
+    *,
+    beta: Positive = 0.1,
+    loss: Literal["dpo", "ipo", "hinge"] = "dpo",
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0,
+) -> Tensor:
+    """-E · dL/ds of the unit's episode: f64 [U]. L is the mean of a loss of `sequence_losses.py` over pairs,
+    the episodes of highest and of lowest reward of each group of which not all earned the same, and s an
+    episode's sum of log-probs. With the loss `reinforce` and the normaliser `constant` of length 1 the
+    gradient is that of L, by the chain rule, in the first of a step's updates. Source: Guo et al. 2024,
+    "Direct language model alignment from online AI feedback"; the pairs of Xu et al. 2023, "Some things are
+    more cringe than others"."""
+    import torch
+
+    from trainer_service.algorithms import sequence_losses
+
+    ones = torch.ones_like(units.behaviour)
+    s, ref, length = (units.by_episode(each).cpu() for each in (units["prox"], units["ref"], ones))
+    pairs = pairs_of(units.episodes.reward, units.episodes.group, (length > 0) & ~units.episodes.baseline)
+    if not len(pairs):
+        return torch.zeros_like(units.behaviour, dtype=torch.float64)
+    chosen = s[pairs.flatten()].requires_grad_()
+    given = sequence_losses.Sequences(
+        chosen, ref[pairs.flatten()], length[pairs.flatten()], torch.zeros(len(pairs), dtype=torch.float64)
+    )
+    more = {"label_smoothing": label_smoothing} if loss == "dpo" else {}
+    value = getattr(sequence_losses, loss)(given, beta=beta, **more).mean()
+    (slopes,) = torch.autograd.grad(value, chosen)
+    found = torch.zeros_like(s).index_copy(0, pairs.flatten(), -slopes * (length > 0).sum())
+    return found.to(units.mask.device)[units.episode]
+
+
+def pairs_of(reward: Tensor, group: Tensor, keep: Tensor) -> Tensor:
+    """i64 [P, 2]: of each group whose kept episodes did not all earn the same, the best and the worst; of
+    equal ones the first."""
+    import torch
+
+    found = []
+    for label in group.unique().tolist():
+        members = ((group == label) & keep).nonzero()[:, 0]
+        if len(members) and bool(reward[members].max() > reward[members].min()):
+            found.append([members[reward[members].argmax()], members[reward[members].argmin()]])
+    return torch.tensor(found, dtype=torch.int64).view(-1, 2)
+
+
+@advantage(of="unit", unpenalised=True, columns=("prox", "teacher"))
+def distill(units: UnitTable, *, gamma: Fraction = 0.0) -> Tensor:
+    """A_t = Σ_{k≥t} γ^{k-t} (teacher - prox): f64 [U], the reverse KL to a teacher with its sign turned, unit
+    by unit where γ is 0. Rewards do not count. Source: Agarwal et al. 2024, "On-policy distillation of
+    language models" (GKD), with the gradient of Lu 2025, "On-policy distillation"."""
+    return units.in_time().to_go(units["teacher"].double() - units["prox"].double(), gamma)
+
+
+@advantage(of="unit", needs_group=2, unpenalised=True, columns=("process", "ref"))
+def prime(units: UnitTable, *, gamma: Fraction = 1.0, beta: Positive = 0.05, whiten: bool = True) -> Tensor:
+    """A_t = Σ_{k≥t} γ^{k-t} (r_k - mean of the others' r̄) + R - mean of the others' R: f64 [U], with
+    r = β (process - ref), r̄ an episode's mean of it, and the others those of its group. The process reward
+    model is trained beside the policy on whether episodes earn their reward (`process_slopes`). An episode
+    that has no other gets 0. Source: Cui et al. 2025, "Process reinforcement through implicit rewards",
+    eq. 5."""
+    import torch
+
+    from trainer_service.algorithms.credit import Samples
+
+    episodes = units.episodes
+    r = beta * (units["process"].double() - units["ref"].double())
+    length = units.by_episode(torch.ones_like(r)).cpu()
+    counts = (length > 0) & ~episodes.baseline
+    samples = Samples(episodes.reward, episodes.group, length.long(), episodes.baseline)
+    n = samples.sum(counts.double())
+
+    def of_others(values: Tensor) -> Tensor:
+        own = torch.where(counts, values, 0.0)
+        return (samples.sum(own) - own) / (n - 1).clamp(min=1)
+
+    mean = units.by_episode(r).cpu() / length.clamp(min=1)
+    baseline, outcome = of_others(mean), episodes.reward - of_others(episodes.reward)
+    device, episode = units.mask.device, units.episode
+    found = units.in_time().to_go(r - baseline.to(device)[episode], gamma) + outcome.to(device)[episode]
+    found = torch.where((counts & (n > 1)).to(device)[episode], found, torch.zeros_like(found))
+    return units.whiten(found) if whiten else found
+
+
+def process_slopes(units: UnitTable, beta: float, balanced: bool = False) -> tuple[Tensor, dict[str, float]]:
+    """f64 [U]: dL/d process of each unit, and `loss`, `accuracy` and `auc` of the process reward model.
+
+    L = -mean_e [w R log σ(β s) + v (1 - R) log σ(-β s)], with s an episode's sum of process - ref, R its
+    reward, held within 0 and 1, and w = v = 1. Source: Yuan et al. 2024, "Free process rewards without
+    process labels", eq. 5. `balanced`: w = 1/(2p) and v = 1/(2(1-p)), with p the mean of R over n episodes,
+    held within 1/n and 1 - 1/n.
+
+    `auc` is the share of the pairs of a right and a wrong episode of which the right one has the greater s,
+    ties counting half: 0.5 is chance, however many are right. It is left out where all are right, or none."""
+    import torch
+    import torch.nn.functional as F
+
+    length = units.by_episode(torch.ones_like(units.behaviour)).cpu()
+    kept = (length > 0) & ~units.episodes.baseline
+    s = beta * units.by_episode(units["process"].double() - units["ref"].double()).cpu()
+    right, n = units.episodes.reward.clamp(0, 1), kept.sum().clamp(min=1)
+    wrong = 1 - right
+    share = torch.tensor(0.5)
+    if balanced and n > 1:
+        share = (right[kept].sum() / n).clamp(1 / n, 1 - 1 / n)
+    up, down = right / (2 * share), wrong / (2 * (1 - share))
+    loss = -(up * F.logsigmoid(s) + down * F.logsigmoid(-s))
+    slopes = torch.where(kept, beta * (down * s.sigmoid() - up * (-s).sigmoid()) / n, 0.0)
+    figures = {
+        "loss": float(loss[kept].sum() / n),
+        "accuracy": float(((s > 0) == (right > 0.5))[kept].double().sum() / n),
+    }
+    gap = s[kept & (right > 0.5)][:, None] - s[kept & (right <= 0.5)]
+    if gap.numel():
+        figures["auc"] = float((gap.sign() + 1).mean() / 2)
+    return slopes.to(units.mask.device)[units.episode], figures

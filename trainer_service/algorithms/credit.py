@@ -1,0 +1,193 @@
+"""Who is given credit for which reward: the samples that an advantage compares, and rewards of units.
+
+A *sequence* is what one agent did in one episode, in the order of time. It earns the agent's reward where
+scoring gave one, and else the episode's. Rewards of segments and of units say where in the sequence it is
+earned; what they leave out is earned by its last unit. So the rewards of a sequence always sum up to that.
+
+`group_by` says what is compared with what:
+
+    task             episodes of one task
+    task_agent       sequences of one agent in the episodes of one task
+    task_agent_turn  what an agent earns from one turn on, with the same of that turn in the other episodes
+    task_turn        what an episode earns from one turn on for all its agents, likewise; agents' own rewards
+                     do not count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_service.algorithms.table import InTime, SegmentTable, UnitTable, difference, keys
+
+
+@dataclass(frozen=True)
+class Samples:
+    """N samples of a step, alike on every rank."""
+
+    reward: Tensor
+    """f64 [N]: what the sample earned, less the KL penalty where that is in the reward."""
+    group: Tensor
+    """i64 [N]: samples with equal numbers are compared."""
+    length: Tensor
+    """i64 [N]: units that are trained."""
+    baseline: Tensor
+    """bool [N]: answered greedily, only to be compared with."""
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """f64 [N] by name, NaN where there is none: the components of the episode's reward."""
+    sequence: Tensor | None = None
+    """i64 [N]: of turns, what they are turns of; the later ones come later."""
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """f64 [N]: for each sample the sum of values [N] over its group."""
+        labels, member = self.group.unique(return_inverse=True)
+        sums = torch.zeros(len(labels), dtype=torch.float64, device=values.device)
+        return sums.index_add(0, member, values.double())[member]
+
+    @property
+    def size(self) -> Tensor:
+        """f64 [N]: samples in the group of each."""
+        return self.sum(torch.ones_like(self.reward))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """f64 [N]: for each sample the mean of values [N] over its group."""
+        return self.sum(values) / self.size
+
+    def centred(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        """f64 [N]: values [N] less their group's mean, in which each has its `weight` [N] where there are
+        some; exactly 0 where a group's are equal."""
+        if weight is None:
+            return difference(values, self.mean(values))
+        return difference(values, self.sum(values * weight) / self.sum(weight).clamp(min=1e-300))
+
+    def over_std(self, values: Tensor, eps: float) -> Tensor:
+        """f64 [N]: values [N] less their group's mean, over its standard deviation and `eps`."""
+        return self.centred(values) / (self.std(values) + eps)
+
+    def others_best(self, values: Tensor) -> Tensor:
+        """f64 [N]: the largest of values [N] among the others of each one's group; its own where there is
+        no other."""
+        labels, member = self.group.unique(return_inverse=True)
+        best = torch.full((len(labels),), -torch.inf, dtype=torch.float64)
+        second = best.scatter_reduce(0, member, values, "amax")
+        is_best = values == second[member]
+        several = torch.zeros(len(labels)).index_add(0, member, is_best.float()) > 1
+        best.scatter_reduce_(0, member, values.masked_fill(is_best & ~several[member], -torch.inf), "amax")
+        found = torch.where(is_best, best[member], second[member])
+        return torch.where(found.isinf() & values.isfinite(), values, found)
+
+    def only(self, keep: Tensor, values: Tensor) -> Samples:
+        """Those that `keep` bool [N] leaves, with values [N] for rewards."""
+        return Samples(values[keep], self.group[keep], self.length[keep], self.baseline[keep])
+
+    def whitened(self, values: Tensor, weight: Tensor, *, eps: float = 1e-8) -> Tensor:
+        """f64 [N]: values [N] less their mean, over their standard deviation (n - 1), of all samples of the
+        step, in which each counts `weight` [N] times."""
+        count = weight.sum().clamp(min=1)
+        centred = difference(values, (values * weight).sum() / count)
+        variance = (centred.square() * weight).sum() / (count - 1).clamp(min=1)
+        return centred / (variance.sqrt() + eps)
+
+    def std(self, values: Tensor) -> Tensor:
+        """f64 [N]: the standard deviation (n - 1) of values [N] in the group of each; 0 of one."""
+        return (self.sum(self.centred(values).square()) / (self.size - 1).clamp(min=1)).sqrt()
+
+
+@dataclass(frozen=True)
+class Credit:
+    """The samples of a step, and whose units are whose."""
+
+    samples: Samples
+    owner: Tensor | None
+    """i64 [G]: the sample of each segment; None where samples are episodes."""
+
+    def of_units(self, values: Tensor, units: UnitTable) -> Tensor:
+        """f32 [U]: values [N] of samples, for each unit."""
+        index = units.episode
+        if self.owner is not None:
+            index = self.owner.to(index.device)[units["segment"]]
+        return values.to(index.device)[index].float()
+
+
+def samples_of(
+    units: UnitTable, group_by: str, penalty: Tensor | None, *, turn_discount: float = 1.0
+) -> Credit:
+    """What is compared. `penalty` f32 [U] is taken off the rewards. All ranks call it."""
+    if group_by != "task":
+        return samples_of_segments(with_penalty(units, penalty), group_by, turn_discount=turn_discount)
+    episodes = units.episodes
+    count = units.by_episode(torch.ones_like(units.behaviour)).long().cpu()
+    reward = episodes.reward if penalty is None else episodes.reward - units.by_episode(penalty).cpu()
+    return Credit(Samples(reward, episodes.group, count, episodes.baseline, episodes.components), None)
+
+
+def samples_of_segments(segments: SegmentTable, group_by: str, *, turn_discount: float = 1.0) -> Credit:
+    """What is compared where samples are parts of episodes, in the order of episode, agent and turn."""
+    by = {"task_agent": ("agent",), "task_agent_turn": ("agent", "turn"), "task_turn": ("turn",)}[group_by]
+    labels = [getattr(segments, name) for name in by]
+    owner = keys(segments.episode, *labels)
+    first = torch.from_numpy(np.unique(owner.numpy(), return_index=True)[1])
+    episode, episodes = segments.episode[first], segments.episodes
+    earned = _of_team(segments) if group_by == "task_turn" else segments.reward
+    zeros = torch.zeros(len(first), dtype=torch.float64)
+    reward = zeros.index_add(0, owner, earned)
+    sequence = episode if group_by == "task_turn" else segments.sequence[first]
+    if "turn" in by:
+        reward = InTime.of(sequence, torch.arange(len(first))).to_go(reward, turn_discount)
+    samples = Samples(
+        reward,
+        keys(segments.group[first], *(label[first] for label in labels)),
+        zeros.long().index_add(0, owner, segments.length),
+        episodes.baseline[episode],
+        {name: values[episode] for name, values in episodes.components.items()},
+        sequence,
+    )
+    return Credit(samples, owner)
+
+
+def _of_team(segments: SegmentTable) -> Tensor:
+    """f64 [G]: what each segment earned for all agents together: what was given to it, and the last segment
+    of the last turn what else the episode earned."""
+    turns = InTime.of(segments.episode, keys(segments.turn, segments.index))
+    left = segments.episodes.reward.index_add(0, segments.episode, segments.given, alpha=-1)
+    last = turns.order[torch.cat((~turns.follows, torch.ones(len(segments), dtype=torch.bool)[:1]))]
+    return segments.given.index_add(0, last, left[segments.episode[last]])
+
+
+def with_penalty(units: UnitTable, penalty: Tensor | None) -> SegmentTable:
+    """The table of segments with rewards less the `penalty` f32 [U] of their units. All ranks call it."""
+    segments = units.segments
+    assert segments is not None, "rewards of segments need the table of segments"
+    if penalty is None:
+        return segments
+    taken, of_episode = units.by_segment(penalty).cpu(), segments.episode
+    episodes = segments.episodes
+    left = episodes.reward.index_add(0, of_episode, taken, alpha=-1)
+    return replace(
+        segments,
+        episodes=replace(episodes, reward=left),
+        given=segments.given - taken,
+        reward=segments.reward - taken,
+    )
+
+
+def unit_rewards(units: UnitTable, penalty: Tensor | None) -> Tensor:
+    """f64 [U]: what each unit earned: its own reward, and the last unit of a segment what else the segment
+    earned; each less its penalty [U]. All ranks call it."""
+    segments = units.segments
+    assert segments is not None, "rewards of units need the table of segments"
+    own, segment = units["own_reward"], units["segment"]
+    rest = segments.reward.to(own.device) - units.by_segment(own)
+    place = torch.where(units.mask, units["unit"], -1)
+    newest = torch.full((len(segments),), -1, dtype=torch.int64, device=own.device)
+    newest.scatter_reduce_(0, segment, place, "amax")
+    is_last = (place == newest[segment]) & units.mask
+    earned = own + torch.where(is_last, rest[segment], torch.zeros_like(own))
+    return earned if penalty is None else earned - penalty

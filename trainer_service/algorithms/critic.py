@@ -1,0 +1,81 @@
+"""Training the critic, whose column `value` says what is still to be earned at each unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.algorithms.table import UnitTable
+
+SUMS = ("count", "return", "return_squared", "error_squared", "clipped")
+
+
+@dataclass(frozen=True)
+class ValueTerms:
+    """What became of each unit; all [S]."""
+
+    loss: Tensor
+    """f32, with gradient, not yet normalised; 0 where masked."""
+    clipped: Tensor
+    """bool: whose gradient the clip removed."""
+
+
+def value_terms(value: Tensor, units: UnitTable, clip: float | None) -> ValueTerms:
+    """½ · max((V - R)², (V' - R)²), where V' is V held within ± clip of the value before the step: f32 [S].
+    R is the column `return`. Without a clip ½ · (V - R)². Source: Schulman et al. 2017, sec. 5, with the clip
+    of the reference implementation (Huang et al. 2022, "The 37 implementation details of PPO", no. 9)."""
+    mask, old, target = units.mask, units["value"], units["return"]
+    value = torch.where(mask, value.float(), old)
+    error = (value - target).square()
+    clipped = torch.zeros_like(mask)
+    if clip is not None:
+        bounded = (old + (value - old).clamp(-clip, clip) - target).square()
+        clipped = (bounded > error) & mask
+        error = error.maximum(bounded)
+    return ValueTerms(torch.where(mask, error / 2, torch.zeros_like(error)), clipped)
+
+
+class ValueStatistics:
+    """Accumulates over the micro-batches of a step how well the critic knew the returns before it."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, terms: ValueTerms, units: UnitTable) -> None:
+        mask = units.mask
+        target, value = units["return"][mask].double(), units["value"][mask].double()
+        figures = (
+            mask.sum().double(),
+            target.sum(),
+            target.square().sum(),
+            (target - value).square().sum(),
+            terms.clipped.sum().double(),
+        )
+        self._sums += torch.stack(figures).cpu()
+
+    def include(self, other: ValueStatistics) -> None:
+        """Add what another one has counted."""
+        self._sums += other._sums
+
+    def reduce(self, sum_: Callable[[Tensor], None]) -> None:
+        """Add up over ranks, in place."""
+        sum_(self._sums)
+
+    def report(self) -> dict[str, float]:
+        """`explained_variance` is 1 - mean (R - V)² / variance of R, and 0 where all returns are equal."""
+        count, total, squared, error, clipped = self._sums.tolist()
+        count = max(1.0, count)
+        variance = squared / count - (total / count) ** 2
+        return {
+            "return_mean": total / count,
+            "value_error": error / count,
+            "explained_variance": 1 - error / count / variance if variance > 1e-12 else 0.0,
+            "value_clip_share": clipped / count,
+        }

@@ -1,0 +1,208 @@
+"""Losses of units, from their log-probs; `parts.py` says how to write your own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainer_service.algorithms.kl import EXPONENT_LIMIT
+from trainer_service.algorithms.parts import NotNegative, Positive, loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.algorithms.table import UnitTable
+
+CLIP = 0.2  # Default of the ratio clips
+RATIO = ("prox", "advantage")
+CLIP_SHARES = ("clip_low_share", "clip_high_share")
+ClipLow = Annotated[float, Field(gt=0, lt=1)]
+"""A ratio is clipped below 1 - this."""
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to ±`EXPONENT_LIMIT`."""
+    return log_ratio.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
+
+
+def clipped(
+    rho: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(-A ρ, -A clip(ρ, 1 - clip_low, 1 + clip_high)), and the units that have no gradient because the
+    lower or the upper clip decides."""
+    bound = -advantage * rho.clamp(1 - clip_low, 1 + clip_high)
+    loss = (-advantage * rho).maximum(bound)
+    if dual_clip is not None:
+        loss = loss.where(advantage >= 0, loss.minimum(-advantage * dual_clip))
+    return loss, {
+        "clip_low_share": (advantage < 0) & (rho < 1 - clip_low),
+        "clip_high_share": (advantage > 0) & (rho > 1 + clip_high),
+    }
+
+
+@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, prox="loglinear")
+def ppo(
+    logp: Tensor,
+    units: UnitTable,
+    *,
+    clip_low: ClipLow = CLIP,
+    clip_high: Positive = CLIP,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clipped` with ρ = exp(logp - prox): f32 [S]. With `dual_clip` c, where A < 0, at most -cA.
+
+    Source: Schulman et al. 2017, eq. 7, with the two clip ranges of Yu et al. 2025, "DAPO"; the dual clip of
+    Ye et al. 2020, "Mastering complex control in MOBA games with deep reinforcement learning"."""
+    return clipped(ratio_of(logp - units["prox"]), units.advantage, clip_low, clip_high, dual_clip)
+
+
+@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True)
+def raft_pp(
+    logp: Tensor, units: UnitTable, *, clip_low: ClipLow = CLIP, clip_high: Positive = CLIP
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo` where A > 0, and 0 elsewhere; the units left out stay in the count of the normaliser: f32 [S].
+
+    Source: Xiong et al. 2025, "A minimalist approach to LLM reasoning", sec. 2 (RAFT++)."""
+    better = units.advantage.clamp(min=0)
+    return clipped(ratio_of(logp - units["prox"]), better, clip_low, clip_high)
+
+
+def log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
+    """logp - prox: f32 [S]."""
+    return logp - units["prox"]
+
+
+@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, statistic=log_ratio)
+def gspo(
+    logp: Tensor, units: UnitTable, *, clip_low: ClipLow = 3e-4, clip_high: Positive = 4e-4
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clipped` with the ratio of the whole episode, ρ = exp(mean over its units of logp - prox): f32 [S].
+
+    Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 to 7; with advantages or weights
+    that differ within an episode its eq. 13 (GSPO-token)."""
+    return clipped(ratio_of(units["episode_mean"]), units.advantage, clip_low, clip_high)
+
+
+def clipped_log_ratio(
+    logp: Tensor, units: UnitTable, *, clip_low: float = 0.4, clip_high: float = 0.4
+) -> Tensor:
+    """logp - prox, at most `clip_high` where A > 0 and at least -`clip_low` where A < 0: f32 [S]."""
+    d = logp - units["prox"]
+    return d.clamp(max=clip_high).where(units.advantage > 0, d.clamp(min=-clip_low))
+
+
+@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True, statistic=clipped_log_ratio)
+def gmpo(
+    logp: Tensor, units: UnitTable, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A ρ, where ρ is the geometric mean of the ratios of the episode's units, each clipped in log space on
+    the side to which the update pushes it (`clipped_log_ratio`): f32 [S].
+
+    Source: Zhao et al. 2025, "Geometric-mean policy optimization", eq. 4 and algorithm 1."""
+    d, advantage = (logp - units["prox"]).detach(), units.advantage
+    return -advantage * ratio_of(units["episode_mean"]), {
+        "clip_low_share": (advantage < 0) & (d < -clip_low),
+        "clip_high_share": (advantage > 0) & (d > clip_high),
+    }
+
+
+@loss(columns=RATIO, figures=CLIP_SHARES, clipped=True)
+def cispo(
+    logp: Tensor,
+    units: UnitTable,
+    *,
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0,
+    clip_high: Positive = 4.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A logp with ρ = exp(logp - prox): f32 [S]. Every unit keeps a
+    gradient; the figures say whose weight is clipped.
+
+    Source: MiniMax 2025, "MiniMax-M1", eq. 4 and 5."""
+    rho = ratio_of(logp - units["prox"]).detach()
+    return -rho.clamp(1 - clip_low, 1 + clip_high) * units.advantage * logp, {
+        "clip_low_share": rho < 1 - clip_low,
+        "clip_high_share": rho > 1 + clip_high,
+    }
+
+
+@loss(columns=RATIO, clipped=True)
+def sapo(
+    logp: Tensor, units: UnitTable, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
+) -> Tensor:
+    """-A σ(τ (ρ - 1)) 4 / τ with ρ = exp(logp - prox), τ by the sign of A: f32 [S]. At ρ = 1 the gradient is
+    that of `ppo`, and it fades on both sides.
+
+    Source: Gao et al. 2025, "Soft adaptive policy optimization", sec. 3."""
+    tau = (units.advantage > 0).float() * (tau_positive - tau_negative) + tau_negative
+    gate = (tau * (ratio_of(logp - units["prox"]) - 1)).sigmoid() * 4 / tau
+    return -units.advantage * gate
+
+
+@loss(columns=RATIO, figures=("moved_share",), clipped=True)
+def dppo(
+    logp: Tensor,
+    units: UnitTable,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    bound_low: Positive = 0.15,
+    bound_high: Positive = 0.15,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A ρ with ρ = exp(logp - prox), unclipped, and 0 for a unit that has moved as far as it may in the
+    direction in which A pushes it: f32 [S]. `moved_share` counts those. From p to q `tv` is |q - p|, and `kl`
+    that of the two outcomes, this unit or another: p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (binary TV and KL);
+    there the distance is from the behaviour policy, which is `correction: bypass` here."""
+    advantage, old, new = units.advantage, units["prox"], logp.detach()
+    p, q = old.exp(), new.exp()
+    far = (q - p).abs() if divergence == "tv" else p * (old - new) + (1 - p) * (log_rest(p) - log_rest(q))
+    moved = ((advantage > 0) & (q > p) & (far > bound_high)) | ((advantage < 0) & (q < p) & (far > bound_low))
+    loss = -advantage * ratio_of(logp - old)
+    return loss.masked_fill(moved, 0.0), {"moved_share": moved}
+
+
+def log_rest(p: Tensor) -> Tensor:
+    """log(1 - p), of a probability just below 1 where p is 1 in its dtype."""
+    return (1 - p).clamp(min=1e-8).log()
+
+
+@loss(columns=RATIO, clipped=True)
+def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
+    """-A logp + τ/2 (logp - prox)²: f32 [S].
+
+    Source: Kimi team 2025, "Kimi k1.5", eq. 3: the gradient of its surrogate, unit by unit."""
+    return -units.advantage * logp + tau / 2 * (logp - units["prox"]).square()
+
+
+def behaviour_log_ratio(logp: Tensor, units: UnitTable, **_: Any) -> Tensor:
+    """logp - beh: f32 [S]."""
+    return logp - units.behaviour
+
+
+@loss(
+    columns=("advantage",),
+    figures=("tapered_share",),
+    corrects=True,
+    statistic=behaviour_log_ratio,
+)
+def topr(
+    logp: Tensor, units: UnitTable, *, level: Literal["sequence", "token"] = "sequence"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Where A > 0, -A logp; elsewhere -sg(min(ρ, 1)) A logp: f32 [S]. ρ = exp(Σ over the episode's units of
+    logp - beh), which of long answers is soon 0; with `level: token` that of each unit alone. `tapered_share`
+    counts the units whose ρ is below 1 there.
+
+    Source: Le Roux et al. 2025, "Tapered off-policy REINFORCE", sec. 3."""
+    of_unit = logp - units.behaviour
+    log_rho = units["episode_mean"] * units["episode_units"] if level == "sequence" else of_unit
+    rho = ratio_of(log_rho.detach())
+    worse = units.advantage < 0
+    taper = rho.clamp(max=1).where(worse, rho.new_ones(()))
+    return -taper * units.advantage * logp, {"tapered_share": worse & (rho < 1)}
+
+
+@loss(columns=("advantage",))
+def reinforce(logp: Tensor, units: UnitTable) -> Tensor:
+    """-A logp: f32 [S]. Source: Williams 1992, "Simple statistical gradient-following algorithms"."""
+    return -units.advantage * logp

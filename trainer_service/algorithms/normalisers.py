@@ -1,0 +1,59 @@
+"""Normalisers: the coefficient of each unit in the loss of one optimizer update, which is
+Σ coefficient · (loss of the unit) over all its micro-batches and ranks.
+
+`Totals` counts over the whole update, so the result depends neither on how rows were packed nor on who trains
+them. `parts.py` says how to write your own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.algorithms.table import UnitTable
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What an optimizer update is made of, on all ranks and in all its micro-batches."""
+
+    units_of_episode: Tensor
+    """i64 [E]: unmasked units of each episode; 0 for one of another update."""
+    rows: int
+    """Rows with unmasked units."""
+
+    @property
+    def units(self) -> int:
+        return max(1, int(self.units_of_episode.sum()))
+
+    @property
+    def episodes(self) -> int:
+        """Episodes with unmasked units."""
+        return max(1, int((self.units_of_episode > 0).sum()))
+
+
+def token(units: UnitTable, totals: Totals) -> Tensor:
+    """Every unit weighs the same: 1 / Σ units. f32 [S]"""
+    return units.mask.float() / totals.units
+
+
+def sequence(units: UnitTable, totals: Totals) -> Tensor:
+    """Every row weighs the same: mean over its units, then over the rows. f32 [S]"""
+    return units.mask.float() / (units["row_units"] * max(1, totals.rows))
+
+
+def rollout(units: UnitTable, totals: Totals) -> Tensor:
+    """Every episode weighs the same, however many rows it became: mean over its units, then over the episodes
+    that have any. f32 [S]"""
+    return units.mask.float() / (totals.units_of_episode.clamp(min=1)[units.episode] * totals.episodes)
+
+
+def constant(units: UnitTable, totals: Totals, *, length: Annotated[int, Field(ge=1)]) -> Tensor:
+    """The sum over an episode's units divided by a fixed `length`, then the mean over episodes: a long answer
+    weighs more than a short one. f32 [S]. Source: Liu et al. 2025, "Understanding R1-Zero-like training"."""
+    return units.mask.float() / (length * totals.episodes)

@@ -1,0 +1,98 @@
+"""Advantages of units and of segments, from what comes after each of them in its sequence: what one agent
+did in one episode, in the order of time. Prompts, answers of tools and masked units between do not count: the
+next unit is the next one that is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from trainer_service.algorithms.parts import Fraction, NotNegative, Positive, advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.algorithms.table import SegmentTable, UnitTable
+
+
+@advantage(of="unit", columns=("value", "truncated"))
+def gae(
+    units: UnitTable, *, gamma: Fraction = 1.0, lam: Fraction = 0.95, whiten: bool = True
+) -> dict[str, Tensor]:
+    """δ_t = r_t + γ V_{t+1} - V_t and A_t = δ_t + γλ A_{t+1}; `return` is A + V: f64 [U] each. After the last
+    unit V is 0, or, where the episode was cut off by a limit of ours, the value of that last unit, the
+    nearest that there is. `whiten` makes A of mean 0 and std 1 over all units of the batch. Source: Schulman
+    et al. 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16."""
+    order, value = units.in_time(), units["value"].double()
+    after = order.following(value, value * units["truncated"])
+    found = order.to_go(units["reward"] + gamma * after - value, gamma * lam)
+    return {"advantage": units.whiten(found) if whiten else found, "return": found + value}
+
+
+@advantage(of="unit")
+def reinforce_pp(units: UnitTable, *, gamma: Fraction = 1.0) -> Tensor:
+    """A_t = Σ_{k≥t} γ^{k-t} r_k, whitened over all units of the batch: f64 [U]. The penalty of
+    `kl.place: reward` is in r. Source: Hu et al. 2025, "REINFORCE++"."""
+    return units.whiten(units.in_time().to_go(units["reward"], gamma))
+
+
+@advantage(of="segment", needs_group=2, columns=("anchor",))
+def gigpo(
+    segments: SegmentTable,
+    *,
+    omega: NotNegative = 1.0,
+    gamma: Fraction = 0.95,
+    norm: Literal["none", "std"] = "none",
+    eps: Positive = 1e-6,
+) -> Tensor:
+    """A = A_episode + ω · A_step: f64 [G]. A_episode is what the agent earned in the episode less the mean of
+    its group. A_step is the return from the segment on, Σ_k γ^k r_k over it and the agent's later segments,
+    less the mean of those that began in the same state: equal anchors of the agent in episodes of one task.
+    A segment that alone has its anchor, or has none, gets A_episode. `norm: std` divides both by the std of
+    what they are compared with. Source: Feng et al. 2025, "Group-in-group policy optimization for LLM
+    agent training", sec. 4."""
+    from trainer_service.algorithms.credit import Samples, samples_of_segments
+    from trainer_service.algorithms.table import keys
+
+    whole = samples_of_segments(segments, "task_agent")
+    earned = segments.in_time().to_go(segments.reward, gamma)
+    state = keys(segments.group, segments.agent, segments.anchor)
+    steps = Samples(earned, state, segments.length, segments.anchor == 0)
+
+    def compared(samples: Samples) -> Tensor:
+        values = samples.reward
+        return samples.over_std(values, eps) if norm == "std" else samples.centred(values)
+
+    return compared(whole.samples)[whole.owner] + omega * compared(steps).masked_fill(steps.baseline, 0.0)
+
+
+@advantage(of="segment", needs_group=2)
+def marti(
+    segments: SegmentTable,
+    *,
+    alpha: float = 0.5,
+    mode: Literal["margin", "quality"] = "margin",
+    history: Literal["all", "last"] = "all",
+    eps: Positive = 1e-6,
+) -> Tensor:
+    """A = (R' - mean) / (std + eps) over the same turn of the same agent in the group's other episodes, with
+    R' = R + α Δ: f64 [G]. R is the agent's reward of the turn, Q the mean of those of its earlier turns
+    (`history: last`: of the one before). Δ is R - Q (`margin`) or Q R - (1 - Q)(1 - R) (`quality`, for
+    rewards from 0 to 1), and 0 in the first turn. Source: Zhang et al. 2025, "MARTI", reward shaping, after
+    Park et al. 2025, "MAPoRL"."""
+    import torch
+
+    from trainer_service.algorithms.credit import samples_of_segments
+    from trainer_service.algorithms.table import InTime
+
+    credit = samples_of_segments(segments, "task_agent_turn", turn_discount=0.0)
+    samples, r = credit.samples, credit.samples.reward
+    one, none = torch.ones_like(r), torch.zeros_like(r)
+    assert samples.sequence is not None, "turns are of something"
+    back = InTime.of(samples.sequence, torch.arange(len(r)).flip(0))
+    if history == "last":
+        earlier, count = back.following(r, none), back.following(one, none)
+    else:
+        earlier, count = back.to_go(r, 1.0) - r, back.to_go(one, 1.0) - 1
+    q = earlier / count.clamp(min=1)
+    delta = r - q if mode == "margin" else q * r - (1 - q) * (1 - r)
+    return samples.over_std(r + alpha * delta * (count > 0), eps)[credit.owner]

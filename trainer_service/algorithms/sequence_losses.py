@@ -1,0 +1,198 @@
+"""Losses of whole sequences: supervised, preference and reward-model ones.
+
+Each is a function of one number for each of N sequences, s: the sum of a column of the back end over the
+sequence's units, their log-probs, or the number that a reward model gives it. What comes out is one loss for
+each of n examples, whose mean is the step's. An example is a sequence, or a pair of neighbours, the chosen
+one and the rejected.
+
+`rewards` of a loss is what it takes for the reward of a sequence, by which held-out pairs are told right.
+Notation: π(y) is s, ref(y) the same by the reference, |y| the number of units, σ the logistic function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The N sequences of a step or of the held-out file; all on one device."""
+
+    s: Tensor
+    """f64 [N]"""
+    ref: Tensor
+    """f64 [N]: `s` by the reference, 0 where there is none."""
+    length: Tensor
+    """i64 [N]: units, at least 1."""
+    value: Tensor
+    """f64 [n]: margins, labels or scores of the examples."""
+    zero: float = 0.0
+    """KTO's z₀."""
+
+    @property
+    def gain(self) -> Tensor:
+        """f64 [N]: log π(y) / ref(y)."""
+        return self.s - self.ref
+
+
+def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[2n] -> those of the chosen sequences [n], of the rejected [n]."""
+    return values[0::2], values[1::2]
+
+
+def sft_token(given: Sequences) -> Tensor:
+    """-n π(y) / Σ |y|, whose mean over examples is the cross-entropy per token."""
+    return -given.s * len(given.s) / given.length.sum()
+
+
+def sft_sequence(given: Sequences) -> Tensor:
+    """-π(y) / |y|: the cross-entropy per token of each answer."""
+    return -given.s / given.length
+
+
+def dpo(given: Sequences, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - ε) log σ(β d) - ε log σ(-β d) with d = gain(chosen) - gain(rejected).
+
+    Source: Rafailov et al. 2023, "Direct Preference Optimization", eq. 7; ε of Mitchell 2023, "A note on DPO
+    with noisy preferences", eq. 3."""
+    chosen, rejected = pairs(given.gain)
+    logits = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
+
+
+def ipo(given: Sequences, *, beta: float) -> Tensor:
+    """(h - 1 / 2β)² with h the difference of the gains per unit.
+
+    Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences",
+    eq. 17 with τ = β; the mean over units is that of its authors' code, as in TRL."""
+    chosen, rejected = pairs(given.gain / given.length)
+    return (chosen - rejected - 1 / (2 * beta)).square()
+
+
+def hinge(given: Sequences, *, beta: float) -> Tensor:
+    """max(0, 1 - β d), d as in `dpo`.
+
+    Source: Zhao et al. 2023, "SLiC-HF", normalised by the reference as in Liu et al. 2023, "RSO", eq. 10."""
+    chosen, rejected = pairs(given.gain)
+    return (1 - beta * (chosen - rejected)).relu()
+
+
+def orpo(given: Sequences, *, beta: float) -> Tensor:
+    """-p(chosen) - β log σ(log odds(chosen) - log odds(rejected)), with p = π(y) / |y| and
+    odds = eᵖ / (1 - eᵖ). Needs no reference.
+
+    Source: Hong et al. 2024, "ORPO", eq. 6 and 7 (β is its λ)."""
+    p = given.s / given.length
+    chosen, rejected = pairs(p - log_one_less(p))
+    return -pairs(p)[0] - beta * F.logsigmoid(chosen - rejected)
+
+
+def log_one_less(p: Tensor) -> Tensor:
+    """log(1 - eᵖ) for p <= 0, exact near 0 and far from it; p above -1e-12 counts as that."""
+    p = p.clamp(max=-1e-12)
+    near = p > -0.6931
+    return torch.where(
+        near,
+        (-torch.expm1(p.where(near, -1.0))).log(),
+        torch.log1p(-p.where(~near, -1.0).exp()),
+    )
+
+
+def kto(given: Sequences, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> Tensor:
+    """λ_D (1 - σ(β (gain - z₀))) for a desirable answer, λ_U (1 - σ(β (z₀ - gain))) for an undesirable one.
+
+    z₀ = max(0, mean gain of the batch's prompts with the answer of another) has no gradient. Source:
+    Ethayarajh et al. 2024, "KTO", eq. 8."""
+    distance, good = beta * (given.gain - given.zero), given.value > 0.5
+    return torch.where(good, desirable * (1 - distance.sigmoid()), undesirable * (1 - (-distance).sigmoid()))
+
+
+def bradley_terry(given: Sequences) -> Tensor:
+    """-log σ(s(chosen) - s(rejected) - margin).
+
+    Source: Ouyang et al. 2022, "InstructGPT", eq. 1; margin of Touvron et al. 2023, "Llama 2", eq. 2."""
+    chosen, rejected = pairs(given.s)
+    return -F.logsigmoid(chosen - rejected - given.value)
+
+
+def regression(given: Sequences) -> Tensor:
+    """(s - score)²."""
+    return (given.s - given.value).square()
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """A loss with what it needs. Called with `Sequences`, gives f64 [n]."""
+
+    function: Callable[..., Tensor]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    column: str = "logp"
+    """The column of the back end that `s` sums up."""
+    paired: bool = True
+    referred: bool = False
+    """Whether it compares with a reference."""
+    zeroed: bool = False
+    """Whether it needs z₀: the gains of answers after the prompts of others."""
+    reward: Callable[[Sequences], Tensor] = lambda given: given.s
+    """f64 [N]"""
+
+    def __call__(self, given: Sequences) -> Tensor:
+        return self.function(given, **self.arguments)
+
+    def right(self, given: Sequences) -> Tensor:
+        """f64 [m]: of each pair whether the reward of the chosen sequence is higher, ½ where it is the same;
+        of labels and scores whether two examples are ordered rightly, each of them compared with the 16 after
+        it."""
+        reward = self.reward(given)
+        if self.paired:
+            chosen, rejected = pairs(reward)
+            return (1 + (chosen - rejected).sign()) / 2
+        shifts = range(1, min(17, len(reward)))
+        rewards, values = (
+            torch.cat([each - each.roll(shift) for shift in shifts] or [each[:0]])
+            for each in (reward, given.value)
+        )
+        return (1 + (rewards * values)[values != 0].sign()) / 2
+
+    def margin(self, given: Sequences) -> float | None:
+        """By how much the reward of what is preferred is higher on average; None where nothing is."""
+        reward = self.reward(given)
+        if self.paired:
+            chosen, rejected = pairs(reward)
+        elif self.zeroed:
+            good = given.value > 0.5
+            chosen, rejected = reward[good], reward[~good]
+        else:
+            return None
+        return float(chosen.mean() - rejected.mean()) if len(chosen) and len(rejected) else None
+
+
+def per_unit(given: Sequences) -> Tensor:
+    return given.s / given.length
+
+
+def gain(given: Sequences) -> Tensor:
+    return given.gain
+
+
+def gain_per_unit(given: Sequences) -> Tensor:
+    return given.gain / given.length
+
+
+LOSSES: Mapping[str, SequenceLoss] = {
+    "token": SequenceLoss(sft_token, paired=False),
+    "sequence": SequenceLoss(sft_sequence, paired=False),
+    "dpo": SequenceLoss(dpo, referred=True, reward=gain),
+    "ipo": SequenceLoss(ipo, referred=True, reward=gain_per_unit),
+    "hinge": SequenceLoss(hinge, referred=True, reward=gain),
+    "orpo": SequenceLoss(orpo, reward=per_unit),
+    "kto": SequenceLoss(kto, referred=True, zeroed=True, paired=False, reward=gain),
+    "bradley_terry": SequenceLoss(bradley_terry, column="score"),
+    "regression": SequenceLoss(regression, column="score", paired=False),
+}

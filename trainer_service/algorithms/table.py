@@ -1,0 +1,333 @@
+"""The unit table of a step: what is known of its episodes, of their segments and of their sampled units.
+
+Three levels, each with what is above it:
+
+    EpisodeTable   E episodes, in the order of the manifest; alike on every rank
+    SegmentTable   G sampled segments with something to train, of all ranks; alike on every rank
+    UnitTable      U sampled units of this rank's rows, or of one micro-batch of them
+
+What belongs together is said by ids, never by positions. Sums that go over units are taken over all ranks by
+`UnitTable.by_episode` and its like, so that what an advantage or a correction makes of the table depends
+neither on how rows were packed nor on who trains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_async.rpc.messages import BatchEpisode
+from areal_async.rpc.verdicts import Parts
+from areal_async.trajectory.builder import anchor_of
+from trainer_service.errors import ObjectiveError
+
+ROUNDING = 1e-10
+"""Share of a value by which a mean of equal ones, of millions of them, may be off."""
+
+
+class Collectives(Protocol):
+    """What a table needs of the ranks; all of them call it alike."""
+
+    def sum(self, tensor: Tensor) -> None: ...
+
+    def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]: ...
+
+
+class Alone:
+    """One rank."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Nothing is to be added."""
+
+    def concatenate(self, columns: NDArray[Any]) -> NDArray[Any]:
+        return columns
+
+
+@dataclass(frozen=True)
+class EpisodeTable:
+    """E episodes of a step."""
+
+    reward: Tensor
+    """f64 [E]"""
+    group: Tensor
+    """i64 [E]"""
+    baseline: Tensor
+    """bool [E]: answered greedily, to be compared with; nothing of it is trained."""
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """f64 [E] by name; NaN for an episode without one of that name."""
+    parts: Sequence[Parts | None] = ()
+    """Rewards of segments, agents and units, where scoring gave some; empty where it gave none at all."""
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+    @classmethod
+    def of(
+        cls, episodes: Sequence[BatchEpisode], group: NDArray[np.int64], *, greedy_sample: int | None = None
+    ) -> EpisodeTable:
+        """The episodes of a manifest; `greedy_sample` is the number that the greedy one of a group has."""
+        names = {name: None for episode in episodes for name in episode.components}
+        none = float("nan")
+
+        def numbers(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64)
+
+        return cls(
+            reward=numbers([episode.reward for episode in episodes]),
+            group=torch.from_numpy(group),
+            baseline=torch.tensor([episode.sample == greedy_sample for episode in episodes]),
+            components={name: numbers([e.components.get(name, none) for e in episodes]) for name in names},
+            parts=[e.parts for e in episodes] if any(e.parts is not None for e in episodes) else (),
+        )
+
+    @property
+    def groups_without_baseline(self) -> int:
+        return len(set(self.group.tolist()) - set(self.group[self.baseline].tolist()))
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """G segments of all ranks, in the order of episode and segment."""
+
+    episodes: EpisodeTable
+    episode: Tensor
+    """i64 [G]"""
+    index: Tensor
+    """i64 [G]: number of the segment in its episode; those that came later have higher ones."""
+    turn: Tensor
+    """i64 [G]"""
+    agent: Tensor
+    """i64 [G]: equal for equal names (`agent_id`)."""
+    anchor: Tensor
+    """i64 [G]: equal for equal states, 0 where the workflow named none."""
+    length: Tensor
+    """i64 [G]: units that are trained."""
+    given: Tensor
+    """f64 [G]: what scoring or the workflow gave to the segment and to its units; 0 without."""
+    reward: Tensor
+    """f64 [G]: its share of what its agent's sequence earned; see `credit.py`."""
+
+    def __len__(self) -> int:
+        return len(self.episode)
+
+    @property
+    def group(self) -> Tensor:
+        """i64 [G]"""
+        return self.episodes.group[self.episode]
+
+    @property
+    def sequence(self) -> Tensor:
+        """i64 [G]: number of the (episode, agent) that the segment is of, in the order of both."""
+        return keys(self.episode, self.agent)
+
+    def in_time(self) -> InTime:
+        """The segments of each sequence in the order of time."""
+        return InTime.of(self.sequence, self.index)
+
+
+@dataclass(frozen=True)
+class InTime:
+    """What belongs together and follows on each other: sequences of some of N entries, in any order."""
+
+    order: Tensor
+    """i64 [M]: the entries, sequence by sequence, the earlier first."""
+    follows: Tensor
+    """bool [M - 1]: whether the next of them is of the same sequence."""
+
+    @classmethod
+    def of(cls, sequence: Tensor, time: Tensor, keep: Tensor | None = None) -> InTime:
+        """Of the entries with these numbers [N] of sequences and places [N] in time, both from 0, and those
+        that `keep` bool [N] leaves."""
+        key = sequence * (int(time.max()) + 1 if len(time) else 1) + time
+        if keep is None:
+            order = key.argsort()
+        else:
+            kept = keep.nonzero()[:, 0]
+            order = kept[key[kept].argsort()]
+        number = sequence[order]
+        return cls(order, number[1:] == number[:-1])
+
+    def following(self, values: Tensor, at_end: Tensor) -> Tensor:
+        """f64 [N]: for each entry the value [N] of the next one of its sequence, `at_end` [N] of the last;
+        0 of entries that are left out."""
+        inner, last = values.double()[self.order], at_end.double()[self.order]
+        last[:-1] = torch.where(self.follows, inner[1:], last[:-1])
+        return torch.zeros_like(values, dtype=torch.float64).index_copy(0, self.order, last)
+
+    def to_go(self, values: Tensor, discount: float) -> Tensor:
+        """f64 [N]: G_k = value_k + discount · G_{k+1} along each sequence; 0 of entries that are left out.
+
+        Sums of windows of 1, 2, 4 … entries, each of two of the window before."""
+        sums = values.double()[self.order]
+        reach, shift, factor = self.follows, 1, discount
+        while shift < len(sums) and bool(reach.any()):
+            sums[:-shift] += torch.where(reach, factor * sums[shift:], 0.0)
+            # An entry reaches twice as far if it does to one that does.
+            reach = reach[:-shift] & reach[shift:]
+            shift, factor = 2 * shift, factor * factor
+        return torch.zeros_like(values, dtype=torch.float64).index_copy(0, self.order, sums)
+
+
+@dataclass(frozen=True)
+class UnitTable:
+    """U sampled units with their columns, all [U]. `table["prox"]` is a column by its name; the ones that
+    every table has are properties."""
+
+    columns: Mapping[str, Tensor]
+    episodes: EpisodeTable
+    segments: SegmentTable | None = None
+    """Only where a part of the objective is defined over segments, agents or turns."""
+    ranks: Collectives | None = field(default=None, repr=False)
+    """None of a micro-batch, which is no whole step."""
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises `ObjectiveError` for a column that is not there."""
+        found = self.columns.get(name)
+        if found is None:
+            raise ObjectiveError(
+                f"the unit table has no column {name!r} here. A part that reads one declares it: "
+                f"columns=({name!r},). There are {', '.join(self.columns)}."
+            )
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    @property
+    def behaviour(self) -> Tensor:
+        """f32 [U]: log-prob recorded by the engine that sampled the unit."""
+        return self.columns["behaviour"]
+
+    @property
+    def version(self) -> Tensor:
+        """i64 [U]: version of the weights that sampled it."""
+        return self.columns["version"]
+
+    @property
+    def episode(self) -> Tensor:
+        """i64 [U]: index into the step's episodes."""
+        return self.columns["episode"]
+
+    @property
+    def group(self) -> Tensor:
+        """i64 [U]: index into the step's groups."""
+        return self.columns["group"]
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [U]: False leaves the unit out of the loss, of its gradient and of every count."""
+        return self.columns["mask"]
+
+    @property
+    def advantage(self) -> Tensor:
+        """f32 [U]"""
+        return self.columns["advantage"]
+
+    def with_columns(self, **columns: Tensor) -> UnitTable:
+        return replace(self, columns={**self.columns, **columns})
+
+    def part(self, start: int, end: int) -> UnitTable:
+        """The units of one micro-batch."""
+        cut = {name: column[start:end] for name, column in self.columns.items()}
+        return replace(self, columns=cut, ranks=None)
+
+    def cleared(self) -> UnitTable:
+        """With 0 in the columns of numbers where the mask is off: what stands there, be it NaN, reaches
+        neither a sum nor a gradient."""
+        cleared = {
+            name: masked(column, self.mask) if column.is_floating_point() else column
+            for name, column in self.columns.items()
+        }
+        return replace(self, columns=cleared)
+
+    def in_time(self) -> InTime:
+        """The unmasked units of each sequence, what one agent did in one episode, in the order of time. Of a
+        table whose episodes are whole on each rank."""
+        assert self.segments is not None, "the part does not declare that it needs segments"
+        sequence = self.segments.sequence.to(self.mask.device)[self["segment"]]
+        return InTime.of(sequence, self["unit"], self.mask)
+
+    # --- over the whole step, all ranks together ---
+
+    def by_episode(self, values: Tensor) -> Tensor:
+        """f64 [E]: the sums of values [U] over the unmasked units of each episode."""
+        return self._sums(values, self.episode, len(self.episodes))
+
+    def mean_of_episode(self, values: Tensor) -> Tensor:
+        """f64 [U]: for each unit the mean of values [U] over its episode's unmasked units."""
+        count = self.by_episode(torch.ones_like(values)).clamp(min=1)
+        return (self.by_episode(values) / count)[self.episode]
+
+    def by_segment(self, values: Tensor) -> Tensor:
+        """f64 [G]: the sums of values [U] over the unmasked units of each segment."""
+        assert self.segments is not None, "the part does not declare that it needs segments"
+        return self._sums(values, self["segment"], len(self.segments))
+
+    def total(self, values: Tensor) -> Tensor:
+        """f64 []: the sum of values [U] over all unmasked units."""
+        return self._sums(values, torch.zeros_like(self.episode), 1)[0]
+
+    def whiten(self, values: Tensor, *, eps: float = 1e-8) -> Tensor:
+        """f64 [U]: values [U] less their mean, over their standard deviation (n - 1), of all unmasked units;
+        exactly 0 where all are equal."""
+        values = values.double()
+        count = self.total(torch.ones_like(values))
+        centred = difference(values, self.total(values) / count.clamp(min=1))
+        variance = self.total(centred.square()) / (count - 1).clamp(min=1)
+        return centred / (variance.sqrt() + eps)
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """f64 [N]: values [U] of all unmasked units of all ranks."""
+        mine = values[self.mask].double().cpu().numpy()[None]
+        return torch.from_numpy(self._ranks.concatenate(mine)[0]).to(values.device)
+
+    def _sums(self, values: Tensor, labels: Tensor, count: int) -> Tensor:
+        sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+        sums.index_add_(0, labels, masked(values.double(), self.mask))
+        self._ranks.sum(sums)
+        return sums
+
+    @property
+    def _ranks(self) -> Collectives:
+        if self.ranks is None:
+            raise ObjectiveError(
+                'a part sums over the whole step, but is given one micro-batch: let it declare of="step".'
+            )
+        return self.ranks
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with 0 where the mask is off. Done before any arithmetic, so that a NaN or an infinity of a
+    masked unit reaches neither a sum nor a gradient."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def difference(values: Tensor, mean: Tensor) -> Tensor:
+    """`values` less their mean: exactly 0 where that is rounding alone, for equal values say nothing."""
+    found = values - mean
+    return found.masked_fill(found.abs() <= ROUNDING * values.abs(), 0.0)
+
+
+@cache
+def agent_id(name: str) -> int:
+    """i64: what stands for an agent's name in a table."""
+    return anchor_of(name)
+
+
+def keys(*columns: Tensor) -> Tensor:
+    """i64 [N]: equal where all of these [N] are equal, in their lexicographic order, from 0."""
+    found = torch.zeros_like(columns[0], dtype=torch.int64)
+    for column in columns:
+        values, inverse = column.unique(return_inverse=True)
+        found = (found * len(values) + inverse).unique(return_inverse=True)[1]
+    return found

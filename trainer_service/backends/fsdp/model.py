@@ -1,0 +1,183 @@
+"""One of a back end's models on a rank: its module, and what changes of it.
+
+A trained model has AdamW on the rank's own shards, a schedule and a clipping of its own; one that follows
+another has its shards moved; a frozen one has neither, and takes the dtype that is computed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from areal_async.config.job import LoraSection, OptimizerSection
+from trainer_service.backends.base import TRAINED_MODEL, ModelUse, learning_rate
+from trainer_service.backends.fsdp.head import open_window
+from trainer_service.backends.fsdp.loading import load_sharded
+from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from trainer_service.backends.fsdp.recompute import recompute_blocks
+from trainer_service.backends.fsdp.shards import read_shard
+from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
+from trainer_service.ranks import Ranks
+
+Kinds = dict[str, Mapping[str, Tensor]]
+"""Tensors of a rank by what they are, which names the files of a checkpoint, and by parameter."""
+
+
+class HeldModel:
+    """The model `name`. Its `updates` are those of the protocol, 0 for a frozen one."""
+
+    def __init__(
+        self,
+        name: str,
+        use: ModelUse,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        first_copy: bool,
+        recompute: str,
+        offload_optimizer: bool,
+        lora: LoraSection | None,
+        seed: int,
+    ) -> None:
+        """See `FsdpBackend`. Raises `ModelError`."""
+        self._name, self._use = name, use
+        section = "trainer" if name == TRAINED_MODEL else f"trainer.{name}"
+        self._fix = f"Lower {section}.optimizer.lr, or start from an earlier checkpoint."
+        self._ranks, self._first_copy = ranks, first_copy
+        held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
+        self.loaded = load_sharded(use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=seed)
+        self.module = self.loaded.module
+        if use.optimizer is None:
+            self.module.requires_grad_(False)
+        # The first forward of FSDP may move the local shards; the optimizer must see them after it.
+        open_window(self.module, ranks.device)
+        self.updates = 0
+        changing = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad or use.follows
+        }
+        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in changing.items()}
+        self.rows = {name: parameter.shape[0] for name, parameter in changing.items()}
+        self._adamw: ShardedAdamW | None = None
+        if use.optimizer is not None:
+            recompute_blocks(self.module, recompute)
+            self._adamw = ShardedAdamW(self.shards, use.optimizer, offload=offload_optimizer)
+
+    @property
+    def memory(self) -> Kinds:
+        """Tensors of the kinds, shapes and dtypes that `state` has after an update."""
+        kinds = [self._name, *(self._moment(each) for each in MOMENTS if self._adamw is not None)]
+        return dict.fromkeys(kinds, self.shards) if self.shards else {}
+
+    @property
+    def state(self) -> Kinds:
+        """What a checkpoint holds of it: the rank's own tensors."""
+        moments = self._adamw.moments() if self._adamw is not None else {}
+        return self._kinds(moments)
+
+    def load(self, folder: Path, updates: Mapping[str, int], rank: int, shards_count: int) -> None:
+        """See `TrainingBackend.load`; `rank` is that of the shard."""
+        if not self.shards or (self._adamw is None and not updates):
+            return
+        if updates and self._name not in updates:
+            raise CheckpointError(
+                f"checkpoint {folder} holds no model {self._name!r}, which the job trains: begin a new run"
+            )
+        self.updates = updates.get(self._name, 0)
+        kinds = self._kinds(self._adamw.restart(self.updates) if self._adamw is not None else {})
+        for kind, values in kinds.items():
+            read_shard(folder, kind, values, self.rows, rank, shards_count)
+
+    def gradient_norm(self) -> float:
+        """See `TrainingBackend.gradient_norm`."""
+        for name, parameter in self.module.named_parameters():
+            if (shard := self.shards.get(name)) is not None:
+                if parameter.grad is not None:
+                    shard.grad, parameter.grad = _local(parameter.grad), None
+                elif (
+                    shard.grad is None
+                ):  # what no loss has used has one too, so that moments are those of all
+                    shard.grad = torch.zeros_like(shard)
+        norm = self._norm(self._gradients)
+        if not math.isfinite(norm):
+            self.discard()
+            raise GradientNotFinite(
+                f"the gradient's norm is {norm} in optimizer update {self.updates} of {self._name}: training "
+                f"has diverged. {self._fix}",
+                self._name,
+            )
+        return norm
+
+    def step(self) -> float:
+        """See `TrainingBackend.optimizer_step`."""
+        adamw, settings = self._trained()
+        norm = self.gradient_norm()
+        scale = min(1.0, settings.clip_grad_norm / (norm + 1e-6))
+        if scale < 1:
+            torch._foreach_mul_(self._gradients, scale)
+        adamw.step(learning_rate(settings, self.updates, self._use.total_updates))
+        if not math.isfinite(size := self._norm([shard.detach() for shard in self.shards.values()])):
+            raise DivergenceError(
+                f"the norm of the weights is {size} after optimizer update {self.updates} of {self._name}: "
+                f"they are not published. {self._fix}"
+            )
+        self.updates += 1
+        return norm
+
+    def discard(self) -> None:
+        """See `TrainingBackend.discard`."""
+        for parameter in (*self.module.parameters(), *self.shards.values()):
+            parameter.grad = None
+
+    @torch.no_grad()
+    def follow(self, source: HeldModel, share: float) -> None:
+        """See `TrainingBackend.follow`."""
+        if not self._use.follows:
+            raise ValueError(f"the model {self._name!r} was not made to follow another one")
+        theirs = dict(source.module.named_parameters())
+        for name, shard in self.shards.items():
+            found = theirs.get(name)
+            if found is None or _local(found).shape != shard.shape:
+                raise ModelError(
+                    f"the model {self._name!r} cannot follow {source._name!r}, which has no {name} of its "
+                    "shape: both must come of one directory, and adapters cannot be followed."
+                )
+            shard.lerp_(_local(found).float(), share)
+        self.updates += 1
+
+    def _kinds(self, moments: Mapping[str, Mapping[str, Tensor]]) -> Kinds:
+        found: Kinds = {self._moment(moment): values for moment, values in moments.items()}
+        return {self._name: self.shards, **found} if self.shards else {}
+
+    def _moment(self, moment: str) -> str:
+        return f"{self._name}.{moment}"
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [shard.grad for shard in self.shards.values() if shard.grad is not None]
+
+    def _trained(self) -> tuple[ShardedAdamW, OptimizerSection]:
+        if self._adamw is None or self._use.optimizer is None:
+            raise ValueError(f"the model {self._name!r} is not trained")
+        return self._adamw, self._use.optimizer
+
+    def _norm(self, parts: list[Tensor]) -> float:
+        """2-norm over the shards of one copy, summed up in f64: on a CPU a sum of a million squares in f32 is
+        off by 1e-5, and another number of ranks by another amount."""
+        norms = torch._foreach_norm(parts, 2, torch.float64)
+        squared = torch.stack(norms).square().sum().cpu() * self._first_copy
+        self._ranks.sum(squared)
+        return float(squared.sqrt())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        return tensor.to_local()

@@ -1,0 +1,134 @@
+"""The unit table of a step, from the rows that a rank trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_service.algorithms.table import (
+    Collectives,
+    EpisodeTable,
+    SegmentTable,
+    UnitTable,
+    agent_id,
+    keys,
+)
+from trainer_service.data.rows import PLACES, TrainingRow
+
+
+def build_units(
+    rows: Sequence[TrainingRow],
+    episodes: EpisodeTable,
+    ranks: Collectives,
+    *,
+    device: torch.device | str = "cpu",
+    with_segments: bool = False,
+) -> UnitTable:
+    """The table of these rows, unit by unit in their order, with the columns `behaviour`, `version`,
+    `episode`, `group`, `mask` and `row_units` (i64 [U]: how many units the unit's row trains); and
+    `with_segments`, of rows that know the places of their units, also `segment` (i64 [U]: index into the
+    table of segments), `turn`, `agent`, `anchor`, `truncated`, `unit` (i64 [U]: its place in the episode, by
+    which units are ordered in time) and `own_reward` (f64 [U]: what scoring gave to the unit itself).
+
+    All ranks call it."""
+    counts = np.array([len(row.position) for row in rows], np.int64)
+    episode = np.repeat(np.array([row.episode for row in rows], np.int64), counts)
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    columns = {
+        "behaviour": tensor(_joined([row.behaviour for row in rows], np.float32)),
+        "version": tensor(_joined([row.version for row in rows], np.int64)),
+        "episode": tensor(episode),
+        "group": episodes.group[torch.from_numpy(episode)].to(device),
+        "mask": torch.ones(len(episode), dtype=torch.bool, device=device),
+        "row_units": tensor(np.repeat(counts, counts)),
+    }
+    if not with_segments:
+        return UnitTable(columns, episodes, None, ranks)
+    places = [row.places for row in rows if row.places is not None]
+    held = dict(
+        zip(PLACES, np.concatenate(places or [np.zeros((len(PLACES), 0), np.int64)], axis=1), strict=True)
+    )
+    reward = _joined([row.segment_reward for row in rows if row.segment_reward is not None], np.float64)
+    own = _own_rewards(episode, held["unit"], episodes)
+    segments, segment = _segments(episode, held, reward, own, episodes, ranks)
+    columns |= {name: tensor(held[name]) for name in ("turn", "agent", "anchor", "unit", "truncated")}
+    columns |= {"segment": tensor(segment), "own_reward": tensor(own)}
+    return UnitTable(columns, episodes, segments, ranks)
+
+
+def _own_rewards(episode: NDArray[np.int64], unit: NDArray[np.int64], episodes: EpisodeTable) -> NDArray[Any]:
+    """f64 [U]: the rewards of units in the verdicts; 0 without."""
+    given = [parts.units if parts is not None else [] for parts in episodes.parts]
+    if not any(given):
+        return np.zeros(len(episode))
+    counts = np.array([len(rewards) for rewards in given])
+    start, flat = np.cumsum(counts) - counts, np.concatenate([*map(np.asarray, given), [0.0]])
+    has = counts[episode] > 0
+    return np.where(has, flat[np.where(has, start[episode] + unit, -1)], 0.0)
+
+
+def _segments(
+    episode: NDArray[np.int64],
+    held: dict[str, NDArray[Any]],
+    reward: NDArray[Any],
+    own: NDArray[Any],
+    episodes: EpisodeTable,
+    ranks: Collectives,
+) -> tuple[SegmentTable, NDArray[np.int64]]:
+    """The segments of all ranks, and i64 [U]: of which of them each unit of this rank is. A segment is in one
+    row, so it comes from one rank."""
+    begins = np.ones(len(episode), np.bool_)
+    begins[1:] = (np.diff(episode) != 0) | (np.diff(held["segment"]) != 0)
+    first = np.flatnonzero(begins)
+    length = np.diff(first, append=len(episode))
+    mine = episode[first], held["segment"][first]
+    labels = [held[name][first] for name in ("turn", "agent", "anchor")]
+    ids = ranks.concatenate(np.stack([*mine, *labels, length]).astype(np.int64))
+    of_units = np.add.reduceat(own, first) if len(first) else own
+    figures = ranks.concatenate(np.stack([reward[first], of_units]))
+    order = np.lexsort((ids[1], ids[0]))
+    ids, figures = ids[:, order], figures[:, order]
+    episode_, index, turn, agent, anchor, trained = torch.from_numpy(ids)
+    given, share = _shares(ids, figures[0], figures[1], episodes)
+    earned = torch.from_numpy(np.stack([given, share]))
+    table = SegmentTable(episodes, episode_, index, turn, agent, anchor, trained, earned[0], earned[1])
+    # Where this rank's are among all.
+    width = int(ids[1].max(initial=0)) + 1
+    place = np.searchsorted(ids[0] * width + ids[1], mine[0] * width + mine[1])
+    return table, np.repeat(place, length)
+
+
+def _shares(
+    ids: NDArray[Any], of_workflow: NDArray[Any], of_units: NDArray[Any], episodes: EpisodeTable
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """f64 [G], twice: what was given to each segment, and its share of what its sequence earned. A sequence,
+    what one agent did in one episode, earns the agent's reward where scoring gave one, and else the
+    episode's. Rewards of segments (the verdict's, or else those that the workflow gave) and of units say
+    where of it; what they leave out falls on the last segment."""
+    given, total = np.nan_to_num(of_workflow), episodes.reward.numpy()[ids[0]]
+    bounds = np.searchsorted(ids[0], np.arange(len(episodes.parts) + 1))
+    for number, parts in enumerate(episodes.parts):
+        own = slice(bounds[number], bounds[number + 1])
+        if parts is not None and parts.segments:
+            given[own] = [parts.segments.get(segment, 0.0) for segment in ids[1, own].tolist()]
+        for name, value in parts.agents.items() if parts is not None else ():
+            total[own][ids[3, own] == agent_id(name)] = value
+    given += of_units
+    share = given.copy()
+    sequence = keys(torch.from_numpy(ids[0].copy()), torch.from_numpy(ids[3].copy())).numpy()
+    last = np.zeros(int(sequence.max(initial=-1)) + 1, np.int64)
+    last[sequence] = np.arange(len(sequence))  # segments are in order of time: the last one stays
+    share[last] += total[last] - np.bincount(sequence, given, len(last))
+    return given, share
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)

@@ -1,0 +1,243 @@
+"""Training from files: one loop for supervised, preference and reward-model training.
+
+What is learned from an example is a loss of `algorithms.sequence_losses`; how a file's rows become examples
+is in `data.lessons`. The reference of a preference loss is the model as it was at the start: its numbers for
+every example that the steps to come draw are computed before the first, so it takes no memory beside them.
+
+The order of the examples follows from the seed and the step alone, so a trainer that goes on from a
+checkpoint does what one that never stopped would have done, bit for bit on the same number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from areal_async.config.job import JobConfig
+from areal_async.runtime.log import get_logger
+from areal_async.runtime.metrics import busy
+from areal_async.status.record import RunRecords
+from areal_async.tasks import pass_order
+from trainer_service import metrics
+from trainer_service.backends.base import TrainingBackend
+from trainer_service.checkpoint import MEASURING, Checkpoint, Checkpoints, measured_in
+from trainer_service.data.flops import load_row_cost
+from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
+from trainer_service.disk import companion_files
+from trainer_service.loop.sequences import SequenceTrainer
+from trainer_service.ranks import Ranks
+from trainer_service.states import Place, States
+from trainer_service.stored import CheckpointStore, push_trained
+from trainer_service.trained import write_trained
+
+log = get_logger("trainer")
+
+FAR_FACTOR = 8  # So many times as rarely accuracy is measured while it is far from the one asked for
+
+
+class FileTrainer:
+    """One rank of the trainer of a job that trains from files."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        ranks: Ranks,
+        backend: TrainingBackend,
+        *,
+        run_dir: Path,
+        run_log: RunRecords | None,
+        stopping: threading.Event,
+        shm_dir: Path | None = None,
+    ) -> None:
+        self._job = job
+        self._ranks = ranks
+        self._backend = backend
+        self._run_dir = run_dir
+        self._run_log = run_log
+        self._stopping = stopping
+        disk = Checkpoints(
+            run_dir / "checkpoints",
+            job=job.job,
+            policy=job.policy,
+            keep=job.checkpoint.keep,
+            ranks=ranks,
+            keep_best=job.checkpoint.keep_best,
+            store=CheckpointStore.of(job),
+            measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
+        )
+        self._states = States.of(job, disk, ranks, shm_dir)
+        tokenizer = load_tokenizer(job.model)
+        self._loss, self._train = read_lessons(job, job.tasks.train, tokenizer)
+        held_out = job.tasks.evaluation
+        self._held_out = read_lessons(job, held_out, tokenizer)[1] if held_out is not None else []
+        self._sequences = SequenceTrainer(
+            backend,
+            ranks,
+            self._loss,
+            budget=job.trainer.micro_batch_tokens,
+            cost=load_row_cost(job.model),
+        )
+        self._refs: dict[int, list[float]] = {}  # By the example's index
+        self._held_refs: list[list[float]] | None = None
+
+    def run(self, restored: Checkpoint | None = None) -> bool:
+        """Train until `trainer.steps`, the passes or the accuracy asked for; False when told to stop before.
+
+        `restored` is the checkpoint to go on from: what follows is what would have followed then. The model
+        is in `<run_dir>/model` afterwards."""
+        begun = step = restored.manifest.step if restored is not None else 0
+        if self._loss.referred and not self._refer(begun):
+            return False
+        self._restore(restored)
+        self._backend.prepare_save()
+        every = self._job.training.evaluate_every
+        measures = self.measure() if step % every == 0 else {}
+        known = measures.get("accuracy")
+        saved: Place | None = None
+        if restored is None:
+            self._write(step, **measures)
+        for indices in itertools.islice(self._batches(), step, None):
+            if self._stop_asked():
+                self._states.wait()
+                return False
+            if self._good_enough(measures.get("accuracy")) or step == self._job.trainer.steps:
+                break
+            begun_s = time.monotonic()
+            with busy("train"):
+                done = self._sequences.train(
+                    [self._train[index] for index in indices],
+                    [self._train[index].place for index in indices],
+                    [self._refs[index] for index in indices] if self._loss.referred else None,
+                )
+            step += 1
+            measured = step % (every * FAR_FACTOR if self._far(known) else every) == 0
+            measures = self.measure() if measured else {}
+            known = measures.get("accuracy", known)
+            self._write(
+                step,
+                loss=done.loss,
+                grad_norm=done.grad_norm,
+                tokens=done.tokens,
+                **measures,
+                step_s=round(time.monotonic() - begun_s, 6),
+            )
+            self._states.check()
+            saved = self._states.due(step, asked=bool(self._job.checkpoint.keep_best) and measured)
+            if saved is not None:
+                self._leave(saved, step)
+            policy = self._job.policy
+            if not self._ranks.first:
+                continue
+            metrics.STEP.labels(policy).set(step)
+            metrics.LOSS.labels(policy).set(done.loss)
+            metrics.GRAD_NORM.labels(policy).set(done.grad_norm)
+            metrics.TOKENS.labels(policy).inc(done.tokens)
+        if not measures:
+            self._write(step, **self.measure())
+        if step > begun and saved != "disk":
+            self._leave("disk", step)
+        self._states.wait()
+        files = companion_files(
+            self._job.model, self._job.trainer.dtype, values=self._job.kind == "reward_model"
+        )
+        with busy("export"):
+            write_trained(self._run_dir, self._job, self._backend, self._ranks, files)
+            self._ranks.on_first(lambda: push_trained(self._run_dir, self._job))
+        return True
+
+    def _refer(self, begun: int) -> bool:
+        """Compute the reference's numbers with the model as it was loaded: of all held-out examples, and of
+        those that the steps from `begun` on draw, in the batches of the first pass, so that they are the same
+        however often the trainer is started. False when told to stop meanwhile."""
+        needed: set[int] = set()
+        for indices in itertools.islice(self._batches(), begun, self._job.trainer.steps):
+            needed.update(indices)
+            if len(needed) == len(self._train):
+                break
+        for indices in self._pass(0):
+            if self._stop_asked():
+                return False
+            if needed.intersection(indices):
+                found = self._numbers([self._train[index] for index in indices])
+                self._refs.update(zip(indices, found, strict=True))
+        if self._held_out:
+            self._held_refs = self._numbers(self._held_out)
+        log.info("reference computed", examples=len(self._refs), held_out=len(self._held_out))
+        return True
+
+    def _numbers(self, lessons: Sequence[Lesson]) -> list[list[float]]:
+        """The sums of each lesson's `evaluated` rows."""
+        with busy("evaluate"):
+            each = len(lessons[0].evaluated)
+            rows = [row for lesson in lessons for row in lesson.evaluated]
+            sums = self._sequences.sums(rows, np.repeat(np.arange(len(lessons)), each))
+            found: list[list[float]] = sums.view(-1, each).tolist()
+            return found
+
+    def _restore(self, restored: Checkpoint | None) -> None:
+        if restored is not None:
+            self._backend.load(restored.folder, restored.manifest.updates)
+            self._states.went_on_from(restored)
+
+    def _leave(self, place: Place, step: int) -> None:
+        self._states.leave(place, step, epoch=0, updates=self._backend.updates, save=self._backend.save)
+
+    def measure(self) -> dict[str, float]:
+        """`held_out_loss`, `accuracy` and `margin` of the held-out examples, as far as there is such a thing;
+        empty without a held-out file."""
+        if not self._held_out:
+            return {}
+        with busy("evaluate"):
+            given = self._sequences.given(self._held_out, self._held_refs)
+            rows = [row for lesson in self._held_out for row in lesson.rows]
+            if self._job.kind == "sft":
+                s, wrong = self._sequences.wrong(rows)
+                right = wrong == 0
+            else:
+                groups = np.repeat(np.arange(len(self._held_out)), len(self._held_out[0].rows))
+                s = self._sequences.sums(rows, groups)
+                right = self._loss.right(replace(given, s=s))
+            given = replace(given, s=s)
+            found: dict[str, float | None] = {
+                "held_out_loss": float(self._loss(given).mean()),
+                "accuracy": float(right.double().mean()) if len(right) else None,
+                "margin": self._loss.margin(given),
+            }
+            return {name: value for name, value in found.items() if value is not None}
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Indices of the examples of each step; a step never mixes two passes."""
+        passes = self._job.tasks.passes
+        for index in itertools.count() if passes is None else range(passes):
+            yield from self._pass(index)
+
+    def _pass(self, index: int) -> Iterator[list[int]]:
+        size, n = self._job.training.batch_size, len(self._train)
+        order = pass_order(n, seed=self._job.seed, pass_index=index, shuffle=self._job.tasks.shuffle)
+        return (order[start : start + size] for start in range(0, n, size))
+
+    def _good_enough(self, accuracy: float | None) -> bool:
+        wanted = self._job.training.stop_between
+        return wanted is not None and accuracy is not None and wanted[0] <= accuracy <= wanted[1]
+
+    def _far(self, accuracy: float | None) -> bool:
+        """Whether a measured accuracy is so far below the one asked for that it need not be watched."""
+        wanted = self._job.training.stop_between
+        return wanted is not None and accuracy is not None and accuracy < wanted[0] / 2
+
+    def _stop_asked(self) -> bool:
+        """Rank 0's word, so that all ranks stop at the same step."""
+        return self._ranks.broadcast_bytes(b"stop" if self._stopping.is_set() else b"") == b"stop"
+
+    def _write(self, step: int, **fields: float) -> None:
+        """A record of what is known; none when nothing is."""
+        if self._run_log is not None and fields:
+            self._run_log.write(self._job.kind, policy=self._job.policy, step=step, **fields)
+        if "accuracy" in fields:
+            log.info("held-out accuracy", step=step, accuracy=fields["accuracy"])

@@ -1,0 +1,176 @@
+"""One optimizer step on losses of whole sequences, and what they are measured by.
+
+A loss compares numbers of sequences that may be trained in different micro-batches or on different ranks. It
+is exact all the same, by the chain rule: where the rows of an example are apart, a pass without gradient
+gives the numbers s of all sequences, the derivatives dL/ds of these few are taken, and the pass with gradient
+adds up those of Σ dL/ds · s(θ). Where each example is whole in one micro-batch its loss is taken there, and
+no other pass is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_service.algorithms.sequence_losses import SequenceLoss, Sequences
+from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
+from trainer_service.data.flops import RowCost
+from trainer_service.data.lessons import Lesson
+from trainer_service.data.microbatch import MicroBatch, build_micro_batch, deal_rows, plan_passes
+from trainer_service.data.rows import TrainingRow
+from trainer_service.errors import DivergenceError
+from trainer_service.ranks import Ranks
+
+MOST_NAMED = 5  # Largest number of examples that an error names
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """What a step did; the same on every rank."""
+
+    loss: float
+    """Before the update."""
+    grad_norm: float
+    tokens: int
+    """Units trained on."""
+    passes: int
+    """Passes over the step's rows without gradient that it took."""
+
+
+class SequenceTrainer:
+    """All ranks make the same calls. `budget` is the most tokens of a micro-batch."""
+
+    def __init__(
+        self, backend: TrainingBackend, ranks: Ranks, loss: SequenceLoss, *, budget: int, cost: RowCost
+    ) -> None:
+        self._backend, self._ranks, self._loss = backend, ranks, loss
+        self._budget, self._cost = budget, cost
+
+    def sums(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> Tensor:
+        """f64 [N]: the sum of the loss's column over the units of each row. `groups` i64 [N] says which rows
+        are of one example."""
+        return self._sums(self._packed(rows, groups), len(rows))
+
+    def wrong(self, rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor]:
+        """`sums` of rows that are each an example, and i64 [N]: units that are not the arg max."""
+        batches = self._packed(rows, np.arange(len(rows)))
+        wrong = torch.zeros(len(rows), dtype=torch.int64, device=self._ranks.device)
+
+        def mark(index: int, columns: Columns) -> None:
+            wrong.index_add_(0, batches[index].episode, (~columns["greedy"]).long())
+
+        sums = self._sums(batches, len(rows), mark)
+        self._ranks.sum(wrong)
+        return sums, wrong
+
+    def given(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> Sequences:
+        """What is known of lessons but their `s`, which is 0. `refs` has the reference's sums of each
+        lesson's `evaluated` rows."""
+        n = len(lessons[0].rows)
+        known = [ref[:n] for ref in refs] if refs is not None else [[0.0] * n] * len(lessons)
+        rows = [row for lesson in lessons for row in lesson.rows]
+        device = self._ranks.device
+        return Sequences(
+            s=torch.zeros(len(rows), dtype=torch.float64, device=device),
+            ref=torch.tensor(known, dtype=torch.float64, device=device).flatten(),
+            length=torch.tensor([len(row.position) for row in rows], device=device),
+            value=torch.tensor([lesson.value for lesson in lessons], dtype=torch.float64, device=device),
+            zero=self._zero(lessons, refs),
+        )
+
+    def train(
+        self, lessons: Sequence[Lesson], names: Sequence[str], refs: Sequence[Sequence[float]] | None = None
+    ) -> SequenceStep:
+        """One update on `lessons`, which errors call `names`. Raises `DivergenceError` on every rank, before
+        the update, where a number of a sequence or the loss is not finite."""
+        rows = [row for lesson in lessons for row in lesson.rows]
+        each = len(lessons[0].rows)
+        batches = self._packed(rows, np.repeat(np.arange(len(lessons)), each))
+        given = self.given(lessons, refs)
+        slopes = None if self._are_whole(batches, each) else self._slopes(given, batches)
+        seen = torch.zeros_like(given.s)
+
+        def loss_of(index: int, columns: Columns) -> Tensor:
+            s = _summed(columns[self._loss.column], batches[index], len(rows))
+            seen.add_(s.detach())
+            if slopes is not None:
+                return (slopes * s).sum()
+            # The other examples' losses are constants here.
+            return self._loss(replace(given, s=s)).mean()
+
+        self._backend.train(TRAINED_MODEL, batches, loss_of, columns=(self._loss.column,))
+        self._ranks.sum(seen)
+        loss = float(self._loss(replace(given, s=seen)).mean())
+        if not (math.isfinite(loss) and bool(seen.isfinite().all())):
+            faulty = sorted({int(row) // each for row in (~seen.isfinite()).nonzero()[:, 0]})
+            where = ", ".join(names[index] for index in faulty[:MOST_NAMED]) or "none alone"
+            raise DivergenceError(
+                f"the loss is {loss}; examples whose numbers are not finite: {where}. Training has diverged, "
+                "or the model computes what is no number for these tokens; nothing is trained on them. Lower "
+                "trainer.optimizer.lr, or start from an earlier checkpoint."
+            )
+        return SequenceStep(
+            loss=loss,
+            grad_norm=self._backend.optimizer_step(),
+            tokens=sum(len(row.position) for row in rows),
+            passes=int(slopes is not None) + int(self._loss.zeroed),
+        )
+
+    def _zero(self, lessons: Sequence[Lesson], refs: Sequence[Sequence[float]] | None) -> float:
+        """KTO's z₀."""
+        rows = [lesson.crossed for lesson in lessons if lesson.crossed is not None]
+        if not rows or refs is None:
+            return 0.0
+        sums = self.sums(rows, np.arange(len(rows))).cpu()
+        known = torch.tensor([ref[-1] for ref in refs], dtype=torch.float64)
+        return max(0.0, float((sums - known).mean()))
+
+    def _slopes(self, given: Sequences, batches: Sequence[MicroBatch]) -> Tensor:
+        """f64 [N]: dL/ds."""
+        s = self._sums(batches, len(given.s)).requires_grad_()
+        (slopes,) = torch.autograd.grad(self._loss(replace(given, s=s)).mean(), s)
+        return slopes
+
+    def _are_whole(self, batches: Sequence[MicroBatch], each: int) -> bool:
+        """Whether on no rank the rows of an example are in several micro-batches."""
+        homes = [batch.episode.unique() for batch in batches] if self._backend.place.owns else []
+        parted = any(bool((rows // each).unique(return_counts=True)[1].ne(each).any()) for rows in homes)
+        return not self._ranks.largest(int(parted))
+
+    def _packed(self, rows: Sequence[TrainingRow], groups: NDArray[np.int64]) -> list[MicroBatch]:
+        """This rank's micro-batches of the rows; row i is their episode i."""
+        place, groups = self._backend.place, groups.astype(np.int64)
+        costs = [[self._cost.of(row.packed_length, len(row.position))] for row in rows]
+        dealt = deal_rows(costs, place.data_ranks, groups.tolist())
+        mine = dealt[place.data_rank] if place.reads else {}
+        chosen = [replace(rows[index], episode=index) for index in mine]
+        passes = plan_passes(chosen, self._ranks, self._budget, self._cost, groups=groups)
+        return [build_micro_batch(part, device=self._ranks.device) for part in passes]
+
+    def _sums(
+        self, batches: Sequence[MicroBatch], n: int, mark: Callable[[int, Columns], None] | None = None
+    ) -> Tensor:
+        """f64 [n], on every rank. `mark` is called with the column `greedy` too."""
+        found = torch.zeros(n, dtype=torch.float64, device=self._ranks.device)
+        names = (self._loss.column, *(("greedy",) if mark is not None else ()))
+
+        def add(index: int, columns: Columns) -> None:
+            found.add_(_summed(columns[self._loss.column], batches[index], n))
+            if mark is not None:
+                mark(index, columns)
+
+        self._backend.evaluate(TRAINED_MODEL, batches, add, columns=names)
+        self._ranks.sum(found)
+        return found
+
+
+def _summed(column: Tensor, batch: MicroBatch, n: int) -> Tensor:
+    """f64 [n]: the column's sum over each sequence."""
+    zeros = torch.zeros(n, dtype=torch.float64, device=column.device)
+    return zeros.index_add(0, batch.episode, column.double())
