@@ -9,8 +9,8 @@ under `pacing: full`, so that what is trained is about as old as the bound allow
 
     staleness    corrections and proximal policies at max_staleness 0, 1, 4 and 16. At 0 every weight is one:
                  the first seed runs all, whose figures are then equal, the others the first two
-    minibatches  2 and 4 minibatches a step at 1 and 4, with both ways to proximal log-probs; the rows
-                 `decoupled` and `loglinear` of `staleness` are those of one
+    minibatches  2 minibatches a step with `recompute` at every bound, then with `loglinear`, and 4 of either,
+                 at 1 and 4; the rows `decoupled` and `loglinear` of `staleness` are those of one
     presets      every preset as it stands, at the quickstart's own bound; `gdpo`, which compares the
                  components of a reward, with one that has two: `right_and_digits`
     intervals    the default alone at 0 and 4, for as many seeds as are named
@@ -48,10 +48,12 @@ CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     "m2po": {"correction": "m2po"},
     "none": UNCORRECTED,
 }
-PROXIMAL: Mapping[str, Mapping[str, str]] = {
-    "recompute": {"prox": "recompute"},
-    "loglinear": {"prox": "loglinear"},
-}
+MINIBATCHES = (
+    ("recompute", 2, ETAS),
+    ("loglinear", 2, (1, 4)),
+    ("recompute", 4, (1, 4)),
+    ("loglinear", 4, (1, 4)),
+)
 FIGURES = ("ess", "chi2", "kl_prox_beh", "w_max", "clip_low_share", "clip_high_share", "truncated_share")
 
 
@@ -71,11 +73,10 @@ def plans(name: str, first: bool) -> Iterator[tuple[str, int, dict[str, str]]]:
             for variant, parts in list(CORRECTIONS.items())[: None if eta or first else 2]:
                 yield variant, eta, {OBJECTIVE + field: value for field, value in parts.items()}
     elif name == "minibatches":
-        for eta in (4, 1):
-            for count in (2, 4):
-                for variant, parts in PROXIMAL.items():
-                    fields = {OBJECTIVE + field: value for field, value in parts.items()}
-                    yield f"{variant}-{count}", eta, {"trainer.minibatches": str(count), **fields}
+        for variant, count, etas in MINIBATCHES:
+            for eta in etas:
+                fields = {OBJECTIVE + "prox": variant, "trainer.minibatches": str(count)}
+                yield f"{variant}-{count}", eta, fields
     elif name == "presets":
         from areal_async.config.presets import PRESETS
 

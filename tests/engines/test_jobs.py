@@ -34,8 +34,8 @@ SHORTENED = (
     f"checkpoint.keep={STEPS}",
     f"evaluation.every_steps={STEPS}",
 )
-RISE = 0.06
-"""Of held-out accuracy, on 512 problems: twice its standard error. Expected are 0.16 and more."""
+CERTAIN = 4.0
+"""Standard errors by which the sampled reward must rise over the steps; 9 measured with either engine."""
 
 
 def run_job(job_file: Path, *overrides: str) -> Path:
@@ -91,7 +91,9 @@ def gaps(model: Any, episode: Episode) -> np.ndarray:
 
 
 def test_it_learns(job: Run) -> None:
-    assert job.summary["accuracy_end"] > job.summary["accuracy_start"] + RISE
+    rewards = [step["reward_mean"] for step in job.records("step")]
+    (slope, _), spread = np.polyfit(range(STEPS), rewards, 1, cov=True)
+    assert slope > CERTAIN * spread[0, 0] ** 0.5, rewards
 
 
 def test_nothing_is_lost_and_nothing_is_too_old(job: Run) -> None:
