@@ -36,6 +36,7 @@ from typing import Any
 from areal_async import RewardInput, Score, reward
 from areal_async.status.record import read_run_log
 
+ROOT = Path(__file__).resolve().parents[1]
 ETAS = (0, 1, 4, 16)
 LAST = 3
 OBJECTIVE = "trainer.objective."
@@ -118,7 +119,7 @@ def run_once(files: Path, variant: str, eta: int, seed: int, steps: int, own: Ma
         "eta": eta,
         "seed": seed,
         "steps": steps,
-        "fields": dict(own),
+        "fields": {name: value.removeprefix(f"{ROOT}/") for name, value in own.items()},
     }
     if ran.returncode == 2:  # refused before it began: no figure of the objective
         raise SystemExit(ran.stderr[-1000:])
