@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,11 +26,14 @@ import torch
 from areal_async.config.checks import checkpoint_interval
 from areal_async.config.job import JobConfig
 from areal_async.runtime.log import get_logger
+from areal_async.status.record import RunRecords
 from trainer_service.backends.base import models_of
 from trainer_service.checkpoint import (
+    MEASURING,
     Checkpoint,
     Checkpoints,
     Reads,
+    measured_in,
     named_checkpoints,
     newest_usable,
     step_of,
@@ -38,6 +41,7 @@ from trainer_service.checkpoint import (
 from trainer_service.disk import FileEntry
 from trainer_service.errors import CheckpointError, DiskFull
 from trainer_service.ranks import Ranks
+from trainer_service.stored import CheckpointStore
 
 FOLDER = "trainer-state"
 DISK_SHARE, MEMORY_SHARE = 0.01, 0.02
@@ -136,8 +140,29 @@ class States:
         self._on_disk = 0
 
     @classmethod
-    def of(cls, job: JobConfig, disk: Checkpoints, ranks: Ranks, shm_dir: Path | None) -> States:
-        """Those of a job; without `shm_dir`, the run's folder in shared memory, on disk alone."""
+    def of(
+        cls,
+        job: JobConfig,
+        ranks: Ranks,
+        *,
+        run_dir: Path,
+        run_log: RunRecords | None,
+        shm_dir: Path | None,
+        pending: Callable[[], Collection[int]] = tuple,
+    ) -> States:
+        """Those of a job's run: on disk under `run_dir` and, with `shm_dir`, in the run's folder in shared
+        memory. The best are known from the evaluations in `run_log`, which rank 0 has."""
+        disk = Checkpoints(
+            run_dir / "checkpoints",
+            job=job.job,
+            policy=job.policy,
+            keep=job.checkpoint.keep,
+            ranks=ranks,
+            keep_best=job.checkpoint.keep_best,
+            store=CheckpointStore.of(job),
+            measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
+            pending=pending,
+        )
         memory = None
         if shm_dir is not None and job.checkpoint.in_memory:
             root = shm_dir / FOLDER

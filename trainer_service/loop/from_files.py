@@ -26,14 +26,14 @@ from areal_async.status.record import RunRecords
 from areal_async.tasks import pass_order
 from trainer_service import metrics
 from trainer_service.backends.base import TrainingBackend
-from trainer_service.checkpoint import MEASURING, Checkpoint, Checkpoints, measured_in
+from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
 from trainer_service.disk import companion_files
 from trainer_service.loop.sequences import SequenceTrainer
 from trainer_service.ranks import Ranks
 from trainer_service.states import Place, States
-from trainer_service.stored import CheckpointStore, push_trained
+from trainer_service.stored import push_trained
 from trainer_service.trained import write_trained
 
 log = get_logger("trainer")
@@ -61,17 +61,7 @@ class FileTrainer:
         self._run_dir = run_dir
         self._run_log = run_log
         self._stopping = stopping
-        disk = Checkpoints(
-            run_dir / "checkpoints",
-            job=job.job,
-            policy=job.policy,
-            keep=job.checkpoint.keep,
-            ranks=ranks,
-            keep_best=job.checkpoint.keep_best,
-            store=CheckpointStore.of(job),
-            measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
-        )
-        self._states = States.of(job, disk, ranks, shm_dir)
+        self._states = States.of(job, ranks, run_dir=run_dir, run_log=run_log, shm_dir=shm_dir)
         tokenizer = load_tokenizer(job.model)
         self._loss, self._train = read_lessons(job, job.tasks.train, tokenizer)
         held_out = job.tasks.evaluation

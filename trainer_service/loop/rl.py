@@ -57,7 +57,7 @@ from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
 from trainer_service.algorithms.parts import Loss
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
 from trainer_service.background import Background
-from trainer_service.checkpoint import MEASURING, Checkpoint, Checkpoints, measured_in
+from trainer_service.checkpoint import Checkpoint
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.loader import BatchLoader
 from trainer_service.data.recording import write_step
@@ -69,7 +69,7 @@ from trainer_service.loop.step import StepResult
 from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
 from trainer_service.states import States
-from trainer_service.stored import CheckpointStore, push_trained
+from trainer_service.stored import push_trained
 from trainer_service.trained import write_trained
 
 OTHERS_LOOK_S = 0.5
@@ -129,18 +129,14 @@ class RlTrainer:
         self._publisher = publisher
         self._run_log = run_log
         self._stopping = stopping
-        disk = Checkpoints(
-            run_dir / "checkpoints",
-            job=job.job,
-            policy=job.policy,
-            keep=job.checkpoint.keep,
-            ranks=ranks,
-            keep_best=job.checkpoint.keep_best,
-            store=CheckpointStore.of(job),
-            measured=lambda: measured_in(run_log.read(*MEASURING), job.policy) if run_log is not None else (),
+        self._states = States.of(
+            job,
+            ranks,
+            run_dir=run_dir,
+            run_log=run_log,
+            shm_dir=shm_dir,
             pending=self._to_be_evaluated,
         )
-        self._states = States.of(job, disk, ranks, shm_dir)
         self._faulty = FaultySteps(job, ranks, run_dir)
         self._watch = EffectiveSamplesWatch(
             job.trainer.objective.ess_floor, job.trainer.objective.ess_patience, more_effective(job)

@@ -154,7 +154,7 @@ def test_the_only_limit_of_a_long_answer_is_that_of_the_step(monkeypatch):
     monkeypatch.setattr(client, "DEFAULT_TIMEOUT", ClientTimeout(total=0.05))  # 300 s without this
 
     def slow(request, body):
-        time.sleep(0.1)
+        time.sleep(0.1)  # the fault itself: longer than the client's own limit
         return web.json_response(sglang(body))
 
     with serving(slow) as url:
