@@ -5,6 +5,9 @@ Sums are kept in fp64, so micro-batches and ranks add up exactly. With w = exp(p
     ess   (Σ w)² / (N Σ w²)          share of the data that is effectively used
     chi2  mean (w - 1)²              chi-square divergence of prox from beh, sampled from beh
     kl    mean (w log w - w + 1)     KL(prox ‖ beh), sampled from beh; never negative
+
+The entropy is the mean of -beh, sampled from beh, unless the objective computes that of the whole
+distribution.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from trainer_service.algorithms.objective import UnitTerms
 from trainer_service.algorithms.table import UnitTable
 
-SUMS = ("count", "w", "w_squared", "chi2", "kl")
+SUMS = ("count", "w", "w_squared", "chi2", "kl", "surprise")
 
 
 class StepStatistics:
@@ -46,6 +49,7 @@ class StepStatistics:
                 w.square(),
                 (w - 1).square(),
                 torch.xlogy(w, w) - w + 1,
+                -units.behaviour[mask].double().cpu(),
                 *(terms.figures[name][mask].double().cpu() for name in self._names),
             ],
             dim=1,
@@ -87,6 +91,7 @@ class StepStatistics:
             "ess": total["w"] ** 2 / (count * total["w_squared"]),
             "chi2": total["chi2"] / count,
             "kl_prox_beh": total["kl"] / count,
+            "entropy": total["surprise"] / count,
             **{name: total[name] / count for name in self._names},
         }
 

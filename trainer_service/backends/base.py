@@ -236,3 +236,9 @@ def learning_rate(section: OptimizerSection, update: int, total_updates: int) ->
     done = min(1.0, (update - section.warmup_steps) / decaying)
     remaining = 1 - done if section.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return section.lr * (section.final_lr_share + (1 - section.final_lr_share) * remaining)
+
+
+def learning_rate_of(job: JobConfig, backend: TrainingBackend) -> float:
+    """The rate of the policy's last update; before the first, of that."""
+    use = models_of(job)[TRAINED_MODEL]
+    return learning_rate(job.trainer.optimizer, max(0, backend.updates[TRAINED_MODEL] - 1), use.total_updates)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from areal_async.modelfiles import EXPERTS
@@ -39,6 +40,33 @@ class RowCost:
     def of(self, tokens: int, units: int) -> int:
         """FLOPs of a row of `tokens` tokens fed that predicts `units` units; 0 for one of no tokens."""
         return tokens * (self.linear + self.attention * tokens) + self.head * units
+
+
+PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+}
+"""bf16 FLOP/s of dense matrix products by what a device's name holds, from the vendor's data sheets; of
+several that fit, the first."""
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """What a device can do in a second at most; None where that is not known: on a CPU, in fp32, or of a
+    device that is not in `PEAKS`."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 TOKENS_ALONE = RowCost(1, 0, 0)

@@ -51,6 +51,13 @@ class BatchFigures:
     """Episodes that more than one version sampled."""
     share_reused: float
     """Episodes that were in a step before."""
+    response_length_mean: float
+    response_length_max: int
+    """Sampled tokens of an episode."""
+    prompt_length_mean: float
+    """Tokens of an episode that were not sampled: its prompt, and what tools and environments added."""
+    rewards: dict[str, float]
+    """Mean of each component of the rewards, over the episodes that have it."""
     sampled_quantiles: list[float]
     """Sampled tokens of an episode: the least, the tenths between, and the most."""
 
@@ -136,10 +143,11 @@ def figures_of(batch: Batch) -> BatchFigures:
     lowest = batch.lowest_version
     trained = [max(episode.min_version, lowest) for episode in sampled if episode.max_version >= lowest]
     staleness = np.array([batch.step - version for version in trained] or [0])
+    lengths = np.array([episode.n_sampled for episode in episodes])
     multi = [episode.min_version != episode.max_version for episode in sampled] or [False]
     return BatchFigures(
         episodes=len(episodes),
-        tokens=sum(episode.n_sampled for episode in episodes),
+        tokens=int(lengths.sum()),
         units=sum(episode.n_units for episode in episodes),
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
@@ -148,5 +156,17 @@ def figures_of(batch: Batch) -> BatchFigures:
         share_stale=float((staleness > 0).mean()),
         share_multi_version=float(np.mean(multi)),
         share_reused=sum(len(group.episodes) for group in batch.groups if group.uses) / len(episodes),
-        sampled_quantiles=np.quantile([e.n_sampled for e in episodes], np.linspace(0, 1, 11)).tolist(),
+        response_length_mean=float(lengths.mean()),
+        response_length_max=int(lengths.max()),
+        prompt_length_mean=float(np.mean([episode.n_units for episode in episodes]) - lengths.mean()),
+        rewards=_components(episodes),
+        sampled_quantiles=np.quantile(lengths, np.linspace(0, 1, 11)).tolist(),
     )
+
+
+def _components(episodes: list[BatchEpisode]) -> dict[str, float]:
+    given: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.components.items():
+            given.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in given.items()}

@@ -25,7 +25,7 @@ from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunRecords
 from areal_async.tasks import pass_order
 from trainer_service import metrics
-from trainer_service.backends.base import TrainingBackend
+from trainer_service.backends.base import TrainingBackend, learning_rate_of
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.flops import load_row_cost
 from trainer_service.data.lessons import Lesson, load_tokenizer, read_lessons
@@ -106,6 +106,7 @@ class FileTrainer:
                     [self._refs[index] for index in indices] if self._loss.referred else None,
                 )
             step += 1
+            rate, step_s = learning_rate_of(self._job, self._backend), time.monotonic() - begun_s
             measured = step % (every * FAR_FACTOR if self._far(known) else every) == 0
             measures = self.measure() if measured else {}
             known = measures.get("accuracy", known)
@@ -115,6 +116,8 @@ class FileTrainer:
                 grad_norm=done.grad_norm,
                 tokens=done.tokens,
                 **measures,
+                lr=rate,
+                tokens_per_s=round(done.tokens / step_s, 3),
                 step_s=round(time.monotonic() - begun_s, 6),
             )
             self._states.check()
@@ -128,6 +131,8 @@ class FileTrainer:
             metrics.LOSS.labels(policy).set(done.loss)
             metrics.GRAD_NORM.labels(policy).set(done.grad_norm)
             metrics.TOKENS.labels(policy).inc(done.tokens)
+            metrics.LEARNING_RATE.labels(policy).set(rate)
+            metrics.TOKENS_PER_S.labels(policy).set(done.tokens / step_s)
         if not measures:
             self._write(step, **self.measure())
         if step > begun and saved != "disk":

@@ -19,7 +19,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import REFERENCE, TRAINED_MODEL, TrainingBackend, models_of
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import EpisodeBytes, check_staleness, rows_of_episodes
-from trainer_service.data.flops import load_row_cost
+from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
 from trainer_service.data.step_plan import StepPlan, plan_step
 from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.loop.step import StepResult, train_step
@@ -29,6 +29,7 @@ from trainer_service.teacher import TeacherServers
 OBJECTIVE_FILE = "objective.json"
 """File of a checkpoint with what an objective adapts from step to step, where it adapts anything."""
 KL_COEFFICIENT = "kl_coefficient"
+PASSES = 3  # A backward pass has twice the matrix products of the forward pass before it
 
 
 def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) -> TrainingBackend:
@@ -78,6 +79,17 @@ class Learner:
                 whole_episodes=self._objective.whole_episodes,
                 greedy_sample=self._job.rollout.greedy_sample,
             )
+
+    def mfu(self, batch: Batch, result: StepResult, busy_s: float) -> float | None:
+        """The share of the peak of all devices that the policy's forward and backward passes took of a step's
+        `busy_s`; None where the peak or the model's dimensions are not known. What is recomputed, and passes
+        that only compute a column, do not count."""
+        peak = peak_flops(self._ranks.device, self._job.trainer.dtype)
+        if peak is None or self._cost is TOKENS_ALONE or not busy_s:
+            return None
+        rows = [row for group in batch.groups for episode in group.episodes for row in episode.rows]
+        forward = sum(self._cost.of(*row) for row in rows) - self._cost.linear * result.shared_tokens
+        return PASSES * forward / (busy_s * peak * self._ranks.world)
 
     @property
     def kl_coefficient(self) -> float:

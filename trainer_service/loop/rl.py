@@ -55,7 +55,7 @@ from areal_async.weights.writing import PieceWriter, Publication
 from trainer_service import metrics
 from trainer_service.algorithms.off_policy import EffectiveSamplesWatch
 from trainer_service.algorithms.parts import Loss
-from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend
+from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend, learning_rate_of
 from trainer_service.background import Background
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.checks.logprobs import LogprobCheck
@@ -248,10 +248,12 @@ class RlTrainer:
             )
         failpoint("trainer.after_batch")
         wait_s = time.monotonic() - begun_s
+        phases = {"wait": wait_s}
         plan = self._learner.plan(batch, step)
         fetch_s = time.monotonic()
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
-        wait_s += time.monotonic() - fetch_s
+        phases["fetch"] = time.monotonic() - fetch_s
+        wait_s += phases["fetch"]
         result = self._learner.train(
             batch,
             plan,
@@ -275,6 +277,7 @@ class RlTrainer:
         self._note("trained", step=step)
         failpoint("trainer.after_train")
         self._wait_for_commit(step)
+        phases["commit"] = time.monotonic() - trained_s
         with busy("publish"):
             publishing_s = time.monotonic()
             publication = self._begin(step + 1)
@@ -285,12 +288,19 @@ class RlTrainer:
             "busy_s": trained_s - begun_s - wait_s,
             "publish_s": ended_s - trained_s,
         }
+        phases |= {
+            "prepare": seconds["busy_s"] - sum(result.seconds.values()),
+            **result.seconds,
+            "publish": ended_s - publishing_s,
+        }
         done = step + 1
         place = self._states.due(
             done, asked=bool(self._job.checkpoint.keep_best) and self._is_evaluated(done)
         )
         committed: Future[bytes] = Future()
-        trained = _Trained(batch, result, seconds, publishing_s)
+        lr = learning_rate_of(self._job, self._backend)
+        mfu = self._learner.mfu(batch, result, seconds["busy_s"])
+        trained = _Trained(batch, result, seconds, publishing_s, lr, mfu, phases)
         self._finishing.begin(
             lambda: self._finish(done, publication, trained, committed, export=place == "disk")
         )
@@ -392,7 +402,17 @@ class RlTrainer:
             if self._run_log is not None:
                 seconds = {**trained.seconds, "publication_s": announced_s - trained.published_from_s}
                 advice = self._watch.after_step(trained.result.statistics.get("ess"))
-                report_step(self._run_log, trained.batch, trained.result, seconds, written, advice)
+                report_step(
+                    self._run_log,
+                    trained.batch,
+                    trained.result,
+                    seconds,
+                    written,
+                    advice,
+                    lr=trained.lr,
+                    mfu=trained.mfu,
+                    phases=trained.phases,
+                )
         except BaseException as error:
             if committed is not None and not committed.done():
                 committed.set_exception(error)
@@ -484,6 +504,11 @@ class _Trained:
     seconds: Mapping[str, float]
     published_from_s: float
     """When the publication of its weights began, on the monotonic clock."""
+    lr: float
+    """Learning rate of its last update."""
+    mfu: float | None
+    phases: Mapping[str, float]
+    """Seconds of each of its phases."""
 
 
 def was_evaluated(run_log: RunRecords, tag: VersionTag) -> bool:

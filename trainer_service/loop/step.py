@@ -9,6 +9,7 @@ so neither packing nor the number of ranks changes what is computed.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -75,6 +76,10 @@ class StepResult:
     """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty without one."""
     skipped: str = ""
     """Why updates were left out; empty where none was."""
+    not_finite: int = 0
+    """Updates that were left out because something was not finite."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """`columns`: rows packed, columns, rewards and advantages computed; `update`: gradients and updates."""
     groups_without_baseline: int | None = None
     """Groups whose greedy answer did not come, which give nothing; None where none has one."""
 
@@ -126,6 +131,7 @@ def train_step(
     is left out, or with `on_non_finite: stop` a `NotFinite` is raised, with what `on_fault` says at its end.
     Raises `DivergenceError` when an update makes weights that are not finite, and `NothingToLearn`.
     """
+    begun_s = time.monotonic()
     groups = episodes.group.numpy()
     passes = [plan_passes(rows, ranks, micro_batch_tokens, cost, groups=groups) for rows in minibatches]
     packed = [[build_micro_batch(rows, device=ranks.device) for rows in chosen] for chosen in passes]
@@ -145,8 +151,10 @@ def train_step(
     updates = _Updates(backend, objective, ranks, step, max_staleness)
     losses, norms, critic_norms = [math.nan] * len(packed), [0.0] * len(packed), []
     skipped: list[str] = []
+    not_finite = 0
 
     def leave_out(number: int, error: NotFinite) -> None:
+        nonlocal not_finite
         kept = on_fault(number)
         if isinstance(error, GradientNotFinite) and error.model == TRAINED_MODEL and objective.own("loss"):
             error = GradientNotFinite(
@@ -158,6 +166,7 @@ def train_step(
             raise type(error)(f"{error} {kept}") if kept else error
         updates.discard()
         skipped.append(str(error))
+        not_finite += 1
 
     process: dict[str, float] = {}
     try:
@@ -175,6 +184,7 @@ def train_step(
         losses = [0.0] * len(packed)
         skipped.append(why)
     trained = not skipped
+    filled_s = time.monotonic()
     for number, minibatch in enumerate(_cut(units, packed, owns) if trained else ()):
         if number < begun:
             continue
@@ -207,6 +217,8 @@ def train_step(
         shared_tokens=ranks.total(sum(batch.shared_tokens for batch in owned)),
         micro_batches=sum(map(len, packed)) if trained else 0,
         skipped="; ".join(skipped),
+        not_finite=not_finite,
+        seconds={"columns": filled_s - begun_s, "update": time.monotonic() - filled_s},
         groups_without_baseline=episodes.groups_without_baseline if objective.needs_greedy else None,
     )
 

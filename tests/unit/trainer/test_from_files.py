@@ -34,7 +34,7 @@ def form_of(loss):
 def told(out):
     """What the run log says of each step but its time."""
     records = [record for record in read_run_log(out / "metrics.jsonl") if record["kind"] in KINDS]
-    left_out = ("time_s", "step_s", "kind", "policy")
+    left_out = ("time_s", "step_s", "tokens_per_s", "kind", "policy")
     return [{name: r[name] for name in r if name not in left_out} for r in records]
 
 

@@ -229,6 +229,27 @@ def test_a_record_of_every_step(tmp_path, model_dir, batches):
     assert third["step_s"] >= third["wait_s"] + third["busy_s"] > 0
     correction = {"w_mean", "w_max", "w_min", "ess", "chi2", "kl_prox_beh", "by_staleness"}
     assert correction <= third["correction"].keys()
+    assert third["lr"] == 1e-3
+    assert 0 < third["entropy"] == third["correction"]["entropy"]
+    shares = third["correction"]
+    assert third["clip_ratio"] == shares["clip_low_share"] + shares["clip_high_share"]
+    assert third["response_length_max"] == max(e.n_sampled for e in episodes)
+    assert third["response_length_mean"] == sum(e.n_sampled for e in episodes) / 16
+    assert third["prompt_length_mean"] == sum(e.n_units - e.n_sampled for e in episodes) / 16
+    assert third["tokens_per_s"] == pytest.approx(third["tokens"] / third["step_s"], rel=1e-3)
+    assert not {"mfu", "kl"} & third.keys()
+    phases = third["phases"]
+    assert {*phases} == {"wait", "fetch", "prepare", "columns", "update", "commit", "publish"}
+    assert sum(phases.values()) == pytest.approx(third["step_s"], abs=0.05)
+    of_last = {"policy": "policy"}
+    assert REGISTRY.get_sample_value("areal_trainer_entropy", of_last) == records[-1]["entropy"]
+    by_staleness = records[-1]["correction"]["by_staleness"]
+    for staleness in map(str, range(5)):
+        labels = of_last | {"staleness": staleness, "figure": "units"}
+        found = REGISTRY.get_sample_value("areal_trainer_by_staleness", labels)
+        assert found == by_staleness.get(staleness, {}).get("units")
+    update = of_last | {"phase": "update"}
+    assert REGISTRY.get_sample_value("areal_trainer_phase_seconds_total", update) >= phases["update"]
 
 
 def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, make_batch):
