@@ -7,7 +7,8 @@ assistant's turn opened; a tokenizer without a template gets the contents joined
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 FAST_TOKENIZERS = "transformers.tokenization_utils_tokenizers"
 """The module whose encoding a fast tokenizer has, unless its class has another."""
@@ -21,6 +22,17 @@ class Tokenizer(Protocol):
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any: ...
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+T = TypeVar("T", bound=Tokenizer)
+
+
+def with_template_args(tokenizer: T, arguments: Mapping[str, Any]) -> T:
+    """The tokenizer, whose chat template is given `arguments` each time it is applied (a job's
+    `rollout.template_args`); what a call names itself goes before."""
+    if arguments:
+        setattr(tokenizer, "apply_chat_template", partial(tokenizer.apply_chat_template, **arguments))  # noqa: B010
+    return tokenizer
 
 
 def prompt_text(

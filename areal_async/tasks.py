@@ -3,7 +3,7 @@
 Columns: `prompt` (text, or a list of chat messages with `role` and `content`) and
 `reward_model` (`{"style": …, "ground_truth": …}`) are required; `data_source`, `ability` and
 `extra_info` are optional. Other columns are ignored, but for those that change what a task means, which are
-refused: `images`, `videos` and `audios`, whose tasks cannot be solved from the text alone.
+refused: images, videos and audios, whose tasks cannot be solved from the text alone.
 
 What reading may cost is bounded by the size of the file: a few kilobytes of parquet can stand for gigabytes.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
-VISION_COLUMNS = ("images", "videos", "audios")
+VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have others
 PLACEHOLDER = "<image>"  # Where in a prompt what a vision column holds would stand
 ROW_BYTES = 1024  # What a row costs beside its text, in Python
@@ -83,7 +83,7 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     """Read and check a whole task file, with the columns of `extra` beside those of a task. Raises
     `TaskFileError`."""
     columns = frozenset((*COLUMNS, *extra))
-    rows = []
+    rows, path = [], task_file(path)
     for where, row in task_rows(path, columns):
         check_row(where, row)
         rows.append(row)
@@ -94,18 +94,21 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
         return TaskTable(path, digest.hexdigest()[:8], rows)
 
 
-def task_rows(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a task file, one after the other, as far as they are in `columns`, each with what an error
-    calls it: by its line, or in a parquet file by its row, both from 1. What they hold is not checked. Raises
-    `TaskFileError`."""
+def task_rows(
+    path: Path, columns: Collection[str] | None = COLUMNS, broken: list[TaskFileError] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a task file, one after the other, as far as they are in `columns` (None: all), each with
+    what an error calls it: by its line, or in a parquet file by its row, both from 1. What they hold is not
+    checked. Raises `TaskFileError`; where `broken` is given, lines that cannot be read go there instead."""
     try:
+        path = task_file(path)
         with os.fdopen(open_regular(path), "rb") as file:
             match path.suffix:
                 case ".parquet":
                     rows = _parquet_rows(path, file, columns)
                     yield from ((f"task file {path}, row {n}", row) for n, row in enumerate(rows, start=1))
                 case ".jsonl" | ".json":
-                    yield from _jsonl_rows(path, file, columns)
+                    yield from _jsonl_rows(path, file, columns, broken)
                 case suffix:
                     raise TaskFileError(
                         f"task file {path} ends in {suffix or 'nothing'!r}: use a .parquet or .jsonl file."
@@ -116,6 +119,21 @@ def task_rows(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tuple[
         ) from error
 
 
+def task_file(path: Path) -> Path:
+    """The path, or of a folder, such as a data set of the hub is, the one file in it that may hold tasks.
+    Raises `TaskFileError`."""
+    if not path.is_dir():
+        return path
+    files = sorted(each for each in path.rglob("*") if each.suffix in (".parquet", ".jsonl"))
+    if len(files) == 1:
+        return files[0]
+    there = ", ".join(str(each.relative_to(path)) for each in files[:5]) or "none"
+    raise TaskFileError(
+        f"task file {path} is a folder with {len(files)} files of rows ({there}). Name one of them, or "
+        "make a .parquet or .jsonl file with `areal-async data prepare`."
+    )
+
+
 def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
     """The order in which pass `pass_index` goes through the rows: a function of its arguments alone."""
     order = list(range(n_rows))
@@ -124,7 +142,7 @@ def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> lis
     return order
 
 
-def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow as pa  # large, and needed for such files alone
         import pyarrow.parquet as pq
@@ -150,7 +168,7 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Itera
         )
         if claimed > most:
             raise _unfolds(path, size, claimed)
-        wanted = [name for name in names if name in columns]
+        wanted = [name for name in names if columns is None or name in columns]
         taken = 0
         for group, described in enumerate(groups):
             # A dictionary may stand for each of its values many times: a batch has so few rows that it stays
@@ -190,7 +208,9 @@ def _unfolds(path: Path, size: int, found: int) -> TaskFileError:
     )
 
 
-def _jsonl_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _jsonl_rows(
+    path: Path, file: BinaryIO, columns: Collection[str] | None, broken: list[TaskFileError] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
@@ -200,17 +220,28 @@ def _jsonl_rows(path: Path, file: BinaryIO, columns: Collection[str]) -> Iterato
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except RecursionError:
-            raise TaskFileError(
-                f"{where}: {_field_of(line)} is nested more than {MOST_LEVELS} levels deep. Flatten it."
-            ) from None
-        except ValueError as error:
-            raise TaskFileError(f"{where} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise TaskFileError(f"{where}: expected a JSON object with a `prompt`.")
+            row = _json_row(where, line)
+        except TaskFileError as error:
+            if broken is None:
+                raise
+            broken.append(error)
+            continue
         _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
-        yield where, {name: row[name] for name in row if name in columns}
+        yield where, {name: row[name] for name in row if columns is None or name in columns}
+
+
+def _json_row(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise TaskFileError(
+            f"{where}: {_field_of(line)} is nested more than {MOST_LEVELS} levels deep. Flatten it."
+        ) from None
+    except ValueError as error:
+        raise TaskFileError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TaskFileError(f"{where}: expected a JSON object with a `prompt`.")
+    return row
 
 
 def _field_of(line: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import ArealError, RpcTimeout
+from areal_async.prompts import with_template_args
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import RestartPolicy
@@ -51,10 +53,12 @@ def settle() -> None:
     gc.set_threshold(GARBAGE_OBJECTS)
 
 
-def make_renderer(model: Path) -> Renderer:
-    """Prompts as the tokenizer of the job's model renders them. Raises `ModelFilesError`."""
+def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -> Renderer:
+    """Prompts as the tokenizer of the job's model renders them, its chat template given `template_args`.
+    Raises `ModelFilesError`."""
     try:
-        return Renderer(AutoTokenizer.from_pretrained(model, local_files_only=True))
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        return Renderer(with_template_args(tokenizer, template_args or {}))
     except (OSError, ValueError, KeyError) as error:
         raise ModelFilesError(
             f"{model} has no usable tokenizer: {error}. `model` must name a Hugging Face directory with its "
@@ -67,7 +71,7 @@ def make_renderers(job: JobConfig) -> dict[str, Renderer]:
     paths. Raises `ModelFilesError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
-        made = make_renderer(view.model)
+        made = make_renderer(view.model, view.rollout.template_args)
         alike = (other for other in renderers.values() if _tokens(other) == _tokens(made))
         renderers[policy] = next(alike, made)
     return renderers
@@ -77,7 +81,9 @@ def _tokens(renderer: Renderer) -> tuple[Any, ...]:
     """What makes ids of texts; only a tokenizer that says it whole can be like another."""
     tokenizer: Any = renderer.tokenizer
     whole = getattr(tokenizer, "backend_tokenizer", None)
-    return (whole.to_str() if whole is not None else id(renderer), getattr(tokenizer, "chat_template", None))
+    given = getattr(tokenizer.apply_chat_template, "keywords", None)
+    text = whole.to_str() if whole is not None else id(renderer)
+    return text, getattr(tokenizer, "chat_template", None), given
 
 
 def sampling_of(section: SamplingSection) -> Sampling:
@@ -104,6 +110,7 @@ def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
         job=job.job,
         name=ctx.name,
         models={name: (view.model, view.rollout.max_model_len) for name, view in job.views.items()},
+        template_args={name: view.rollout.template_args for name, view in job.views.items()},
         host=ctx.host,
         keys=ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
         trains=trains,

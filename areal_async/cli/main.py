@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
+from areal_async.cli.data import data
 from areal_async.cli.fields import config
 from areal_async.cli.jobs import jobs, note, of_controller, told
 from areal_async.cli.keys import keys
@@ -61,6 +62,7 @@ def main(
 
 app.add_typer(buffer, name="buffer")
 app.add_typer(reward, name="reward")
+app.add_typer(data, name="data")
 app.add_typer(config, name="config")
 app.add_typer(keys, name="keys")
 app.registered_commands += jobs.registered_commands
@@ -316,6 +318,25 @@ def quickstart(
         result = start(seed=seed, out=out, plain=plain, overrides=overrides or (), console=console)
         if as_json:
             print_json(result.summary, RunConsole())
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|NAME", help="A model's folder or hub name; else a tiny one is made."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a folder for a task of your own: data, a reward with its test, and a job that learns."""
+    with readable_errors():
+        from areal_async.data.newtask import write_task_files
+
+        steps = write_task_files(folder, model)
+        lines = [f"{folder.as_posix()}/ has a task to change into yours (docs/your-task.md). What next:"]
+        lines += [f"  {step}" for step in steps]
+        show({"folder": folder.as_posix(), "next": steps}, "\n".join(lines), as_json)
 
 
 @reward.command()

@@ -23,7 +23,7 @@ from areal_async.examples import FORMS, Form, read_examples
 from areal_async.modelfiles import INDEX, ONE_FILE, is_mixture, stored_tensors
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.storage.content import OF_TRAINER
-from areal_async.tasks import TaskFileError, check_row, read_tasks, task_rows
+from areal_async.tasks import TaskFileError, check_row, read_tasks, task_file, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""
@@ -243,16 +243,15 @@ def _linear_layers(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
 
 def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, list[Mistake]]:
     """The number of rows where it is cheap to know, and the mistakes."""
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+    if not path.exists():
         fix = (
             "Give the path of a .parquet or .jsonl file of tasks; "
             "`hf download NAME --repo-type dataset --local-dir DIR` fetches a data set of the hub"
         )
-        return None, [Mistake(field, f"{path} {found}", fix)]
-    whole = path.stat().st_size <= READ_WHOLE_BYTES
+        return None, [Mistake(field, f"{path} does not exist", fix)]
     rows: int | None = None
     try:
+        whole = task_file(path).stat().st_size <= READ_WHOLE_BYTES
         if job.kind != "rl":
             form, examples = read_examples(path, job.kind)
             chosen = list(examples if whole else islice(examples, 1))

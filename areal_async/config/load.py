@@ -35,7 +35,8 @@ from areal_async.config.yamlfile import (
 )
 from areal_async.registry import REWARDS, Registry
 from areal_async.rpc.schema import POLICY_NAME
-from areal_async.storage.content import content_mistakes, in_urls
+from areal_async.storage.content import CONTENT, content_mistakes, in_urls
+from areal_async.storage.hub import hub_url
 from areal_async.storage.urls import FETCHED, is_url
 
 PATH_FIELDS = tuple(
@@ -51,6 +52,7 @@ OF_EACH: dict[str, tuple[str, ...]] = {
         "replicas",
         "max_model_len",
         "update_mode",
+        "template_args",
         "sampling",
         "torch_threads",
         "device",
@@ -239,6 +241,9 @@ def resolve_paths(content: dict[str, Any], base: Path) -> None:
     for field in PATH_FIELDS:
         section, last = _section(content, field)
         is_path = field not in URL_FIELDS or not is_url(section.get(last))
+        if is_path and field in CONTENT and isinstance(section.get(last), str):
+            named = hub_url(section[last], base, is_data=field.startswith("tasks."))
+            section[last], is_path = named or section[last], named is None
         if isinstance(section.get(last), str) and section[last] and is_path:
             section[last] = _absolute(section[last], base)
     for field, kind in PART_FIELDS.items():

@@ -140,6 +140,9 @@ class RolloutSection(Section):
     update_mode: Literal["recompute", "keep", "session"] = "recompute"
     """What a weight update does to KV that is there: rebuild it (exact), let requests in flight keep theirs
     (approximate), or let episodes keep their prefix cache over all turns (approximate; SGLang and vLLM)."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template is given beside the messages, such as `{enable_thinking: false}`, wherever it is
+    applied: in generation, evaluation and checks, and for the examples of other trainings."""
     sampling: SamplingSection = SamplingSection()
     torch_threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """CPU threads of each engine's torch; `auto`: as `trainer.torch_threads`, and 1 for a server."""

@@ -42,7 +42,7 @@ from areal_async.config.rewardcheck import asked, programs_run
 from areal_async.examples import Example, read_examples
 from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
 from areal_async.modelfiles import weight_files
-from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids
+from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.topology import ServicePlace
 from areal_async.storage.content import in_urls
@@ -341,6 +341,7 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
     try:
         config = AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+        tokenizer = with_template_args(tokenizer, job.rollout.template_args)
     except Exception as error:  # whatever a broken file makes the library raise
         return [_not_loaded(job.model, error)]
     mistakes = []

@@ -12,11 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
+from areal_async.storage.hub import PROTOCOL, bring
 from areal_async.storage.remote import StorageError
 from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import CACHE_VARIABLE, joined, protocol_problem, url_of
@@ -60,7 +62,10 @@ def content_mistakes(
         if path is None or url is None:
             continue
         try:
-            fetch(url, path, tries, begun=_telling(url))
+            if url.startswith(PROTOCOL):
+                bring(url, path, partial(_tell, f"fetching {url}"))
+            else:
+                fetch(url, path, tries, begun=_telling(url))
         except StorageError as error:
             what, _, fix = str(error).rstrip(".").rpartition(". ")
             mistakes.append(Mistake(field, what, fix))
@@ -86,7 +91,11 @@ def in_urls(mistakes: Iterable[Mistake], job: JobConfig) -> list[Mistake]:
 
 
 def _telling(url: str) -> Callable[[int], None]:
-    return lambda size_bytes: print(f"fetching {url} ({size_bytes} bytes)", file=sys.stderr, flush=True)
+    return lambda size_bytes: _tell(f"fetching {url} ({size_bytes} bytes)")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def run_url(job: JobConfig) -> str | None:

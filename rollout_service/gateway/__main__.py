@@ -9,6 +9,7 @@ import sys
 import msgspec
 from transformers import AutoTokenizer
 
+from areal_async.prompts import with_template_args
 from areal_async.runtime.log import setup_logging
 from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.server import Front
@@ -17,7 +18,9 @@ if __name__ == "__main__":
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=GatewaySetup)
     setup_logging(setup.job, f"{setup.name}-gateway")
     tokenizers = {
-        policy: AutoTokenizer.from_pretrained(model.folder, local_files_only=True)
+        policy: with_template_args(
+            AutoTokenizer.from_pretrained(model.folder, local_files_only=True), model.template_args
+        )
         for policy, model in setup.models.items()
     }
     front = Front(setup, tokenizers)

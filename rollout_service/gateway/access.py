@@ -64,6 +64,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     folder: str
     max_model_len: int
+    template_args: dict[str, Any] = {}
 
 
 class GatewaySetup(msgspec.Struct, frozen=True):
@@ -123,17 +124,23 @@ class Gateway:
         models: Mapping[str, tuple[Path, int]],
         host: RunHost,
         keys: RoleKeys,
+        template_args: Mapping[str, dict[str, Any]] | None = None,
         trains: bool = True,
         offset: int = 0,
         header_s: float = 10.0,
         restarts: RestartPolicy = RESTARTS,
         start: Callable[[GatewaySetup], Started] = start_process,
     ) -> None:
-        """`models` are each policy's folder, which has the tokenizer, and the most tokens of a path;
+        """`models` are each policy's folder, which has the tokenizer, and the most tokens of a path,
+        `template_args` what its chat template is given;
         `trains`: what is recorded will be trained on; `offset` is added to a configured port; `host` is the
         worker's, `keys` are its role's."""
         self.section = section
-        served = {policy: ServedModel(str(folder), length) for policy, (folder, length) in models.items()}
+        given = template_args or {}
+        served = {
+            policy: ServedModel(str(folder), length, given.get(policy, {}))
+            for policy, (folder, length) in models.items()
+        }
         self._setup = GatewaySetup(
             job, name, host, keys, section.model_dump(mode="json"), served, trains, header_s, -1, 0
         )

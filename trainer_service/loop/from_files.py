@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_async.config.job import JobConfig
+from areal_async.prompts import with_template_args
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.status.record import RunRecords
@@ -62,7 +63,7 @@ class FileTrainer:
         self._run_log = run_log
         self._stopping = stopping
         self._states = States.of(job, ranks, run_dir=run_dir, run_log=run_log, shm_dir=shm_dir)
-        tokenizer = load_tokenizer(job.model)
+        tokenizer = with_template_args(load_tokenizer(job.model), job.rollout.template_args)
         self._loss, self._train = read_lessons(job, job.tasks.train, tokenizer)
         held_out = job.tasks.evaluation
         self._held_out = read_lessons(job, held_out, tokenizer)[1] if held_out is not None else []

@@ -1,0 +1,126 @@
+"""Models and data sets of the Hugging Face hub: from its local cache, else from the hub.
+
+`owner/name` in the place of a model, or of a data set's folder, is the URL `hf://owner/name` or
+`hf://datasets/owner/name`. What lies in the local cache (`HF_HOME`) is used as it is, without a question to
+the hub; else it is fetched into that cache, unless `HF_HUB_OFFLINE=1`. `HF_TOKEN` and `HF_ENDPOINT` count, as
+everywhere. The path that the URL stands for is a link into the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from areal_async.modelfiles import weight_files
+from areal_async.storage.remote import StorageError, StorageMissing
+
+PROTOCOL = "hf://"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+HUB_FORM = re.compile(HUB_NAME.pattern + r"(/[\w.-]+)*")
+OF_MODEL = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+OF_DATA = ["*.parquet", "*.jsonl", "*.json", "*.arrow"]
+
+
+def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
+    """The URL of what has this name on the hub; None where it can only be a path: something is there that it
+    begins with, seen from `base`, or it ends as a file does."""
+    if not HUB_NAME.fullmatch(text) or (base / text.partition("/")[0]).exists():
+        return None
+    if is_data and text.endswith((".parquet", ".jsonl", ".json", ".arrow")):
+        return None
+    return f"{PROTOCOL}datasets/{text}" if is_data else f"{PROTOCOL}{text}"
+
+
+def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
+    """Have `target` be a link to what the `hf://` URL names in the local cache, which is fetched where it is
+    not there; `begun` is called before. Raises `StorageError`, and OSError."""
+    name = url.removeprefix(PROTOCOL)
+    if name.startswith("datasets/"):
+        found = data_set(name.removeprefix("datasets/"), begun)
+    else:
+        found = model_folder(name, begun)
+    if target.is_symlink() and target.readlink() == found:
+        return
+    if target.exists() and not target.is_symlink():
+        raise StorageError(f"{target} is in the way of {url}. Delete it.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    fresh.symlink_to(found)
+    fresh.replace(target)  # another process may do the same meanwhile
+
+
+def model_folder(name: str, begun: Callable[[], None] = lambda: None) -> Path:
+    """The folder of the model `owner/name`. Raises `StorageError`."""
+    return _snapshot(name, "model", OF_MODEL, _is_whole_model, begun)
+
+
+def data_set(name: str, begun: Callable[[], None] = lambda: None) -> Path:
+    """The folder of `owner/name`, or the folder or file `owner/name/place` in it. Raises `StorageError`."""
+    owner, repository, *inner = name.split("/")
+    place = "/".join(inner)
+    patterns = [place, f"{place}/*"] if place else OF_DATA
+
+    def is_whole(folder: Path) -> bool:
+        return any(folder.glob(place or "**/*.*"))
+
+    folder = _snapshot(f"{owner}/{repository}", "dataset", patterns, is_whole, begun)
+    if not (folder / place).exists():
+        raise StorageMissing(f"the data set {owner}/{repository} has no {place}. Correct the name.")
+    return folder / place
+
+
+def _snapshot(
+    name: str,
+    kind: str,
+    patterns: list[str],
+    is_whole: Callable[[Path], bool],
+    begun: Callable[[], None],
+) -> Path:
+    """The folder of a repository in the local cache, fetched if need be."""
+    from huggingface_hub import constants, snapshot_download  # not at the top: most jobs have paths
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    with suppress(OSError, HFValidationError):
+        folder = Path(snapshot_download(name, repo_type=kind, local_files_only=True))
+        if is_whole(folder):
+            return folder
+    called = "data set" if kind == "dataset" else kind
+    looked = f"the {called} {name} is neither a path here nor whole in {constants.HF_HUB_CACHE}"
+    flag = " --repo-type dataset" if kind == "dataset" else ""
+    fix = f"`hf download {name}{flag}` on a machine with a network fills such a cache; HF_HOME names it"
+    if constants.HF_HUB_OFFLINE:
+        raise StorageMissing(f"{looked}, and HF_HUB_OFFLINE keeps the hub from being asked. {fix}.")
+    begun()
+    try:
+        folder = Path(snapshot_download(name, repo_type=kind, allow_patterns=patterns))
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise StorageMissing(
+            f"{looked}, and {constants.ENDPOINT} does not give it ({status}: there is none, or it is private "
+            f"or gated). Correct the name, or set HF_TOKEN."
+        ) from None
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise StorageError(
+            f"{looked}, and {constants.ENDPOINT} cannot be asked ({why:.120}). {fix}."
+        ) from None
+    if not is_whole(folder):
+        raise StorageMissing(
+            f"{looked}, nor on {constants.ENDPOINT}: it lacks files (safetensors weights, or data). Name "
+            "another."
+        )
+    return folder
+
+
+def _is_whole_model(folder: Path) -> bool:
+    """Whether configuration and every file with weights are there."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        return bool(files := weight_files(folder)) and all(map(os.path.isfile, files))
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,92 @@
+"""`areal-async init`: what it makes works as it is, and replaces nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from areal_async.cli.main import app
+from areal_async.config.load import load_job
+from areal_async.data.newtask import job_name
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder, and what to do next."""
+    folder = tmp_path_factory.mktemp("own") / "My Task"
+    done = CliRunner().invoke(app, ["init", str(folder), "--json"])
+    assert done.exit_code == 0, done.stderr
+    return folder, json.loads(done.stdout)["next"]
+
+
+def test_every_file_of_the_folder_works_as_it_is(made):
+    folder, steps = made
+    assert [step.split()[:3] for step in steps] == [
+        ["python", "-m", "pytest"],
+        ["areal-async", "reward", "test"],
+        ["areal-async", "run", f"{folder.parent}/My"],
+        ["areal-async", "data", "check"],
+        ["areal-async", "run", f"{folder.parent}/My"],
+    ]
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert tested.returncode == 0, tested.stdout
+    warm = load_job(folder / "warm_start.yaml")
+    assert warm.job == "my-task-warm"
+    job = load_job(folder / "job.yaml", ["model=base"])  # the warm start makes the other
+    assert job.model == folder / "base"
+    checked = CliRunner().invoke(app, ["data", "check", str(folder / "job.yaml"), "--json"])
+    assert checked.exit_code == 0, checked.output
+    assert json.loads(checked.stdout)["overlap"] == 0
+
+
+def test_the_tiny_model_reads_and_writes_every_character_of_a_task(made):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made[0] / "base", local_files_only=True)
+    text = "Sort 3 words,\n\tdon't (ask): A_b{c}~="
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_what_is_there_is_left_alone(made):
+    folder, _ = made
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    again = CliRunner().invoke(app, ["init", str(folder)])
+    assert again.exit_code == 2
+    assert "Name a folder that is new or empty" in again.stderr
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_model_of_ones_own_is_asked_in_messages(tmp_path, chat_model):
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--model", str(chat_model), "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert "warm" not in done.stdout
+    job = load_job(tmp_path / "own" / "job.yaml", files=False)
+    assert job.model == chat_model
+    first = json.loads((tmp_path / "own" / "train.jsonl").read_text().splitlines()[0])
+    assert first["prompt"][0]["role"] == "user"
+    named = CliRunner().invoke(app, ["init", str(tmp_path / "hub"), "--model", "Qwen/Qwen2.5-0.5B"])
+    assert named.exit_code == 0, named.stderr
+    assert "model: Qwen/Qwen2.5-0.5B\n" in (tmp_path / "hub" / "job.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "job"), [("My Task", "my-task"), ("1", "1"), ("___", "own-task"), ("a.b_c", "a-b-c")]
+)
+def test_the_job_is_called_as_the_folder_as_far_as_it_may(tmp_path, name, job):
+    assert job_name(tmp_path / name) == job

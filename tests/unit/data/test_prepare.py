@@ -1,0 +1,320 @@
+"""`areal-async data prepare`: every style and place of data, and what holds of every result."""
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from areal_async.cli.main import app
+from areal_async.data.prepare import Recipe, prepare, split_key, write_rows
+from areal_async.data.sources import DataError, Source, find_source, source_rows
+from areal_async.data.styles import BadRow, Style, extract
+from areal_async.examples import read_examples
+from areal_async.tasks import read_tasks
+
+GSM8K = [
+    {"question": f"Tom has {n} apples, and buys one.", "answer": f"He has <<{n}+1>>.\n#### 1,{n:03}"}
+    for n in range(40)
+]
+MATH = [
+    {
+        "problem": f"What is {n}/7?",
+        "solution": f"It is $\\boxed{{\\frac{{{n}}}{{7}}}}$.",
+        "level": f"Level {n}",
+    }
+    for n in range(20)
+]
+
+
+def call(*arguments, status=0):
+    done = CliRunner().invoke(app, ["data", "prepare", *map(str, arguments)])
+    assert done.exit_code == status, done.output + done.stderr
+    return done.output if status == 0 else done.stderr
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_gsm8k_becomes_tasks_with_a_held_out_file(write, tmp_path):
+    source = write("gsm8k/train.jsonl", GSM8K)
+    out = tmp_path / "train.jsonl"
+    told = call(source, "--out", out, "--held-out", 0.2, "--instruction", "Think.")
+    assert "gsm8k: 40 rows read, 40 taken" in told
+    train, held_out = rows_of(out), rows_of(tmp_path / "held_out.jsonl")
+    assert (len(train), len(held_out)) == (32, 8)
+    assert {row["data_source"] for row in train} == {"gsm8k"}
+    by_prompt = {row["prompt"]: row["reward_model"]["ground_truth"] for row in (*train, *held_out)}
+    assert by_prompt["Tom has 7 apples, and buys one.\nThink."] == "1007"
+    assert len(read_tasks(out)) == 32
+    assert train[3]["extra_info"] == {"split": "train", "index": 3}
+
+
+def test_math_gives_what_its_box_holds(write, tmp_path):
+    out = tmp_path / "out.parquet"
+    call(write("math.jsonl", MATH), "--out", out, "--keep", "level")
+    (task,) = [task for task in read_tasks(out) if task.prompt == "What is 3/7?"]
+    assert task.ground_truth == "\\frac{3}{7}"
+    assert task.extra_info["level"] == "Level 3"
+    assert task.data_source == "math"
+
+
+def test_a_chat_asks_all_but_its_last_reply(write, tmp_path):
+    chats = [
+        {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
+        {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]},
+    ]
+    out = tmp_path / "out.jsonl"
+    call(write("chats.jsonl", chats), "--out", out, "--system", "Be short.")
+    asked = {row["prompt"][-1]["content"]: row for row in rows_of(out)}
+    assert asked["1+1"]["prompt"] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "1+1"},
+    ]
+    assert asked["2+2"]["reward_model"]["ground_truth"] == "4"
+    call(tmp_path / "chats.jsonl", "--out", tmp_path / "sft.jsonl", "--kind", "sft")
+    form, examples = read_examples(tmp_path / "sft.jsonl", "sft")
+    assert form == "chats"
+    assert {example.answers[0].answer[-1]["content"] for example in examples} == {"2", "4"}
+
+
+def test_preferences_are_pairs_whose_prompt_is_on_one_side_of_the_split(write, tmp_path):
+    pairs = [
+        {"question": f"q{n // 2}", "chosen": f"good {n}", "rejected": f"bad {n}", "margin_of": 1}
+        for n in range(40)
+    ]
+    out = tmp_path / "pairs.parquet"
+    call(write("pairs.jsonl", pairs), "--out", out, "--held-out", 10, "--map", "prompt=question")
+    files = [list(read_examples(path, "preference")[1]) for path in (out, tmp_path / "held_out.parquet")]
+    train, held_out = ({example.answers[0].prompt for example in each} for each in files)
+    assert [len(each) for each in files] == [30, 10]
+    assert not train & held_out
+
+
+def test_tools_stay_with_their_rows(write, tmp_path):
+    schema = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}]
+    chat = [
+        {"role": "user", "content": "1+2"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "3", "name": None},
+        {"role": "assistant", "content": "3"},
+    ]
+    other = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    source = write("tools.jsonl", [{"messages": chat, "tools": json.dumps(schema)}, {"messages": other}])
+    call(source, "--out", tmp_path / "rl.jsonl")
+    (task,) = [row for row in rows_of(tmp_path / "rl.jsonl") if "tools" in row["extra_info"]]
+    assert task["extra_info"]["tools"] == schema
+    assert task["prompt"][2] == {"role": "tool", "content": "3"}
+    assert "arguments" in str(task["prompt"][1])
+    call(source, "--out", tmp_path / "sft.jsonl", "--kind", "sft")
+    examples = list(read_examples(tmp_path / "sft.jsonl", "sft")[1])
+    assert sorted(len(example.answers[0].tools) for example in examples) == [0, 1]
+    assert "Write .jsonl instead" in call(source, "--out", tmp_path / "x.parquet", "--kind", "sft", status=2)
+
+
+def test_folders_of_datasets_and_the_hub_are_read_without_that_package(tmp_path):
+    table = pa.Table.from_pylist(GSM8K)
+    for split, part in (("train", table.slice(0, 30)), ("test", table.slice(30))):
+        folder = tmp_path / "saved" / split
+        folder.mkdir(parents=True)
+        with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
+            writer.write_table(part, max_chunksize=7)
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_indices_files": None}
+        (folder / "state.json").write_text(json.dumps(state))
+        (folder / "dataset_info.json").write_text("{}")
+        layout = tmp_path / "gsm8k" / "main"
+        layout.mkdir(parents=True, exist_ok=True)
+        pq.write_table(part, layout / f"{split}-00000-of-00001.parquet")
+    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    for place, split, expected in (
+        ("saved", "train", GSM8K[:30]),
+        ("saved", "test", GSM8K[30:]),
+        ("saved/test", "train", GSM8K[30:]),
+        ("gsm8k", "train", GSM8K[:30]),
+        ("gsm8k", "test", GSM8K[30:]),
+        ("gsm8k/main/*.parquet", "train", GSM8K[30:] + GSM8K[:30]),
+    ):
+        found = find_source(str(tmp_path / place), split)
+        assert [row for _, row in source_rows(found)] == expected, place
+    assert find_source(str(tmp_path / "gsm8k" / "main" / "*.parquet"), "train").name == "gsm8k"
+    with pytest.raises(DataError, match="has no split 'validation': choose with --split"):
+        find_source(str(tmp_path / "gsm8k"), "validation")
+
+
+def test_a_json_file_may_be_one_list_or_one_problem(tmp_path):
+    (tmp_path / "all.json").write_text(json.dumps(MATH, indent=1))
+    for n, problem in enumerate(MATH):
+        (tmp_path / f"{n:02}.json").write_text(json.dumps(problem, indent=1))
+    whole = [row for _, row in source_rows(find_source(str(tmp_path / "all.json"), "train"))]
+    each = [row for _, row in source_rows(find_source(str(tmp_path / "[0-9]*.json"), "train"))]
+    assert whole == each == MATH
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    data=st.data(),
+    seed=st.integers(0, 3),
+    held_out=st.sampled_from([0, 0.3, 2]),
+)
+def test_a_mixture_has_its_shares_and_a_split_shares_no_prompt(tmp_path_factory, sizes, data, seed, held_out):
+    folder = tmp_path_factory.mktemp("mixture")
+    sources = []
+    for number, size in enumerate(sizes):
+        path = folder / f"{number}.jsonl"
+        path.write_text(
+            "".join(json.dumps({"prompt": f"{number}/{n}", "answer": "1"}) + "\n" for n in range(size))
+        )
+        sources.append(Source(f"s{number}", (path,)))
+    weights = tuple(
+        data.draw(st.lists(st.sampled_from([0.5, 1, 3]), min_size=len(sizes), max_size=len(sizes)))
+    )
+    recipe = Recipe(seed=seed, weights=weights, held_out=held_out)
+    try:
+        done = prepare(sources, Style(), recipe)
+    except DataError:
+        event("too few to hold out 2")
+        assert held_out == 2
+        return
+    total = len(done.train) + len(done.held_out)
+    for weight, counts in zip(weights, done.counts.values(), strict=True):
+        assert abs(counts.taken - total * weight / sum(weights)) < 1
+    assert total > min(size * sum(weights) / weight for size, weight in zip(sizes, weights, strict=True)) - 1
+    prompts = [row["prompt"] for row in (*done.train, *done.held_out)]
+    assert len(set(prompts)) == total
+    assert len(done.held_out) == (round(held_out * total) if held_out < 1 else held_out)
+    again = prepare(sources, Style(), recipe)
+    assert (again.train, again.held_out) == (done.train, done.held_out)
+
+
+def test_what_the_seed_draws_is_another_for_another_seed(write, tmp_path):
+    source = find_source(str(write("gsm8k.jsonl", GSM8K)), "train")
+    one, two = (prepare([source], Style(), Recipe(seed=seed, held_out=8)) for seed in (0, 1))
+    assert {row["prompt"] for row in one.held_out} != {row["prompt"] for row in two.held_out}
+
+
+def test_duplicates_go_and_where_they_are_kept_they_stay_on_one_side(write, tmp_path):
+    source = find_source(str(write("twice.jsonl", [*GSM8K, *GSM8K])), "train")
+    done = prepare([source], Style(), Recipe(held_out=0.25))
+    assert done.counts["twice"].duplicates == 40
+    assert len(done.train) + len(done.held_out) == 40
+    kept = prepare([source], Style(), Recipe(held_out=0.25, keep_duplicates=True))
+    assert len(kept.train) + len(kept.held_out) == 80
+    assert not {split_key(row) for row in kept.train} & {split_key(row) for row in kept.held_out}
+
+
+def test_prompts_are_counted_as_the_template_makes_them(write, tmp_path, chat_model):
+    source = write("words.jsonl", [{"prompt": "a" * n, "answer": "b"} for n in range(1, 21)])
+    common = (source, "--model", chat_model, "--max-prompt-tokens", 10, "--overwrite")
+    out = tmp_path / "out.jsonl"
+    call(*common, "--out", out)
+    assert sorted(len(row["prompt"][0]["content"]) for row in rows_of(out)) == list(range(1, 8))  # u…|a
+    told = call(*common, "--out", out, "--template-arg", "enable_thinking=false")
+    assert sorted(len(row["prompt"][0]["content"]) for row in rows_of(out)) == [1, 2, 3]  # u…|axxxx
+    assert "17 too long, 3 taken" in told
+    assert "prompts in tokens: p50 9, p95 10, max 10" in told
+    call(*common, "--out", out, "--form", "text")
+    assert max(len(row["prompt"]) for row in rows_of(out)) == 10
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        (
+            {"prompt": "1+1", "answer": "2", "image": "x.png"},
+            (),
+            "has the column image",
+        ),
+        ({"prompt": "<image> what?", "answer": "2"}, (), "line 2: column `prompt` has <image>"),
+        (
+            {"prompt": "1+1", "solution": "no box"},
+            ("--answer", "boxed", "--map", "answer=solution"),
+            "line 2: column 'solution' has no \\boxed",
+        ),
+        ({"text": "1+1"}, (), "line 2 has no prompt among its columns (text). Say which"),
+        ({"prompt": "1+1", "answer": ""}, (), "line 2 has no answer: column 'answer' is empty"),
+        ({"prompt": "1+1"}, (), "line 2 has no answer: none of prompt is its answer"),
+        (
+            {"prompt": "1+1", "answer": "2"},
+            ("--map", "answer=result"),
+            "line 1 has no column 'result' for answer",
+        ),
+        ({"chosen": "a"}, ("--kind", "preference"), "no rejected"),
+        ({"messages": "hello"}, (), "line 2: column 'messages' must be a list of messages"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_its_line(write, tmp_path, row, options, words):
+    good = {"prompt": "0+0", "answer": "0", "solution": "\\boxed{0}", "chosen": "a", "rejected": "b"}
+    source = write("rows.jsonl", [good, row])
+    told = call(source, "--out", tmp_path / "out.jsonl", "--kind", "rl", *options, status=2)
+    assert words in told
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_bad_rows_may_be_left_out_and_are_counted(write, tmp_path):
+    source = write("math.jsonl", [*MATH, {"problem": "none", "solution": "no box"}])
+    told = call(source, "--out", tmp_path / "out.jsonl", "--answer", "boxed", "--skip-bad")
+    assert "21 rows read, 1 bad, 20 taken" in told
+    assert "line 21" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--weights", "1,2"), "--weights has 2 numbers for 1 sources"),
+        (("--weights", "a"), "is no list of numbers"),
+        (("--answer", "last"), "--answer is 'last'"),
+        (("--kind", "dpo"), "--kind is 'dpo'"),
+        (("--map", "promt=question"), "--map promt"),
+        (("--max-prompt-tokens", "9"), "Add --model"),
+        (("--held-out", "40"), "leaves none of the 40 rows"),
+        (("--model", "nowhere"), "cannot read the tokenizer of nowhere"),
+    ],
+)
+def test_wrong_options_are_named(write, tmp_path, options, words):
+    source = write("gsm8k.jsonl", GSM8K)
+    assert words in call(source, "--out", tmp_path / "out.jsonl", *options, status=2)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_nothing_is_overwritten_unless_asked(write, tmp_path):
+    source, out = write("gsm8k.jsonl", GSM8K), tmp_path / "out.jsonl"
+    call(source, "--out", out)
+    before = out.read_bytes()
+    assert "exists" in call(source, "--out", out, "--seed", 1, status=2)
+    assert out.read_bytes() == before
+    with pytest.raises(DataError, match=re.escape("neither .jsonl nor .parquet")):
+        write_rows({tmp_path / "a.jsonl": [], tmp_path / "out.csv": []}, overwrite=True)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "answer"),
+    [
+        ("so\n#### 1,234\n", "auto", "1234"),
+        ("#### a, b", "hash", "a, b"),
+        ("\\boxed{1} then \\boxed{\\frac{1}{2}}", "auto", "\\frac{1}{2}"),
+        ("\\boxed{1} then \\boxed{2", "boxed", "1"),
+        ("it is 3 or -4.5", "number", "-4.5"),
+        ("as it is", "auto", "as it is"),
+        ("as it is", "hash", None),
+        ("#### 5", "whole", "#### 5"),
+        ("\\boxed{\\{1\\}}", "boxed", "\\{1\\}"),
+    ],
+)
+def test_answers_are_found_where_they_stand(text, how, answer):
+    assert extract(text, how) == answer
+
+
+def test_a_bad_row_is_an_error_of_the_data():
+    with pytest.raises(BadRow, match=r"line 7 has no prompt"):
+        Style().convert("file x, line 7", {"a": 1}, "x")
