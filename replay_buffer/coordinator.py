@@ -22,7 +22,7 @@ from typing import Any
 from areal_async.errors import FaultError
 from areal_async.rpc.by_file import FilePart
 from areal_async.rpc.messages import Arrived, Lease, Leases
-from areal_async.rpc.schema import Message
+from areal_async.rpc.schema import Message, Task
 from areal_async.runtime.events import failpoint, record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
@@ -224,6 +224,16 @@ class Coordinator:
         return LedgerRecords(
             index.meta, {**index.groups}, {**index.leases}, {**index.claims}, {**index.batches}
         )
+
+    def tasks(self, task_ids: Sequence[str]) -> list[Task]:
+        """Those of these tasks that there are. Raises `FaultError("unavailable")`."""
+        table, found = self._ready().tasks, []
+        for task_id in task_ids:
+            with contextlib.suppress(ValueError, IndexError):
+                _, row, pass_index = task_id.rsplit(":", 2)
+                task = table.task(int(row), int(pass_index))
+                found += [task] if task.task_id == task_id else []
+        return found
 
     # --- deciding ---
 

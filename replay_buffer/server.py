@@ -40,7 +40,9 @@ from areal_async.rpc.messages import (
     PutVerdicts,
     Release,
     SeeLedger,
+    SeeTasks,
     Stats,
+    TasksSeen,
     Waiting,
 )
 from areal_async.rpc.schema import Message, Request
@@ -117,6 +119,7 @@ class BufferServer:
             Drain: self._drain,
             Stats: self._stats,
             SeeLedger: self._see,
+            SeeTasks: self._see_tasks,
         }
         """What the ledger decides by itself, and what needs more than its decision."""
         self.handle = by_type("buffer", self.handlers)
@@ -233,6 +236,9 @@ class BufferServer:
         records = self._coordinator.records()
         seen = LedgerSeen(self._coordinator.now_ms, self._redis_bytes)
         return seen, [await asyncio.to_thread(msgspec.msgpack.encode, records)]
+
+    async def _see_tasks(self, peer: Peer, message: SeeTasks, attachments: list[memoryview]) -> Answer:
+        return TasksSeen(self._coordinator.tasks(message.task_ids))
 
     def _with_redis(self, figures: BufferStats) -> BufferStats:
         return msgspec.structs.replace(figures, redis_bytes=self._redis_bytes)

@@ -26,16 +26,17 @@ from msgspec.structs import asdict
 from areal_async.config.devices import evaluation_rollout
 from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
-from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError
+from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.schema import Task, VersionTag
-from areal_async.rpc.verdicts import Score
+from areal_async.rpc.verdicts import Score, Verdict, kind_of
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunRecords, open_records
+from areal_async.status.samples import file_name, lines_of, sample_of, short_text
 from areal_async.tasks import read_tasks
-from areal_async.trajectory import EpisodeBuilder, pack
+from areal_async.trajectory import EpisodeBuilder, pack, unpack
 from areal_async.weights.receiver import make_receiver
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
@@ -79,6 +80,8 @@ class Evaluation:
     overall: Statistics
     by_source: dict[str, Statistics]
     """Data sources of which something was scored."""
+    samples: list[dict[str, Any]]
+    """Some of the answers, the same tasks each time; see `areal_async/status/samples.py`."""
     unscored: dict[str, int]
     """Data source -> samples that gave no episode, or a verdict that is no score; no zeros."""
     tokens: int
@@ -165,6 +168,8 @@ class Evaluator:
         self._sampling = sampling_of(job.evaluation_sampling)
         self._started = False
         self.samples = job.evaluation.samples  # Answers to each task
+        self.folder = f"policies/{job.policy}" if job.policies else ""
+        """Of the policy that is evaluated, below that of the run."""
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
@@ -229,9 +234,37 @@ class Evaluator:
         return Evaluation(
             overall=statistics_of(scored, seed=self._job.seed),
             by_source={name: statistics_of(got[name], seed=self._job.seed) for name in sorted(got)},
+            samples=self._samples_of(tasks, answers, verdicts),
             unscored={name: count for name, count in missing.items() if count},
             tokens=self._engine.stats().tokens_total - tokens,
         )
+
+    def _samples_of(
+        self, tasks: Sequence[Task], answers: Sequence[_Answer], verdicts: Sequence[Verdict]
+    ) -> list[dict[str, Any]]:
+        observe = self._job.observe
+        if not observe.samples_every_steps or not observe.samples:
+            return []
+        wanted = {*range(0, len(tasks), max(1, len(tasks) // observe.samples))}
+        found = [
+            (answer.task, answer.given.blob, verdict)
+            for answer, verdict in zip(answers, verdicts, strict=True)
+            if answer.task in wanted and answer.sample == 0 and answer.given.blob is not None
+        ]
+        tokenizer: Any = self._render.tokenizer
+        return [
+            sample_of(
+                unpack(blob),
+                tokenizer.decode,
+                policy=self._job.policy,
+                data_source=tasks[number].data_source,
+                ground_truth=tasks[number].ground_truth,
+                reward=verdict.value if isinstance(verdict, Score) else None,
+                rewards=verdict.components if isinstance(verdict, Score) else {},
+                verdict=kind_of(verdict),
+            )
+            for number, blob, verdict in sorted(found, key=lambda entry: entry[0])[: observe.samples]
+        ]
 
     async def _answer(self, task: Task, number: int, sample: int) -> _Answer:
         # Every sample draws with a seed of its own, whatever the order in which they are answered.
@@ -350,12 +383,29 @@ async def _evaluate_one(
         wall_s=round(wall_s, 4),
         final=notice.final,
     )
+    await _write_samples(run_log, notice.tag, evaluator.folder, result.samples)
     metrics.show_evaluation(notice.tag, result.overall, result.by_source, result.unscored)
     log.info("evaluated", version=notice.tag.version, accuracy=round(accuracy, 4), n=result.overall.tasks)
     if unscored:
         log.warning("held-out samples without a score", n=unscored, version=notice.tag.version)
     record("evaluated", **asdict(notice.tag), accuracy=accuracy)
     await _ack(source, notice.tag)
+
+
+async def _write_samples(
+    run_log: RunRecords, tag: VersionTag, folder: str, samples: Sequence[dict[str, Any]]
+) -> None:
+    """Costs nothing but the samples where it fails, unless the disk is full."""
+    if not samples:
+        return
+    told = [{"version": tag.version, "step": tag.version, **sample} for sample in samples]
+    name = file_name("evaluation", tag.version)
+    try:
+        await asyncio.to_thread(run_log.write_samples, folder, name, lines_of(told))
+    except WireError as error:
+        log.warning("no samples of an evaluation", version=tag.version, error=str(error))
+    first = samples[0]
+    log.info("held-out sample", version=tag.version, reward=first["reward"], response=short_text(first))
 
 
 async def _ack(source: SnapshotSource, tag: VersionTag, *, error: str = "") -> None:

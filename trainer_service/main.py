@@ -33,6 +33,7 @@ from trainer_service.errors import RankError
 from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import OBJECTIVE_FILE, load_backend
 from trainer_service.loop.rl import Beside, RlTrainer
+from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import GIVE_UP_S, Ranks, join_ranks, lost_peer
 from trainer_service.states import left_in_memory
 from trainer_service.stored import CheckpointStore
@@ -191,6 +192,10 @@ def _rl(
     else:
         publisher = make_piece_writer(ctx, tied=backend.tied, group=ranks.side())
         closing.callback(publisher.close)
+    samples = None
+    if run_log is not None:
+        folder = f"policies/{ctx.job.policy}" if whole.policies else ""
+        samples = StepSamples(ctx.job, run_log, buffer, folder)
     trainer = RlTrainer(
         ctx.job,
         ranks,
@@ -203,6 +208,7 @@ def _rl(
         stopping=ctx.stopping,
         shm_dir=ctx.shm_dir,
         beside=Beside.of(whole, ctx.job.policy),
+        samples=samples,
     )
     return trainer.run(name=ctx.name, ready=ctx.ready, restored=restored, left=left)
 

@@ -166,6 +166,11 @@ class ObserveSection(Section):
     look for what was lost or done twice. It costs time and disk."""
     stall_s: float = Field(default=30.0, gt=0)
     """A trainer that has waited for a batch so many seconds is reported, with the edge that starves."""
+    samples_every_steps: int = Field(default=10, ge=0)
+    """Of every so many steps, and of every evaluation, some decoded episodes are kept in `samples/` of the
+    run folder; 0 keeps none, where prompts or answers must not be on disk as text."""
+    samples: int = Field(default=4, ge=0, le=256)
+    """How many episodes at most of each."""
 
 
 class SupervisorSection(Section):

@@ -29,6 +29,7 @@ from areal_async.rpc.control_messages import (
     Status,
     WorkersChanged,
     WriteRecord,
+    WriteSamples,
 )
 from areal_async.rpc.messages import Drain
 from areal_async.rpc.schema import Ok
@@ -107,6 +108,7 @@ class ControlSocket:
                 ScaleWorkers: self._scale,
                 DrainWorker: self._drain,
                 WriteRecord: self._write,
+                WriteSamples: self._write_samples,
                 ReadRecords: self._read,
                 **(files.handlers() if files is not None else {}),
             },
@@ -142,6 +144,16 @@ class ControlSocket:
             raise FaultError("invalid", "a record is one line")
         try:
             self._run_log.append(line)
+        except OSError as error:
+            raise FaultError("failed", str(error)) from error
+        return Ok()
+
+    async def _write_samples(self, peer: Peer, request: WriteSamples, attachments: list[memoryview]) -> Ok:
+        data = b"".join(map(bytes, attachments))
+        try:
+            await asyncio.to_thread(self._run_log.write_samples, request.folder, request.name, data)
+        except ValueError as error:
+            raise FaultError("invalid", str(error)) from error
         except OSError as error:
             raise FaultError("failed", str(error)) from error
         return Ok()

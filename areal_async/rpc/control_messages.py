@@ -102,6 +102,14 @@ class WriteRecord(Request[Ok], frozen=True):
     """Append the line in the attachment to the run's records."""
 
 
+class WriteSamples(Request[Ok], frozen=True):
+    """Write the file `name` of samples, whose bytes are the attachment, of the run, or of one of its policies
+    whose folder below that of the run is `folder`."""
+
+    name: str
+    folder: str = ""
+
+
 class ReadRecords(Request[Ok], frozen=True):
     """The records of these kinds (none: of all), as lines in the attachment of the answer."""
 

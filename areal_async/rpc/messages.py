@@ -278,6 +278,16 @@ class SeeLedger(Request[LedgerSeen], frozen=True):
     """Ask for the ledger as it is, to look at."""
 
 
+class TasksSeen(Message, frozen=True):
+    tasks: list[Task]
+
+
+class SeeTasks(Request[TasksSeen], frozen=True):
+    """Ask for the tasks of these ids, to look at; those that the buffer does not have are left out."""
+
+    task_ids: list[str]
+
+
 class ExportLedger(Request[LedgerCopy], frozen=True):
     """Ask for the ledger as of the last committed step, to go into the checkpoint."""
 

@@ -46,6 +46,7 @@ CALLERS: Mapping[type, Roles] = {
     messages.Checkpointed: TRAINER,
     messages.Stats: PEOPLE | TRAINER,
     messages.SeeLedger: PEOPLE,
+    messages.SeeTasks: PEOPLE | TRAINER,
     # to the trainer's publisher, and to whoever has chunks of a snapshot
     weights_messages.WaitSnapshot: GENERATORS,
     weights_messages.AckSnapshot: GENERATORS,
@@ -67,6 +68,7 @@ CALLERS: Mapping[type, Roles] = {
     control_messages.Status: PEOPLE,
     control_messages.ReadMetrics: frozenset({"supervisor"}),
     control_messages.WriteRecord: SERVICES,
+    control_messages.WriteSamples: SERVICES,
     control_messages.ReadRecords: SERVICES | PEOPLE,
     home_messages.ListHome: SERVICES,
     home_messages.ReadHome: SERVICES,

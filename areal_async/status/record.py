@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +24,12 @@ from areal_async.config.trainings import FILE_KINDS
 from areal_async.errors import FaultError, PeerGone, WireError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
-from areal_async.rpc.control_messages import ReadRecords, WriteRecord
+from areal_async.rpc.control_messages import ReadRecords, WriteRecord, WriteSamples
+from areal_async.rpc.schema import POLICY_NAME
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import as_plain, get_logger
 from areal_async.runtime.status import board
+from areal_async.status.samples import write_samples
 
 log = get_logger("record")
 
@@ -35,6 +38,8 @@ WRITE_WAIT_S = 2.0
 MOST_WAITING = 4096  # Records on their way; whoever writes one more waits
 FLUSH_S = 15.0
 ANSWER_S = 30.0
+
+POLICY_FOLDER = re.compile(f"policies/{POLICY_NAME}")
 
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -49,6 +54,10 @@ class RunRecords(Protocol):
         """Append one record, and have this process's `Status` tell it; `time_s` (unix time in seconds) is
         added unless given. Raises OSError where it cannot be written."""
 
+    def write_samples(self, folder: str, name: str, data: bytes) -> None:
+        """Write the file `name` of samples, of the run or of a policy whose folder below that of the run is
+        `folder`; see `samples.py`. Waits until it is written. Raises OSError or `WireError`."""
+
     def read(self, *kinds: str) -> list[dict[str, Any]]:
         """The records of these kinds so far, in the order they were written; of all where none is named.
         Raises OSError or `WireError`."""
@@ -60,10 +69,16 @@ class RunRecords(Protocol):
 class RunLog:
     """Appends records to the file. Any thread may write; one process at a time does."""
 
-    def __init__(self, path: Path, on_line: Callable[[bytes], None] = lambda line: None) -> None:
-        """`on_line` is called with the line of each record that is written; it must be quick."""
+    def __init__(
+        self,
+        path: Path,
+        on_line: Callable[[bytes], None] = lambda line: None,
+        on_samples: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        """`on_line` is called with the line of each record that is written, `on_samples` with each file of
+        samples; both must be quick."""
         self.path = path
-        self._on_line = on_line
+        self._on_line, self._on_samples = on_line, on_samples
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
@@ -87,6 +102,12 @@ class RunLog:
                     f"only {written} of {len(line)} bytes were written to {self.path}: the disk is full",
                 )
         self._on_line(line)
+
+    def write_samples(self, folder: str, name: str, data: bytes) -> None:
+        """Raises ValueError for what is no folder of a policy or no name of such a file."""
+        if folder and POLICY_FOLDER.fullmatch(folder) is None:
+            raise ValueError(f"{folder!r} is no folder of a policy")
+        self._on_samples(write_samples(self.path.parent / folder, name, data))
 
     def read(self, *kinds: str) -> list[dict[str, Any]]:
         return [record for record in read_run_log(self.path) if not kinds or record.get("kind") in kinds]
@@ -123,6 +144,15 @@ class RemoteRecords:
         with contextlib.suppress(TimeoutError):
             written.result(WRITE_WAIT_S)
         board.record(line)
+
+    def write_samples(self, folder: str, name: str, data: bytes) -> None:
+        self._client.connect(ANSWER_S)
+        try:
+            self._client.call(WriteSamples(name, folder), attachments=[data], timeout_s=ANSWER_S)
+        except FaultError as error:
+            if error.kind != "failed":
+                raise
+            raise OSError(errno.ENOSPC, error.message) from error
 
     def read(self, *kinds: str) -> list[dict[str, Any]]:
         self._client.connect(ANSWER_S)

@@ -5,7 +5,7 @@ Knows neither the buffer nor who gets the weights, so the same code runs in a jo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -126,6 +126,11 @@ class Learner:
         if self._has_reference and reference.every_steps and (step + 1) % reference.every_steps == 0:
             self._backend.follow(REFERENCE, TRAINED_MODEL, reference.share)
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of a batch is this rank's."""
+        return self._backend.place.data_rank
+
     def episodes_of(self, plan: StepPlan) -> list[BatchEpisode]:
         """The episodes whose bytes this rank needs."""
         place = self._backend.place
@@ -140,12 +145,13 @@ class Learner:
         epoch: int = 0,
         same_as: Sequence[int] = (),
         begun: int = 0,
+        sampled: Collection[int] = (),
         on_fault: Callable[[int], str | None] = lambda number: None,
     ) -> StepResult:
         """Train the step of `plan` on the bytes of this rank's episodes, by id.
 
         `epoch` is the trainer's, `same_as` earlier ones that published the version it starts from alike;
-        `begun` and `on_fault` are those of `train_step`.
+        `begun`, `sampled` and `on_fault` are those of `train_step`.
         Raises `BatchError`, `StalenessViolation`, `SelfCheckError` before any gradient, `DivergenceError`."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
@@ -160,7 +166,7 @@ class Learner:
                     ],
                     batch.lowest_version,
                     policy=batch.policy,
-                    with_places=self._objective.with_segments,
+                    with_places=self._objective.with_segments or bool(sampled),
                 )
                 for share in plan.shares
             ]
@@ -180,6 +186,7 @@ class Learner:
                 cost=self._cost,
                 teacher=self._teacher,
                 begun=begun,
+                sampled=sampled,
                 on_fault=on_fault,
             )
             self._after(step, result)

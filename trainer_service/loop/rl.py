@@ -65,6 +65,7 @@ from trainer_service.errors import TrainerError
 from trainer_service.loop.faults import FaultySteps
 from trainer_service.loop.learner import Learner
 from trainer_service.loop.report import report_step
+from trainer_service.loop.samples import StepSamples
 from trainer_service.loop.step import StepResult
 from trainer_service.published import PublishedVersions
 from trainer_service.ranks import Ranks
@@ -96,7 +97,7 @@ class Beside:
 class RlTrainer:
     """One rank of the trainer of a job of kind `rl`. `run_log` exists on rank 0 only; the others have a
     `PieceWriter` for a `publisher`. Without one on any rank nothing is published. `shm_dir` is the run's
-    folder in shared memory; None leaves no state there."""
+    folder in shared memory; None leaves no state there. `samples`, on rank 0, writes episodes for people."""
 
     def __init__(
         self,
@@ -112,7 +113,9 @@ class RlTrainer:
         stopping: threading.Event,
         shm_dir: Path | None = None,
         beside: Beside = Beside({}, False),
+        samples: StepSamples | None = None,
     ) -> None:
+        self._samples = samples
         self._job = job
         self._beside = beside
         self._policy = job.policy
@@ -254,14 +257,18 @@ class RlTrainer:
         blobs = self._loader.fetch(self._learner.episodes_of(plan))
         phases["fetch"] = time.monotonic() - fetch_s
         wait_s += phases["fetch"]
+        chosen = self._samples.chosen(plan, step, self._learner.data_rank) if self._samples else []
         result = self._learner.train(
             batch,
             plan,
             blobs,
+            sampled=chosen,
             epoch=self._epoch,
             same_as=self._same_as,
             on_fault=lambda number: self._keep_faulty(batch, blobs, number),
         )
+        if self._samples is not None:
+            self._samples.write(batch, plan, chosen, blobs, result.advantages)
         begun = self._faulty.begun(step)
         if self._job.trainer.record_batches or begun is not None:
             write_step(
@@ -334,11 +341,15 @@ class RlTrainer:
         """Raise what a thread has failed with."""
         self._finishing.check()
         self._states.check()
+        if self._samples is not None:
+            self._samples.check()
 
     def _wait(self) -> None:
         """Wait until all that was begun is published, committed and on disk, on every rank."""
         self._wait_for_commit(self._job.trainer.steps)
         self._states.wait()
+        if self._samples is not None:
+            self._samples.wait()
 
     def _wait_for_commit(self, step: int) -> None:
         """Wait until the step before `step` is published and committed, on every rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -34,7 +34,7 @@ from trainer_service.backends.base import (
 )
 from trainer_service.data.flops import RowCost
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
-from trainer_service.data.rows import TrainingRow
+from trainer_service.data.rows import PLACES, TrainingRow
 from trainer_service.data.units import build_units
 from trainer_service.errors import GradientNotFinite, NotFinite, NothingToLearn
 from trainer_service.ranks import Ranks
@@ -74,6 +74,9 @@ class StepResult:
     where none is trained."""
     process: dict[str, float] = field(default_factory=dict)
     """`loss`, `accuracy` and `grad_norm` of a process reward model, before its update; empty without one."""
+    advantages: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Of episodes that were asked for, by index, those of the units that this rank trained, by their number
+    in the episode."""
     skipped: str = ""
     """Why updates were left out; empty where none was."""
     not_finite: int = 0
@@ -119,12 +122,14 @@ def train_step(
     cost: RowCost,
     teacher: TeacherServers | None = None,
     begun: int = 0,
+    sampled: Collection[int] = (),
     on_fault: Callable[[int], str | None] = lambda number: None,
 ) -> StepResult:
     """Train on this rank's rows of each minibatch; all ranks call it with the same number of minibatches.
 
     `names` [E] (what an error calls them) and `episodes` are of all episodes of the step, those of other
-    ranks too. The first `begun` minibatches are passed over: the weights have seen them. Every rank calls
+    ranks too; of those `sampled`, by their index, the result has the advantages. The first `begun`
+    minibatches are passed over: the weights have seen them. Every rank calls
     `on_fault(number)` while what is trained is as before minibatch `number`, when an advantage, the loss, a
     gradient, or the log-prob or value of a unit is not finite there, or nothing is to be learned and that
     ends the job; the process reward model is trained after the last of them. Then, on every rank, the update
@@ -216,6 +221,7 @@ def train_step(
         packed_tokens=ranks.total(sum(batch.n_tokens for batch in owned)),
         shared_tokens=ranks.total(sum(batch.shared_tokens for batch in owned)),
         micro_batches=sum(map(len, packed)) if trained else 0,
+        advantages=_advantages_of(units, rows, sampled),
         skipped="; ".join(skipped),
         not_finite=not_finite,
         seconds={"columns": filled_s - begun_s, "update": time.monotonic() - filled_s},
@@ -243,6 +249,22 @@ def _with_computed(
             parts = [each[own].detach().float() for each in found]
             units = units.with_columns(**{column: torch.cat(parts) if parts else units.behaviour.clone()})
     return units
+
+
+def _advantages_of(
+    units: UnitTable, rows: Sequence[TrainingRow], episodes: Collection[int]
+) -> dict[int, dict[int, float]]:
+    """Of these episodes the advantages of the units in `rows`, whose order the table has."""
+    found: dict[int, dict[int, float]] = {}
+    end = 0
+    for row in rows:
+        start, end = end, end + len(row.position)
+        if row.episode in episodes and row.places is not None:
+            numbers = row.places[PLACES.index("unit")].tolist()
+            found.setdefault(row.episode, {}).update(
+                zip(numbers, units.advantage[start:end].tolist(), strict=True)
+            )
+    return found
 
 
 def _train_process(

@@ -28,6 +28,7 @@ from areal_async.rpc.messages import (
     PutEpisodes,
     PutVerdicts,
     Release,
+    SeeTasks,
     Stats,
     Waiting,
 )
@@ -81,6 +82,9 @@ async def test_a_step_over_the_wire(context, blob, job_name):
         _, fetched = await client.exchange(Fetch(ids[::-1]))
         by_id = dict(zip((item.episode_id for item in items), map(bytes, blobs), strict=True))
         assert [bytes(part) for part in fetched] == [by_id[id_] for id_ in ids[::-1]]
+        named = [group.task_id for group in batch.groups]
+        seen = await client.call(SeeTasks([*named, "other:0:0", f"{named[0].split(':')[0]}:999:0", "?"]))
+        assert [(task.task_id, task.ground_truth) for task in seen.tasks] == [(named[0], 1), (named[1], 2)]
         await client.call(Commit("policy", tag.epoch, 0))
         _, (copy,) = await client.exchange(ExportLedger("policy", tag.epoch, 1))
         assert len(copy) > 0

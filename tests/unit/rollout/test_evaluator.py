@@ -19,6 +19,7 @@ from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Score, Verdict
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.status.record import RunLog
+from areal_async.status.samples import read_samples, sample_files
 from rollout_service.engines.base import EngineError, EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
 from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
@@ -107,6 +108,16 @@ async def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: 
     assert sorted(scorer.responses[1]) == sorted(truth)
     assert records[1]["accuracy"] == 1.0
     assert records[1]["by_source"] == {"even": 1.0, "odd": 1.0}
+    files = sample_files(tmp_path)
+    assert [entry[:2] for entry in files] == [("evaluation", version) for version in weights]
+    told = read_samples(files[1][2])
+    assert [sample["task"] for sample in told] == ["t0", "t5", "t10", "t15"]
+    assert all(sample["version"] == 5 and sample["reward"] == 1.0 for sample in told)
+    for sample, number in zip(told, range(0, 20, 5), strict=True):
+        prompt, answer = sample["segments"]
+        assert (prompt["text"], sample["ground_truth"]) == (PROMPTS[number], truth[number])
+        assert answer["text"].startswith(truth[number])
+        assert {*answer["version"]} == {5}
     assert records[0]["accuracy"] < 1.0 > records[2]["accuracy"]
     assert records[1]["tokens"] == 100
     assert source.acks == [(0, ""), (5, ""), (9, "")]

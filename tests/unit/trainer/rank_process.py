@@ -24,10 +24,12 @@ from areal_async.rpc.messages import (
     LedgerCopy,
     NextBatch,
     OpenTrainer,
+    SeeTasks,
+    TasksSeen,
     TrainerOpened,
     Waiting,
 )
-from areal_async.rpc.schema import Ok
+from areal_async.rpc.schema import Ok, Task
 from areal_async.runtime.group import Meeting
 from areal_async.status.record import RunLog
 from trainer_service.backends.base import TrainingBackend
@@ -46,7 +48,7 @@ class RecordedBuffer:
         self.calls: list[tuple] = []
         self._waits = 1
 
-    def call(self, request, *, attachments=()):
+    def call(self, request, *, attachments=(), timeout_s=None):
         return self.exchange(request, attachments=attachments)[0]
 
     def exchange(self, request, *, attachments=()):
@@ -63,6 +65,8 @@ class RecordedBuffer:
             case ExportLedger("policy", step=step):
                 self.calls.append(("export", step))
                 return LedgerCopy(step), [b"ledger of %d" % step]
+            case SeeTasks(task_ids=task_ids):
+                return TasksSeen([Task(name, "", ground_truth=f"truth of {name}") for name in task_ids]), []
             case Commit("policy", step=step):
                 self.calls.append(("commit", step))
             case Checkpointed("policy", step=step):

@@ -20,7 +20,9 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.log import setup_logging
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
-from areal_async.status.record import read_run_log
+from areal_async.status.record import RunLog, read_run_log
+from areal_async.status.samples import read_samples, sample_files
+from areal_async.trajectory import unpack
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
@@ -29,7 +31,8 @@ from tests.waiting import wait_for
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files
-from trainer_service.errors import BatchError, StalenessViolation
+from trainer_service.errors import BatchError, DiskFull, StalenessViolation
+from trainer_service.loop.samples import StepSamples
 from trainer_service.ranks import join_ranks
 from trainer_service.states import States, left_in_memory
 
@@ -250,6 +253,54 @@ def test_a_record_of_every_step(tmp_path, model_dir, batches):
         assert found == by_staleness.get(staleness, {}).get("units")
     update = of_last | {"phase": "update"}
     assert REGISTRY.get_sample_value("areal_trainer_phase_seconds_total", update) >= phases["update"]
+
+
+def test_every_few_steps_some_episodes_are_kept_as_text_with_their_advantages(
+    tmp_path, model_dir, batches, monkeypatch
+):
+    changes = {"observe": {"samples_every_steps": 2, "samples": 6}}
+    job = JobConfig.model_validate(rank_process.job_of(model_dir, tmp_path).model_dump(mode="json") | changes)
+    buffer, run_log = rank_process.RecordedBuffer(batches), RunLog(tmp_path / "metrics.jsonl")
+    samples = StepSamples(job, run_log, buffer, "")
+    trainer = _trainer(model_dir, tmp_path, buffer, changes=changes, samples=samples)
+    assert trainer.run(name="trainer", ready=lambda: None)
+    files = sample_files(tmp_path)
+    assert [entry[:2] for entry in files] == [("step", 0), ("step", 2)]
+    recorded = read_step(batches, 2)
+    entries = {e.episode_id: (e, group) for group in recorded.batch.groups for e in group.episodes}
+    told = read_samples(files[1][2])
+    assert len({sample["group"] for sample in told}) == len(recorded.batch.groups)  # then a second of some
+    for sample in told:
+        entry, group = entries[sample["episode"]]
+        rewards = [e.reward for e in group.episodes]
+        episode = unpack(recorded.blobs[sample["episode"]])
+        assert (sample["reward"], sample["step"], sample["policy"]) == (entry.reward, 2, "policy")
+        assert sample["ground_truth"] == f"truth of {group.task_id}"
+        units = [segment for segment in sample["segments"] if segment["author"] == "assistant"]
+        assert [value for segment in units for value in segment["version"]] == [
+            version for version in episode.units.version.tolist() if version >= 0
+        ]
+        given = [value for segment in units for value in segment["advantage"]]
+        logp = [value for segment in units for value in segment["logp"]]
+        assert logp == pytest.approx([value for value in episode.units.logprob.tolist() if value], abs=1e-5)
+        # of the group: above its mean an episode is pushed up, below it down
+        above = entry.reward - sum(rewards) / len(rewards)
+        assert all((value > 0) == (above > 0) and (value < 0) == (above < 0) for value in given)
+        assert all("".join(segment["tokens"]).split() == segment["text"].split() for segment in units)
+
+    def broken(*args):
+        raise ValueError("no text for this")
+
+    # What cannot be told costs the samples alone; a full disk ends the trainer as it does elsewhere.
+    monkeypatch.setattr("trainer_service.loop.samples.sample_of", broken)
+    plan = SimpleNamespace(episodes=[entry for entry, _ in entries.values()], groups=[0] * len(entries))
+    samples.write(recorded.batch, plan, [0], recorded.blobs, {})
+    samples.wait()
+    monkeypatch.undo()
+    monkeypatch.setattr(run_log, "write_samples", lambda *args: (_ for _ in ()).throw(OSError(28, "full")))
+    samples.write(recorded.batch, plan, [0], recorded.blobs, {})
+    with pytest.raises(DiskFull, match="samples of a step"):
+        samples.wait()
 
 
 def test_staleness_is_bounded_whatever_the_manifest_says(tmp_path, model_dir, make_batch):

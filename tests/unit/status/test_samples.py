@@ -1,0 +1,115 @@
+import asyncio
+import stat
+
+import pytest
+
+from areal_async.errors import FaultError
+from areal_async.status import samples
+from areal_async.status.record import RunLog, open_records
+from areal_async.status.samples import (
+    file_name,
+    lines_of,
+    read_samples,
+    sample_files,
+    sample_of,
+    short_text,
+    write_samples,
+)
+from areal_async.trajectory import EpisodeBuilder, Sampling
+from areal_async.trajectory.layout import SegmentKind
+from tests.contexts import context_for_test
+from tests.unit.status.test_record import home
+
+
+def decode(ids):
+    return "".join(chr(token) for token in ids)
+
+
+def a_turn_with_a_tool():
+    builder = EpisodeBuilder("job", "task", "task#0", 1)
+    prompt = builder.prompt([*b"2+3="])
+    call = builder.sampled(
+        [*b"calc"],
+        [-0.25] * 4,
+        [3, 3, 4, 4],
+        parent=prompt,
+        sampling=Sampling(),
+        finish_reason="stop",
+        mask=[0, 1, 1, 1],
+    )
+    tool = builder.observed(SegmentKind.TOOL, [*b"5"], call, turn=1)
+    builder.sampled(
+        [*b"5."], [-1 / 3, 0.0], 4, parent=tool, sampling=Sampling(), finish_reason="length", turn=1
+    )
+    return builder.build()
+
+
+def test_an_episode_is_told_segment_by_segment_with_what_is_known_of_its_units(monkeypatch):
+    told = sample_of(
+        a_turn_with_a_tool(), decode, lowest_version=4, advantages={6: 0.5, 9: -1.0}, reward=1.0, step=4
+    )
+    assert (told["episode"], told["task"], told["finish"], told["reward"]) == (
+        "task#0.1",
+        "task",
+        "length",
+        1.0,
+    )
+    authors = ["prompt", "assistant", "tool", "assistant"]
+    assert [segment["author"] for segment in told["segments"]] == authors
+    assert [segment["text"] for segment in told["segments"]] == ["2+3=", "calc", "5", "5."]
+    assert [segment["turn"] for segment in told["segments"]] == [0, 0, 1, 1]
+    assert [segment["agent"] for segment in told["segments"]] == ["main"] * 4
+    _, first, tool, last = told["segments"]
+    assert "tokens" not in tool
+    assert first["tokens"] == ["c", "a", "l", "c"]
+    assert first["version"] == [3, 3, 4, 4]
+    assert first["mask"] == [0, 0, 1, 1]  # one by the workflow, one for its age
+    assert first["advantage"] == [0.0, 0.0, 0.5, 0.0]
+    assert last["logp"] == [-0.33333, 0.0]
+    assert last["advantage"] == [-1.0, 0.0]
+    assert short_text(told) == "calc 5."
+
+    monkeypatch.setattr(samples, "MOST_UNITS", 6)
+    cut = sample_of(a_turn_with_a_tool(), decode)
+    assert [segment["text"] for segment in cut["segments"]] == ["2+3=", "ca", "", ""]
+    assert cut["units_left_out"] == 5
+    assert "advantage" not in cut["segments"][1]
+
+
+def test_files_are_the_users_alone_and_the_whole_run_stays_in_view_within_the_bounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "MOST_FILES", 8)
+    for step in range(0, 400, 10):
+        write_samples(tmp_path, file_name("step", step), lines_of([{"step": step}]))
+    write_samples(tmp_path, file_name("evaluation", 50), lines_of([{"version": 50, "reward": float("nan")}]))
+    found = sample_files(tmp_path)
+    steps = [number for kind, number, _ in found if kind == "step"]
+    assert len(found) <= 8
+    assert (steps[0], steps[-1]) == (0, 390)
+    assert steps == sorted(steps)
+    assert ("evaluation", 50) in [entry[:2] for entry in found]
+    path = found[-1][2]
+    assert read_samples(path) == [{"step": 390}]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    monkeypatch.setattr(samples, "MOST_BYTES", 100)
+    write_samples(tmp_path, file_name("step", 400), b"x" * 300)
+    assert [number for _, number, _ in sample_files(tmp_path)] == [400]
+    assert sample_files(tmp_path / "none") == []
+
+
+async def test_samples_come_to_the_home_of_the_run(job, tmp_path):
+    ctx = context_for_test(job, tmp_path, "trainer", "trainer")
+    told = []
+    with RunLog(tmp_path / "metrics.jsonl", on_samples=told.append) as run_log:
+        async with home(ctx, run_log) as there:
+            remote = await asyncio.to_thread(open_records, there)
+            name, data = file_name("step", 20), lines_of([{"step": 20}])
+            await asyncio.to_thread(remote.write_samples, "policies/coder", name, data)
+            for folder, wrong in (("", "../metrics.jsonl"), ("..", name), ("policies/../..", name)):
+                with pytest.raises(FaultError, match="invalid"):
+                    await asyncio.to_thread(remote.write_samples, folder, wrong, data)
+            path = tmp_path / "policies" / "coder" / "samples" / name
+            assert told == [path]
+            assert read_samples(path) == [{"step": 20}]
+            await asyncio.to_thread(remote.close)

@@ -1,0 +1,134 @@
+"""A few episodes of every few steps, decoded and with their advantages, for a person to read.
+
+They are written beside the steps that follow. What goes wrong costs nothing but the samples of that step;
+only a full disk ends the trainer, as it does when a record is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_async.config.job import JobConfig
+from areal_async.errors import WireError
+from areal_async.rpc.client import SyncClient
+from areal_async.rpc.messages import Batch, SeeTasks
+from areal_async.runtime.log import get_logger
+from areal_async.status.record import RunRecords
+from areal_async.status.samples import file_name, lines_of, sample_of, short_text
+from areal_async.trajectory import seen_by, unpack
+from trainer_service.background import Background
+from trainer_service.data.lessons import load_tokenizer
+from trainer_service.data.step_plan import StepPlan
+from trainer_service.disk import room_for
+from trainer_service.errors import DiskFull
+
+TASKS_S = 10.0  # Longest wait for the ground truths
+
+log = get_logger("trainer")
+
+
+class StepSamples:
+    """Writes the samples of a policy's steps; on rank 0. `folder` is the policy's, below that of the run."""
+
+    def __init__(self, job: JobConfig, run_log: RunRecords, buffer: SyncClient, folder: str) -> None:
+        self._job, self._run_log, self._buffer, self._folder = job, run_log, buffer, folder
+        self._every, self._number = job.observe.samples_every_steps, job.observe.samples
+        self._writing = Background("samples")
+        self._tokenizer: Any = None
+
+    def chosen(self, plan: StepPlan, step: int, data_rank: int) -> list[int]:
+        """The episodes, by their index, of which samples of `step` are to be written: of this rank's share,
+        and as many groups as can be. None in most steps."""
+        if not self._every or not self._number or step % self._every:
+            return []
+        seen: dict[int, int] = {}
+        places = []
+        for index in plan.share_of(data_rank):
+            group = int(plan.groups[index])
+            places.append((seen.setdefault(group, 0), index))
+            seen[group] += 1
+        return [index for _, index in sorted(places)[: self._number]]
+
+    def write(
+        self,
+        batch: Batch,
+        plan: StepPlan,
+        chosen: Sequence[int],
+        blobs: Mapping[str, Any],
+        advantages: Mapping[int, Mapping[int, float]],
+    ) -> None:
+        """Begin to write those of these episodes whose bytes are among the `blobs`."""
+        if not chosen:
+            return
+        held = [(index, blobs.get(plan.episodes[index].episode_id)) for index in chosen]
+        named = [(index, blob) for index, blob in held if blob is not None]
+        self._writing.begin(lambda: self._try(batch, plan, named, advantages))
+
+    def check(self) -> None:
+        """Raise what ends the trainer."""
+        self._writing.check()
+
+    def wait(self) -> None:
+        self._writing.wait()
+
+    def _try(
+        self,
+        batch: Batch,
+        plan: StepPlan,
+        held: Sequence[tuple[int, Any]],
+        advantages: Mapping[int, Mapping[int, float]],
+    ) -> None:
+        try:
+            with room_for("samples of a step", self._run_log.path.parent):
+                self._write(batch, plan, held, advantages)
+        except DiskFull:
+            raise
+        except Exception as error:
+            log.warning("no samples of a step", step=batch.step, error=f"{type(error).__name__}: {error}")
+
+    def _write(
+        self,
+        batch: Batch,
+        plan: StepPlan,
+        held: Sequence[tuple[int, Any]],
+        advantages: Mapping[int, Mapping[int, float]],
+    ) -> None:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(Path(self._job.model))
+        groups = [batch.groups[int(plan.groups[index])] for index, _ in held]
+        truths = self._truths([group.task_id for group in groups])
+        samples = []
+        for (index, blob), group in zip(held, groups, strict=True):
+            entry = plan.episodes[index]
+            samples.append(
+                sample_of(
+                    seen_by(unpack(blob), batch.policy),
+                    self._tokenizer.decode,
+                    lowest_version=batch.lowest_version,
+                    advantages=advantages.get(index, {}),
+                    policy=batch.policy,
+                    step=batch.step,
+                    version=entry.max_version,
+                    data_source=group.data_source,
+                    ground_truth=truths.get(group.task_id),
+                    reward=entry.reward,
+                    rewards=entry.components,
+                    verdict="score",
+                )
+            )
+        if not samples:
+            return
+        self._run_log.write_samples(self._folder, file_name("step", batch.step), lines_of(samples))
+        first = samples[0]
+        log.info("sample", step=batch.step, reward=first["reward"], response=short_text(first))
+
+    def _truths(self, task_ids: Sequence[str]) -> dict[str, Any]:
+        """The ground truths of tasks, by their ids; of none where the buffer does not say."""
+        try:
+            seen = self._buffer.call(SeeTasks(sorted({*task_ids})), timeout_s=TASKS_S)
+        except WireError as error:
+            log.warning("samples without ground truth", error=str(error))
+            return {}
+        return {task.task_id: task.ground_truth for task in seen.tasks}
