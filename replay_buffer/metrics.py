@@ -13,6 +13,7 @@ from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats
 from areal_async.runtime.status import board
 from areal_async.status.watchdog import SILENT_S
+from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis.address import Trouble
 
 OF_POLICY = {
@@ -48,13 +49,18 @@ class BufferCollector(Collector):
     """Shows the last figures it was given. The scrape runs in a thread of its own, so it never touches the
     ledger.
 
-    `last_write` gives the confirmation of the write sent last: while it is not there, Redis is waited for."""
+    `last_write` gives the confirmation of the write sent last: while it is not there, Redis is waited for.
+    `rules` has the limits beside which the figures are read."""
 
     def __init__(
-        self, last_write: LastWrite = lambda: None, clock: Callable[[], float] = time.monotonic
+        self,
+        last_write: LastWrite = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        rules: Rules | None = None,
     ) -> None:
         self._last_write = last_write
         self._clock = clock
+        self._rules = rules
         self._awaited: tuple[asyncio.Future[None], float] | None = None
         self._stats: BufferStats | None = None
         self._lost_writes = 0
@@ -93,6 +99,12 @@ class BufferCollector(Collector):
         for name, (text, field) in OF_POLICY.items():
             values = {policy: getattr(each, field) for policy, each in stats.policies.items()}
             yield _labelled(GaugeMetricFamily, name, text, "policy", values)
+        if self._rules is not None:
+            limit = "Most bytes of episodes held at once."
+            yield GaugeMetricFamily("areal_buffer_limit_bytes", limit, value=self._rules.max_bytes)
+            bounds = {policy: each.max_staleness for policy, each in self._rules.consumers.items()}
+            text = "Largest staleness that a trained unit may have."
+            yield _labelled(GaugeMetricFamily, "areal_buffer_staleness_bound", text, "policy", bounds)
         trained = {policy: each.episodes_trained for policy, each in stats.policies.items()}
         text = "Episodes in a committed step."
         yield _labelled(CounterMetricFamily, "areal_buffer_episodes_trained", text, "policy", trained)

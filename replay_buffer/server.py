@@ -339,7 +339,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         await server.start()
         stack.push_async_callback(server.stop)
         stack.callback(coordinator.stop_waiting)
-        collector = metrics.BufferCollector(lambda: store.tail)
+        collector = metrics.BufferCollector(lambda: store.tail, rules=rules)
         registry.register(collector)
         stack.callback(registry.unregister, collector)
         board.figures = collector.figures

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_async import __version__
+from areal_async.cli.dashboards import dashboards
 from areal_async.cli.data import data
 from areal_async.cli.fields import config
 from areal_async.cli.jobs import jobs, note, of_controller, told
@@ -65,6 +66,7 @@ app.add_typer(reward, name="reward")
 app.add_typer(data, name="data")
 app.add_typer(config, name="config")
 app.add_typer(keys, name="keys")
+app.add_typer(dashboards, name="dashboards")
 app.registered_commands += jobs.registered_commands
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]

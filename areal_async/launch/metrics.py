@@ -1,4 +1,7 @@
-"""Prometheus series of the supervisor: those of autoscaling."""
+"""Prometheus series of the supervisor: of autoscaling, of restarts and of the disk that the run writes to."""
+
+import shutil
+from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
@@ -6,3 +9,12 @@ WORKERS = Gauge("areal_autoscale_workers", "Rollout workers that autoscaling wan
 CHANGES = Counter(
     "areal_autoscale_changes", "Changes of the number of rollout workers by autoscaling.", ["reason"]
 )
+RESTARTS = Counter("areal_supervisor_restarts", "Processes that died and were started again.", ["died"])
+DISK_FREE = Gauge("areal_run_disk_free_bytes", "Room left on the disk that the run folder lies on.")
+DISK_SIZE = Gauge("areal_run_disk_size_bytes", "Size of the disk that the run folder lies on.")
+
+
+def watch_disk(run_dir: Path) -> None:
+    """Have the figures of the disk read whenever they are asked for."""
+    DISK_FREE.set_function(lambda: shutil.disk_usage(run_dir).free)
+    DISK_SIZE.set_function(lambda: shutil.disk_usage(run_dir).total)

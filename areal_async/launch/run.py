@@ -33,6 +33,7 @@ from areal_async.launch.home_files import HomeFilesServer, exported
 from areal_async.launch.inline import InlineRun, check_inline
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
+from areal_async.launch.metrics import watch_disk
 from areal_async.launch.plan import (
     MODULES,
     on_any_ports,
@@ -125,6 +126,7 @@ def run_job(
                 RunLog(folders.run_dir / "metrics.jsonl", lines.record if inline else _nothing) as run_log,
                 serve_metrics(port) as port,
             ):
+                watch_disk(folders.run_dir)
                 run_log.write("resume" if resume else "start")
                 if inline:
                     result = _run_inline(job, folders, run_log, lines=lines, resumed_by=resumed_by)

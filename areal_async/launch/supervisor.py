@@ -35,6 +35,7 @@ from areal_async.launch.here import LocalLauncher, write_whole
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
+from areal_async.launch.metrics import RESTARTS
 from areal_async.launch.plan import (
     MODULES,
     ready_limit_s,
@@ -319,6 +320,7 @@ class Supervisor:
             f"{name} {ended}; {who} started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
         )
         events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
+        RESTARTS.labels(name).inc()
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
         self._on_restart(name, f"{name} {ended}; {who} started again {when} ({left})")
@@ -356,6 +358,7 @@ class Supervisor:
         self.children[name] = child
         self._group.started(place, child)
         self.metrics_ports[name] = place.metrics_port
+        RESTARTS.labels(name)  # 0 until it dies: a rate needs both
         events.record("started", service=name, service_pid=child.pid)
 
     def _publish(self) -> Topology:

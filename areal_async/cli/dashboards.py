@@ -1,0 +1,65 @@
+"""`areal-async dashboards`: Prometheus and Grafana with this project's dashboards, rules and alerts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_async.cli.tools import AsJson, readable_errors, show
+from areal_async.rpc.endpoints import LOOPBACK
+
+dashboards = typer.Typer(
+    help="Dashboards, rules and alerts for Prometheus and Grafana.", no_args_is_help=True
+)
+
+Runs = Annotated[
+    list[Path], typer.Option("--runs", metavar="DIR", help="A `run_dir` of jobs; again for each.")
+]
+
+
+@dashboards.command()
+def up(
+    runs: Runs = [Path("runs")],  # noqa: B006
+    folder: Annotated[
+        Path | None, typer.Option("--in", metavar="DIR", help="Where its files and data lie.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of Prometheus.")] = 9090,
+    grafana_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Grafana.")] = 3000,
+) -> None:
+    """Start Prometheus, and Grafana where it is installed, with everything found, until Ctrl-C."""
+    with readable_errors():
+        from areal_async.dashboards.serving import Ports, serve
+
+        serve(
+            folder or runs[0] / "dashboards",
+            runs,
+            Ports(port, grafana_port),
+            lambda line: print(line, flush=True),
+        )
+
+
+@dashboards.command()
+def write(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if it is not there.")],
+    runs: Runs = [Path("runs")],  # noqa: B006
+    prometheus: Annotated[
+        str, typer.Option(metavar="URL", help="Where Grafana is to find Prometheus.")
+    ] = f"http://{LOOPBACK}:9090",
+    as_json: AsJson = False,
+) -> None:
+    """Write dashboards, rules, alerts and provisioning, for a Prometheus and a Grafana that run elsewhere."""
+    with readable_errors():
+        from areal_async.dashboards.files import write_files
+
+        written = write_files(folder, runs, prometheus)
+        lines = [
+            f"{folder}/ has {len(written)} files:",
+            "  grafana/        dashboards, to be imported or provisioned",
+            "  provisioning/   of Grafana, by which it finds Prometheus and the dashboards",
+            "  rules/          recording and alert rules of Prometheus",
+            "  prometheus.yaml scrapes the jobs of this machine",
+            "  alertmanager/   an example of who is told what",
+        ]
+        show({"folder": folder, "files": written}, "\n".join(lines), as_json)

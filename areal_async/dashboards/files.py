@@ -1,0 +1,67 @@
+"""The files that Prometheus and Grafana need, written for a place and for the runs that they are to show.
+
+Promises: what is written is complete, so that both programs start with it and find each other; written again,
+it replaces what it wrote and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from areal_async.config.errors import ConfigError, Mistake
+
+HERE = Path(__file__).parent
+PARTS = ("grafana", "rules", "provisioning", "alertmanager", "grafana.ini")
+SCRAPE_S, EVALUATE_S = 2, 5
+
+
+def write_files(folder: Path, run_dirs: Sequence[Path], prometheus_url: str) -> list[Path]:
+    """Write into `folder` dashboards, rules, provisioning and `prometheus.yaml`, which scrapes the jobs whose
+    `run_dir` is one of `run_dirs`. Returns the files, in order. Raises `ConfigError` where it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in PARTS:
+            if (HERE / part).is_dir():
+                shutil.copytree(HERE / part, folder / part, dirs_exist_ok=True)
+            else:
+                shutil.copy(HERE / part, folder / part)
+        _change(
+            folder / "provisioning" / "datasources" / "areal.yaml", "datasources", {"url": prometheus_url}
+        )
+        dashboards = {"options": {"path": str((folder / "grafana").absolute())}}
+        _change(folder / "provisioning" / "dashboards" / "areal.yaml", "providers", dashboards)
+        (folder / "prometheus.yaml").write_text(_prometheus(run_dirs), encoding="utf-8")
+    except OSError as error:
+        problem = f"{folder} cannot be written: {error.strerror}"
+        fix = "Name a folder of yours"
+        raise ConfigError("the command line", [Mistake("DIR", problem, fix)]) from error
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _change(path: Path, section: str, values: Mapping[str, object]) -> None:
+    """Replace fields of the only entry of a list in a provisioning file."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content[section][0].update(values)
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def _prometheus(run_dirs: Sequence[Path]) -> str:
+    """A running job lists its processes in `<run_dir>/prometheus/<job>.json` and removes that
+    at its end."""
+    lists = [str(folder.absolute() / "prometheus" / "*.json") for folder in run_dirs]
+    content = {
+        "global": {
+            "scrape_interval": f"{SCRAPE_S}s",
+            "scrape_timeout": f"{SCRAPE_S}s",
+            "evaluation_interval": f"{EVALUATE_S}s",
+        },
+        "rule_files": ["rules/*.yaml"],
+        "scrape_configs": [
+            {"job_name": "areal", "file_sd_configs": [{"files": lists, "refresh_interval": "5s"}]}
+        ],
+    }
+    return str(yaml.safe_dump(content, sort_keys=False))

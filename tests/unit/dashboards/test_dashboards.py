@@ -1,0 +1,208 @@
+"""The dashboards and rules that come with the package: made by their generator, asked for series that
+exist, and taken by the programs that read them."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from hostile_http import free_port
+from typer.testing import CliRunner
+
+from areal_async.cli.main import app
+from areal_async.dashboards.files import HERE as FILES
+from areal_async.rpc.endpoints import LOOPBACK
+from tests.panels import FOREIGN, OF_TARGET, asked, declared, panel_queries, rules, uses
+
+ROOT = Path(__file__).parents[3]
+needs_promtool = pytest.mark.skipif(
+    not shutil.which("promtool"), reason="needs promtool, of the Debian package prometheus"
+)
+
+
+def test_the_dashboards_are_what_their_generator_makes(tmp_path):
+    subprocess.run([sys.executable, ROOT / "deploy" / "grafana" / "build.py", tmp_path], check=True)
+    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(made) == 7
+    assert made == {path.name: path.read_text() for path in (FILES / "grafana").iterdir()}
+
+
+def test_the_dashboards_are_what_the_models_of_grafana_know():
+    """A field that the published schema does not have would be lost on the way through its models."""
+    for path in (FILES / "grafana").iterdir():
+        content = json.loads(path.read_text())
+        assert json.loads(JSONEncoder().encode(Dashboard.from_json(content))) == content, path.name
+        drawn = [panel for panel in content["panels"] if panel["type"] != "row"]
+        assert [v["name"] for v in content["templating"]["list"]] == ["source", "job", "policy"]
+        for panel in drawn:
+            assert panel["description"].endswith((".", "…")), panel["title"]
+            assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24, panel["title"]
+        places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in content["panels"]}
+        assert len(places) == len(content["panels"]), f"{path.name}: panels on top of each other"
+
+
+def query_problems(expression: str) -> list[str]:
+    """What in an expression the product does not serve."""
+    series, recorded, problems = declared(), {rule["record"]: rule["expr"] for rule in rules("recording")}, []
+    used = uses(expression)
+    known = set(OF_TARGET)
+    for name, labels in used.series:
+        if name in recorded:  # its labels are in its name and in its own expression
+            known |= uses(recorded[name]).grouped
+        elif name in FOREIGN or name in series:
+            of_it = OF_TARGET | FOREIGN.get(name, series.get(name, set()))
+            known |= of_it
+            problems += [f"{name} has no label {label}" for label in sorted(labels - of_it)]
+        else:
+            problems.append(f"nobody serves {name}")
+    return problems + [f"nothing has the label {label}" for label in sorted(used.grouped - known)]
+
+
+def test_every_query_asks_for_series_and_labels_that_the_product_serves():
+    assert [f"{one.where}: {text}" for one in asked() for text in query_problems(one.expression)] == []
+    assert len(asked()) > 150
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("rate(areal_rollout_tokens[1m])", "nobody serves areal_rollout_tokens"),
+        ('areal_trainer_loss{poilcy="p"}', "areal_trainer_loss has no label poilcy"),
+        ("sum by (reason) (areal_buffer_groups)", "nothing has the label reason"),
+        ("job:areal_rollout_token:rate1m", "nobody serves job:areal_rollout_token:rate1m"),
+    ],
+)
+def test_a_renamed_series_or_label_is_found(expression, problem):
+    assert query_problems(expression) == [problem]
+
+
+def test_every_series_is_on_a_dashboard():
+    shown = {name for one in panel_queries() for name, _ in uses(one.expression).series}
+    shown |= {name for rule in rules("recording") for name, _ in uses(rule["expr"]).series}
+    whole = {name for name in declared() if not name.endswith(("_sum", "_count"))}
+    assert whole - shown == set()
+
+
+@needs_promtool
+def test_prometheus_reads_every_query_and_file(tmp_path):
+    every = [{"record": f"a:b{n}", "expr": one.expression} for n, one in enumerate(asked())]
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": every}]}))
+    promtool("check", "rules", tmp_path / "all.yaml")
+    promtool("check", "config", ROOT / "deploy" / "prometheus" / "prometheus.yml")
+
+
+@needs_promtool
+def test_every_alert_fires_on_what_it_is_about_and_on_nothing_healthy():
+    tests = Path(__file__).with_name("alerts.test.yaml")
+    promtool("test", "rules", tests)
+    fired = set(re.findall(r'ALERTS\{alertname="(\w+)", alertstate="firing"', tests.read_text()))
+    assert fired == {rule["alert"] for rule in rules("alerts")}
+
+
+def promtool(*arguments):
+    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_says_what_to_do_and_names_a_section_of_the_docs():
+    for rule in rules("alerts"):
+        page, _, anchor = rule["annotations"]["docs"].partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert anchor in [heading.lower() for heading in headings], rule["alert"]
+        assert anchor == rule["alert"].lower()
+        assert len(rule["annotations"]["description"]) > 60
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_files_are_written_for_a_place(tmp_path):
+    command = ["dashboards", "write", str(tmp_path / "d"), "--runs", str(tmp_path / "runs")]
+    done = CliRunner().invoke(app, [*command, "--prometheus", "http://p:9090", "--json"])
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.output)["files"]) == 14
+    provisioning = tmp_path / "d" / "provisioning"
+    assert read(provisioning / "datasources" / "areal.yaml")["datasources"][0]["url"] == "http://p:9090"
+    path = read(provisioning / "dashboards" / "areal.yaml")["providers"][0]["options"]["path"]
+    assert sorted(Path(path).iterdir()) == sorted((tmp_path / "d" / "grafana").iterdir())
+    (scrape,) = read(tmp_path / "d" / "prometheus.yaml")["scrape_configs"]
+    assert scrape["file_sd_configs"][0]["files"] == [str(tmp_path / "runs" / "prometheus" / "*.json")]
+    assert CliRunner().invoke(app, command).exit_code == 0, "a second time"
+
+    (tmp_path / "file").touch()
+    refused = CliRunner().invoke(app, ["dashboards", "write", str(tmp_path / "file")])
+    assert refused.exit_code != 0
+    assert "cannot be written" in refused.output
+
+
+def read(path):
+    return yaml.safe_load(path.read_text())
+
+
+STAND_IN = f"""#!{sys.executable}
+import http.server, json, os, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/api/health" else 404)
+        self.end_headers()
+settings = {{name: value for name, value in os.environ.items() if name.startswith("GF_")}}
+json.dump({{"argv": sys.argv[1:], "settings": settings}}, open(os.environ["TOLD"], "w"))
+address = (settings["GF_SERVER_HTTP_ADDR"], int(settings["GF_SERVER_HTTP_PORT"]))
+http.server.HTTPServer(address, Healthy).serve_forever()
+"""
+
+
+def start(tmp_path, port, grafana_port, path):
+    command = [sys.executable, "-m", "areal_async.cli.main", "dashboards", "up"]
+    command += ["--runs", str(tmp_path), "--port", str(port), "--grafana-port", str(grafana_port)]
+    environment = os.environ | {"PATH": str(path), "TOLD": str(tmp_path / "told.json")}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="needs the Debian package prometheus")
+def test_up_starts_prometheus_with_the_rules_and_grafana_where_there_is_one(tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "prometheus").symlink_to(shutil.which("prometheus"))
+    port, grafana_port = free_port(), free_port()
+    with start(tmp_path, port, grafana_port, programs) as alone:
+        lines = [alone.stdout.readline() for _ in range(3)]
+        assert "grafana is not on the PATH" in lines[1], lines
+        assert f"{tmp_path}/dashboards/grafana" in lines[1]
+        alone.send_signal(signal.SIGINT)
+        assert alone.wait(30) == 0
+
+    grafana = programs / "grafana"
+    grafana.write_text(STAND_IN)
+    grafana.chmod(0o755)
+    with start(tmp_path, port, grafana_port, programs) as both:
+        lines = [both.stdout.readline() for _ in range(3)]
+        assert f"http://{LOOPBACK}:{grafana_port}" in lines[1], lines
+        told = json.loads((tmp_path / "told.json").read_text())
+        assert told["argv"] == ["server", f"--config={tmp_path}/dashboards/grafana.ini"]
+        assert (Path(told["settings"]["GF_PATHS_PROVISIONING"]) / "dashboards" / "areal.yaml").is_file()
+        assert Path(told["settings"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).is_file()
+        both.send_signal(signal.SIGTERM)
+        assert both.wait(30) == 0
+
+    grafana.write_text("#!/bin/sh\necho no such option; exit 3\n")
+    with start(tmp_path, port, grafana_port, programs) as broken:
+        said = broken.communicate(timeout=60)[0]
+        assert broken.returncode != 0
+        assert "no such option" in said
+        assert "grafana.log" in said
+
+
+def test_without_prometheus_it_is_said_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(app, ["dashboards", "up", "--runs", str(tmp_path)])
+    assert done.exit_code != 0
+    assert "apt install prometheus" in done.output
