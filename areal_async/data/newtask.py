@@ -115,7 +115,8 @@ def main():
         if len(words) == N_TRAIN + N_HELD_OUT:
             break
     held_out = max(1, len(words) * N_HELD_OUT // (N_TRAIN + N_HELD_OUT))
-    parts = {"held_out": list(words)[:held_out], "train": list(words)[held_out:]}
+    order = rng.sample(list(words), len(words))  # short ones are found first
+    parts = {"held_out": order[:held_out], "train": order[held_out:]}
     for split, chosen in parts.items():
         lines = [json.dumps(row(word, index, split)) + "\\n" for index, word in enumerate(chosen)]
         Path(__file__).with_name(f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -209,7 +210,7 @@ reward:
   name: reward.py:score
   timeout_s: 5
 trainer:
-  steps: 200
+  steps: 150
   micro_batch_tokens: 8192
   optimizer: {lr: 4.0e-4, warmup_steps: 20, schedule: linear, clip_grad_norm: 0.2}
 evaluation: {every_steps: 25}

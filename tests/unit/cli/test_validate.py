@@ -168,7 +168,8 @@ def test_a_gpu_that_is_not_there_is_found(folder):
     assert "trainer.device" in refused(folder, f"trainer.device={gpu}")
 
 
-def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder):
+def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refused(folder, "model=Qwen/Qwen3-0.6B", "tasks.train=openai/gsm8k")
-    assert "hf download NAME --local-dir DIR" in said
-    assert "hf download NAME --repo-type dataset --local-dir DIR" in said
+    assert "`hf download Qwen/Qwen3-0.6B`" in said
+    assert "`hf download openai/gsm8k --repo-type dataset`" in said
