@@ -18,7 +18,7 @@ from pathlib import Path
 
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
-from areal_async.storage.hub import PROTOCOL, bring
+from areal_async.storage.hub import bring, is_of_hub
 from areal_async.storage.remote import StorageError
 from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import CACHE_VARIABLE, joined, protocol_problem, url_of
@@ -62,7 +62,7 @@ def content_mistakes(
         if path is None or url is None:
             continue
         try:
-            if url.startswith(PROTOCOL):
+            if is_of_hub(url):
                 bring(url, path, partial(_tell, f"fetching {url}"))
             else:
                 fetch(url, path, tries, begun=_telling(url))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,9 @@ PROTOCOL = "hf://"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 HUB_FORM = re.compile(HUB_NAME.pattern + r"(/[\w.-]+)*")
 OF_MODEL = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-OF_DATA = ["*.parquet", "*.jsonl", "*.json", "*.arrow"]
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
+OF_DATA = [f"*{suffix}" for suffix in DATA_SUFFIXES]
+SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(\..*)")
 
 
 def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
@@ -30,9 +33,18 @@ def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
     begins with, seen from `base`, or it ends as a file does."""
     if not HUB_NAME.fullmatch(text) or (base / text.partition("/")[0]).exists():
         return None
-    if is_data and text.endswith((".parquet", ".jsonl", ".json", ".arrow")):
+    if is_data and text.endswith(DATA_SUFFIXES):
         return None
     return f"{PROTOCOL}datasets/{text}" if is_data else f"{PROTOCOL}{text}"
+
+
+def is_of_hub(url: str) -> bool:
+    """Whether the URL names a model or data set by what the cache can have: no revision, no folder of a
+    model. Others that begin with `hf://` are fetched as from any store."""
+    name = url.removeprefix(PROTOCOL)
+    if name.startswith("datasets/"):
+        return url.startswith(PROTOCOL) and HUB_FORM.fullmatch(name.removeprefix("datasets/")) is not None
+    return url.startswith(PROTOCOL) and HUB_NAME.fullmatch(name) is not None
 
 
 def bring(url: str, target: Path, begun: Callable[[], None]) -> None:
@@ -65,7 +77,7 @@ def data_set(name: str, begun: Callable[[], None] = lambda: None) -> Path:
     patterns = [place, f"{place}/*"] if place else OF_DATA
 
     def is_whole(folder: Path) -> bool:
-        return any(folder.glob(place or "**/*.*"))
+        return (folder / place).is_file() or _has_all_shards(folder / place)
 
     folder = _snapshot(f"{owner}/{repository}", "dataset", patterns, is_whole, begun)
     if not (folder / place).exists():
@@ -114,6 +126,15 @@ def _snapshot(
             "another."
         )
     return folder
+
+
+def _has_all_shards(folder: Path) -> bool:
+    """Whether there is data, and of each file in parts every part."""
+    files = [each for each in folder.rglob("*") if each.suffix in DATA_SUFFIXES]
+    parts = Counter(
+        (str(each.parent), *found.groups()) for each in files if (found := SHARD.match(each.name))
+    )
+    return bool(files) and all(count == int(of) for (_, _, of, _), count in parts.items())
 
 
 def _is_whole_model(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.quickstart.model import write_model
-from areal_async.storage.hub import hub_url
+from areal_async.storage.hub import hub_url, is_of_hub
 
 REPOSITORY = Path(__file__).parents[3]
 COMMIT = "c" * 40
@@ -41,6 +41,10 @@ def files(tmp_path_factory) -> dict[str, Path]:
     (folder / "data" / "data").mkdir(parents=True)
     row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
     (folder / "data" / "data" / "train-00000-of-00001.jsonl").write_text(json.dumps(row) + "\n")
+    for number in range(2):
+        part = folder / "data" / "more" / f"train-0000{number}-of-00002.json"
+        part.parent.mkdir(exist_ok=True)
+        part.write_text(json.dumps(row) + "\n")
     return {"models/tiny-org/tiny": folder / "model", "datasets/tiny-org/sums": folder / "data"}
 
 
@@ -145,11 +149,11 @@ def test_what_is_in_no_cache_is_fetched_once_and_then_used_without_a_network(tmp
     assert len(hub.asked) == asked, "the hub is not asked for what the cache has"
     offline, _ = load(tmp_path, NAMED, HF_HUB_OFFLINE="1")
     assert offline == found
-    lost = next((tmp_path / "hf").rglob("snapshots/*/model.safetensors"))
-    lost.unlink()
-    mended, told = load(tmp_path, NAMED, HF_ENDPOINT=endpoint)
-    assert mended == found
-    assert "fetching" in told
+    for lost, named in (("model.safetensors", "tiny"), ("more/train-00001-of-00002.json", "sums")):
+        next((tmp_path / "hf").rglob(f"snapshots/*/{lost}")).unlink()
+        mended, told = load(tmp_path, NAMED, HF_ENDPOINT=endpoint)
+        assert mended == found
+        assert named in told, "a part that is missing is fetched"
 
 
 def test_a_name_that_neither_cache_nor_hub_has_says_what_was_looked_for(tmp_path, hub):
@@ -168,6 +172,13 @@ def test_a_name_that_neither_cache_nor_hub_has_says_what_was_looked_for(tmp_path
             f"the model tiny-org/huge is neither a path here nor whole in {tmp_path}/hf/hub" in found["error"]
         )
         assert "tasks.train: the data set tiny-org/none" in found["error"]
+
+
+def test_a_url_with_a_revision_or_a_folder_of_a_model_is_fetched_as_from_any_store():
+    assert is_of_hub("hf://Qwen/Qwen2.5-0.5B")
+    assert is_of_hub("hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet")
+    for url in ("hf://Qwen/Qwen2.5-0.5B@main", "hf://a/b/c", "hf://datasets/a", "s3://a/b"):
+        assert not is_of_hub(url)
 
 
 def test_what_begins_with_something_beside_the_job_file_is_a_path(tmp_path):
