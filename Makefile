@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart packages wheelhouse wheelhouse-check images-check reverb-env trl-env engines test test-quick test-engines lint format clean
+.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check reverb-env trl-env engines test test-quick test-engines lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
 	@echo "make engines           make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
 	@echo "make test-engines      make them, then run the tests against the real servers"
+	@echo "make recipes-check     train the small size of every recipe (some minutes)"
 	@echo "make lint              ruff and mypy"
 	@echo "make wheelhouse        collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
 	@echo "make wheelhouse-check  try those wheels in an environment that has torch and transformers alone"
@@ -101,6 +102,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The small size of every recipe, with its figures: minutes, for a nightly list (docs/recipes.md).
+recipes-check: $(STAMP)
+	$(BIN)/python benchmarks/recipe_runs.py --out benchmarks/results/recipes.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

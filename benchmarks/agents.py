@@ -1,4 +1,4 @@
-"""The two agent examples on several seeds: held-out reward before and after RL, and how long it took.
+"""Two recipes' small sizes, trained longer, on several seeds: held-out reward before and after RL, and time.
 
     python benchmarks/agents.py [--examples calculator,frozenlake] [--seeds 0,1,2] [--out FILE] [--keep DIR]
     python benchmarks/agents.py --examples frozenlake --objectives grpo,gigpo,… [--groups 4] --out FILE
@@ -36,6 +36,22 @@ from trainer_service.data.recording import Recording
 
 ROOT = Path(__file__).parents[1]
 PRESET = "trainer.objective.preset=gigpo"
+RECIPES = {"calculator": "tool-use", "frozenlake": "multi-turn-agent"}
+LONGER = {  # Their small sizes end sooner
+    "calculator-warm": [
+        "trainer.optimizer.lr=1e-3",
+        "sft.batch_size=192",
+        "sft.evaluate_every=2",
+        "sft.stop_between=[0.8, 0.92]",
+    ],
+    "calculator": [
+        "trainer.steps=150",
+        "trainer.optimizer={lr: 1e-4, warmup_steps: 10, schedule: linear, clip_grad_norm: 0.2}",
+        "buffer.batch_groups=32",
+        "checkpoint.every_steps=50",
+    ],
+    "frozenlake": ["trainer.steps=200", "checkpoint.every_steps=50", "evaluation.every_steps=40"],
+}
 OBJECTIVES = {
     "grpo": [],  # The example's own
     "gigpo": [PRESET],  # Its paper's gamma and omega are the defaults
@@ -67,15 +83,15 @@ def run(job_file: Path, *overrides: str) -> float:
 def warmed(example: str, seed: int, folder: Path) -> tuple[Path, float]:
     """Folder of an example's files, with its warm start done, and how many seconds that took."""
     files = folder / f"{example}-files"
-    prepare = [sys.executable, str(ROOT / "examples" / example / "prepare.py")]
+    prepare = [sys.executable, str(ROOT / "recipes" / RECIPES[example] / "prepare.py")]
     subprocess.run([*prepare, "--out", str(files), "--seed", str(seed)], check=True)
-    return files, run(files / "warm_start.yaml", f"seed={seed}")
+    return files, run(files / "warm_start.yaml", f"seed={seed}", *LONGER.get(f"{example}-warm", ()))
 
 
 def one(example: str, seed: int, folder: Path) -> dict[str, Any]:
     """One seed of one example, from nothing."""
     files, warm_s = warmed(example, seed, folder)
-    job_s = run(files / "job.yaml", f"seed={seed}")
+    job_s = run(files / "tiny.yaml", f"seed={seed}", *LONGER[example])
     steps = records(folder / example, "step")
     evaluations = {
         record["version"]: record["accuracy"] for record in records(folder / example, "evaluation")
@@ -97,7 +113,7 @@ def one(example: str, seed: int, folder: Path) -> dict[str, Any]:
         "job_s": job_s,
     }
     if example == "calculator":
-        run(files / "job.yaml", f"seed={seed}", *WITHOUT_TOOL)
+        run(files / "tiny.yaml", f"seed={seed}", *LONGER[example], *WITHOUT_TOOL)
         row["after_without_tool"] = records(folder / "calculator-without", "evaluation")[0]["accuracy"]
     return row
 
@@ -106,7 +122,9 @@ def compared(example: str, seed: int, objective: str, groups: int, files: Path) 
     """One objective from a warm start, with so many groups a step."""
     job = f"{example}-{objective}-{groups}"
     more = [f"evaluation.every_steps={EVERY}", "trainer.record_batches=true", f"buffer.batch_groups={groups}"]
-    job_s = run(files / "job.yaml", f"seed={seed}", f"job={job}", *more, *OBJECTIVES[objective])
+    job_s = run(
+        files / "tiny.yaml", f"seed={seed}", f"job={job}", *LONGER[example], *more, *OBJECTIVES[objective]
+    )
     folder = files.parent / job
     steps, evaluations = records(folder, "step"), records(folder, "evaluation")
     curve = {record["version"]: round(record["accuracy"], 4) for record in evaluations}

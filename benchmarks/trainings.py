@@ -5,7 +5,7 @@
 Run `make quickstart` first: its tasks and its warm start, which answers 42 to 45 % of the held-out sums, lie
 in the folder of `--files`. From there it is trained on chats, on preferences with each loss, to reward models
 from pairs and from scores, by online DPO, by distillation from a teacher (the same model trained on by SFT),
-by PRIME, and by PPO with the reward model of the example `examples/reward_model`. Everything runs as a job of
+by PRIME, and by PPO with the reward model of the recipe `recipes/rm-ppo`. Everything runs as a job of
 its own by `areal-async run`. Two numbers are those before and after, of the held-out file; of an RL job's
 other figures the means of the first and of the last five steps: `kl_teacher` is the policy's divergence from
 its teacher in nats per token, `process_auc` the share of pairs of a right and a wrong fresh episode that the
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -31,7 +32,7 @@ import yaml
 
 from areal_async.status.record import read_run_log
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "reward_model"
+RECIPES = Path(__file__).parents[1] / "recipes"
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% endfor %}"
@@ -53,16 +54,12 @@ RL = {
 }
 
 
-def wrong(answer: int, rng: random.Random) -> int:
-    """Another number that looks like the answer: one digit or the carry is off."""
-    return max(1, answer + rng.choice([-100, -20, -10, -2, -1, 1, 2, 10, 20, 100]))
-
-
 def write_data(files: Path) -> None:
-    """The example's files, and sums in the other forms."""
-    subprocess.run([sys.executable, str(EXAMPLE / "prepare.py"), "--out", str(files)], check=True)
+    """The recipe's files, and sums in the other forms."""
+    subprocess.run([sys.executable, str(RECIPES / "rm-ppo" / "prepare.py"), "--out", str(files)], check=True)
     rng = random.Random(1)
     for name in ("train", "held_out"):
+        slip = runpy.run_path(str(RECIPES / "dpo" / "prepare.py"))["wrong"]
         forms: dict[str, list[dict[str, Any]]] = {"chats": [], "sums": [], "labelled": [], "scored": []}
         for task in map(json.loads, (files / f"{name}.jsonl").read_text().splitlines()):
             prompt, answer, more = task["prompt"], task["reward_model"]["ground_truth"], rng.randint(10, 99)
@@ -70,7 +67,7 @@ def write_data(files: Path) -> None:
             roles = ("user", "assistant", "user", "assistant")
             turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
             forms["chats"].append({"messages": turns})
-            other = str(wrong(int(answer), rng))
+            other = str(slip(int(answer), rng))
             forms["sums"].append({"prompt": prompt, "chosen": answer, "rejected": other})
             for good, given in ((True, answer), (False, other)):
                 forms["labelled"].append({"prompt": prompt, "completion": given, "label": good})
@@ -129,10 +126,11 @@ JOBS: dict[str, dict[str, Any]] = {
         {"advantage": "prime", "advantage_args": {"beta": 0.005}},
         process_reward={"optimizer": {"lr": 1e-4}},
     ),
-    "ppo": yaml.safe_load((EXAMPLE / "job.yaml").read_text()),
+    "ppo": yaml.safe_load((RECIPES / "rm-ppo" / "tiny.yaml").read_text()),
 }
 JOBS["ppo"]["model"], JOBS["ppo"]["reward"]["args"]["model"] = WARM, SCORER
 JOBS["ppo"]["trainer"]["critic"]["model"] = SCORER
+JOBS["ppo"]["trainer"]["steps"], JOBS["ppo"]["buffer"]["batch_groups"] = 60, 64
 
 
 def run_once(files: Path, name: str) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from typing import Any
 from areal_async import make_tokenizer, write_model
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-from preparing import copy_files, prepare_command, task_row, write_tasks  # noqa: E402 - beside the examples
+sys.path.insert(0, str(HERE.parents[1] / "recipes"))
+from preparing import copy_files, prepare_command, task_row, write_tasks  # noqa: E402 - where the recipes are
 
 N_SHOWN, N_HELD_OUT = 8000, 6
 SHARE_FAULTY = 0.5

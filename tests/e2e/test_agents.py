@@ -1,5 +1,5 @@
-"""The examples in short form: whole jobs with turns, tools, an environment's reward, and programs that a
-model writes, which are run in the sandbox."""
+"""Recipes and examples in short form: whole jobs with turns, tools, an environment's reward, and programs
+that a model writes, which are run in the sandbox."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 QUICK = ["trainer.record_batches=true", "buffer.batch_groups=4"]
 
 
@@ -37,9 +37,9 @@ def run(job_file, *overrides):
     return job_file.parents[1]
 
 
-def prepare(name, folder):
-    files = folder / f"{name}-files"
-    command = [sys.executable, EXAMPLES / name / "prepare.py", "--out", files, "--seed", "1"]
+def prepare(place, folder):
+    files = folder / "files"
+    command = [sys.executable, ROOT / place / "prepare.py", "--out", files, "--seed", "1"]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     return files
 
@@ -62,9 +62,9 @@ def assert_each_sampled_unit_is_trained_once(agents):
 
 
 def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(tmp_path):
-    files = prepare("frozenlake", tmp_path)
+    files = prepare("recipes/multi-turn-agent", tmp_path)
     runs = run(
-        files / "job.yaml",
+        files / "tiny.yaml",
         *QUICK,
         "model=base",
         "trainer.steps=2",
@@ -94,11 +94,15 @@ def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(
 
 
 def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path):
-    files = prepare("calculator", tmp_path)
+    files = prepare("recipes/tool-use", tmp_path)
     quick = ["sft.evaluate_every=20", "sft.batch_size=64", "trainer.optimizer.lr=2e-3"]
     run(files / "warm_start.yaml", "sft.stop_between=[0.3, 1.0]", *quick)
     runs = run(
-        files / "job.yaml", *QUICK, "trainer.steps=2", "evaluation.every_steps=2", "rollout.max_concurrent=64"
+        files / "tiny.yaml",
+        *QUICK,
+        "trainer.steps=2",
+        "evaluation.every_steps=2",
+        "rollout.max_concurrent=64",
     )
     agents = finished(runs / "calculator", 2)
     tools = [(episode.segments.kind == SegmentKind.TOOL).sum() for episode in agents.episodes]
@@ -121,11 +125,11 @@ def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path):
 
 
 def test_a_job_learns_from_what_the_models_programs_print(tmp_path):
-    files = prepare("code", tmp_path)
+    files = prepare("recipes/code-sandbox", tmp_path)
     warm = ["trainer.steps=130", "sft.batch_size=48", "sft.evaluate_every=130"]
     run(files / "warm_start.yaml", *warm)
     colder = "rollout.sampling.temperature=0.7"  # so that some programs are right after so short a warm start
-    runs = run(files / "job.yaml", *QUICK, colder, "trainer.steps=4", "evaluation.every_steps=100")
+    runs = run(files / "tiny.yaml", *QUICK, colder, "trainer.steps=4", "evaluation.every_steps=100")
     agents = finished(runs / "code", 4)
     # Some programs are right and some are not: their groups have something to learn from.
     assert set(agents.rewards) == {0.0, 1.0}
@@ -133,7 +137,7 @@ def test_a_job_learns_from_what_the_models_programs_print(tmp_path):
 
 
 def test_a_coder_and_a_tester_are_trained_by_the_programs_and_tests_of_one_another(tmp_path):
-    files = prepare("coder_tester", tmp_path)
+    files = prepare("examples/coder_tester", tmp_path)
     models = [f"policies.{policy}.model={policy}" for policy in ("coder", "tester")]
     small = ["trainer.steps=2", "rollout.group_size=2", "buffer.batch_groups=2", "tasks.evaluation=null"]
     runs = run(files / "job.yaml", *models, *small, "trainer.record_batches=true")

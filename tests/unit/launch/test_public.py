@@ -51,7 +51,10 @@ INSIDE = re.compile(
 def test_examples_and_pages_import_nothing_but_the_public_names():
     root = Path(areal_async.__file__).parents[1]
     pages = [*root.glob("docs/*.md"), root / "README.md", root / "examples" / "README.md"]
-    texts = {path: path.read_text(encoding="utf-8") for path in (*root.glob("examples/**/*.py"), *pages)}
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in (*root.glob("examples/**/*.py"), *root.glob("recipes/**/*.py"), *pages)
+    }
     assert len(texts) > 40
     assert {path: found for path, text in texts.items() if (found := INSIDE.findall(text))} == {}
     lines = re.findall(r"from areal_async import (\w[\w, ]*)", " ".join(texts.values()))

@@ -1,0 +1,213 @@
+"""What is known of the recipes' job files for 1, 8 and 64 GPUs without running them.
+
+    python benchmarks/recipe_plans.py [--only dpo,…] [--out benchmarks/results/recipe_plans.json]
+
+Each job file is validated, with folders that hold a `config.json` alone in the place of the hub's models.
+`peak_gib` is what `areal-async plan` says that a rank of the trainer needs at most, of `fits_gib` that an
+H100 has for it beside engines on the same GPU. Jobs whose engines have GPUs of their own are simulated as by
+`areal-async simulate`, with costs that follow from the models' dimensions and were not measured: training and
+prompts at 40 % of 989 TFLOP/s; decoding at 60 % of 3.35 TB/s, with the weights and the running requests' keys
+and values read in every pass; answers of the mean length in `ANSWERS`, lognormal, scored in the seconds that
+stand there. What an episode says in several turns counts as one answer. `trainer_idle` and `engines_idle` say
+how the split of the GPUs balances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from areal_async.config.devices import trainer_gpus, width_of
+from areal_async.config.job import JobConfig
+from areal_async.config.load import job_from_mapping
+from areal_async.config.yamlfile import read_mapping
+from replay_buffer.simulation.costs import (
+    Costs,
+    EngineCosts,
+    PublicationCosts,
+    RewardCosts,
+    Spread,
+    TrainerCosts,
+)
+from replay_buffer.simulation.world import simulated
+from trainer_service.backends.base import CRITIC, TRAINED_MODEL, models_of
+from trainer_service.tools.gpus import gpu_named
+from trainer_service.tools.plan import figures, job_memory
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+GIB = 1 << 30
+FLOPS, BYTES = 0.4 * 989e12, 0.6 * 3.35e12  # A second, of one GPU
+ANSWERS = {  # (mean tokens of a prompt, of an answer, seconds to score one)
+    "gsm8k-grpo": (120, 300, 0.001),
+    "dapo-maths": (180, 5000, 0.02),
+    "code-sandbox": (600, 3000, 3.0),
+    "tool-use": (400, 600, 0.02),
+    "multi-turn-agent": (700, 500, 0.001),
+    "rm-ppo": (200, 400, 0.03),
+    "distillation": (180, 2000, 0.02),
+}
+STEPS = 20
+
+Dimensions = tuple[int, int, int, int, int, int]
+"""Hidden size, that of the MLP, layers, heads, heads of keys and values, vocabulary."""
+QWEN2_5: dict[str, Dimensions] = {
+    "0.5B": (896, 4864, 24, 14, 2, 151_936),
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936),
+    "7B": (3584, 18_944, 28, 28, 4, 152_064),
+    "32B": (5120, 27_648, 64, 40, 8, 152_064),
+}
+QWEN3: dict[str, Dimensions] = {
+    "0.6B": (1024, 3072, 28, 16, 8, 151_936),
+    "1.7B": (2048, 6144, 28, 16, 8, 151_936),
+    "8B": (4096, 12_288, 36, 32, 8, 151_936),
+    "32B": (5120, 25_600, 64, 64, 8, 151_936),
+}
+TIED = ("0.5B", "0.6B", "1.5B", "1.7B")
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """What the `config.json` of a hub's model says of its shapes; empty for a name that no recipe has."""
+    family, _, rest = name.removeprefix("Qwen/").partition("-")
+    size = rest.removeprefix("Coder-").partition("-")[0]
+    known = {"Qwen2.5": QWEN2_5, "Qwen3": QWEN3}.get(family, {})
+    if not name.startswith("Qwen/") or size not in known:
+        return {}
+    hidden, mlp, layers, heads, kv_heads, vocabulary = known[size]
+    kind = "Qwen2" if family == "Qwen2.5" else "Qwen3"
+    return {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": size in TIED,
+    } | ({"head_dim": 128} if kind == "Qwen3" else {})
+
+
+def loaded(path: Path, models: Path) -> JobConfig:
+    """The job of a file for GPUs, validated, its models in folders of `models` with a config.json alone.
+    Raises `ConfigError`."""
+    made: dict[str, str] = {
+        str(read_mapping(other)["job"]): str(read_mapping(other)["model"])
+        for other in path.parent.glob("reward_model_*.yaml")
+    }
+
+    def local(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: local(inner) for key, inner in value.items()}
+        if not isinstance(value, str):
+            return value
+        name = made.get(Path(value).parent.name, value) if value.endswith("/model") else value
+        if not (config := config_of(name)):
+            return value
+        folder = models / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    content = local(read_mapping(path))
+    job_from_mapping(content, source=str(path), base=path.parent, memory=True)
+    return job_from_mapping(content, source=str(path), base=path.parent, files=False)
+
+
+def files() -> list[Path]:
+    """The job files for GPUs, by recipe."""
+    return sorted(RECIPES.glob("*/*_gpu*.yaml"))
+
+
+def gpus_of(job: JobConfig) -> int:
+    """GPUs that ranks, engines and the evaluation have to themselves; those that share one count once."""
+    own = len(trainer_gpus(job))
+    if job.kind != "rl":
+        return own
+    engines = job.rollout.workers * job.rollout.replicas * width_of(job.rollout)
+    scorer = str(job.reward.args.get("device", "")).startswith("cuda")
+    return own + engines + width_of(job.rollout) + scorer
+
+
+def costs_of(job: JobConfig, recipe: str, parameters: dict[str, int]) -> Costs:
+    """By arithmetic, from the models' sizes. `parameters` has them by the trainer's names."""
+    prompt, answer, scoring_s = ANSWERS[recipe]
+    config = json.loads((job.model / "config.json").read_text())
+    head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    kv = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head  # bytes of a token
+    width, policy = width_of(job.rollout), parameters[TRAINED_MODEL]
+    engine = EngineCosts(
+        pass_s=2 * policy / BYTES / width,
+        request_s=(kv * (prompt + answer / 2) / BYTES + 2 * policy / FLOPS) / width,
+        prompt_token_s=2 * policy / FLOPS / width,
+    )
+    trained = 8 if job.trainer.backend_args.get("recompute") else 6
+    work = trained * policy + (2 * policy if job.trainer.minibatches > 1 else 0)
+    for name, size in parameters.items():
+        work += (trained if name == CRITIC else 2) * size * (name != TRAINED_MODEL)
+    return Costs(
+        prompt_tokens=Spread(mean=prompt),
+        answer_tokens=Spread(mean=answer, sigma=0.8, most=job.rollout.sampling.max_new_tokens),
+        engine=engine,
+        trainer=TrainerCosts(token_s=work / FLOPS, ranks=1),
+        reward=RewardCosts(episode_s=Spread(mean=scoring_s, sigma=1.0)),
+        publication=PublicationCosts(publish_s=1, publication_s=2 * policy / 2e9, fetch_s=3, pause_s=1),
+    )
+
+
+def planned(path: Path, models: Path, *, simulate: bool = True) -> dict[str, Any]:
+    """The figures of one job file. Raises `ConfigError` for one that is not valid."""
+    job = loaded(path, models)
+    shape, rank = job_memory(job, str(path))
+    gpu = gpu_named("H100")
+    assert gpu is not None
+    found = figures(job, shape, rank, gpu)
+    row: dict[str, Any] = {
+        "gpus": 1 if job.trainer.ranks == 1 else gpus_of(job),
+        "ranks": job.trainer.ranks,
+        "peak_gib": round(found["peak_bytes"] / GIB, 1),
+        "host_gib": round(sum(found["host_bytes"].values()) / GIB, 1),
+        "fits_gib": round(found["gpu"]["usable_bytes"] / GIB, 1),
+    }
+    if job.kind == "rl" and job.trainer.ranks == 1:
+        servers = (job.rollout.server, job.evaluation.server)
+        shares = [float(value or 0) for server in servers for value in server.arguments.values()]
+        row["fits_gib"] = round(row["fits_gib"] - sum(shares) * found["gpu"]["memory_bytes"] / GIB, 1)
+    elif job.kind == "rl" and simulate:
+        sizes = {
+            name: job_memory(job.model_copy(update={"model": use.folder}))[0].size
+            for name, use in models_of(job).items()
+        }
+        told = simulated(job, costs_of(job, path.parent.name, sizes), steps=STEPS)
+        row |= {
+            "step_s": round(told.step_s, 1),
+            "tokens_per_s": round(told.tokens_per_s),
+            "trainer_idle": round(told.trainer_idle, 3),
+            "engines_idle": round(told.rollout_idle, 3),
+            "staleness_mean": round(told.staleness_mean, 2),
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in files():
+            name = f"{path.parent.name}/{path.name}"
+            if options.only and path.parent.name not in options.only.split(","):
+                continue
+            rows[name] = planned(path, Path(scratch))
+            print(name, json.dumps(rows[name]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
