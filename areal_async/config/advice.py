@@ -65,9 +65,20 @@ def _advise(job: JobConfig) -> list[Mistake]:
         _advantage_has_what_it_compares,
         _switches_do_something,
         _warm_up_leaves_the_policy,
+        _priority_learns_more_slowly,
     )
     of_rl = [warning for rule in rules for warning in rule(job)] if job.kind == "rl" else []
     return [*_fields_are_of_the_kind(job), *of_rl]
+
+
+def _priority_learns_more_slowly(job: JobConfig) -> Iterator[Mistake]:
+    if job.buffer.sampling == "priority":
+        yield Mistake(
+            "buffer.sampling",
+            "`priority` learned more slowly where it was measured: held-out accuracy 0.36 to 0.39 after 40 "
+            "steps, and with `fifo` 0.45 to 0.50 (two seeds)",
+            "Compare it with fifo on your tasks before you rely on it",
+        )
 
 
 def _clips_do_something(job: JobConfig) -> Iterator[Mistake]:

@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from areal_async.config.checks import check_fields, policies_mistakes
+from areal_async.config.compose import read_composed
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import explain, job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
@@ -29,7 +30,6 @@ from areal_async.config.yamlfile import (
     MOST_NODES,
     dump_yaml,
     parse_yaml,
-    read_mapping,
     syntax_problem,
     too_nested,
 )
@@ -77,7 +77,7 @@ def load_job(
     memory depends on must hold, and of all files the model's config.json alone. Raises `ConfigError` with
     every mistake found.
     """
-    content, base = read_mapping(path), path.resolve().parent
+    content, base = read_composed(path), path.resolve().parent
     return job_from_mapping(content, overrides, source=str(path), base=base, files=files, memory=memory)
 
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec
 
+from areal_async.config.compose import read_composed
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.fields import JOB_NAME
 from areal_async.config.files import OWN_CODE
 from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job, resolve_paths
-from areal_async.config.yamlfile import read_mapping, too_nested
+from areal_async.config.yamlfile import too_nested
 from areal_async.controller.sweeps import combinations, named_jobs
 from areal_async.ownfiles import open_regular
 
@@ -84,7 +85,7 @@ def pack(
     controller's. Raises `ConfigError`."""
     load_job(path, overrides, files=False)
     combinations(sweep)
-    content, base = read_mapping(path), path.resolve().parent
+    content, base = read_composed(path), path.resolve().parent
     apply_overrides(content, overrides)
     content = flattened(content)
     content.pop("run_dir", None)

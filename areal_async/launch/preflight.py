@@ -344,13 +344,26 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
         tokenizer = with_template_args(tokenizer, job.rollout.template_args)
     except Exception as error:  # whatever a broken file makes the library raise
         return [_not_loaded(job.model, error)]
-    mistakes = []
+    mistakes = list(_stop_mistakes(job, tokenizer)) if job.kind == "rl" else []
     for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
         if path is not None:
             mistakes += list(
                 _prompt_mistakes(job, field, path, tokenizer, getattr(config, "vocab_size", None))
             )
     return mistakes
+
+
+def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
+    """Stop texts of which the tokenizer knows no character: no response would ever end with one."""
+    for section in ("rollout", "evaluation"):
+        for index, text in enumerate(getattr(job, section).sampling.stop):
+            ids = [
+                token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id
+            ]
+            if text.strip() and not tokenizer.decode(ids, skip_special_tokens=False).strip():
+                problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
+                fix = "Give a text that the model can write, or remove it"
+                yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
 
 
 def _not_loaded(model: Path, error: Exception) -> Mistake:

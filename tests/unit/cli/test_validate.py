@@ -173,3 +173,15 @@ def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder, monkeypatch):
     said = refused(folder, "model=Qwen/Qwen3-0.6B", "tasks.train=openai/gsm8k")
     assert "`hf download Qwen/Qwen3-0.6B`" in said
     assert "`hf download openai/gsm8k --repo-type dataset`" in said
+
+
+def test_a_stop_text_that_the_model_cannot_write_is_found(folder):
+    said = refused(folder, "rollout.sampling.stop=['XYZ']", "evaluation.sampling.stop=['=', '?!']")
+    assert "rollout.sampling.stop.0: the model's tokenizer knows nothing of 'XYZ'" in said
+    assert "evaluation.sampling.stop.1: the model's tokenizer knows nothing of '?!'" in said
+
+
+def test_drawing_by_priority_is_warned_of(folder):
+    assert "warning: buffer.sampling: `priority` learned more slowly" in validate(
+        folder, "buffer.sampling=priority"
+    ).output.replace("\n", " ")
