@@ -86,11 +86,11 @@ def compose_containers(deploy: Path) -> Iterator[Container]:
             mounts[entry.split(":")[0]] = Mount("volume", True)
         if "shm_size" in service:
             mounts["/dev/shm"] = Mount("volume", True)
-        test = tuple(service["healthcheck"]["test"])
+        test, ours = tuple(service["healthcheck"]["test"]), service["image"].startswith("areal-async/")
         yield Container(
             f"compose {name}",
             service["image"],
-            service.get("command") or image_command(deploy),
+            service.get("command") or (image_command(deploy) if ours else []),
             service.get("environment", {}),
             mounts,
             frozenset(int(port.split(":")[-1]) for port in service.get("ports", ())),
