@@ -341,6 +341,7 @@ CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", l
 NORMALISERS = Registry("normaliser", "trainer_service.algorithms:NORMALISERS", leading=2)
 BACKENDS = Registry("backend", "trainer_service.backends:BUILT_IN", leading=2, filled=("dtype",))
 CHANNELS = Registry("channel", "areal_async.weights:CHANNELS")
+LOGGERS = Registry("logger", "areal_async.status.loggers:BUILT_IN", leading=1)
 
 
 def forget_own_parts() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_async.config.base import Section
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
@@ -154,6 +154,21 @@ class EvaluationSection(Section):
     """CPU threads of the evaluator's torch."""
 
 
+class LoggerSection(Section):
+    """A logger of the run; its name alone may stand for it."""
+
+    name: str
+    """`tensorboard`, `wandb`, `mlflow` (see docs/loggers.md), `path.py:name` of one of your own, or the name
+    of one in an installed package (entry point group `areal_async.loggers`)."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """What the logger takes, by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
 class ObserveSection(Section):
     """Metrics and logs."""
 
@@ -171,6 +186,9 @@ class ObserveSection(Section):
     run folder; 0 keeps none, where prompts or answers must not be on disk as text."""
     samples: int = Field(default=4, ge=0, le=256)
     """How many episodes at most of each."""
+    loggers: tuple[LoggerSection, ...] = ()
+    """What the run's figures and samples are told to beside its own records: each by its name, or by
+    `{name: …, args: {…}}`."""
 
 
 class SupervisorSection(Section):

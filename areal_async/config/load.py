@@ -33,7 +33,7 @@ from areal_async.config.yamlfile import (
     syntax_problem,
     too_nested,
 )
-from areal_async.registry import REWARDS, Registry
+from areal_async.registry import LOGGERS, REWARDS, Registry
 from areal_async.rpc.schema import POLICY_NAME
 from areal_async.storage.content import CONTENT, content_mistakes, in_urls
 from areal_async.storage.hub import hub_url
@@ -254,6 +254,13 @@ def resolve_paths(content: dict[str, Any], base: Path) -> None:
     for section in (reward, *(routes if isinstance(routes, list) else ())):
         if isinstance(section, dict):
             _resolve_part(REWARDS, section, "name", "args", base)
+    observe, _ = _section(content, "observe.loggers")
+    if isinstance(observe.get("loggers"), list):
+        loggers = [{"name": each} if isinstance(each, str) else each for each in observe["loggers"]]
+        observe["loggers"] = loggers
+        for logger in loggers:
+            if isinstance(logger, dict):
+                _resolve_part(LOGGERS, logger, "name", "args", base)
     content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
     for own in _policies_of(content).values():
         resolve_paths(own, base)

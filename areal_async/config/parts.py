@@ -108,6 +108,9 @@ def named_parts(job: JobConfig) -> Iterator[NamedPart]:
         ):
             continue  # there is none, or it is as the rollout's
         yield named_part(job, field)
+    for number, logger in enumerate(job.observe.loggers):
+        field = f"observe.loggers.{number}"
+        yield NamedPart(registry.LOGGERS, logger.name, logger.args, f"{field}.name", f"{field}.args")
     for field, reward in asked(job.reward) if job.kind == "rl" else ():
         yield NamedPart(registry.REWARDS, reward.name, reward.args, f"{field}.name", f"{field}.args")
 

@@ -60,6 +60,7 @@ from areal_async.runtime.status import NoticeHandler, board
 from areal_async.runtime.topology import Role, Topology
 from areal_async.status.aggregator import DropReport, StatusAggregator
 from areal_async.status.load import LoadLog
+from areal_async.status.loggers import watched_by_loggers
 from areal_async.status.monitor import Monitor, StatusClients
 from areal_async.status.record import RunLog, as_it_became, read_run_log
 from areal_async.status.view import PlainLines, RunConsole, open_view
@@ -125,6 +126,7 @@ def run_job(
             with (
                 RunLog(folders.run_dir / "metrics.jsonl", lines.record if inline else _nothing) as run_log,
                 serve_metrics(port) as port,
+                watched_by_loggers(job, folders.run_dir),
             ):
                 watch_disk(folders.run_dir)
                 run_log.write("resume" if resume else "start")

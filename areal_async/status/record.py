@@ -69,16 +69,10 @@ class RunRecords(Protocol):
 class RunLog:
     """Appends records to the file. Any thread may write; one process at a time does."""
 
-    def __init__(
-        self,
-        path: Path,
-        on_line: Callable[[bytes], None] = lambda line: None,
-        on_samples: Callable[[Path], None] = lambda path: None,
-    ) -> None:
-        """`on_line` is called with the line of each record that is written, `on_samples` with each file of
-        samples; both must be quick."""
+    def __init__(self, path: Path, on_line: Callable[[bytes], None] = lambda line: None) -> None:
+        """`on_line` is called with the line of each record that is written; it must be quick."""
         self.path = path
-        self._on_line, self._on_samples = on_line, on_samples
+        self._on_line = on_line
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
         size = os.fstat(self._fd).st_size
@@ -107,7 +101,7 @@ class RunLog:
         """Raises ValueError for what is no folder of a policy or no name of such a file."""
         if folder and POLICY_FOLDER.fullmatch(folder) is None:
             raise ValueError(f"{folder!r} is no folder of a policy")
-        self._on_samples(write_samples(self.path.parent / folder, name, data))
+        write_samples(self.path.parent / folder, name, data)
 
     def read(self, *kinds: str) -> list[dict[str, Any]]:
         return [record for record in read_run_log(self.path) if not kinds or record.get("kind") in kinds]

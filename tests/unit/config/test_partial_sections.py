@@ -17,7 +17,7 @@ def fields_with_a_default() -> list[Field]:
     return [
         field
         for field in job_fields().values()
-        if not field.required and not field.path.startswith("reward.routes.")
+        if not field.required and not field.path.startswith(("reward.routes.", "observe.loggers."))
     ]
 
 

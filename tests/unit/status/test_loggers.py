@@ -1,0 +1,305 @@
+"""What loggers are told: read back by each one's own library, it is what metrics.jsonl says."""
+
+import json
+import struct
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.status import loggers
+from areal_async.status.loggers import figures_of, watched_by_loggers
+from areal_async.status.loggers.tables import COLUMNS, markdown, row
+from areal_async.status.record import RunLog, read_run_log
+from areal_async.status.samples import file_name, lines_of, write_samples
+from tests.waiting import wait_for
+
+SAMPLE = {
+    "policy": "policy", "group": "g", "episode": "g.0", "task": "t", "ground_truth": 5, "reward": 1.0,
+    "rewards": {"right": 1.0}, "finish": "stop", "version": 2,
+    "segments": [
+        {"author": "prompt", "text": "2+3="},
+        {"author": "assistant", "text": "calc", "tokens": ["calc"]},
+        {"author": "tool", "text": "5"},
+        {"author": "assistant", "text": "It is 5."},
+    ],
+}  # fmt: skip
+
+
+def a_run(folder, steps, first=0):
+    """Records as a trainer and an evaluator write them."""
+    with RunLog(folder / "metrics.jsonl") as run_log:
+        run_log.write("resume" if first else "start")
+        for step in range(first, steps):
+            run_log.write(
+                "step", policy="policy", step=step, version=step + 1, reward_mean=0.1 * step,
+                loss=-0.5 / (step + 1), grad_norm=1.5, lr=1e-3, entropy=2.0 - 0.1 * step,
+                kl=0.01 * step, clip_ratio=0.02,
+                response_length_mean=12.5, response_length_max=20, prompt_length_mean=7.0, tokens=100,
+                tokens_per_s=50.0 + step, staleness_mean=0.5, staleness_max=1, step_s=2.0, wait_s=0.5,
+                mfu=None, rewards={"right": 0.1 * step}, phases={"update": 1.0}, correction={"ess": 0.9},
+            )  # fmt: skip
+            if step % 3 == 2:
+                run_log.write(
+                    "evaluation", policy="policy", version=step + 1, accuracy=0.2 + 0.1 * step,
+                    best=[0.5, None, None], maj=[None, None, None], by_source={"gsm8k": 0.3},
+                )  # fmt: skip
+        run_log.write("load", steps=steps)
+        write_samples(folder, file_name("step", first), lines_of([SAMPLE, SAMPLE | {"episode": "g.1"}]))
+        write_samples(folder, file_name("evaluation", first + 3), lines_of([SAMPLE]))
+        run_log.write("end", ending="finished")
+
+
+def expected(folder):
+    """By name the value at each number of steps."""
+    found = {}
+    for record in read_run_log(folder / "metrics.jsonl"):
+        steps, values = figures_of(record)
+        for name, value in values.items():
+            found.setdefault(name, {})[steps] = pytest.approx(value)
+    return found
+
+
+def watch(folder, *named):
+    """A life of the run as far as its loggers see it."""
+    settings = {"observe": {"loggers": named}, "job": "sums", "model": "m", "tasks": {"train": "t"}}
+    with watched_by_loggers(JobConfig.model_validate(settings), folder) as threads:
+        pass
+    assert [thread.lost for thread in threads] == [0] * len(named)
+    return threads
+
+
+def test_figures_have_the_names_that_their_users_know(tmp_path):
+    a_run(tmp_path, 3)
+    found = expected(tmp_path)
+    names = {
+        "reward",
+        "kl",
+        "entropy",
+        "response_length",
+        "clip_ratio",
+        "grad_norm",
+        "lr",
+        "throughput",
+        "loss",
+    }
+    assert names | {"rewards/right", "time/update", "ess", "held_out/gsm8k/accuracy"} <= found.keys()
+    assert {"mfu", "held_out/maj"}.isdisjoint(found)
+    assert found["reward"] == {1: 0.0, 2: pytest.approx(0.1), 3: pytest.approx(0.2)}
+    assert found["held_out/accuracy"] == {3: pytest.approx(0.4)}
+    record = {"kind": "sft", "step": 4, "loss": 1.0, "held_out_loss": 2.0, "accuracy": None}
+    assert figures_of(record, "coder/") == (4, {"coder/loss": 1.0, "coder/held_out/loss": 2.0})
+    assert figures_of({"kind": "restart", "service": "x"})[1] == {}
+    shown = dict(zip(COLUMNS, row(SAMPLE), strict=True))
+    assert (shown["prompt"], shown["response"]) == ("2+3=", "calc\n[tool]\n5It is 5.")
+    assert (shown["ground_truth"], shown["rewards"]) == ("5", '{"right": 1.0}')
+
+
+def test_tensorboard_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    a_run(tmp_path, 4)
+    watch(tmp_path, "tensorboard")
+    a_run(tmp_path, 7, first=2)  # steps 2 and 3 are done again
+    watch(tmp_path, "tensorboard")
+    events = EventAccumulator(
+        str(tmp_path / "loggers" / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    )
+    events.Reload()
+    want = expected(tmp_path)
+    assert {*events.Tags()["scalars"]} == {*want}
+    for name, values in want.items():
+        told = [(event.step, event.value) for event in events.Scalars(name)]
+        assert [step for step, _ in told] == sorted({*values})  # each once
+        assert dict(told) == values
+    (text, later) = events.Tensors("samples/step")
+    assert (text.step, later.step) == (1, 3)
+    assert text.tensor_proto.string_val[0].decode() == markdown(SAMPLE)
+    assert "    calc\n    [tool]\n    5It is 5." in markdown(SAMPLE)
+
+
+def test_mlflow_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+
+    a_run(tmp_path, 4)
+    watch(tmp_path, "mlflow")
+    a_run(tmp_path, 7, first=2)
+    watch(tmp_path, "mlflow")
+    own = tmp_path / "loggers" / "mlflow"
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{own / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "areal-async"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("sums", "FINISHED")
+    assert run.data.params["model"] == "m"
+    want = expected(tmp_path)
+    assert {*run.data.metrics} == {*want}
+    for name, values in want.items():
+        history = client.get_metric_history(run.info.run_id, name)
+        assert len(history) == len(values)
+        assert {metric.step: metric.value for metric in history} == values
+    tables = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert [table["path"] for table in tables] == [
+        "samples/step-00000001.json", "samples/evaluation-00000003.json",
+        "samples/step-00000003.json", "samples/evaluation-00000005.json",
+    ]  # fmt: skip
+    path = client.download_artifacts(run.info.run_id, "samples/step-00000001.json", str(tmp_path))
+    table = json.loads(Path(path).read_text())
+    assert table["columns"] == [*COLUMNS]
+    assert table["data"][0] == row(SAMPLE)
+
+
+def entries_of(data, block=32768):
+    """The entries of an offline file of wandb: LevelDB's log format behind 7 bytes of its own."""
+    assert data[:4] == b":W&B"
+    at, held = 7, b""
+    while at + 7 <= len(data):
+        if block - at % block < 7:
+            at += block - at % block  # padding
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        held += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield held
+            held = b""
+
+
+def test_wandb_offline_reads_what_the_records_say(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    a_run(tmp_path, 4)
+    watch(tmp_path, {"name": "wandb", "args": {"project": "sums"}})
+    a_run(tmp_path, 7, first=2)
+    watch(tmp_path, {"name": "wandb", "args": {"project": "sums"}})
+    rows, tables, ids = [], [], set()
+    for path in sorted((tmp_path / "loggers" / "wandb").glob("offline-run-*/*.wandb")):
+        for data in entries_of(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+            if record.HasField("history"):
+                said = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                (tables if any(name.startswith("samples/") for name in said) else rows).append(said)
+    assert len({entry[0] for entry in ids}) == 1
+    assert {entry[1:] for entry in ids} == {("sums", "sums")}
+    want = expected(tmp_path)
+    for name, values in want.items():
+        told = [(said["steps"], said[name]) for said in rows if name in said]
+        assert len(told) == len(values)
+        assert dict(told) == values
+    assert [said["steps"] for said in tables] == [1, 3, 3, 5]
+    table = next(
+        (tmp_path / "loggers").glob("wandb/offline-run-*/files/media/table/samples/step*.table.json")
+    )
+    assert json.loads(table.read_text())["data"][0] == row(SAMPLE)
+
+
+class Told:
+    """A logger that keeps what it is told; it refuses figures of some steps, or hangs."""
+
+    def __init__(self, run, refuses=(), hangs=None):
+        self.run, self.refuses, self.hangs, self.calls = run, refuses, hangs, []
+
+    def figures(self, steps, values):
+        if self.hangs is not None:
+            self.hangs.wait()
+        if steps in self.refuses:
+            raise ValueError("not this one")
+        self.calls.append(("figures", steps, values["loss"]))
+
+    def samples(self, steps, kind, samples):
+        self.calls.append((kind, steps, len(samples)))
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self, ending):
+        self.calls.append(ending)
+
+
+def test_a_logger_that_raises_or_hangs_costs_nothing_but_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "LOOK_S", 0.02)
+    monkeypatch.setattr(loggers, "RETRY_S", 0.05)
+    monkeypatch.setattr(loggers, "CLOSE_S", 0.5)
+    release, made, opens = threading.Event(), {}, []
+
+    def found(name):
+        def make(run, **args):
+            opens.append(name)
+            if name == "absent" or (opens.count("late") == 1 and name == "late"):
+                raise ConnectionError("no server")
+            made[name] = Told(
+                run, refuses=(2,) if name == "refusing" else (), hangs=release if name == "hanging" else None
+            )
+            return made[name]
+
+        return make
+
+    monkeypatch.setattr(loggers.LOGGERS, "find", found)
+    names = ("refusing", "hanging", "absent", "late")
+    section = SimpleNamespace(loggers=[SimpleNamespace(name=name, args={}) for name in names])
+    job = SimpleNamespace(
+        job="j", policies={}, observe=section, model_dump=lambda mode: {"api_key": "x", "a": 1}
+    )
+    begun_s = time.monotonic()
+    with RunLog(tmp_path / "metrics.jsonl") as run_log, watched_by_loggers(job, tmp_path) as threads:
+        for step in range(3):
+            run_log.write("step", step=step, loss=float(step))
+        wait_for(lambda: "late" in made and len(made["late"].calls) >= 4)
+        run_log.write("end", ending="interrupted")
+    assert time.monotonic() - begun_s < 30
+    # The hanging one kept nobody waiting for longer than it may; the absent one was tried again and again.
+    assert [thread.name for thread in threads if thread._thread.is_alive()] == ["hanging"]
+    release.set()
+    assert opens.count("absent") >= 2
+    assert made["late"].calls[-1] == "interrupted"
+    assert [call for call in made["late"].calls if call[0] == "figures"] == [
+        ("figures", 1, 0.0), ("figures", 2, 1.0), ("figures", 3, 2.0),
+    ]  # fmt: skip
+    assert [call[1] for call in made["refusing"].calls if call[0] == "figures"] == [1, 3]
+    assert threads[0].lost == 1
+    assert msgspec.json.decode((tmp_path / "loggers" / "refusing.json").read_bytes())["lost"] == 1
+    assert made["refusing"].run.config == {"a": 1}  # nothing that may be a secret
+
+
+def test_what_a_logger_lacks_is_found_when_the_job_file_is_read(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, run, *, level=1): ...\n")
+    (tmp_path / "m").mkdir()
+    text = "job: j\nmodel: m\ntasks: {train: t.jsonl}\nobserve:\n  loggers: %s\n"
+
+    def mistakes_of(given):
+        (tmp_path / "job.yaml").write_text(text % given)
+        with pytest.raises(ConfigError) as refused:
+            load_job(tmp_path / "job.yaml")
+        return str(refused.value)
+
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    said = mistakes_of("[tensorboard, {name: wandb, args: {projekt: x}}, tensorbord, ./mine.py:Yours]")
+    assert "observe.loggers.0.name" in said
+    assert "pip install 'areal-async[tensorboard]'" in said
+    assert "wandb has no argument 'projekt'" in said
+    assert "there is no logger 'tensorbord'" in said
+    assert "mine.py defines no 'Yours'" in said
+
+
+def test_the_logger_that_the_page_shows_is_one(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "loggers.md").read_text()
+    (tmp_path / "lines.py").write_text(page.split("```python\n")[1].split("```")[0])
+    a_run(tmp_path, 3)
+    watch(tmp_path, {"name": f"{tmp_path / 'lines.py'}:Lines", "args": {"name": "told.jsonl"}})
+    lines = [json.loads(line) for line in (tmp_path / "loggers" / "told.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines if "lr" in line] == [0.0, pytest.approx(0.1), pytest.approx(0.2)]
+    assert [line["episode"] for line in lines if "episode" in line] == ["g.0", "g.1", "g.0"]
