@@ -53,7 +53,7 @@ images-check:
 packages:
 	@missing=""; need() { command -v $$1 >/dev/null || missing="$$missing $$2"; }; \
 	command -v redis-server >/dev/null || need redis-check-rdb redis-tools; \
-	need openssl openssl; need prometheus prometheus; need bwrap bubblewrap; need node nodejs; need shellcheck shellcheck; \
+	need openssl openssl; need prometheus prometheus; need bwrap bubblewrap; need node nodejs; need chromium chromium; need shellcheck shellcheck; \
 	test -z "$$missing" || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing Debian packages for some of the tests:$$missing"; \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } >/dev/null 2>&1 \

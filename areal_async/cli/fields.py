@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,14 +37,14 @@ def diff(
 ) -> None:
     """Print the fields in which two jobs differ. Status 1 where they do, as of `diff`."""
     with readable_errors():
-        from areal_async.config.fields import job_fields
+        from areal_async.config.fields import job_fields, leaves_of
         from areal_async.config.yamlfile import dump_yaml
 
-        first = dict(_leaves(content_of(source, [])))
+        first = dict(leaves_of(content_of(source, [])))
         if other is None:
             second = {path: _plain(field.default) for path, field in job_fields().items()}
         else:
-            second = dict(_leaves(content_of(other, [])))
+            second = dict(leaves_of(content_of(other, [])))
         fields = [path for path in job_fields() if first.get(path) != second.get(path)]
         if as_json:
             print_json({path: [first.get(path), second.get(path)] for path in fields})
@@ -72,17 +71,6 @@ def content_of(source: str, overrides: list[str]) -> dict[str, Any]:
     else:
         job = load_job(path / "job.yaml" if path.is_dir() else path, overrides, files=False)
     return job.model_dump(mode="json")
-
-
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    from areal_async.config.fields import section_of
-
-    for name, value in content.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict) and section_of(path) is not None:
-            yield from _leaves(value, f"{path}.")
-        else:
-            yield path, value
 
 
 def _plain(value: Any) -> Any:

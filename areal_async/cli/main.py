@@ -16,6 +16,7 @@ from areal_async.cli.data import data
 from areal_async.cli.fields import config
 from areal_async.cli.jobs import jobs, note, of_controller, told
 from areal_async.cli.keys import keys
+from areal_async.cli.page import page
 from areal_async.cli.tools import (
     AdviseRequest,
     AsJson,
@@ -67,7 +68,7 @@ app.add_typer(data, name="data")
 app.add_typer(config, name="config")
 app.add_typer(keys, name="keys")
 app.add_typer(dashboards, name="dashboards")
-app.registered_commands += jobs.registered_commands
+app.registered_commands += jobs.registered_commands + page.registered_commands
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job file.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")]

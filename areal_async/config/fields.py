@@ -67,6 +67,16 @@ def section_of(path: str) -> type[Section] | None:
     return model
 
 
+def leaves_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a resolved job by their dotted paths, with its values; sections are gone into."""
+    for name, value in content.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and section_of(path) is not None:
+            yield from leaves_of(value, f"{path}.")
+        else:
+            yield path, value
+
+
 def suggest(section: str, key: str) -> str | None:
     """The dotted path that an unknown `key` inside `section` was most likely meant to be."""
     model = section_of(section)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,6 +51,7 @@ from areal_async.controller.messages import (
 from areal_async.controller.metrics import JOBS, REFUSED
 from areal_async.controller.operations import (
     LOG_BYTES,
+    MOST_LISTED,
     OFFSET_HEADER,
     OPERATIONS,
     OVER_HEADER,
@@ -62,9 +64,12 @@ from areal_async.controller.submission import read_submission
 from areal_async.errors import ArealError, FaultError, RunError, RunFolderError, WireError
 from areal_async.launch.runs import Run, change_workers
 from areal_async.ownfiles import NotOurs, read_own
+from areal_async.page.app import page_routes
+from areal_async.page.folder import told_of
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, ServerFull, read_body
 from areal_async.runtime.log import get_logger
+from areal_async.status.record import RECORDS
 
 LIMITS = HttpLimits(connections=256, held_bytes=256 << 20, answer_s=700.0)
 SUBMISSION_BYTES = 96 << 20  # A submission with as many files as it may have, in Base64
@@ -110,7 +115,8 @@ class ControllerApi:
             routes=[
                 Route(operation.path, partial(self._answer, operation), methods=[operation.method])
                 for operation in OPERATIONS
-            ],
+            ]
+            + page_routes(_ControllerRuns(self), self._check_look, _counted_refusal),
             exception_handlers={HTTPException: _no_such_path},
         )
 
@@ -122,14 +128,16 @@ class ControllerApi:
             )
             answer = await handler(request)
         except Exception as error:
-            refusal = _refusal(error)
+            refusal = _counted_refusal(error)
             if refusal is None:
                 raise
-            REFUSED.labels({401: "token", 403: "right"}.get(refusal.status_code, "request")).inc()
             return refusal
         if isinstance(answer, Response):
             return answer
         return _json(answer, operation.status)
+
+    def _check_look(self, request: Request) -> None:
+        self._check_right(next(each for each in OPERATIONS if each.name == "job"), request)
 
     def _check_right(self, operation: Operation, request: Request) -> None:
         if operation.right is None:
@@ -150,6 +158,18 @@ class ControllerApi:
 
     async def _job_of(self, request: Request) -> StoredJob:
         return await self._call(self._controller.find, request.path_params["job"])
+
+    async def told_jobs(self) -> list[dict[str, Any]]:
+        """The jobs as the page lists them, the newest first."""
+        listed = await self._call(
+            self._listed, lambda: self._controller.store.in_states(STATES, most=MOST_LISTED)
+        )
+        return await asyncio.to_thread(lambda: [*map(_told, reversed(listed.jobs))])
+
+    async def run_folder(self, name: str) -> Path:
+        """The run folder of a job, by its name or id. Raises `UnknownJob`."""
+        job = await self._call(self._controller.find, name)
+        return self._controller.folder(job).run_folder(job.name)
 
     # --- operations, by their names ----------------------------------------------------------------
 
@@ -306,6 +326,34 @@ class ControllerApi:
             wait = folder.waits() if job.state == "STARTING" else waits.get(job.id, "")
             answers.append(JobAnswer.of(job, str(folder.run_folder(job.name)), wait))
         return JobsAnswer(answers)
+
+
+class _ControllerRuns:
+    """The runs of the controller's jobs, for the page."""
+
+    def __init__(self, api: ControllerApi) -> None:
+        self._api = api
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        return await self._api.told_jobs()
+
+    async def folder(self, name: str) -> Path:
+        return await self._api.run_folder(name)
+
+
+def _told(answer: JobAnswer) -> dict[str, Any]:
+    """A job in the page's list: what its run folder says, under the state that the controller has it in."""
+    folder = Path(answer.run_folder)
+    told = told_of(folder) if (folder / RECORDS).exists() else {"step": 0, "reward": None, "accuracy": None}
+    state = {"state": answer.state, "changed_s": answer.changed_s, "waits": answer.waits_for or answer.reason}
+    return told | {"name": answer.name} | state
+
+
+def _counted_refusal(error: Exception) -> Response | None:
+    refusal = _refusal(error)
+    if refusal is not None:
+        REFUSED.labels({401: "token", 403: "right"}.get(refusal.status_code, "request")).inc()
+    return refusal
 
 
 def _figures_of(folder: Any) -> FiguresAnswer:

@@ -53,7 +53,7 @@ from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats, Stats
 from areal_async.rpc.secret import RoleKeys
 from areal_async.runtime.events import close_events, open_events
-from areal_async.runtime.log import end_logging, setup_logging
+from areal_async.runtime.log import end_logging, get_logger, setup_logging
 from areal_async.runtime.metrics import other_hosts, serve_metrics
 from areal_async.runtime.process import raise_file_limit
 from areal_async.runtime.status import NoticeHandler, board
@@ -68,6 +68,8 @@ from areal_async.storage.content import materialise, store_url
 from areal_async.storage.urls import url_of
 
 STATS_LIMIT_S = 2.0
+
+log = get_logger("supervisor")
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,7 @@ def _ended(
     unfinished = folders.run_dir / "summary.json.tmp"
     unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(folders.run_dir / "summary.json")
+    _report(job, folders)
     return RunResult(folders.run_dir, summary)
 
 
@@ -343,6 +346,15 @@ def _draw(job: JobConfig, records: list[dict[str, Any]], folders: RunFolders) ->
     draw_curves(records, folders.run_dir / "curves.png", title=job.job, max_staleness=bound)
 
 
+def _report(job: JobConfig, folders: RunFolders) -> None:
+    from areal_async.page.report import run_report
+
+    try:
+        run_report(folders.run_dir, job)
+    except (OSError, ArealError) as error:  # the run is finished: what it made is not lost for a picture
+        log.warning("the report is not written", error=str(error))
+
+
 def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     """The last panel: what came out, of several policies of the first, and where it is."""
     summary, run_dir = result.summary, _short(result.run_dir)
@@ -375,7 +387,7 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     table.add_row("model", f"{model_dir}/model")
     if job.trainer.lora.rank:
         table.add_row("adapter", f"{model_dir}/adapter")
-    table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png")
+    table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png, report.html")
     table.add_row("logs", f"{run_dir}/logs")
     title = f"{job.job} is done"
     with suppress(OSError, ValueError):  # it cannot be written; the run is done all the same

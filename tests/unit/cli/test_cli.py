@@ -91,6 +91,8 @@ def test_the_commands_and_their_options_are_these():
             "show": ["--json", "overrides", "source"],
             "diff": ["--json", "other", "source"],
         },
+        "view": ["--json", "--no-open", "--port", "--report", "target"],
+        "compare": ["--json", "--out", "targets"],
         "resume": ["--cluster", "--inline", "--json", "--plain", "overrides", "target"],
         "scale": ["--json", "--timeout", "--workers", "run"],
         "simulate": ["--costs", "--from", "--json", "--seed", "--steps", "job_file", "overrides"],

@@ -1,0 +1,247 @@
+"use strict";
+// The page: what is asked of the server when, and where it is shown. With data in the file itself it is a report.
+(() => {
+  const { Store, Chart, node, short } = Charts;
+  const by = (id) => document.getElementById(id);
+  const EVERY_MS = 2000;
+  const given = by("data") ? JSON.parse(by("data").textContent) : null;
+  let timer = 0, view = null;
+
+  // --- theme ---------------------------------------------------------------------------------------------------
+  const kept = (name, value) => { try { if (value === undefined) return sessionStorage.getItem(name); sessionStorage.setItem(name, value); } catch { /* a file without storage */ } return null; };
+  const setTheme = (value) => { if (value) document.documentElement.dataset.theme = value; else delete document.documentElement.dataset.theme; if (view?.charts) view.charts.forEach((chart) => { chart.shape = ""; }), view.draw(true); };
+  by("theme").value = kept("theme") || "";
+  by("theme").addEventListener("change", () => { kept("theme", by("theme").value); setTheme(by("theme").value); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(by("theme").value));
+  by("skip").addEventListener("click", (event) => { event.preventDefault(); by("main").focus(); });
+
+  // --- the server ----------------------------------------------------------------------------------------------
+  class Refused extends Error {}
+  async function ask(path, values = {}) {
+    const query = new URLSearchParams(values).toString(), token = kept("token");
+    const answer = await fetch(`v1/page/jobs${path}${query ? `?${query}` : ""}`, { headers: token ? { authorization: `Bearer ${token}` } : {}, cache: "no-store" });
+    if (answer.status === 401) throw new Refused(token ? "This token is not let in." : "");
+    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).message || `the server answered ${answer.status}`);
+    return answer.json();
+  }
+  const trouble = (text) => { if (by("trouble").textContent !== text) by("trouble").textContent = text; by("trouble").hidden = !text; };
+
+  if (!given && location.hash.startsWith("#token=")) {
+    kept("token", decodeURIComponent(location.hash.slice(7)));
+    history.replaceState(null, "", "#/");
+  }
+  by("login-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    kept("token", by("token").value.trim());
+    by("token").value = "";
+    route();
+  });
+
+  // --- views ---------------------------------------------------------------------------------------------------
+  function only(name) { for (const id of ["login", "jobs", "job"]) by(id).hidden = id !== name; }
+
+  class JobList {
+    constructor() {
+      this.rows = new Map();
+      by("jobs-find").oninput = () => this.filter();
+    }
+    async look() {
+      const jobs = await ask("");
+      if (jobs.length === 1 && view === this && !this.rows.size) { location.replace(`#/job/${encodeURIComponent(jobs[0].name)}`); return; }
+      const added = document.createDocumentFragment();
+      for (const job of jobs) {
+        let row = this.rows.get(job.name);
+        if (!row) {
+          const item = node("li"), link = node("a", "", "job");
+          link.href = `#/job/${encodeURIComponent(job.name)}`;
+          const cells = Array.from({ length: 5 }, () => node("span"));
+          link.append(...cells);
+          item.append(link);
+          added.append(item);
+          this.rows.set(job.name, (row = { item, cells, told: "" }));
+        }
+        const told = JSON.stringify(job);
+        if (row.told === told) continue;
+        row.told = told;
+        [job.name, job.state, `step ${job.step}`, short(job.reward), short(job.accuracy)].forEach((text, i) => { if (row.cells[i].textContent !== text) row.cells[i].textContent = text; });
+        row.cells[1].className = `state ${job.state}`;
+        row.find = `${job.name} ${job.state}`.toLowerCase();
+      }
+      by("jobs-list").append(added);
+      const there = new Set(jobs.map((job) => job.name));
+      for (const [name, row] of this.rows) if (!there.has(name)) { row.item.remove(); this.rows.delete(name); }
+      this.filter();
+    }
+    filter() {
+      const wanted = by("jobs-find").value.trim().toLowerCase();
+      let count = 0;
+      for (const row of this.rows.values()) { const fits = row.find.includes(wanted); row.item.hidden = !fits; count += fits; }
+      by("jobs-count").textContent = `${count} of ${this.rows.size}`;
+    }
+    show() { only("jobs"); by("crumb").textContent = ""; by("jobs-list").replaceChildren(); document.title = "Jobs · areal-async"; }
+    close() {}
+  }
+
+  class Charted {
+    // What a job's view and a report have in common. `runs` have `name`, `bound` and `store`.
+    constructor(runs) {
+      this.runs = runs; this.charts = [];
+      by("charts").replaceChildren();
+      by("sample-shown").replaceChildren(); by("sample-list").replaceChildren(); by("samples").hidden = true; by("workers").hidden = true;
+      by("smooth").onchange = () => this.draw(true);
+    }
+    draw(all = false) {
+      const changed = new Set(this.runs.flatMap((run) => [...run.store.changed]));
+      for (const run of this.runs) run.store.changed.clear();
+      for (const chart of this.charts) {
+        const fits = (pattern) => (pattern.endsWith("*") ? [...changed].some((name) => name.startsWith(pattern.slice(0, -1))) : changed.has(pattern));
+        if (all || Object.keys(chart.panel.series).some(fits)) chart.draw(this.runs, by("smooth").checked);
+      }
+    }
+    panels(panels) {
+      if (this.charts.length) return;
+      this.charts = panels.map((panel) => new Chart(panel));
+      by("charts").append(...this.charts.map((chart) => chart.root));
+    }
+    head(name, told) {
+      by("job-title").textContent = name;
+      by("job-state").textContent = told?.state || "";
+      by("job-state").className = `state ${told?.state || ""}`;
+      by("waits").hidden = !told?.waits;
+      if (by("waits").textContent !== (told?.waits || "")) by("waits").textContent = told?.waits || "";
+      document.title = `${name} · areal-async`;
+    }
+    tiles(told) {
+      const status = told.status || {}, store = this.runs[0].store, per = (value) => (value === null || value === undefined ? null : `${short(value)}/s`);
+      const at = (own, name) => (own === null || own === undefined ? store.last(name) : own);
+      const staleness = at(status.staleness_mean, "staleness_mean");
+      const entries = [
+        ["Steps", `${told.step} of ${told.steps}`], ["Time left", told.alive && status.eta_s ? span(status.eta_s) : null],
+        ["Reward", value(at(status.reward, "reward_mean"))], ["Held-out", value(at(status.accuracy, "accuracy"))],
+        ["Staleness", staleness === null ? null : `${short(staleness)}, at most ${told.bound}`],
+        ["Generated tokens", per(at(status.generated_per_s, "generated_per_s"))], ["Trained tokens", per(at(status.trained_per_s, "tokens_per_s"))],
+        ["Groups", status.groups ? Object.entries(status.groups).map(([state, count]) => `${count} ${state.toLowerCase()}`).join(", ") : null],
+      ];
+      by("tiles").replaceChildren(...entries.filter(([, text]) => text).map(([label, text]) => { const tile = node("div"); tile.append(node("dt", label), node("dd", text)); return tile; }));
+    }
+    workers(rows) {
+      by("workers").hidden = !rows.length;
+      const more = rows.some((row) => row.cpu_s !== undefined);
+      const head = node("tr");
+      for (const text of ["Process", "Is", "Busy", ...(more ? ["CPU seconds", "Tokens"] : ["Waits for"])]) { const cell = node("th", text); cell.scope = "col"; head.append(cell); }
+      const top = node("thead"), body = node("tbody");
+      top.append(head);
+      for (const row of rows) {
+        const line = node("tr"), name = node("th", row.name), busy = node("td", "", "number");
+        name.scope = "row";
+        if (row.busy !== null && row.busy !== undefined) {
+          const meter = node("meter");
+          meter.value = row.busy;
+          meter.setAttribute("aria-label", `${row.name} is busy`);
+          busy.append(meter, `${Math.round(row.busy * 100)} %`);
+        } else busy.textContent = "–";
+        line.append(name, node("td", row.phase), busy);
+        if (more) line.append(node("td", short(row.cpu_s), "number"), node("td", short(row.tokens), "number"));
+        else line.append(node("td", row.waiting_for || "nothing"));
+        body.append(line);
+      }
+      by("workers-table").replaceChildren(top, body);
+    }
+    close() { for (const chart of this.charts) chart.destroy(); }
+  }
+
+  const value = (number) => (number === null || number === undefined ? null : short(number));
+  const span = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`);
+
+  class JobView extends Charted {
+    constructor(name) {
+      super([{ name, bound: null, store: new Store() }]);
+      this.name = name; this.path = `/${encodeURIComponent(name)}`; this.offset = 0; this.over = false;
+      this.viewer = new Samples.Viewer({
+        list: () => ask(`${this.path}/samples`), summaries: (key) => ask(`${this.path}/samples`, { key }),
+        episode: (key, episode) => ask(`${this.path}/samples`, { key, episode }), search: (search) => ask(`${this.path}/samples`, { search }),
+      });
+    }
+    show() { only("job"); by("crumb").textContent = this.name; by("differences").hidden = true; this.head(this.name, null); by("tiles").replaceChildren(); }
+    async look() {
+      const told = await ask(this.path);
+      if (view !== this) return;
+      this.runs[0].bound = told.bound;
+      this.panels(told.panels);
+      for (let more = true; more && view === this;) {
+        const answer = await ask(`${this.path}/records`, { offset: this.offset });
+        if (answer.reset) this.runs[0].store.clear();
+        this.runs[0].store.add(answer.rows);
+        this.offset = answer.offset;
+        more = answer.more;
+      }
+      if (view !== this) return;
+      this.draw();
+      this.head(this.name, told); this.tiles(told); this.workers(told.workers);
+      await this.viewer.refresh();
+    }
+  }
+
+  class Report extends Charted {
+    constructor(data) {
+      super(data.runs.map((run) => { const store = new Store(); store.add(run.rows); return { name: run.name, bound: run.overview.bound, store }; }));
+      const episodes = data.runs.flatMap((run) => run.samples.map((file) => ({ ...file, key: `${run.name}/${file.key}`, run: data.runs.length > 1 ? run.name : "" })));
+      const file = (key) => episodes.find((each) => each.key === key);
+      const holds = (each, wanted) => JSON.stringify([each.task, each.group, each.verdict, ...(each.segments || []).map((part) => part.text || (part.tokens || []).join(""))]).toLowerCase().includes(wanted);
+      const told = (each, index) => ({ ...each, index, head: headOf(each), tokens: (each.segments || []).reduce((sum, part) => sum + (part.tokens || []).length, 0) });
+      this.viewer = new Samples.Viewer({
+        list: async () => episodes, summaries: async (key) => file(key).episodes.map(told), episode: async (key, index) => file(key).episodes[index],
+        search: async (text) => episodes.flatMap((each) => each.episodes.map((one, index) => ({ ...told(one, index), key: each.key, place: headOf(one) })).filter((one) => holds(one, text.toLowerCase()))),
+      });
+      this.data = data;
+    }
+    show() {
+      const [first] = this.data.runs, several = this.data.runs.length > 1;
+      only("job");
+      by("crumb").textContent = this.data.made;
+      this.head(this.data.title, several ? null : first.overview);
+      this.panels(first.overview.panels);
+      this.draw(true);
+      if (several) this.differences(); else { this.tiles(first.overview); this.workers(first.overview.workers); }
+      this.viewer.refresh();
+    }
+    differences() {
+      by("differences").hidden = false;
+      const line = (cells, kind) => { const row = node("tr"); cells.forEach((text, i) => { const cell = node(i && kind === "td" ? "td" : "th", text); if (cell.tagName === "TH") cell.scope = kind === "th" ? "col" : "row"; row.append(cell); }); return row; };
+      const top = node("thead"), body = node("tbody");
+      top.append(line(["Field", ...this.data.runs.map((run) => run.name)], "th"));
+      for (const each of this.data.differences) body.append(line([each.field, ...each.values], "td"));
+      for (const [label, name] of [["last reward", "reward_mean"], ["last held-out", "accuracy"], ["steps", ""]]) body.append(line([label, ...this.runs.map((run, i) => (name ? short(run.store.last(name)) : String(this.data.runs[i].overview.step)))], "td"));
+      by("differences-table").replaceChildren(top, body);
+    }
+    async look() {}
+  }
+  const headOf = (each) => { const first = (each.segments || [])[0] || {}; return String(first.text || (first.tokens || []).join("")).slice(0, 160); };
+
+  async function tick() {
+    clearTimeout(timer);
+    const now = view;
+    if (!document.hidden) {
+      try { await now.look(); trouble(""); }
+      catch (error) {
+        if (now !== view) return;
+        if (error instanceof Refused) { only("login"); trouble(error.message); by("token").focus(); return; }
+        trouble(error instanceof TypeError ? "The server does not answer; it is asked again." : error.message);
+      }
+    }
+    if (now === view) timer = setTimeout(tick, EVERY_MS);
+  }
+
+  function route() {
+    clearTimeout(timer);
+    view?.close();
+    const found = /^#\/job\/([^/]+)/.exec(location.hash);
+    view = given ? new Report(given) : found ? new JobView(decodeURIComponent(found[1])) : new JobList();
+    view.show();
+    if (!given) tick();
+  }
+  setTheme(by("theme").value);
+  if (!given) addEventListener("hashchange", route);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && view && !given) tick(); });
+  route();
+})();

@@ -1,0 +1,189 @@
+"""The page in a real browser: followed, used by keyboard, and fed with what a hostile model might write."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from areal_async.page.app import view_app
+from areal_async.page.report import write_report
+from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
+from tests.unit.page.browser import Tab, chromium
+from tests.unit.page.runs import HOSTILE, append, episode, load, run_folder, step, write_samples
+
+pytest.importorskip("websockets")
+TOKEN = "a-token-of-this-test"
+POINTS = "document.querySelectorAll('#charts figure:not([hidden])').length"
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with chromium() as tab:
+        yield tab
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    listening = listen("127.0.0.1", 0)
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        server = HttpServer(view_app(folder, TOKEN), listening, HttpLimits(), name="page")
+        server.start()
+        await over.wait()
+        await server.close()
+
+    over = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(30)
+
+
+def fresh(tab: Tab, url: str) -> None:
+    """Another page in the same tab, with nothing said yet."""
+    tab.open("about:blank")
+    tab.said.clear()
+    tab.open(url)
+
+
+def points_of(tab: Tab, title: str) -> str:
+    """What the chart of this title says to somebody who does not see it."""
+    found = f"[...document.querySelectorAll('figure')].find(f => f.innerText.includes('{title}'))"
+    return str(tab.eval(f"{found}?.querySelector('.plot').getAttribute('aria-label') || ''"))
+
+
+def test_a_run_is_followed_as_it_goes_on(tab: Tab, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    append(folder, [load(0.0, 0, worker={"busy_s": {"x": 0.0}, "tokens": 0}), step(0), step(1)])
+    with served(folder) as url:
+        fresh(tab, f"{url}/#token={TOKEN}")
+        tab.wait(f"{POINTS} > 3")
+        assert "token" not in tab.eval("location.href")
+        assert "training reward 0.1 at 1" in points_of(tab, "Learning")
+        assert "Entropy" not in tab.eval("document.getElementById('charts').innerText")
+        append(folder, [step(2, entropy=0.25), load(9.0, 3, worker={"busy_s": {"x": 3.0}, "tokens": 90})])
+        tab.wait("document.getElementById('charts').innerText.includes('Entropy')")
+        assert "training reward 0.2 at 2" in points_of(tab, "Learning")
+        assert "worker 0.3333 at 3" in points_of(tab, "Busy share")
+        asked = "performance.getEntriesByType('resource').filter(e => e.name.includes('/records'))"
+        sizes = tab.eval(f"{asked}.map(e => [new URL(e.name).searchParams.get('offset'), e.decodedBodySize])")
+        assert sizes[0][0] == "0"
+        assert int(sizes[-1][0]) > 0  # it went on, and did not begin again
+        write_samples(folder, "step-00000002.jsonl", [episode()])
+        tab.wait("document.querySelector('#sample-list button')")
+    assert tab.said == []
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    append(folder, [step(0, rewards={HOSTILE: 1.0})])
+    bad = episode([HOSTILE, "javascript:hurt()"], task=HOSTILE, ground_truth=HOSTILE, rewards={HOSTILE: 1})
+    bad["segments"].append({"author": f'x" onload="{HOSTILE}', "agent": HOSTILE, "text": HOSTILE})
+    write_samples(folder, "step-00000000.jsonl", [bad])
+    report = tmp_path / "report.html"
+    write_report([folder], report)
+    with served(folder) as url:
+        for address in (f"{url}/#token={TOKEN}", report.as_uri()):
+            fresh(tab, address)
+            tab.wait("document.querySelector('#sample-shown .text')", address)
+            tab.eval("document.querySelector('.segment.assistant .text').scrollIntoView()")
+            tab.wait("document.querySelector('[data-unit]')", address)
+            assert HOSTILE in tab.eval("document.getElementById('sample-shown').textContent")
+            assert HOSTILE in points_of(tab, "Components")
+            tab.eval("document.querySelectorAll('#sample-shown button')[1].click()")
+            tab.wait("document.getElementById('sample-count').textContent === '1 episode found'")
+            assert tab.eval("window.hurt") is None
+            assert tab.eval("document.querySelectorAll('main img, main script').length") == 0
+            assert tab.said == []
+            # and were one to get in, the policy of the page would not run it
+            tab.eval(
+                "{const s = document.createElement('script'); s.text = 'hurt = 1'; document.body.append(s)}"
+            )
+            assert tab.eval("window.hurt") is None
+
+
+def test_the_samples_are_reached_and_read_by_keyboard(tab: Tab, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    append(folder, [step(0), step(1)])
+    write_samples(folder, "step-00000000.jsonl", [episode(), episode(["a", "b", "c"])])
+    with served(folder) as url:
+        fresh(tab, f"{url}/#token={TOKEN}")
+        tab.wait("document.querySelectorAll('#sample-list button').length === 2")
+        names = tab.controls()
+        assert [role for role, name in names if not name] == [], names
+        assert {"Step", "Search", "Colour units by", "Theme", "Rolling mean"} <= {name for _, name in names}
+        last = "document.activeElement === document.querySelectorAll('#sample-list button')[1]"
+        for _ in range(60):
+            if tab.eval(last):
+                break
+            tab.press("Tab")
+        assert tab.eval(last)
+        tab.press("Enter")
+        tab.wait("document.querySelector('#sample-shown').textContent.includes('abc')")
+        for _ in range(30):
+            tab.press("Tab")
+            if tab.eval(
+                "document.activeElement.getAttribute('aria-label') === 'turn 1: assistant · 3 units'"
+            ):
+                break
+        tab.press("ArrowRight")
+        tab.press("ArrowRight")
+        said = tab.eval("document.getElementById('sample-unit').textContent")
+        assert said.startswith('unit 2 of 3   "b"   version 8   log-prob −'.replace("−", "-"))
+        for colour, name in (("mask", "in the gradient"), ("advantage", "below 0"), ("logp", "unlikely")):
+            tab.eval(
+                f"document.getElementById('sample-colour').value = '{colour}';"
+                "document.getElementById('sample-colour').dispatchEvent(new Event('change'))"
+            )
+            assert name in tab.eval("document.getElementById('sample-legend').textContent")
+        for width in (390, 1280):
+            tab.size(width, 900)
+            assert tab.eval("document.documentElement.scrollWidth") <= width
+    assert tab.said == []
+
+
+def test_strangers_are_refused_and_asked_for_a_token(tab: Tab, tmp_path: Path) -> None:
+    run_folder(tmp_path, "one")
+    run_folder(tmp_path, "two")
+    with served(tmp_path) as url:
+
+        def status(path: str, **headers: str) -> int:
+            try:
+                with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers)) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        good = {"authorization": f"Bearer {TOKEN}"}
+        assert status("/v1/page/jobs", **good) == 200
+        assert status("/v1/page/jobs") == 401
+        assert status("/v1/page/jobs", authorization="Bearer other") == 401
+        assert status("/v1/page/jobs", **good, Host="evil.example") == 400
+        assert status("/", Host="evil.example") == 400
+        for path in (
+            "/v1/page/jobs/..",
+            "/v1/page/jobs/%2e%2e%2fetc",
+            "/page/../app.py",
+            "/page/%2e%2e/app.py",
+        ):
+            assert status(path, **good) == 404, path
+        fresh(tab, "about:blank")
+        tab.open(url)
+        tab.wait("!document.getElementById('login').hidden")
+        give = "document.getElementById('token').value = '%s'; document.forms[0].requestSubmit()"
+        tab.eval(give % "wrong")
+        tab.wait("document.getElementById('trouble').textContent === 'This token is not let in.'")
+        tab.eval(give % TOKEN)
+        tab.wait("document.querySelectorAll('#jobs-list li').length === 2")
+        assert TOKEN not in tab.eval("location.href")

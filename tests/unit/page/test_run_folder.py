@@ -1,0 +1,106 @@
+"""What the page reads of run folders, and the file that is made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from areal_async.page import folder as reading
+from areal_async.page.folder import UnknownName
+from areal_async.page.report import MOST_ROWS, write_report
+from tests.unit.page.runs import HOSTILE, append, episode, load, run_folder, step, write_samples
+
+
+def test_records_are_read_on_from_where_the_last_answer_ended(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    assert reading.records_from(folder, 0) == {"offset": 0, "rows": [], "more": False, "reset": False}
+    append(folder, [step(0), load(5.0, 1, trainer={"busy_s": {"train": 1.0}})])
+    first = reading.records_from(folder, 0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "st')
+    assert reading.records_from(folder, first["offset"])["rows"] == []
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('art"}\n')
+    append(folder, [step(1), load(9.0, 2, trainer={"busy_s": {"train": 3.0}})])
+    second = reading.records_from(folder, first["offset"])
+    assert [row.x for row in first["rows"] + second["rows"]] == [0, 1, 2]
+    assert second["rows"][1].figures == {"busy:trainer": 0.5}
+    assert second["offset"] == (folder / "metrics.jsonl").stat().st_size
+    (folder / "metrics.jsonl").write_text("")
+    assert reading.records_from(folder, second["offset"])["reset"]
+
+
+def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
+    folder = run_folder(tmp_path)
+    append(folder, map(step, range(20)))
+    offset, seen, pieces = 0, [], 0
+    while True:
+        answer = reading.records_from(folder, offset)
+        seen += [row.x for row in answer["rows"]]
+        offset, pieces = answer["offset"], pieces + 1
+        if not answer["more"]:
+            break
+    assert seen == [*range(20)]
+    assert pieces > 5
+
+
+def test_a_run_that_ended_says_how_and_what_its_processes_did(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    worker = {"cpu_s": 9.5, "busy_s": {"rollout": 2.0}, "tokens": 100}
+    append(folder, [load(0.0, 0, worker=worker | {"busy_s": {"rollout": 0.0}}), step(0), step(1)])
+    append(folder, [load(8.0, 2, worker=worker), {"kind": "end", "ending": "finished", "time_s": 9.0}])
+    told = reading.overview(folder)
+    assert (told["state"], told["step"], told["bound"], told["alive"]) == ("FINISHED", 2, 4, False)
+    (row,) = told["workers"]
+    assert (row["name"], row["busy"], row["cpu_s"], row["tokens"]) == ("worker", 0.25, 9.5, 100)
+    append(folder, [{"kind": "resume", "time_s": 10.0}])
+    assert reading.told_of(folder)["state"] == "KILLED"
+
+
+def test_no_path_is_made_of_what_a_reader_names(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
+    inside = write_samples(folder, "step-00000009.jsonl", [episode()])
+    write_samples(folder, "notes.txt", [episode()])
+    (folder / "samples" / "step-00000010.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    for key in ("/../../secret.jsonl", "/../job.yaml", "/notes.txt", "", "/step-00000010.jsonl"):
+        with pytest.raises(UnknownName):
+            reading.episodes_in(folder, key)
+    assert len(reading.episodes_in(folder, f"/{inside.name}")) == 1
+
+
+def test_samples_are_listed_newest_first_and_found_by_text_task_and_policy(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    write_samples(folder, "step-00000009.jsonl", [episode(), episode(["no", " idea"], task="t2")])
+    write_samples(folder, "evaluation-00000010.jsonl", [episode(["IDEA"])])
+    write_samples(folder / "policies" / "tester", "step-00000003.jsonl", [episode()])
+    listed = [(each["policy"], each["kind"], each["step"]) for each in reading.list_samples(folder)]
+    assert listed == [("", "evaluation", 10), ("", "step", 9), ("tester", "step", 3)]
+    found = reading.search_samples(folder, "idea")
+    assert [(each["key"], each["index"]) for each in found] == [
+        ("/evaluation-00000010.jsonl", 0),
+        ("/step-00000009.jsonl", 1),
+    ]
+    assert found[1]["place"] == "no idea"
+    assert [each["task"] for each in reading.search_samples(folder, "T2")] == ["t2"]
+
+
+def test_a_report_is_one_small_file_that_names_what_jobs_differ_in(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path, "a"), run_folder(tmp_path, "b", buffer={"max_staleness": 2})]
+    for folder in folders:
+        append(folder, map(step, range(5000)))
+        write_samples(folder, "step-00000009.jsonl", [episode([HOSTILE])])
+    path = tmp_path / "compare.html"
+    write_report(folders, path)
+    html = path.read_text()
+    assert path.stat().st_size < 700_000
+    assert html.count("</script>") == 5  # the library, three of ours, the data
+    assert not re.search(r'(src|href)="(?!#|data:)', html)
+    data = json.loads(html.partition('type="application/json">')[2].partition("</script>")[0])
+    assert data["differences"] == [{"field": "buffer.max_staleness", "values": ["4", "2"]}]
+    assert [len(run["rows"]) for run in data["runs"]] == [MOST_ROWS] * 2
+    assert data["runs"][0]["samples"][0]["episodes"][0]["segments"][1]["tokens"] == [HOSTILE]
