@@ -11,12 +11,13 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check reverb-env trl-env engines test test-quick test-engines lint format clean
+.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check reverb-env trl-env engines test test-quick test-nightly test-engines lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
-	@echo "make test              set up, then every test but those of the SGLang and vLLM environments"
+	@echo "make test              set up, then every test but the nightly ones and those of the SGLang and vLLM environments"
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
+	@echo "make test-nightly      the tests that are worth their time once a night"
 	@echo "make engines           make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
 	@echo "make test-engines      make them, then run the tests against the real servers"
 	@echo "make recipes-check     train the small size of every recipe (some minutes)"
@@ -63,10 +64,11 @@ packages:
 	fi
 
 # A worker that crashes ends the run: xdist would start another and then wait for ever for the tests of the first.
-WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+# Files are handed out in the order of tests/conftest.py; xdist's own order has the long ones last.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(STAMP) packages
-	$(BIN)/python -m pytest $(WORKERS) -m "not engine" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not nightly" $(ARGS)
 
 # dm-reverb, for benchmarks/buffer.py --reverb: it needs Python 3.11 or older and a TensorFlow of its time.
 reverb-env: .reverb-env/.complete
@@ -89,10 +91,13 @@ engines:
 	PYTHON=$(PYTHON) engines/make.sh $(ENGINES) sglang vllm
 
 test-engines: $(STAMP) engines
-	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder tests/engines -m engine $(ARGS)
+	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS) tests/engines -m engine $(ARGS)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not slow" $(ARGS)
+
+test-nightly: $(STAMP) packages
+	$(BIN)/python -m pytest $(WORKERS) -m "nightly" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

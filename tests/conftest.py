@@ -43,6 +43,13 @@ def s3(_s3_server: S3Server) -> Iterator[S3Server]:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with whole jobs come first: what is left for the end is short, and none waits long."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine function on an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):

@@ -173,6 +173,7 @@ def test_the_check_of_a_wheelhouse_ends_with_what_works_or_what_is_missing(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1600)
 def test_the_benchmark_runs_on_a_cpu_and_ends_in_time(tmp_path):
     """With the parts that are not tried above, but for those that differ from `train-full` in one setting."""

@@ -120,7 +120,6 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     "objective",
     [
         {"loss": "gspo", "loss_args": {"clip_high": 0.2}, "correction": "mis", "normaliser": "rollout"},
-        {"loss": "gmpo", "correction": "bypass"},
         {"loss": "cispo", "correction": "m2po", "correction_args": {"threshold": 0.05}, "entropy": 0.01},
     ],
     ids=lambda objective: objective["loss"],
