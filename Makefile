@@ -94,7 +94,7 @@ test-engines: $(STAMP) engines
 	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS) tests/engines -m engine $(ARGS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not slow and not nightly" $(ARGS)
 
 test-nightly: $(STAMP) packages
 	$(BIN)/python -m pytest $(WORKERS) -m "nightly" $(ARGS)

@@ -124,6 +124,7 @@ def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path):
     assert agents.evaluations[-1]["n"] == 256
 
 
+@pytest.mark.nightly
 def test_a_job_learns_from_what_the_models_programs_print(tmp_path):
     files = prepare("recipes/code-sandbox", tmp_path)
     warm = ["trainer.steps=130", "sft.batch_size=48", "sft.evaluate_every=130"]

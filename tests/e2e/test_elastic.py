@@ -100,6 +100,7 @@ def slowly(samples):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_slow_workflow_adds_a_worker_and_a_slow_trainer_takes_it_away(workspace, running, tmp_path):
     turn, hurry = tmp_path / "turn", tmp_path / "hurry"

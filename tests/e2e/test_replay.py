@@ -33,7 +33,7 @@ def copied_run(synchronous_run, tmp_path):
     return shutil.copytree(synchronous_run.folder, tmp_path / "synchronous")
 
 
-@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("kind", [pytest.param("synchronous", marks=pytest.mark.nightly), "asynchronous"])
 def test_a_recorded_run_is_replayed_bit_by_bit_to_the_same_weights(kind, request, tmp_path):
     run = request.getfixturevalue(f"{kind}_run")
     done = buffer("replay", run.folder, "--out", tmp_path / "again")

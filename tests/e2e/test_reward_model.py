@@ -39,6 +39,7 @@ def model_process(service):
     return next(p for p in service.children() if "reward_service.pool.worker" in p.cmdline())
 
 
+@pytest.mark.nightly
 def test_a_job_learns_what_its_reward_model_likes(job_file, running, workspace):
     with running("run", job_file) as job:
         job.wait_for_steps(4, limit_s=150)

@@ -51,6 +51,7 @@ def outcome(hosts: SealedHosts, name: str, folder: Path) -> tuple[dict[str, Any]
     return load_file(run_dir / "model" / "model.safetensors"), hashes, nodes
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(580)
 @pytest.mark.skipif(bool(unusable()), reason=unusable())

@@ -68,6 +68,7 @@ def test_a_job_that_was_killed_is_resumed_from_s3_alone(s3, tmp_path, monkeypatc
     assert not any(name.startswith(("buffer/", "checkpoints/", "run.lock")) for name in s3.names(run))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_two_ranks_outlast_a_store_that_is_away_and_go_on_elsewhere_from_their_job_file(s3, tmp_path):
     workspace, bucket = make_workspace(tmp_path / "here"), s3.bucket()

@@ -77,6 +77,7 @@ def test_a_policys_folder_is_a_run_of_it_alone_to_the_tools(finished, tmp_path):
     assert all((exported[name] == written[name]).all() for name in written)
 
 
+@pytest.mark.nightly
 def test_the_death_of_either_trainer_is_its_own(workspace, running):
     changes = {"observe": {"metrics_port": 0, "event_log": True}, "trainer__steps": 12}
     with running("run", duet(workspace, "duet-deaths", **changes)) as job:
