@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
     from areal_async.rpc.weights_messages import SnapshotNotice
     from areal_async.status.aggregator import RunStatus
+    from areal_async.status.samples import read_samples
     from areal_async.trajectory import Episode, EpisodeBuilder, SegmentKind, pack, training_rows, unpack
     from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
     from areal_async.weights.pieces import TensorPiece
@@ -86,7 +87,8 @@ __all__ += ["RankPlace", "TensorPiece", "TrainingBackend", "advantage", "correct
 __all__ += ["DeadlinePassed", "Engine", "EngineError", "EngineLost", "EnginePart", "EngineStats"]
 __all__ += ["GenerateRequest", "GenerateResult", "HttpEngine", "RequestError", "ServerAdapter", "engine_part"]
 __all__ += ["Channel", "PublishingEnd", "ReceivingEnd", "SnapshotError", "SnapshotNotice"]
-__all__ += ["Episode", "EpisodeBuilder", "pack", "read_step", "training_rows", "unpack"]
+__all__ += ["Episode", "EpisodeBuilder", "pack", "read_samples", "read_step", "training_rows"]
+__all__ += ["unpack"]
 __all__ += ["make_tokenizer", "quickstart_job", "write_model"]
 
 _PLACES = {
@@ -102,6 +104,7 @@ _PLACES = {
     "areal_async.rpc.verdicts": "Abstain Failure Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
     "areal_async.status.aggregator": "RunStatus",
+    "areal_async.status.samples": "read_samples",
     "areal_async.trajectory": "Episode EpisodeBuilder SegmentKind pack training_rows unpack",
     "areal_async.weights.channels": "Channel PublishingEnd ReceivingEnd",
     "areal_async.weights.pieces": "TensorPiece",

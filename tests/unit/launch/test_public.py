@@ -28,7 +28,7 @@ def test_the_public_names_are_these():
         RankPlace TensorPiece TrainingBackend advantage correction loss DeadlinePassed Engine
         EngineError EngineLost EnginePart EngineStats GenerateRequest GenerateResult HttpEngine
         RequestError ServerAdapter engine_part Channel PublishingEnd ReceivingEnd SnapshotError
-        SnapshotNotice Episode EpisodeBuilder pack read_step training_rows unpack make_tokenizer
+        SnapshotNotice Episode EpisodeBuilder pack read_samples read_step training_rows unpack make_tokenizer
         quickstart_job
         write_model
     """
