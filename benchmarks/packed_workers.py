@@ -196,7 +196,9 @@ async def pack(topology: Path, samples: Path) -> None:
     from rollout_service import process, service  # now, so that it and what it imports find this board
 
     service.REGISTRY = OwnRegistry()  # type: ignore[assignment]
-    process.make_renderer = cache(process.make_renderer)
+    made = cache(process.make_renderer)
+    # All workers here are of one job, whose template takes no arguments.
+    process.make_renderer = lambda model, template_args=None: made(model)
     tasks: dict[str, asyncio.Task[None]] = {}
     contexts: dict[str, ServiceContext] = {}
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)

@@ -91,6 +91,10 @@ def test_the_commands_and_their_options_are_these():
             "show": ["--json", "overrides", "source"],
             "diff": ["--json", "other", "source"],
         },
+        "dashboards": {
+            "up": ["--grafana-port", "--in", "--port", "--runs"],
+            "write": ["--json", "--prometheus", "--runs", "folder"],
+        },
         "view": ["--json", "--no-open", "--port", "--report", "target"],
         "compare": ["--json", "--out", "targets"],
         "resume": ["--cluster", "--inline", "--json", "--plain", "overrides", "target"],
