@@ -295,9 +295,9 @@ def test_a_rank_that_is_killed_brings_the_group_back(job, folders, behave, enoug
 
 def test_a_rank_that_is_stopped_is_found_and_named(job, folders, behave):
     behave({"trainer": "waits for the next", "trainer-1": "stops once"})
-    two = changed(changed(job, "trainer", ranks=2, hang_s=5.0), "supervisor", restarts=1)
+    two = changed(changed(job, "trainer", ranks=2, hang_s=10.0), "supervisor", restarts=1)
     told = []
     ending, _ = supervise(two, folders, on_restart=lambda name, text: told.append(text))
     assert ending == Ending("finished")
     (text,) = told
-    assert text.startswith("trainer-1 gave no sign of life for 5 s and was killed; the 2 ranks")
+    assert text.startswith("trainer-1 gave no sign of life for 10 s and was killed; the 2 ranks")

