@@ -195,20 +195,36 @@ async def test_failures_of_the_engine_have_their_status(tokenizer: Any) -> None:
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_records_nothing(tokenizer: Any) -> None:
+    heard = (
+        asyncio.Event()
+    )  # The client has the first of the answer; before that an error would have its status
+
     class Breaking(Talking):
         async def generate(self, request: Any, tell: Any = None) -> Any:
             result = self.result(request, "some text{END}")
             tell(result.token_ids[:4])
+            await heard.wait()
             raise EngineError("lost")
 
+    lines = []
     async with calling(Breaking(tokenizer)) as (http, session):
-        chat = await http.post(ROUTE, json={**CHAT, "stream": True})
+        async with http.stream("POST", ROUTE, json={**CHAT, "stream": True}) as chat:
+            async for line in chat.aiter_lines():
+                lines.append(line)
+                if "some" in line:
+                    heard.set()
+        heard.clear()
         async with openai_of(session) as client:
+
+            async def listen() -> None:
+                async for chunk in await client.chat.completions.create(**CHAT, stream=True):
+                    if chunk.choices[0].delta.content:
+                        heard.set()
+
             with pytest.raises(openai.APIError, match="lost"):
-                async for _ in await client.chat.completions.create(**CHAT, stream=True):
-                    pass
+                await listen()
         calls = session.calls
-    parts = [json.loads(line[6:]) for line in chat.text.splitlines() if line.startswith("data: ")]
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     assert parts[1]["choices"][0]["delta"]["content"] == "some"
     assert parts[-1]["error"]["code"] == "engine_unavailable"
     assert calls == 0
