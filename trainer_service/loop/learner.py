@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -24,7 +25,9 @@ from trainer_service.data.step_plan import StepPlan, plan_step
 from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.loop.step import StepResult, train_step
 from trainer_service.ranks import Ranks
-from trainer_service.teacher import TeacherServers
+
+if TYPE_CHECKING:
+    from trainer_service.teacher import TeacherServers
 
 OBJECTIVE_FILE = "objective.json"
 """File of a checkpoint with what an objective adapts from step to step, where it adapts anything."""
@@ -62,8 +65,11 @@ class Learner:
         self._objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
         self._has_reference = REFERENCE in models_of(job)
         self._check = check
-        by_servers = "teacher" in self._objective.columns and job.trainer.teacher.urls
-        self._teacher = TeacherServers(job.trainer.teacher) if by_servers else None
+        self._teacher: TeacherServers | None = None
+        if "teacher" in self._objective.columns and job.trainer.teacher.urls:
+            from trainer_service.teacher import TeacherServers  # an HTTP client, which no other job needs
+
+            self._teacher = TeacherServers(job.trainer.teacher)
         self._cost = load_row_cost(job.model)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:

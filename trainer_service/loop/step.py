@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ from trainer_service.data.rows import PLACES, TrainingRow
 from trainer_service.data.units import build_units
 from trainer_service.errors import GradientNotFinite, NotFinite, NothingToLearn
 from trainer_service.ranks import Ranks
-from trainer_service.teacher import TeacherServers
+
+if TYPE_CHECKING:
+    from trainer_service.teacher import TeacherServers
 
 MOST_NAMED = 5  # Largest number of episodes that an error names
 SOURCES = {
