@@ -124,9 +124,17 @@ def run_job(
             resumed_by = f"areal-async resume {_short(folders.run_dir)}" + (
                 f" --cluster {cluster_file}" if cluster_file is not None else ""
             )
-            lines = PlainLines(console)
+            lines = PlainLines(console, policy=job.policy, steps=job.trainer.steps)
+            are_shown = inline or plain or not console.is_terminal
+
+            def on_line(line: bytes) -> None:
+                if are_shown:
+                    lines.record(line)
+                if inline:
+                    lines.flush()
+
             with (
-                RunLog(folders.run_dir / "metrics.jsonl", lines.record if inline else _nothing) as run_log,
+                RunLog(folders.run_dir / "metrics.jsonl", on_line) as run_log,
                 serve_metrics(port) as port,
                 watched_by_loggers(job, folders.run_dir),
             ):
@@ -140,7 +148,7 @@ def run_job(
                         folders,
                         port,
                         run_log,
-                        plain=plain,
+                        lines=lines if are_shown else None,
                         console=console,
                         modules=modules,
                         launcher=_launcher(cluster, folders, console),
@@ -159,7 +167,7 @@ def _run(
     metrics_port: int,
     run_log: RunLog,
     *,
-    plain: bool,
+    lines: PlainLines | None,
     console: Console,
     modules: Mapping[Role, str],
     launcher: Launcher | None,
@@ -200,7 +208,7 @@ def _run(
     )
     aggregator = StatusAggregator(job, list(supervisor.phases()), started_s)
     aggregator.read(read_run_log(run_log.path))  # of the lives before
-    with open_view(console, plain=plain) as show:
+    with open_view(console, lines) as show:
         monitor = Monitor(
             aggregator,
             clients=StatusClients(lambda: supervisor.topology, job.job, folders.secret.of("supervisor")),
@@ -270,10 +278,6 @@ def _ended(
     unfinished.replace(folders.run_dir / "summary.json")
     _report(job, folders)
     return RunResult(folders.run_dir, summary)
-
-
-def _nothing(line: bytes) -> None:
-    """Records are shown by the view."""
 
 
 def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Console) -> Launcher | None:
@@ -356,41 +360,50 @@ def _report(job: JobConfig, folders: RunFolders) -> None:
 
 
 def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
-    """The last panel: what came out, of several policies of the first, and where it is."""
+    """What came out, of several policies of the first, and where it is: the last panel of a terminal, else
+    lines that are whole however long a path is."""
     summary, run_dir = result.summary, _short(result.run_dir)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
+    rows: list[tuple[str, str]] = []
     start, end = summary["accuracy_start"], summary["accuracy_end"]
     if end is not None:
-        table.add_row(f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}")
-    elif summary["reward_last"] is not None:
+        rows.append((f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}"))
+    if summary["reward_last"] is not None:
         first, last = summary["reward_first"], summary["reward_last"]
-        table.add_row("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)")
-    table.add_row("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s")
+        rows.append(("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)"))
+    rows.append(("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"))
     if job.kind == "rl":
         seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]
-        table.add_row("staleness", f"at most {seen}, bound {bound}")
+        rows.append(("staleness", f"at most {seen}, bound {bound}"))
         if summary["trainer_busy"] is not None and summary["rollout_busy"] is not None:
             busy = f"trainer {summary['trainer_busy']:.0%}, rollout {summary['rollout_busy']:.0%}"
-            table.add_row("busy", busy)
-        table.add_row(
-            "episodes", f"{summary['episodes_trained']} trained, {summary['episodes_dropped']} dropped"
+            rows.append(("busy", busy))
+        rows.append(
+            ("episodes", f"{summary['episodes_trained']} trained, {summary['episodes_dropped']} dropped")
         )
         if lost := DropReport.of(summary["transitions"] or {}).text:
-            table.add_row("dropped", lost)
+            rows.append(("dropped", lost))
     for kind, note in summary["no_scores"].items():
-        table.add_row("no score", f"{kind} ×{note['count']}, the last: {note['message']}")
+        rows.append(("no score", f"{kind} ×{note['count']}, the last: {note['message']}"))
     if restarts := summary["restarts"]:
         each = (f"{name} ×{count}" if count > 1 else name for name, count in sorted(restarts.items()))
-        table.add_row("restarts", f"{sum(restarts.values())} ({', '.join(each)})")
+        rows.append(("restarts", f"{sum(restarts.values())} ({', '.join(each)})"))
     model_dir = f"{run_dir}/policies/*" if job.policies else store_url(job) or run_dir
-    table.add_row("model", f"{model_dir}/model")
+    rows.append(("model", f"{model_dir}/model"))
     if job.trainer.lora.rank:
-        table.add_row("adapter", f"{model_dir}/adapter")
-    table.add_row("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png, report.html")
-    table.add_row("logs", f"{run_dir}/logs")
+        rows.append(("adapter", f"{model_dir}/adapter"))
+    rows.append(("numbers", f"{run_dir}/summary.json, metrics.jsonl, curves.png, report.html"))
+    rows.append(("logs", f"{run_dir}/logs"))
     title = f"{job.job} is done"
     with suppress(OSError, ValueError):  # it cannot be written; the run is done all the same
+        if not console.is_terminal:
+            text = "\n".join([title, *(f"{label}: {value}" for label, value in rows)])
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, value in rows:
+            table.add_row(label, Text(value))
         console.print(Panel(table, title=title, title_align="left", border_style="green", expand=False))
 
 

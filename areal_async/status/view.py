@@ -5,10 +5,13 @@ What is shown comes as a `RunStatus`; panel and line say the same, in rows and i
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -17,11 +20,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.status.aggregator import RunStatus, no_score_text
+from areal_async.config.trainings import FILE_KINDS
+from areal_async.rpc.control_messages import RunRecord
+from areal_async.status.aggregator import Progress, RunStatus, no_score_text
 
 PLAIN_EVERY_S = 5.0
+SELDOM = 6  # Once steps have lines of their own, the whole is told so many times less often
 STALL_EVERY_S = 30.0  # How often a stall that lasts is said again on plain lines
-MIN_WIDTH, MAX_WIDTH = 60, 110
+MOST_WAITING = 4096  # Records whose lines nobody reads; the oldest go first
+HELD = frozenset({"leased", "generated", "scored"})  # States of groups that a line tells
+FIRST_TO_GO = ("pacing", "groups", "busy", "self-check", "dropped", "tokens/s", "no score", "staleness")
+"""Rows that a low terminal has no room for, the first to be left out first."""
+MAX_WIDTH = 110
 MAX_SERVICES = 10
 MAX_NO_SCORES = 3  # Kinds of verdicts without a score that are shown
 
@@ -37,17 +47,91 @@ class RunConsole(Console):
             os.dup2(nowhere.fileno(), self.file.fileno())  # or what the file still holds fails at the exit
 
 
+class PlainLines:
+    """What a run does as lines of `key=value` that are short and easy to search: one for each step and each
+    evaluation, from their records, one for each warning, and one now and then of how all stands."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        policy: str = "",
+        steps: int = 0,
+        every_s: float = PLAIN_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`policy` is the first one, whose pace tells what is left of the `steps`."""
+        self._console = console
+        self._policy, self._steps = policy, steps
+        self._progress = Progress(policy)
+        self._records: deque[Mapping[str, Any]] = deque(maxlen=MOST_WAITING)
+        self._every_s = every_s
+        self._clock = clock
+        self._next_s = 0.0
+        self._news = ""  # What was said last: a message, or the edge of a stall
+        self._again_s = 0.0
+        self._self_check = ""
+        self._no_scores: set[str] = set()  # Their kinds that were told
+
+    def record(self, line: bytes) -> None:
+        """Take the record of a line of metrics.jsonl; `flush` shows it, since a reader may take its time."""
+        record = msgspec.json.decode(line)
+        if record["kind"] in SHOWN:
+            self._records.append(record)
+
+    def flush(self) -> None:
+        """A line for each record that waits."""
+        while self._records:
+            record = self._records.popleft()
+            with suppress(msgspec.ValidationError):
+                self._progress.feed(msgspec.convert(record, RunRecord))
+            self._say(step_line(record, self._progress, first=self._policy, steps=self._steps))
+
+    def show(self, status: RunStatus) -> None:
+        """A line of the whole now and then, and news as soon as they are there."""
+        self.flush()
+        news = status.stall.edge if status.stall is not None else status.message
+        if news and (news != self._news or (status.stall is not None and self._clock() >= self._again_s)):
+            kind = "message" if status.stall is None else "stall"
+            self._say(f"{kind}={_quoted(_message(status))} time={clock_text(status.elapsed_s)}")
+            self._again_s = self._clock() + STALL_EVERY_S
+        self._news = news
+        for note in status.dropped.no_scores:
+            if note.kind not in self._no_scores:
+                self._no_scores.add(note.kind)
+                self._say(f"no_score={_quoted(no_score_text(note))}")
+        if status.self_check != self._self_check:
+            self._self_check = status.self_check
+            self._say(f"self_check={_quoted(status.self_check)}")
+        if self._clock() >= self._next_s:
+            self._next_s = self._clock() + self._every_s * (SELDOM if status.trained else 1)
+            self._say(status_line(status))
+
+    def warning(self, text: str) -> None:
+        """Show a warning at once, unless it was the last one too."""
+        if text != self._news:
+            self._news = text
+            self._say(f"warning={_quoted(text)}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
-def open_view(console: Console, *, plain: bool) -> Iterator[Show]:
-    """The live view on a terminal, else plain lines."""
-    if plain or not console.is_terminal:
-        yield PlainView(console).show
+def open_view(console: Console, lines: PlainLines | None) -> Iterator[Show]:
+    """These lines, or the live view of a terminal."""
+    if lines is not None:
+        yield lines.show
         return
     live = Live(console=console, auto_refresh=False)
+    drawn = console.size
 
     def show(status: RunStatus) -> None:
-        width = max(MIN_WIDTH, min(MAX_WIDTH, console.width))
-        live.update(render(status, width), refresh=True)
+        nonlocal drawn
+        if (size := console.size) != drawn:
+            console.clear()  # what was drawn may have been wrapped anew: where it begins is not known
+            drawn = size
+        live.update(fitted(status, min(MAX_WIDTH, size.width), size.height, console), refresh=True)
 
     live.start()
     try:
@@ -57,88 +141,94 @@ def open_view(console: Console, *, plain: bool) -> Iterator[Show]:
             live.stop()
 
 
-class PlainView:
-    """One line every few seconds, and a new warning as soon as it is there."""
-
-    def __init__(
-        self, console: Console, *, every_s: float = PLAIN_EVERY_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console = console
-        self._every_s = every_s
-        self._clock = clock
-        self._next_s = 0.0
-        self._news = ""  # What was said last: a message, or the edge of a stall
-        self._again_s = 0.0
-        self._self_check = ""
-
-    def show(self, status: RunStatus) -> None:
-        news = status.stall.edge if status.stall is not None else status.message
-        again = status.stall is not None and self._clock() >= self._again_s
-        if news and (news != self._news or again):
-            self._say(f"{clock_text(status.elapsed_s)} {_message(status)}")
-            self._again_s = self._clock() + STALL_EVERY_S
-        self._news = news
-        if status.self_check != self._self_check:
-            self._self_check = status.self_check
-            self._say(f"{clock_text(status.elapsed_s)} self-check {status.self_check}")
-        if self._clock() >= self._next_s:
-            self._next_s = self._clock() + self._every_s
-            self._say(plain_line(status))
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class PlainLines:
-    """One line for each step and each evaluation, from their records, and one for each warning."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._warned = ""
-
-    def record(self, line: bytes) -> None:
-        """Show the record of a line of metrics.jsonl, if it is of a kind that is shown."""
-        record = msgspec.json.decode(line)
-        names, begin = FIGURES.get(record["kind"], ({}, ""))
-        known = [(label, record[name]) for name, label in names.items() if record.get(name) is not None]
-        said = [f"{label} {value:.4g}" for label, value in known]
-        if said:
-            count = record.get("version", record.get("step"))
-            self._say(" · ".join([f"{begin} {count}", *said]))
-
-    def warning(self, text: str) -> None:
-        """Show a warning, unless it was the last one too."""
-        if text != self._warned:
-            self._warned = text
-            self._say(f"warning: {text}")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-FIGURES: Mapping[str, tuple[Mapping[str, str], str]] = {
-    "step": (
-        {"loss": "loss", "reward_mean": "reward", "staleness_max": "staleness", "step_s": "seconds"},
-        "step",
-    ),
-    "sft": ({"loss": "loss", "accuracy": "held-out"}, "step"),
-    "evaluation": ({"accuracy": "held-out", "n": "tasks"}, "evaluation of version"),
+STEP_KEYS = {
+    "reward": "reward_mean",
+    "accuracy": "",
+    "staleness": "staleness_max",
+    "tok/s": "",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "left": "",
 }
-"""Kind of a record → its fields that are shown, by their labels, and how its line begins."""
+SHOWN: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("step", *FILE_KINDS), STEP_KEYS),
+    "evaluation": {"accuracy": "accuracy", "low": "", "high": "", "tasks": "n", "wall_s": "wall_s"},
+}
+"""Kinds of records that are shown -> keys of their line, and the field of the record, if it is one."""
 
 
-def plain_line(status: RunStatus) -> str:
-    """The status as one line of text."""
-    shown = [f"{label} {text}" for label, text in _figures(status).items()]
-    return " · ".join([clock_text(status.elapsed_s), _progress(status), *shown])
+def step_line(record: Mapping[str, Any], progress: Progress, *, first: str = "", steps: int = 0) -> str:
+    """The line of a record of a kind in `SHOWN`; `progress` is that of policy `first`, with this record."""
+    kind, policy = record["kind"], record.get("policy") or first
+    mine = progress if policy == first else Progress(policy)
+    begin = f"evaluation={record.get('version')}" if kind == "evaluation" else f"step={record.get('step')}"
+    tokens, took_s, left_s = record.get("tokens"), record.get("step_s"), mine.left_s(steps)
+    known = {
+        "accuracy": mine.last[1] if mine.last else None,
+        "tok/s": tokens / took_s if tokens and took_s else None,
+        "left": clock_text(left_s) if left_s is not None else None,
+    }
+    if kind == "evaluation" and isinstance(interval := record.get("mean"), list) and len(interval) == 3:
+        known |= {"low": interval[1], "high": interval[2]}
+    figures = {key: record.get(name) if name else known.get(key) for key, name in SHOWN[kind].items()}
+    said = [f"{key}={_figure(value)}" for key, value in figures.items() if value is not None]
+    return " ".join([begin, *([f"policy={policy}"] if policy != first else []), *said])
 
 
-def render(status: RunStatus, width: int) -> Panel:
-    """The status as a panel of `width` columns."""
+def status_line(status: RunStatus) -> str:
+    """How the run stands, as one line."""
+    figures: dict[str, Any] = {"time": clock_text(status.elapsed_s)}
+    if not status.trained and (starting := _starting(status)):
+        return _pairs(figures | {"starting": ", ".join(starting)})
+    figures |= {"done": f"{status.step}/{status.steps}"}
+    if status.eta_s is not None:
+        figures["left"] = clock_text(status.eta_s)
+    if status.generated_per_s is not None:
+        figures["generated/s"] = f"{status.generated_per_s:.0f}"
+    if busy := {one.name: one.busy for one in status.services if one.busy and one.phase == "serving"}:
+        busiest = max(busy, key=lambda name: busy[name])
+        figures["busiest"] = f"{busiest}:{busy[busiest]:.0%}"
+    if away := [f"{one.name} {one.phase}" for one in status.services if one.phase != "serving"]:
+        figures["not_serving"] = ", ".join(away)
+    if status.kind == "rl":
+        figures |= {state: count for state, count in status.groups.items() if count and state in HELD}
+    lost = {"dropped": status.dropped.groups, "masked": status.dropped.masked}
+    figures |= {name: sum(counts.values()) for name, counts in lost.items() if counts}
+    return _pairs(figures)
+
+
+def _pairs(figures: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={_quoted(str(value))}" for key, value in figures.items())
+
+
+def _quoted(text: str) -> str:
+    """As it is, or in quotation marks where it would not read as one value."""
+    text = " ".join(text.split())
+    return text if text and not set(text) & set(" \"'=") else json.dumps(text, ensure_ascii=False)
+
+
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def fitted(status: RunStatus, width: int, height: int, console: Console) -> Panel:
+    """The panel of `width` columns with as many of its rows as `height` lines have room for."""
+    panel, options = render(status, width), console.options.update(width=width)
+    for count in range(1, len(FIRST_TO_GO) + 1):
+        if len(console.render_lines(panel, options)) <= height:
+            break
+        panel = render(status, width, without=FIRST_TO_GO[:count])
+    return panel
+
+
+def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> Panel:
+    """The status as a panel of `width` columns; rows with these labels are left out."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True, min_width=9)
-    rows.add_column()
-    rows.add_row(clock_text(status.elapsed_s), _progress(status))
+    rows.add_column(overflow="fold")
+    rows.add_row(clock_text(status.elapsed_s), _clipped(_progress(status), 3 * (width - 18)))
     figures = _figures(status)
     if status.kind == "rl":
         held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
@@ -148,11 +238,12 @@ def render(status: RunStatus, width: int) -> Panel:
     if status.self_check:
         figures["self-check"] = status.self_check
     for label, text in figures.items():
-        rows.add_row(label, Text(text))
-    for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:]):
-        rows.add_row("no score", _clipped(no_score_text(note), width - 18))
+        if label not in without:
+            rows.add_row(label, _clipped(text, 3 * (width - 18)))
+    for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
+        rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
     if message := _message(status):
-        rows.add_row("!", _clipped(message, 2 * (width - 18)))
+        rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
     title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"
     return Panel(rows, title=title, title_align="left", width=width, border_style="blue", padding=(0, 1))
 
@@ -164,13 +255,16 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def _progress(status: RunStatus) -> str:
-    starting = [
+def _starting(status: RunStatus) -> list[str]:
+    return [
         f"{service.name} (waits for {service.waiting_for})" if service.waiting_for else service.name
         for service in status.services
         if service.phase in ("waiting", "starting")
     ]
-    if not status.trained and starting:
+
+
+def _progress(status: RunStatus) -> str:
+    if not status.trained and (starting := _starting(status)):
         return f"starting {', '.join(starting)}"
     left = "" if status.eta_s is None else f", left {clock_text(status.eta_s)}"
     return f"step {status.step}/{status.steps}{left}"
@@ -233,5 +327,6 @@ def _message(status: RunStatus) -> str:
     return f"stalled for {clock_text(status.stall_s)}: {status.stall.detail}"
 
 
-def _clipped(text: str, length: int) -> Text:
-    return Text(text if len(text) <= length else f"{text[: length - 1]}…", style="yellow")
+def _clipped(text: str, length: int, style: str = "") -> Text:
+    """At most so many characters; a terminal too small for any is left to the panel."""
+    return Text(text if len(text) <= max(length, 20) else f"{text[: max(length, 20) - 1]}…", style=style)

@@ -59,7 +59,7 @@ def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task
     verb = "run"
     for fault, (what, reason) in FAULTS.items():
         with running(verb, job_file) as job:
-            job.read_until(f"step 0/{STEPS}", 90)
+            job.read_until(f"done=0/{STEPS}", 90)
             job.end(60, status=1)
         words = " ".join(job.told.split())
         assert what in words

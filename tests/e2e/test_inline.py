@@ -172,7 +172,7 @@ def test_at_staleness_zero_an_inline_run_has_the_losses_of_one_in_processes(
     in_processes = {path.name for path in synchronous_run.folder.iterdir()}
     assert {path.name for path in alike.folder.iterdir()} == in_processes
     assert [path.name for path in (alike.folder / "logs").iterdir()] == ["inline.log"]
-    assert re.search(r"step 10 · loss \S+ · reward \S+ · staleness 0", job.told)
+    assert re.search(r"step=10 reward=\S+ .*staleness=0 ", job.told)
     assert alike.weights(10).is_dir()
 
 
@@ -242,7 +242,7 @@ def test_what_failed_inline_is_resumed_in_processes(workspace, inline):
 
 def test_a_ctrl_c_ends_the_run_in_order_and_it_is_resumed_inline(workspace, inline):
     with inline("run", workspace.job("inline-stopped", trainer__steps=60)) as job:
-        job.read_until(r"step 2 ")
+        job.read_until("step=2 ")
         job.type("\x03")
         run = job.end(status=130)
     assert "stopped on request" in job.told

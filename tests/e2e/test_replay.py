@@ -102,7 +102,7 @@ def test_a_job_that_trains_is_watched_without_its_noticing_and_ctrl_c_ends_it_an
 ):
     job_file = workspace.job("watched", trainer__steps=2000, checkpoint__every_steps=20)
     with running("run", job_file) as job:
-        job.read_until(r"step [1-9]\d*/2000", 200)
+        job.read_until("step=[1-9]", 200)
         stats = json.loads(buffer("stats", job_file, "--json").stdout)
         assert stats["alive"]
         assert stats["stats"]["policies"]["policy"]["trainer_epoch"] == 1

@@ -101,7 +101,7 @@ def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(wo
         "frail", trainer__steps=1000, checkpoint__every_steps=100, supervisor=TOUGH | {"restarts": 1}
     )
     with running("run", job_file) as job:
-        job.read_until(r"step [1-9]\d*/1000", 200)
+        job.read_until("step=[1-9]", 200)
         job.service("rollout-0").kill()
         job.read_until("rollout-0 was killed by SIGKILL; it is started again", 60)
         job.wait_for_steps(8)

@@ -126,6 +126,24 @@ def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_rewa
     assert "held-out mean reward" in shown()
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_what_came_out_is_told_whole_however_long_the_path(job, tmp_path, width):
+    records = [{"kind": "step", "step": step, "reward_mean": step / 40} for step in range(40)]
+    folder = tmp_path / ("a-long-name-" * 8)
+    result = RunResult(folder, summarise(job, records))
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        print_closing(console, job, result)
+    panel = capture.get().splitlines()
+    assert len({len(line) for line in panel}) == 1
+    assert f"{folder}/model" in "".join(line[1:-1].strip() for line in panel)
+    with (console := Console(width=width, force_terminal=False)).capture() as capture:
+        print_closing(console, job, result)
+    lines = capture.get().splitlines()
+    assert lines[:2] == ["test is done", "mean reward: 0.113 → 0.863  (first and last steps' batches)"]
+    assert f"model: {folder}/model" in lines
+
+
 def test_the_panel_names_the_adapter_and_who_was_started_again(job, tmp_path):
     console = Console(width=100)
     lora = changed(job, "trainer", lora=LoraSection(rank=2))

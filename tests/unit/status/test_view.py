@@ -1,11 +1,15 @@
 import io
+import os
+import shlex
 
+import msgspec
+import pyte
 import pytest
 from rich.console import Console
 
 from areal_async.rpc.messages import NoScore
 from areal_async.status.aggregator import DropReport, RunStatus, ServiceActivity
-from areal_async.status.view import PlainView, clock_text, open_view, plain_line, render
+from areal_async.status.view import PlainLines, clock_text, open_view, render, status_line
 from areal_async.status.watchdog import Stall
 
 SERVICES = tuple(
@@ -78,10 +82,10 @@ def test_the_interval_and_the_self_check_have_a_place():
     assert "0.380 → 0.630 [0.590, 0.671] at version 100" in drawn(shown)
     assert "self-check  passed: 512 log-probs" in drawn(shown)
     console = paper()
-    view = PlainView(console)
+    view = PlainLines(console)
     for _ in range(3):
         view.show(shown)
-    assert text(console).count("self-check passed: 512 log-probs") == 1
+    assert text(console).count('self_check="passed: 512 log-probs"') == 1
 
 
 STARTING = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
@@ -99,8 +103,10 @@ STARTING = ServiceActivity("rollout-0", "starting", None, "its SGLang server to 
 )
 def test_a_service_that_does_not_serve_says_so(service, trained, words):
     shown = status(services=(SERVICES[0], service), trained=trained)
-    for said in (drawn(shown), plain_line(shown)):
-        assert words in said
+    assert words in drawn(shown)
+    line = parsed(status_line(shown))
+    assert words in (line["not_serving"] if trained else f"starting {line['starting']}")
+    for said in (drawn(shown), status_line(shown)):
         assert "80%" not in said, "not the share of the process that died"
 
 
@@ -109,61 +115,214 @@ def test_services_alike_are_one_entry_but_for_those_that_do_not_serve():
     workers = [ServiceActivity(f"rollout-{n}", "serving", 0.8 + n / 100) for n in range(12)]
     starting = ServiceActivity("rollout-12", "starting")
     shown = status(services=(*SERVICES[:1], *ranks, *workers, starting), trained=True)
-    assert plain_line(shown).endswith(
-        "busy buffer 12%, 3 × trainer 62%, 12 × rollout 80% to 91%, rollout-12 starting"
+    busy = "buffer 12%, 3 × trainer 62%, 12 × rollout 80% to 91%, rollout-12 starting"
+    assert busy in " ".join(drawn(shown, 110).replace("│", " ").split())
+
+
+def parsed(line):
+    """A line of key=value, as a script reads it."""
+    return dict(pair.split("=", 1) for pair in shlex.split(line))
+
+
+def record(kind, **fields):
+    return msgspec.json.encode({"kind": kind, "time_s": 0.0, "policy": "policy", **fields})
+
+
+def test_each_step_and_evaluation_is_one_short_line_of_key_and_value():
+    console = paper(80)
+    lines = PlainLines(console, policy="policy", steps=300)
+    figures = {"loss": -0.00012345678, "grad_norm": 12.3456789, "reward_mean": 0.6123456, "staleness_max": 3}
+    work = {"tokens": 123456, "step_s": 12.345678, "wait_s": 0.1}
+    lines.record(record("load", sums={}))
+    for step in range(98, 100):
+        lines.record(record("step", step=step, version=step + 1, **figures | work | {"time_s": 12.5 * step}))
+    lines.record(
+        record("evaluation", version=100, accuracy=0.633, mean=[0.633, 0.59, 0.67], n=512, wall_s=3.21)
     )
-
-
-def test_the_plain_line_has_it_all():
-    assert plain_line(status()) == (
-        "1:23 · step 123/300, left 2:01 · reward 0.610 · held-out 0.380 → 0.630 at version 100 · "
-        "staleness 1.31, max 3, seen 4 of 4 allowed · tokens/s 4,512 generated, 4,310 trained · "
-        "busy buffer 12%, trainer 81%, reward 8%, rollout-0 96%"
+    lines.record(record("step", step=100, version=101, **figures | work | {"time_s": 1250.0}))
+    lines.record(record("step", step=7, **figures | {"policy": "other", "loss": None}))
+    assert not text(console), "nothing waits for a reader"
+    lines.flush()
+    told = text(console).splitlines()
+    assert max(map(len, told)) <= 110
+    first, second, evaluation, after, other = map(parsed, told)
+    assert (
+        first | {"left": "41:40"}
+        == second | {"step": "98"}
+        == {
+            "step": "98",
+            "reward": "0.612",
+            "staleness": "3",
+            "tok/s": "10000",
+            "loss": "-0.000123",
+            "grad_norm": "12.3",
+            "left": "41:40",
+        }
     )
+    assert evaluation == {
+        "evaluation": "100",
+        "accuracy": "0.633",
+        "low": "0.59",
+        "high": "0.67",
+        "tasks": "512",
+        "wall_s": "3.21",
+    }
+    assert (after["accuracy"], after["left"]) == ("0.633", "41:27")
+    assert other == {
+        "step": "7",
+        "policy": "other",
+        "reward": "0.612",
+        "staleness": "3",
+        "grad_norm": "12.3",
+    }
+    lesson = PlainLines(console, policy="policy")
+    lesson.record(record("sft", step=12, loss=1.5, accuracy=0.25, held_out_loss=1.6, tokens=900, step_s=0.5))
+    lesson.flush()
+    sft = parsed(text(console).splitlines()[-1])
+    assert (sft["step"], sft["accuracy"], sft["tok/s"]) == ("12", "0.25", "1800")
 
 
-def test_plain_lines_come_every_few_seconds_and_warnings_at_once():
+def test_how_the_run_stands_is_one_short_line():
+    groups = {"queued": 2, "leased": 130, "generated": 2, "scored": 70, "trained": 6400}
+    line = status_line(status(step=999, steps=1000, groups=groups, dropped=LOST))
+    assert len(line) <= 130
+    assert parsed(line) == {
+        "time": "1:23",
+        "done": "999/1000",
+        "left": "2:01",
+        "generated/s": "4512",
+        "busiest": "rollout-0:96%",
+        "leased": "130",
+        "generated": "2",
+        "scored": "70",
+        "dropped": "9",
+        "masked": "14",
+    }
+    starts = status(
+        trained=False,
+        services=(
+            ServiceActivity("trainer", "starting", None, "the model's files"),
+            ServiceActivity("buffer", "serving"),
+        ),
+    )
+    assert parsed(status_line(starts)) == {
+        "time": "1:23",
+        "starting": "trainer (waits for the model's files)",
+    }
+
+
+def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
     console = paper()
     now_s = 0.0
-    view = PlainView(console, every_s=5.0, clock=lambda: now_s)
+    view = PlainLines(console, every_s=5.0, clock=lambda: now_s)
     for tick in range(24):
         now_s = tick * 0.5
-        view.show(status(message="odd" if tick in (3, 4) else ""))
-    lines = text(console).splitlines()
-    assert sum("step 123/300" in line for line in lines) == 3
-    assert lines.count("1:23 odd") == 1
+        view.show(status(message='odd "one"' if tick in (3, 4) else "", trained=False))
+    for tick in range(24, 120):
+        now_s = tick * 0.5
+        view.show(status())
+    lines = [parsed(line) for line in text(console).splitlines()]
+    assert sum("done" in line for line in lines) == 3 + 2
+    assert [line for line in lines if "message" in line] == [{"message": 'odd "one"', "time": "1:23"}]
+
+
+def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
+    console = paper()
+    view = PlainLines(console)
+    for _ in range(3):
+        view.show(status(dropped=LOST))
+    told = [parsed(line)["no_score"] for line in text(console).splitlines() if "no_score" in line]
+    assert [line.split(":")[0] for line in told] == ["timeout ×14", "error"]
+    assert told[1].startswith("error:exception ×12: ValueError: the grader lost")
 
 
 def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():
     console = paper()
     now_s = 0.0
-    view = PlainView(console, every_s=1e9, clock=lambda: now_s)
+    view = PlainLines(console, every_s=1e9, clock=lambda: now_s)
     for tick in range(80):
         now_s = tick * 0.5
         edge = "reward" if tick < 70 else "rollout"
         stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
         view.show(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
-    assert [line for line in text(console).splitlines() if "stalled" in line] == [
-        "0:00 stalled for 0:00: trainer waits; reward has not answered for 0 s",
-        "0:30 stalled for 0:30: trainer waits; reward has not answered for 30 s",
-        "0:35 stalled for 0:35: trainer waits; rollout has not answered for 35 s",
+    told = [parsed(line) for line in text(console).splitlines()]
+    assert [line["stall"] for line in told if "stall" in line] == [
+        "stalled for 0:00: trainer waits; reward has not answered for 0 s",
+        "stalled for 0:30: trainer waits; reward has not answered for 30 s",
+        "stalled for 0:35: trainer waits; rollout has not answered for 35 s",
     ]
 
 
-@pytest.mark.parametrize(
-    ("terminal", "plain", "live"), [(False, False, False), (True, True, False), (True, False, True)]
-)
-def test_the_live_view_is_for_terminals(terminal, plain, live):
-    console = paper(90, force_terminal=terminal)
-    with open_view(console, plain=plain) as show:
-        show(status())
-    assert ("╭" in text(console)) == live
-    assert "step 123/300" in text(console)
+BUSY_DAY = {
+    "job": "a-job-with-a-long-name-as-sweeps-give-them-lr-3e-6-eta-4-group-16",
+    "message": "rollout-0: " + "the engine has not answered for a while and is asked again; " * 6,
+    "self_check": "passed: 1,512,000 log-probs of sglang differ by at most 0.0012, which is less than 0.02",
+    "pacing": "2.4 steps ahead, since scoring takes 12.1 s of 30.2 s that a group lives",
+    "accuracy_interval": (0.59, 0.67),
+}
+
+
+class Screen:
+    """What a person sees on a terminal that is as a real one."""
+
+    def __init__(self, monkeypatch, columns, lines):
+        self.size = os.terminal_size((columns, lines))
+        self.screen = pyte.Screen(columns, lines)
+        self.stream = pyte.Stream(self.screen)
+        monkeypatch.setattr(os, "get_terminal_size", lambda *_: self.size)
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            monkeypatch.delenv(name, raising=False)
+        self.console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm-256color"})
+
+    def resize(self, columns, lines):
+        self.size = os.terminal_size((columns, lines))
+        self.screen.resize(lines, columns)
+
+    def lines(self):
+        """The lines with anything on them, as they are now."""
+        self.stream.feed(text(self.console).replace("\n", "\r\n"))
+        self.console.file.seek(0)
+        self.console.file.truncate()
+        return [line.rstrip() for line in self.screen.display if line.strip()]
+
+
+def assert_is_one_panel(lines, columns, height):
+    assert lines[0].startswith("╭─ areal-async")
+    assert lines[-1].startswith("╰─")
+    assert {len(line) for line in lines} == {min(110, columns)}
+    assert {(line[0], line[-1]) for line in lines[1:-1]} == {("│", "│")}
+    assert len(lines) <= height
+
+
+@pytest.mark.parametrize(("columns", "height"), [(200, 50), (80, 24), (60, 20), (40, 12), (30, 10)])
+def test_every_frame_is_one_whole_panel_with_the_message(monkeypatch, columns, height):
+    seen = Screen(monkeypatch, columns, height)
+    with open_view(seen.console, None) as show:
+        for moment in (status(), status(**BUSY_DAY, dropped=LOST), status(**BUSY_DAY), status()):
+            show(moment)
+            lines = seen.lines()
+            assert_is_one_panel(lines, columns, height)
+            shown = "\n".join(lines)
+            assert "step 123/300" in shown
+            assert "0.610" in shown
+            assert not moment.message or "rollout-0: the" in shown
+
+
+def test_a_frame_after_a_resize_is_alone_on_the_screen(monkeypatch):
+    seen = Screen(monkeypatch, 100, 40)
+    seen.console.print("what was there before")
+    with open_view(seen.console, None) as show:
+        for columns, height in ((100, 40), (64, 20), (120, 30), (80, 24), (80, 10), (80, 40)):
+            seen.resize(columns, height)
+            show(status(**BUSY_DAY))
+            show(status(**BUSY_DAY))
+            lines = [line for line in seen.lines() if "before" not in line]
+            assert_is_one_panel(lines, columns, height)
 
 
 def test_a_terminal_that_has_gone_does_not_keep_a_run_from_its_end():
     console = paper(90, force_terminal=True)
-    with open_view(console, plain=False) as show:
+    with open_view(console, None) as show:
         console.file.close()
         with pytest.raises(ValueError, match="closed file"):
             show(status())
@@ -192,4 +351,3 @@ def test_the_panel_says_what_was_lost_and_why(width):
     assert "error:exception ×12: ValueError: the grader lost" in panel
     assert "timeout ×14: no answer within 0.5 s" in panel
     assert max(map(len, panel.splitlines())) <= width
-    assert f"dropped {LOST.text}" in plain_line(status(dropped=LOST))
