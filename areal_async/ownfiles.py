@@ -45,13 +45,22 @@ def read_regular(path: Path) -> bytes:
 def read_own(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a file of ours. Raises OSError where it cannot be read, `NotOurs` where it is a link,
     belongs to another user, or others may write to it; larger ones are refused as `NotOurs` too."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
-    with os.fdopen(fd, "rb") as file:
-        check_own(fd, path)
+    with os.fdopen(open_own(path), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise NotOurs(f"{path} has more than {max_bytes} bytes, which no file of this kind has")
     return content
+
+
+def open_own(path: Path) -> int:
+    """A descriptor to read a file of ours. Raises OSError and `NotOurs` as `read_own` does."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        check_own(fd, path)
+    except NotOurs:
+        os.close(fd)
+        raise
+    return fd
 
 
 def check_own(fd: int, path: Path) -> None:

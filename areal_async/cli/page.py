@@ -54,7 +54,7 @@ def _write(targets: list[Path], out: Path, as_json: bool) -> None:
     from areal_async.launch.runs import Run
     from areal_async.page.report import write_report
 
-    write_report([Run.open(target).folder for target in targets], out)
+    write_report([Run.open(target).folder.resolve() for target in targets], out)
     show({"report": str(out), "size_bytes": out.stat().st_size}, f"written: {out}", as_json)
 
 

@@ -69,7 +69,6 @@ from areal_async.page.folder import told_of
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, ServerFull, read_body
 from areal_async.runtime.log import get_logger
-from areal_async.status.record import RECORDS
 
 LIMITS = HttpLimits(connections=256, held_bytes=256 << 20, answer_s=700.0)
 SUBMISSION_BYTES = 96 << 20  # A submission with as many files as it may have, in Base64
@@ -166,10 +165,11 @@ class ControllerApi:
         )
         return await asyncio.to_thread(lambda: [*map(_told, reversed(listed.jobs))])
 
-    async def run_folder(self, name: str) -> Path:
-        """The run folder of a job, by its name or id. Raises `UnknownJob`."""
-        job = await self._call(self._controller.find, name)
-        return self._controller.folder(job).run_folder(job.name)
+    async def told_job(self, key: str) -> tuple[Path, dict[str, Any]]:
+        """The run folder of a job by its name or id, and what the page says of it in place of what the
+        folder says. Raises `UnknownJob`."""
+        (job,) = (await self._call(self._listed, lambda: [self._controller.find(key)])).jobs
+        return Path(job.run_folder), {each: said for each, said in _said(job).items() if said}
 
     # --- operations, by their names ----------------------------------------------------------------
 
@@ -337,16 +337,19 @@ class _ControllerRuns:
     async def jobs(self) -> list[dict[str, Any]]:
         return await self._api.told_jobs()
 
-    async def folder(self, name: str) -> Path:
-        return await self._api.run_folder(name)
+    async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
+        return await self._api.told_job(key)
 
 
 def _told(answer: JobAnswer) -> dict[str, Any]:
     """A job in the page's list: what its run folder says, under the state that the controller has it in."""
-    folder = Path(answer.run_folder)
-    told = told_of(folder) if (folder / RECORDS).exists() else {"step": 0, "reward": None, "accuracy": None}
-    state = {"state": answer.state, "changed_s": answer.changed_s, "waits": answer.waits_for or answer.reason}
-    return told | {"name": answer.name} | state
+    return told_of(Path(answer.run_folder)) | _said(answer)
+
+
+def _said(answer: JobAnswer) -> dict[str, Any]:
+    waits = answer.waits_for or (answer.reason if answer.state in ("FAILED", "PAUSED", "STOPPED") else "")
+    said = {"state": answer.state, "doing": answer.doing, "changed_s": answer.changed_s, "waits": waits}
+    return said | {"key": str(answer.id), "name": answer.name}
 
 
 def _counted_refusal(error: Exception) -> Response | None:

@@ -10,6 +10,7 @@ written; no path is made of what a client names. The token of a reader is in a h
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
@@ -62,10 +63,11 @@ class RunSource(Protocol):
     """Whose runs the page shows."""
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """One line each, as `told_of` has it."""
+        """One line each, as `told_of` has it. A `key` is what one of them is asked for by."""
 
-    async def folder(self, name: str) -> Path:
-        """The run folder of one of them. Raises an error that `page_routes` answers with 404."""
+    async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
+        """The run folder of one of them, and what is said of it in place of what the folder says. Raises an
+        error that `page_routes` answers with 404."""
 
 
 class FolderOfRuns:
@@ -77,11 +79,8 @@ class FolderOfRuns:
     async def jobs(self) -> list[dict[str, Any]]:
         return await asyncio.to_thread(lambda: [*map(reading.told_of, reading.runs_in(self._path))])
 
-    async def folder(self, name: str) -> Path:
-        found = {path.name: path for path in await asyncio.to_thread(reading.runs_in, self._path)}
-        if name not in found:
-            raise UnknownName(f"there is no run {name!r}")
-        return found[name]
+    async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
+        return await asyncio.to_thread(reading.run_in, self._path, key), {}
 
 
 def static_text(name: str) -> str:
@@ -97,17 +96,17 @@ def page_routes(
         return await source.jobs()
 
     async def overview(request: Request) -> Any:
-        return await asyncio.to_thread(reading.overview, await source.folder(request.path_params["job"]))
+        folder, said = await source.find(request.path_params["job"])
+        return await asyncio.to_thread(reading.overview, folder) | said
 
     async def records(request: Request) -> Any:
         given = request.query_params.get("offset", "0")
         offset = int(given) if given.isdecimal() and len(given) < 18 else 0
-        return await asyncio.to_thread(
-            reading.records_from, await source.folder(request.path_params["job"]), offset
-        )
+        folder, _ = await source.find(request.path_params["job"])
+        return await asyncio.to_thread(reading.records_from, folder, offset)
 
     async def samples(request: Request) -> Any:
-        folder = await source.folder(request.path_params["job"])
+        folder, _ = await source.find(request.path_params["job"])
         wanted = request.query_params.get("search", "")[:LONGEST_SEARCH]
         if wanted:
             return await asyncio.to_thread(reading.search_samples, folder, wanted)
@@ -126,11 +125,11 @@ def page_routes(
         async def handle(request: Request) -> Response:
             try:
                 guard(request)
-                return _json(await answer(request))
+                return _unless_known(_json(await answer(request)), request)
             except Exception as error:
                 answered = refusal(error)
                 if answered is None and isinstance(error, UnknownName | RunFolderError):
-                    answered = _json({"message": str(error)}, 404)
+                    answered = _json({"error": str(error)}, 404)
                 if answered is None:
                     raise
                 return answered
@@ -159,6 +158,15 @@ def _json(answer: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(answer), status, HEADERS, "application/json")
 
 
+def _unless_known(answer: Response, request: Request) -> Response:
+    """The page asks every two seconds, and has most answers already: 304 then, with nothing in it."""
+    tag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=HEADERS | {"etag": tag})
+    answer.headers["etag"] = tag
+    return answer
+
+
 class StrangerRefused(ArealError):
     """A request has no token, or another."""
 
@@ -173,7 +181,7 @@ def view_app(path: Path, token: str) -> Starlette:
             raise StrangerRefused("give the token that `areal-async view` printed")
 
     def refusal(error: Exception) -> Response | None:
-        return _json({"message": str(error)}, 401) if isinstance(error, StrangerRefused) else None
+        return _json({"error": str(error)}, 401) if isinstance(error, StrangerRefused) else None
 
     hosts = [LOOPBACK, "localhost"]
     return Starlette(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -22,21 +22,32 @@ from areal_async.config.trainings import FILE_KINDS
 from areal_async.errors import ArealError, RunFolderError, WireError
 from areal_async.launch.folders import LOCK, check_run_folder, supervisor_of
 from areal_async.launch.runs import Run
-from areal_async.ownfiles import NotOurs, is_own_folder, open_regular, read_own
-from areal_async.page.series import PANELS, rows_of
+from areal_async.ownfiles import NotOurs, is_own_folder, open_own, read_own
+from areal_async.page.series import PANELS, rows_of, thinned
 from areal_async.status.record import RECORDS
+from areal_async.status.samples import FOLDER as SAMPLES
 from areal_async.status.samples import SampleKind, sample_files
 
 Json = dict[str, Any]
 
 CHUNK_BYTES = 4 << 20  # Most of `metrics.jsonl` that is read for one answer
+MOST_ROWS, LEAST_ROWS = 2000, 100  # Of a kind, of a whole history and of one answer
 LAST_BYTES = 256 << 10  # Of its end, where the last records are looked for
 SAMPLE_BYTES = 64 << 20  # Largest file of samples that is read
 SEARCHED_BYTES = 256 << 20
 MOST_FILES, MOST_FOUND, MOST_RUNS = 2000, 200, 1000
 HEAD_CHARS = 160
 
+LAST_KINDS = ("step", "evaluation", "end")
+
 _decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+class _Kind(msgspec.Struct):
+    kind: str = ""
+
+
+_kinds = msgspec.json.Decoder(_Kind)
 
 
 class UnknownName(ArealError):
@@ -47,59 +58,116 @@ def runs_in(folder: Path) -> list[Path]:
     """The run folders at `folder`: itself, or those in it, the newest first."""
     if (folder / LOCK).exists():
         return [folder]
-    found = [path for path in folder.iterdir() if is_own_folder(path) and (path / LOCK).exists()]
-    return sorted(found, key=lambda path: -(path / LOCK).stat().st_mtime)[:MOST_RUNS]
+    found = {path: _lock_time(path) for path in folder.iterdir() if _has_name(path.name)}
+    runs = {path: time_s for path, time_s in found.items() if time_s is not None}
+    return sorted(runs, key=lambda path: (-runs[path], path.name))[:MOST_RUNS]
+
+
+def run_in(folder: Path, name: str) -> Path:
+    """The run folder called `name` of those at `folder`. Raises `UnknownName`."""
+    if (folder / LOCK).exists():
+        found = folder if name == folder.name else None
+    else:
+        known = name in os.listdir(folder) and _lock_time(folder / name) is not None
+        found = folder / name if known else None
+    if found is None:
+        raise UnknownName(f"there is no run {name!r}")
+    return found
+
+
+def _has_name(name: str) -> bool:
+    """Whether it is text, which names of files need not be."""
+    return name.isprintable()
+
+
+def _lock_time(folder: Path) -> float | None:
+    """When the lock of a run folder of ours was last changed; None of what is none."""
+    if not is_own_folder(folder):
+        return None
+    with suppress(OSError):
+        return (folder / LOCK).stat().st_mtime
+    return None
 
 
 def told_of(folder: Path) -> Json:
     """A run in one line of a list, cheaply: name, state, steps done and when it last wrote something."""
-    path = folder / RECORDS
-    changed_s = path.stat().st_mtime if path.exists() else (folder / LOCK).stat().st_mtime
-    alive = supervisor_of(folder) is not None
-    size = path.stat().st_size if path.exists() else 0
-    last = _last(folder, size, changed_s)
-    ending = last.get("end", {}).get("ending", "")
+    size, changed_ns = _stamp(folder / RECORDS)
+    last = _last(folder, size, changed_ns) if size else {}
+    if not changed_ns:
+        changed_ns = _stamp(folder / LOCK)[1]
+    ending = str(last.get("end", {}).get("ending", ""))
+    step = last.get("step", {}).get("step")
     return {
+        "key": folder.name,
         "name": folder.name,
-        "state": str(ending).upper() or ("RUNNING" if alive else "KILLED"),
-        "step": (last["step"].get("step") or 0) + 1 if "step" in last else 0,
+        "state": ending.upper() or ("RUNNING" if supervisor_of(folder) is not None else "KILLED"),
+        "step": step + 1 if isinstance(step, int) else 0,
         "reward": last.get("step", {}).get("reward_mean"),
         "accuracy": last.get("evaluation", {}).get("accuracy"),
-        "changed_s": changed_s,
+        "changed_s": changed_ns / 1e9,
         "waits": "",
     }
 
 
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size of a file and when it was last changed, in nanoseconds: what is read of it is good while they
+    stay the same. Zeros where there is none."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_size, found.st_mtime_ns
+    return 0, 0
+
+
+def _records_file(folder: Path) -> BinaryIO:
+    """The records of a run, open to be read. Raises OSError, and `NotOurs` for what is a link, say."""
+    if not is_own_folder(folder):
+        raise NotOurs(f"{folder} is no folder of this user's")
+    return os.fdopen(open_own(folder / RECORDS), "rb")
+
+
 @lru_cache(maxsize=2 * MOST_RUNS)
-def _last(folder: Path, size: int, changed_s: float) -> Mapping[str, Json]:
-    """The last record of each kind near the end of a run's records."""
+def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
+    """The last record of a step, an evaluation and an end near the end of a run's records, looked for from
+    there: what is passed over is not decoded."""
     found: dict[str, Json] = {}
-    with suppress(OSError), (folder / RECORDS).open("rb") as file:
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
         file.seek(max(0, size - LAST_BYTES))
-        for record in _whole(file.read(LAST_BYTES)):
-            kind = str(record.get("kind"))
-            if kind == "resume":
-                found.pop("end", None)
-            found["step" if kind in FILE_KINDS else kind] = record
+        for line in reversed(file.read(LAST_BYTES).split(b"\n")):
+            kind = _kind_of(line)
+            name = "step" if kind in FILE_KINDS else kind
+            if name == "resume":
+                found.setdefault("end", {})
+            elif name in LAST_KINDS and name not in found:
+                found[name] = _decoder.decode(line)
+            if len(found) == len(LAST_KINDS):
+                break
     return found
 
 
+def _kind_of(line: bytes) -> str:
+    with suppress(msgspec.DecodeError):
+        return _kinds.decode(line).kind
+    return ""
+
+
 def overview(folder: Path, job: JobConfig | None = None) -> Json:
-    """How one run stands: its job, its processes and what they wait for, how it ended, and the panels."""
-    job = job or job_of(folder)
+    """How one run stands: its job, its processes and what they wait for, how it ended, and the panels. One
+    that waits for its turn has no folder yet."""
+    begun = (folder / LOCK).exists()
     told = told_of(folder)
     alive = told["state"] == "RUNNING"
     told |= {
-        "kind": job.kind,
-        "steps": job.trainer.steps,
-        "bound": job.buffer.max_staleness if job.kind == "rl" else None,
-        "policies": list(job.views),
+        "steps": None,
+        "bound": None,
         "alive": alive,
         "panels": [panel._asdict() for panel in PANELS],
         "workers": [],
         "status": None,
-        "summary": None,
     }
+    if not begun:
+        return told
+    job = job or job_of(folder)
+    told |= {"steps": job.trainer.steps, "bound": job.buffer.max_staleness if job.kind == "rl" else None}
     if alive:
         try:
             status = msgspec.to_builtins(Run.open(folder).status())
@@ -111,35 +179,40 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
             stall = status.get("stall") or {}
             told["waits"] = stall.get("detail") or status.get("message") or status.get("lease_wait") or ""
     else:
-        told["workers"] = _workers_at_the_end(folder)
-        with suppress(OSError, NotOurs, msgspec.DecodeError):
-            told["summary"] = _decoder.decode(read_own(folder / "summary.json", max_bytes=1 << 20))
+        told["workers"] = _workers_at_the_end(folder, *_stamp(folder / RECORDS))
     return told
 
 
 def job_of(folder: Path) -> JobConfig:
     """The job of a run, as its folder has it. Raises `RunFolderError`."""
     check_run_folder(folder)
+    return _job_of(folder, *_stamp(folder / "job.yaml"))
+
+
+@lru_cache(maxsize=64)
+def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
     try:
+        os.close(open_own(folder / "job.yaml"))  # not by a link, whose target a mistake in it would quote
         return load_job(folder / "job.yaml", [f"run_dir={folder.parent}"], files=False)
-    except (OSError, ConfigError) as error:
+    except (OSError, ConfigError, NotOurs) as error:
         raise RunFolderError(f"the job of the run in {folder} cannot be read: {error}") from error
 
 
-def _workers_at_the_end(folder: Path) -> list[Json]:
+@lru_cache(maxsize=64)
+def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
     """The processes of a run that has ended, with the busy share of each over its life."""
-    records = _records(folder)
-    loads: list[Json] = []
-    for record in records:
-        kind = record.get("kind")
-        if kind == "resume":
-            loads = []
-        elif kind == "load":
-            loads.append(record)
-    if len(loads) < 2:
+    begun, last = b"", b""
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
+        for line in file:
+            kind = _kind_of(line)
+            if kind == "resume":
+                begun = last = b""
+            elif kind == "load":
+                begun, last = begun or line, line
+    if begun == last:
         return []
-    begun, load = loads[0], loads[-1]
-    wall_s = max(1e-9, load["time_s"] - begun["time_s"])
+    (first,), (load,) = _whole(begun), _whole(last)
+    wall_s = max(1e-9, load["time_s"] - first["time_s"])
     return [
         {
             "name": name,
@@ -153,17 +226,12 @@ def _workers_at_the_end(folder: Path) -> list[Json]:
     ]
 
 
-def _records(folder: Path) -> Iterator[Json]:
-    with suppress(OSError), os.fdopen(open_regular(folder / RECORDS), "rb") as file:
-        for line in file:
-            yield from _whole(line)
-
-
 def records_from(folder: Path, offset: int) -> Json:
     """The rows of the records from a byte of `metrics.jsonl` on: `offset` of the answer is where to go on.
-    `reset` says that the file is another than the reader knew, so that it begins again."""
+    Those of a long history are thinned, to about `MOST_ROWS` of a kind in all. `reset` says that the file is
+    another than the reader knew, so that it begins again."""
     content, size = b"", 0
-    with suppress(FileNotFoundError), os.fdopen(open_regular(folder / RECORDS), "rb") as file:
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
         size = os.fstat(file.fileno()).st_size
         if 0 <= offset <= size:
             file.seek(offset)
@@ -175,6 +243,9 @@ def records_from(folder: Path, offset: int) -> Json:
         whole = len(content)  # no record is as long: it is passed over
     following = offset + whole
     rows, _ = rows_of(_whole(content[:whole]), _load_before(folder, offset))
+    most = max(LEAST_ROWS, MOST_ROWS * whole // max(1, size))
+    if len(rows) > most:
+        rows = thinned(rows, most)
     return {"offset": following, "rows": rows, "more": following < size and whole > 0, "reset": False}
 
 
@@ -182,7 +253,7 @@ def records_from(folder: Path, offset: int) -> Json:
 def _load_before(folder: Path, offset: int) -> Json | None:
     """The last `load` record that ends before a byte, which with its record after it makes a row."""
     low = max(0, offset - LAST_BYTES)
-    with suppress(OSError), os.fdopen(open_regular(folder / RECORDS), "rb") as file:
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
         file.seek(low)
         for record in reversed([*_whole(file.read(offset - low))]):
             if record.get("kind") == "resume":
@@ -215,11 +286,12 @@ class SampleFile(NamedTuple):
 def samples_of(folder: Path) -> dict[str, SampleFile]:
     """The files of samples of a run by their keys, the newest first."""
     folders = {"": folder}
-    with suppress(OSError):
+    if is_own_folder(folder) and is_own_folder(folder / "policies"):
         folders |= {path.name: path for path in sorted((folder / "policies").iterdir())}
     found = [
         SampleFile(policy, kind, step, path)
         for policy, place in folders.items()
+        if _has_name(policy) and is_own_folder(place) and is_own_folder(place / SAMPLES)
         for kind, step, path in sample_files(place)
     ]
     found.sort(key=lambda file: (-file.step, file.kind, file.policy))

@@ -137,10 +137,13 @@ def rows_of(records: Iterable[Record], load: Record | None = None) -> tuple[list
 
 def thinned(rows: Sequence[ChartRow], most: int) -> list[ChartRow]:
     """At most about `most` rows of each policy and set of figures, evenly taken, with the first and the last:
-    each the mean of those that it stands for, but for what is a largest."""
+    each the mean of those that it stands for, but for what is a largest. Of what was done again the last."""
     groups: dict[tuple[str, frozenset[str]], list[ChartRow]] = {}
     for row in rows:
-        groups.setdefault((row.policy, frozenset(row.figures)), []).append(row)
+        group = groups.setdefault((row.policy, frozenset(row.figures)), [])
+        while group and group[-1].x >= row.x:
+            group.pop()
+        group.append(row)
     kept = [_mean(part) for each in groups.values() for part in _parts(each, most)]
     return sorted(kept, key=lambda row: row.x)
 

@@ -1,6 +1,6 @@
 "use strict";
-// Series of runs, and the charts that draw them. What a record says is kept once for each x: a step that was done
-// again replaces the first.
+// Series of runs, and the charts that draw them. Work that was done again from some x on replaces what was there from
+// that x on.
 const Charts = (() => {
   const DASHES = [[], [8, 4], [2, 4]], STYLES = ["", "dashed", "dotted"], COLOURS = 8, MANY = 20;
 
@@ -25,12 +25,16 @@ const Charts = (() => {
     }
   }
 
+  // The number of the first of sorted values that is not below `x`.
+  function place(xs, x) {
+    let low = 0, high = xs.length;
+    while (low < high) { const middle = (low + high) >> 1; if (xs[middle] < x) low = middle + 1; else high = middle; }
+    return low;
+  }
+
   function put(line, x, y) {
-    let low = 0, high = line.x.length;
-    if (high && x > line.x[high - 1]) low = high;
-    while (low < high) { const middle = (low + high) >> 1; if (line.x[middle] < x) low = middle + 1; else high = middle; }
-    if (line.x[low] === x) line.y[low] = y;
-    else { line.x.splice(low, 0, x); line.y.splice(low, 0, y); }
+    if (line.x.length && x <= line.x[line.x.length - 1]) line.x.length = line.y.length = place(line.x, x);
+    line.x.push(x); line.y.push(y);
   }
 
   // The lines of one panel over all runs: each with the label, the number of its colour and the style of its stroke.
@@ -158,8 +162,7 @@ const Charts = (() => {
       const x = at === null || at === undefined ? null : this.plot.data[0][at];
       for (const each of this.lines) {
         const { x: xs, y: ys } = each.line;
-        let i = xs.length - 1;
-        if (x !== null) while (i > 0 && xs[i] > x) i -= 1;
+        const after = x === null ? xs.length : place(xs, x), i = xs[after] === x ? after : Math.max(0, after - 1);
         this.values.get(each.label).textContent = short(ys[i]);
         words.push(`${each.label} ${short(ys[i])} at ${xs[i]}`);
       }

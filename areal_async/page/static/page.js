@@ -17,12 +17,19 @@
 
   // --- the server ----------------------------------------------------------------------------------------------
   class Refused extends Error {}
+  const answers = new Map();  // The last ones of what is asked again and again, which the server need not send again
   async function ask(path, values = {}) {
-    const query = new URLSearchParams(values).toString(), token = kept("token");
-    const answer = await fetch(`v1/page/jobs${path}${query ? `?${query}` : ""}`, { headers: token ? { authorization: `Bearer ${token}` } : {}, cache: "no-store" });
+    const query = new URLSearchParams(values).toString(), token = kept("token"), url = `v1/page/jobs${path}${query ? `?${query}` : ""}`;
+    const known = answers.get(url), headers = {};
+    if (token) headers.authorization = `Bearer ${token}`;
+    if (known) headers["if-none-match"] = known.tag;
+    const answer = await fetch(url, { headers, cache: "no-store" });
+    if (answer.status === 304) return known.told;
     if (answer.status === 401) throw new Refused(token ? "This token is not let in." : "");
-    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).message || `the server answered ${answer.status}`);
-    return answer.json();
+    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error || `the server answered ${answer.status}`);
+    const told = await answer.json();
+    if (!query) answers.set(url, { tag: answer.headers.get("etag"), told });
+    return told;
   }
   const trouble = (text) => { if (by("trouble").textContent !== text) by("trouble").textContent = text; by("trouble").hidden = !text; };
 
@@ -47,18 +54,18 @@
     }
     async look() {
       const jobs = await ask("");
-      if (jobs.length === 1 && view === this && !this.rows.size) { location.replace(`#/job/${encodeURIComponent(jobs[0].name)}`); return; }
+      if (jobs.length === 1 && view === this && !this.rows.size) { location.replace(`#/job/${encodeURIComponent(jobs[0].key)}`); return; }
       const added = document.createDocumentFragment();
       for (const job of jobs) {
-        let row = this.rows.get(job.name);
+        let row = this.rows.get(job.key);
         if (!row) {
           const item = node("li"), link = node("a", "", "job");
-          link.href = `#/job/${encodeURIComponent(job.name)}`;
+          link.href = `#/job/${encodeURIComponent(job.key)}`;
           const cells = Array.from({ length: 5 }, () => node("span"));
           link.append(...cells);
           item.append(link);
           added.append(item);
-          this.rows.set(job.name, (row = { item, cells, told: "" }));
+          this.rows.set(job.key, (row = { item, cells, told: "" }));
         }
         const told = JSON.stringify(job);
         if (row.told === told) continue;
@@ -68,8 +75,8 @@
         row.find = `${job.name} ${job.state}`.toLowerCase();
       }
       by("jobs-list").append(added);
-      const there = new Set(jobs.map((job) => job.name));
-      for (const [name, row] of this.rows) if (!there.has(name)) { row.item.remove(); this.rows.delete(name); }
+      const there = new Set(jobs.map((job) => job.key));
+      for (const [key, row] of this.rows) if (!there.has(key)) { row.item.remove(); this.rows.delete(key); }
       this.filter();
     }
     filter() {
@@ -116,7 +123,7 @@
       const at = (own, name) => (own === null || own === undefined ? store.last(name) : own);
       const staleness = at(status.staleness_mean, "staleness_mean");
       const entries = [
-        ["Steps", `${told.step} of ${told.steps}`], ["Time left", told.alive && status.eta_s ? span(status.eta_s) : null],
+        ["Steps", told.steps === null ? null : `${told.step} of ${told.steps}`], ["Time left", told.alive && status.eta_s ? span(status.eta_s) : null],
         ["Reward", value(at(status.reward, "reward_mean"))], ["Held-out", value(at(status.accuracy, "accuracy"))],
         ["Staleness", staleness === null ? null : `${short(staleness)}, at most ${told.bound}`],
         ["Generated tokens", per(at(status.generated_per_s, "generated_per_s"))], ["Trained tokens", per(at(status.trained_per_s, "tokens_per_s"))],
@@ -154,30 +161,33 @@
   const span = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`);
 
   class JobView extends Charted {
-    constructor(name) {
-      super([{ name, bound: null, store: new Store() }]);
-      this.name = name; this.path = `/${encodeURIComponent(name)}`; this.offset = 0; this.over = false;
+    constructor(key) {
+      super([{ name: key, bound: null, store: new Store() }]);
+      this.key = key; this.path = `/${encodeURIComponent(key)}`; this.offset = 0;
       this.viewer = new Samples.Viewer({
         list: () => ask(`${this.path}/samples`), summaries: (key) => ask(`${this.path}/samples`, { key }),
         episode: (key, episode) => ask(`${this.path}/samples`, { key, episode }), search: (search) => ask(`${this.path}/samples`, { search }),
       });
     }
-    show() { only("job"); by("crumb").textContent = this.name; by("differences").hidden = true; this.head(this.name, null); by("tiles").replaceChildren(); }
+    show() { only("job"); by("crumb").textContent = this.key; by("differences").hidden = true; this.head(this.key, null); by("tiles").replaceChildren(); }
     async look() {
-      const told = await ask(this.path);
+      const told = await ask(this.path), [run] = this.runs;
       if (view !== this) return;
-      this.runs[0].bound = told.bound;
+      run.bound = told.bound;
       this.panels(told.panels);
-      for (let more = true; more && view === this;) {
+      by("crumb").textContent = told.name;
+      this.head(told.name, told); this.workers(told.workers);
+      // What is there is drawn while the rest of a long history comes.
+      for (let more = true; more;) {
         const answer = await ask(`${this.path}/records`, { offset: this.offset });
-        if (answer.reset) this.runs[0].store.clear();
-        this.runs[0].store.add(answer.rows);
+        if (view !== this) return;
+        if (answer.reset) run.store.clear();
+        run.store.add(answer.rows);
         this.offset = answer.offset;
         more = answer.more;
+        this.draw(answer.reset);
+        this.tiles(told);
       }
-      if (view !== this) return;
-      this.draw();
-      this.head(this.name, told); this.tiles(told); this.workers(told.workers);
       await this.viewer.refresh();
     }
   }

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.controller.submission import Submission
+from tests.unit.controller.served import Serving, serving
 from tests.unit.controller.world import World, submission
 
 
@@ -15,6 +16,12 @@ def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     yield world
     world.end()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Serving:
+    """Serves a controller for as long as its context lasts."""
+    return lambda: serving(tmp_path / "cluster")
 
 
 @pytest.fixture

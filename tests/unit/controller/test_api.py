@@ -1,24 +1,20 @@
 """The API on the real server, over a controller whose processes are made up."""
 
 import asyncio
-import contextlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import aiohttp
 import jsonschema
 import msgspec
 import pytest
 import yaml
 
-from areal_async.config.cluster import ClusterConfig
 from areal_async.config.errors import ConfigError
 from areal_async.controller import api as api_module
-from areal_async.controller.api import LIMITS, ControllerApi
+from areal_async.controller.api import LIMITS
 from areal_async.controller.client import ControllerClient, ControllerGone, TokenRefused, reached
-from areal_async.controller.folder import ClusterFolder, TokenBook, hash_of
+from areal_async.controller.folder import hash_of
 from areal_async.controller.messages import WorkersAnswer
 from areal_async.controller.metrics import REFUSED
 from areal_async.controller.operations import LOG_BYTES, OPERATIONS, openapi_document
@@ -29,71 +25,10 @@ from areal_async.launch.launcher import WAITS
 from areal_async.rpc.control_messages import WorkersChanged
 from areal_async.runtime.http_server import HttpServer, listen
 from tests.unit.controller import openapi
-from tests.unit.controller.world import World, submission
+from tests.unit.controller.world import submission
 from tests.waiting import until
 
 DOCS = Path(__file__).parents[3] / "docs"
-
-
-class Served:
-    """A controller that is asked over HTTP."""
-
-    def __init__(self, folder):
-        self.folder = ClusterFolder(folder)
-        self.folder.make()
-        self.folder.make_tokens()
-        self.thread = ThreadPoolExecutor(1)
-        self.world = self.thread.submit(World, folder).result()
-        self.downs = []
-        self.woken = 0
-        api = ControllerApi(
-            self.world.controller,
-            ClusterConfig(),
-            TokenBook(self.folder.tokens),
-            self.thread,
-            wake=self.wake,
-            on_down=self.downs.append,
-        )
-        self.server = HttpServer(api.app, listen("127.0.0.1", 0), LIMITS, name="controller")
-        self.server.start()
-        self.client = ControllerClient(self.server.url, self.folder.token())
-
-    def wake(self):
-        self.woken += 1
-
-    async def on_thread(self, function, *arguments):
-        return await asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
-
-    async def start(self, name):
-        """Have a job of this name run."""
-        await self.on_thread(self.world.controller.submit, submission(name))
-        await self.on_thread(self.world.tick)
-        self.world.real.arrive()
-        self.world.real.serve()
-        await self.on_thread(self.world.tick)
-
-    async def ask(self, method, path, body=None, token=None, **headers):
-        token = self.folder.token() if token is None else token
-        headers = {**headers, **({"Authorization": f"Bearer {token}"} if token else {})}
-        data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
-        async with aiohttp.ClientSession() as session:
-            async with session.request(method, self.server.url + path, data=data, headers=headers) as answer:
-                return answer.status, answer.headers, await answer.read()
-
-
-@pytest.fixture
-def served(tmp_path):
-    @contextlib.asynccontextmanager
-    async def serving():
-        there = Served(tmp_path / "cluster")
-        try:
-            yield there
-        finally:
-            await there.server.close()
-            await there.on_thread(there.world.end)
-            there.thread.shutdown()
-
-    return serving
 
 
 def counted(reason):
