@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from areal_async.rewards import RewardSpec
 from areal_async.rpc.verdicts import Verdict
@@ -27,9 +27,12 @@ class LocalScorer(Router):
         return [verdict for verdict, _ in await self.score_timed(inputs, groups)]
 
     async def score_timed(
-        self, inputs: Sequence[RewardInput], groups: Sequence[Hashable] | None = None
+        self,
+        inputs: Sequence[RewardInput],
+        groups: Sequence[Hashable] | None = None,
+        judged: Callable[[], None] = lambda: None,
     ) -> list[tuple[Verdict, float]]:
-        """`score`, each verdict with the milliseconds that its call took."""
+        """`score`, each verdict with the milliseconds that its call took; `judged` is called at each."""
         results: dict[int, tuple[Verdict, float]] = {}
         done = asyncio.Event()
 
@@ -37,6 +40,7 @@ class LocalScorer(Router):
             def take(index: int, verdicts: list[Verdict], elapsed_ms: float) -> None:
                 for place, verdict in zip(calls[index], verdicts, strict=True):
                     results[place] = (verdict, elapsed_ms)
+                    judged()
                 if len(results) == len(inputs):
                     done.set()
 

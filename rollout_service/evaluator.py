@@ -27,14 +27,17 @@ from areal_async.config.devices import evaluation_rollout
 from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
+from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.verdicts import Score, Verdict, kind_of
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import record
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.status import board
 from areal_async.status.record import RunRecords, open_records
 from areal_async.status.samples import file_name, lines_of, sample_of, short_text
+from areal_async.status.view import clock_text
 from areal_async.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, pack, unpack
 from areal_async.weights.receiver import make_receiver
@@ -167,9 +170,20 @@ class Evaluator:
         self._gateway = gateway
         self._sampling = sampling_of(job.evaluation_sampling)
         self._started = False
+        self._asked, self._answered, self._begun_s = 0, 0, 0.0
         self.samples = job.evaluation.samples  # Answers to each task
         self.folder = f"policies/{job.policy}" if job.policies else ""
         """Of the policy that is evaluated, below that of the run."""
+
+    def doing(self) -> str:
+        """How far the evaluation under way is; empty when none is."""
+        done, asked = self._answered, self._asked
+        if not asked or done == asked:
+            return f"scoring {asked} answers" if asked else ""
+        left = ""
+        if done:
+            left = f", left {clock_text((time.monotonic() - self._begun_s) / done * (asked - done))}"
+        return f"{done} of {asked} answers{left}"
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
         """Load `snapshot`, answer every task as often as the job says and score the answers. Raises
@@ -186,6 +200,7 @@ class Evaluator:
         answers: list[_Answer] = []
         failures: list[str] = []
         samples = self.samples
+        self._asked, self._answered, self._begun_s = len(tasks) * samples, 0, time.monotonic()
         queue = iter([(number, sample) for number in range(len(tasks)) for sample in range(samples)])
 
         async def work() -> None:
@@ -198,6 +213,7 @@ class Evaluator:
                     if self._first_failure_ends:
                         raise
                     failures.append(f"{type(error).__name__}: {error}")
+                self._answered += 1
 
         workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
         engines = [self._engine, *(other.speaks.engine for other in self._others)]
@@ -220,6 +236,7 @@ class Evaluator:
             for answer, verdict in zip(answers, verdicts, strict=True)
             if isinstance(verdict, Score)
         ]
+        self._asked = 0
         failures += [str(verdict) for verdict in verdicts if not isinstance(verdict, Score)]
         if not scored:
             raise EvaluationError(
@@ -474,6 +491,7 @@ async def main(ctx: ServiceContext) -> None:
                 others=others,
                 first_failure_ends=ctx.inline,
             )
+            board.figures = lambda: ServiceFigures(doing=evaluator.doing())
             await follow(receiver, evaluator, tasks, records)
 
     try:

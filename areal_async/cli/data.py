@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 import yaml
-from rich.console import Console
-from rich.progress import track as show_progress
 
 from areal_async.cli.tools import AsJson, readable_errors, show
 
@@ -90,6 +88,7 @@ def prepare(
         from areal_async.data import prepare as preparing
         from areal_async.data.sources import DataError, find_source, source_rows
         from areal_async.data.styles import TASK, Answer, DataKind, Style, kind_of
+        from areal_async.status.progress import track
 
         columns = dict(_pairs("--map", mapping.split(",") if mapping else ()))
         if unknown := [name for name in columns if name not in TASK]:
@@ -128,7 +127,7 @@ def prepare(
             keep_duplicates=keep_duplicates,
             max_prompt_tokens=max_prompt_tokens,
         )
-        done = preparing.prepare(found, style, recipe, tokenizer, _track)
+        done = preparing.prepare(found, style, recipe, tokenizer, track)
         files = {out: done.train}
         if held_out:
             second = held_out_file or out.with_name(f"held_out{out.suffix}")
@@ -164,13 +163,14 @@ def check(
     overlap with the held-out file. Status 2 where there is any."""
     with readable_errors():
         from areal_async.data.check import check_data
+        from areal_async.status.progress import track
 
         if target.suffix in (".yaml", ".yml"):
             files, expected = _of_job(target)
         else:
             files = [target, *([held_out] if held_out is not None else [])]
             expected = _expected(model, kind, max_model_len, template_args or ())
-        report = check_data(files, expected, _track)
+        report = check_data(files, expected, track)
         show(report, "\n".join(_checked(report)), as_json)
         if report.stops:
             raise typer.Exit(2)
@@ -257,14 +257,6 @@ def _one_of(option: str, value: str, words: Any) -> None:
 
     if value not in words.__args__:
         raise DataError(f"{option} is {value!r}. Choose of {', '.join(words.__args__)}.")
-
-
-def _track(rows: Iterable[Any], what: str) -> Iterable[Any]:
-    """With a bar on standard error while it takes long on a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return rows
-    return show_progress(rows, what, console=console, transient=True)
 
 
 def _prepared(done: Prepared, files: dict[Path, Any]) -> Iterator[str]:

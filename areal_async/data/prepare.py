@@ -115,7 +115,8 @@ def prepare(
     if style.kind == "rl":
         _number(done)
     if tokenizer is not None and style.kind == "rl":
-        done.tokens = [len(prompt_ids(tokenizer, row["prompt"])) for row in (*done.train, *done.held_out)]
+        every = (*done.train, *done.held_out)
+        done.tokens = [len(prompt_ids(tokenizer, row["prompt"])) for row in track(every, "lengths")]
     return done
 
 

@@ -60,6 +60,8 @@ class ServiceFigures(Record, frozen=True):
     sums: dict[str, list[float]] = {}
     """What it has counted since its start of how long things take, by name (docs/metrics.md, `load`)."""
     buffer: BufferStats | None = None  # As of about a second ago
+    doing: str = ""
+    """What it has under way that takes long, in words, with how far it is."""
     run: dict[str, Any] | None = None
     """How the run stands, the supervisor's: a `RunStatus` as plain values, once it watches."""
 

@@ -184,6 +184,7 @@ class ServiceActivity:
     busy: float | None = None
     """Share of the last seconds in its busiest activity, 0 to 1; None before it is known."""
     waiting_for: str = ""  # What it waits for, in words; empty when it waits for nothing
+    doing: str = ""  # What it has under way that takes long, with how far it is
 
 
 @dataclass(frozen=True)
@@ -453,7 +454,8 @@ class StatusAggregator:
         phase = service.phase
         if phase == "serving" and service.status is not None and service.status.state == "draining":
             phase = "draining"  # on the buffer's word, without the supervisor's doing
-        return ServiceActivity(name, phase, service.rates.busy(), service.waiting_for())
+        doing = service.figures.doing if phase == "serving" else ""
+        return ServiceActivity(name, phase, service.rates.busy(), service.waiting_for(), doing)
 
 
 def self_check_text(record: RunRecord) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,9 +28,20 @@ from areal_async.status.aggregator import Progress, RunStatus, no_score_text
 PLAIN_EVERY_S = 5.0
 SELDOM = 6  # Once steps have lines of their own, the whole is told so many times less often
 STALL_EVERY_S = 30.0  # How often a stall that lasts is said again on plain lines
+MESSAGE_EVERY_S = 300.0  # The same for a message that comes again
 MOST_WAITING = 4096  # Records whose lines nobody reads; the oldest go first
 HELD = frozenset({"leased", "generated", "scored"})  # States of groups that a line tells
-FIRST_TO_GO = ("pacing", "groups", "busy", "self-check", "dropped", "tokens/s", "no score", "staleness")
+FIRST_TO_GO = (
+    "pacing",
+    "groups",
+    "busy",
+    "self-check",
+    "dropped",
+    "tokens/s",
+    "no score",
+    "doing",
+    "staleness",
+)
 """Rows that a low terminal has no room for, the first to be left out first."""
 MAX_WIDTH = 110
 MAX_SERVICES = 10
@@ -90,12 +102,13 @@ class PlainLines:
     def show(self, status: RunStatus) -> None:
         """A line of the whole now and then, and news as soon as they are there."""
         self.flush()
-        news = status.stall.edge if status.stall is not None else status.message
-        if news and (news != self._news or (status.stall is not None and self._clock() >= self._again_s)):
+        # What a service waits for comes and goes, with other numbers each time: that is no news.
+        news = status.stall.edge if status.stall is not None else re.sub(r"\d+", "0", status.message)
+        if news and (news != self._news or self._clock() >= self._again_s):
             kind = "message" if status.stall is None else "stall"
             self._say(f"{kind}={_quoted(_message(status))} time={clock_text(status.elapsed_s)}")
-            self._again_s = self._clock() + STALL_EVERY_S
-        self._news = news
+            self._again_s = self._clock() + (STALL_EVERY_S if status.stall is not None else MESSAGE_EVERY_S)
+            self._news = news
         for note in status.dropped.no_scores:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)
@@ -179,7 +192,7 @@ def status_line(status: RunStatus) -> str:
     """How the run stands, as one line."""
     figures: dict[str, Any] = {"time": clock_text(status.elapsed_s)}
     if not status.trained and (starting := _starting(status)):
-        return _pairs(figures | {"starting": ", ".join(starting)})
+        return pairs_of(figures | {"starting": ", ".join(starting)})
     figures |= {"done": f"{status.step}/{status.steps}"}
     if status.eta_s is not None:
         figures["left"] = clock_text(status.eta_s)
@@ -188,16 +201,19 @@ def status_line(status: RunStatus) -> str:
     if busy := {one.name: one.busy for one in status.services if one.busy and one.phase == "serving"}:
         busiest = max(busy, key=lambda name: busy[name])
         figures["busiest"] = f"{busiest}:{busy[busiest]:.0%}"
+    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
+        figures["doing"] = ", ".join(doing)
     if away := [f"{one.name} {one.phase}" for one in status.services if one.phase != "serving"]:
         figures["not_serving"] = ", ".join(away)
     if status.kind == "rl":
         figures |= {state: count for state, count in status.groups.items() if count and state in HELD}
     lost = {"dropped": status.dropped.groups, "masked": status.dropped.masked}
     figures |= {name: sum(counts.values()) for name, counts in lost.items() if counts}
-    return _pairs(figures)
+    return pairs_of(figures)
 
 
-def _pairs(figures: Mapping[str, Any]) -> str:
+def pairs_of(figures: Mapping[str, Any]) -> str:
+    """These as `key=value`, with quotation marks where a value needs them."""
     return " ".join(f"{key}={_quoted(str(value))}" for key, value in figures.items())
 
 
@@ -285,6 +301,8 @@ def _figures(status: RunStatus) -> dict[str, str]:
     speeds = [("generated", status.generated_per_s), ("trained", status.trained_per_s)]
     if said := [f"{value:,.0f} {what}" for what, value in speeds if value is not None]:
         figures["tokens/s"] = ", ".join(said)
+    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
+        figures["doing"] = ", ".join(doing)
     figures["busy"] = _busy(status)
     if status.dropped.text:
         figures["dropped"] = status.dropped.text

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from areal_async.cli.tools import AdviseRequest, print_json, run_tool
 from areal_async.launch.runs import find_run
+from areal_async.status.progress import progress
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import Advice, Variant, advise
 from replay_buffer.simulation.measured import Window, measured
@@ -25,8 +26,10 @@ def main(request: AdviseRequest) -> None:
     window, costs = Window.of(run), measured([run])
     rules, shape = Rules.of(run.job), Shape.of(run.job)
     seen = seen_in(window)
-    off = abs(predicted(rules, shape, costs, steps=request.steps).steps_per_s / seen["steps_per_s"] - 1)
-    advice = advise(rules, shape, costs, steps=request.steps, off=min(off, TRUSTED))
+    with progress("simulating"):
+        now = predicted(rules, shape, costs, steps=request.steps)
+        off = abs(now.steps_per_s / seen["steps_per_s"] - 1)
+        advice = advise(rules, shape, costs, steps=request.steps, off=min(off, TRUSTED))
     if request.as_json:
         found: dict[str, Any] = {
             "seen": seen,

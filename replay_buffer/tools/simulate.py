@@ -13,6 +13,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.load import load_job
 from areal_async.config.yamlfile import dump_yaml
 from areal_async.launch.runs import find_run
+from areal_async.status.progress import progress
 from replay_buffer.simulation.costs import Costs, read_costs
 from replay_buffer.simulation.measured import measured
 from replay_buffer.simulation.world import Prediction, simulated
@@ -27,7 +28,8 @@ def main(request: SimulateRequest) -> None:
         )
     costs = costs_of(request)
     begun_s = time.perf_counter()
-    prediction = simulated(job, costs, steps=request.steps, seed=request.seed)
+    with progress("simulating"):
+        prediction = simulated(job, costs, steps=request.steps, seed=request.seed)
     took_s = time.perf_counter() - begun_s
     if not prediction.steps:
         problem = "no step is ever done: the limits leave no room for a batch, or everything is dropped"

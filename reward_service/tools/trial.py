@@ -31,6 +31,7 @@ from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, 
 from areal_async.errors import ArealError
 from areal_async.prompts import message_texts
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of, message_of
+from areal_async.status.progress import progress
 from areal_async.tasks import TaskTable, read_tasks
 from reward_service.client import LocalScorer
 from reward_service.processes import on_print
@@ -168,7 +169,8 @@ async def judge(section: RewardSection, samples: Sequence[AnswerSample]) -> list
     """Each answer judged once, in order. Raises `RewardLoadError`."""
     async with LocalScorer(section) as scorer:
         given, groups = [sample.given for sample in samples], [sample.row for sample in samples]
-        results = await scorer.score_timed(given, groups)
+        with progress("judging", len(given)) as judged:
+            results = await scorer.score_timed(given, groups, judged)
     return [JudgedAnswer(sample, *result) for sample, result in zip(samples, results, strict=True)]
 
 

@@ -13,6 +13,7 @@ from areal_async.cli.tools import CheckpointRequest, run_tool, show
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.runs import Run, find_run
+from areal_async.status.progress import progress
 from areal_async.status.record import read_run_log
 from areal_async.storage.content import materialise
 from trainer_service.checkpoint import (
@@ -47,14 +48,16 @@ def write_checkpoint_model(target: str | Path, step: str, out: Path, *, adapter:
     if store is not None and not folder.exists():
         store.bring(chosen, folder)
     checkpoint = open_checkpoint(folder, job=run.job.job, policy=run.job.policy)
-    materialise(run.job)
-    ranks = join_ranks(0, 1)
-    backend = load_backend(run.job, ranks, policy_alone=True)
-    backend.load(folder, {})
+    with progress("reading the checkpoint"):
+        materialise(run.job)
+        ranks = join_ranks(0, 1)
+        backend = load_backend(run.job, ranks, policy_alone=True)
+        backend.load(folder, {})
     write = write_adapter if adapter else write_whole
     values = run.job.kind == "reward_model"
     files = companion_files(run.job.model, run.job.trainer.dtype, values=values)
-    write(out, run.job, backend, files, ranks)
+    with progress("writing the model"):
+        write(out, run.job, backend, files, ranks)
     return checkpoint.manifest.step
 
 

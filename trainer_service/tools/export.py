@@ -7,6 +7,7 @@ from pathlib import Path
 from areal_async.cli.tools import ExportRequest, run_tool, show, step_range
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.launch.runs import find_run
+from areal_async.status.progress import track
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
 from trainer_service.data.recording import Recording
 from trainer_service.errors import BatchError
@@ -28,7 +29,7 @@ def main(request: ExportRequest) -> None:
         )
     out = Path(request.out)
     with EpisodeWriter(out, run.job.job, overwrite=request.overwrite) as file:
-        for step in steps:
+        for step in track(steps, "steps"):
             recorded = recording.read(step)
             for group in recorded.batch.groups:
                 for entry in group.episodes:

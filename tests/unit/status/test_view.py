@@ -110,6 +110,13 @@ def test_a_service_that_does_not_serve_says_so(service, trained, words):
         assert "80%" not in said, "not the share of the process that died"
 
 
+def test_an_evaluation_under_way_says_how_far_it_is():
+    evaluator = ServiceActivity("evaluator", "serving", 0.9, "", "120 of 512 answers, left 1:23")
+    shown = status(services=(*SERVICES, evaluator))
+    assert "doing      evaluator 120 of 512 answers, left 1:23" in drawn(shown)
+    assert parsed(status_line(shown))["doing"] == "evaluator 120 of 512 answers, left 1:23"
+
+
 def test_services_alike_are_one_entry_but_for_those_that_do_not_serve():
     ranks = [ServiceActivity(name, "serving", 0.62) for name in ("trainer", "trainer-1", "trainer-2")]
     workers = [ServiceActivity(f"rollout-{n}", "serving", 0.8 + n / 100) for n in range(12)]
@@ -217,13 +224,16 @@ def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
     view = PlainLines(console, every_s=5.0, clock=lambda: now_s)
     for tick in range(24):
         now_s = tick * 0.5
-        view.show(status(message='odd "one"' if tick in (3, 4) else "", trained=False))
+        view.show(status(message=f'odd "{tick}"' if tick in (3, 4, 6) else "", trained=False))
     for tick in range(24, 120):
         now_s = tick * 0.5
-        view.show(status())
+        view.show(status(message="another" if tick == 30 else ""))
     lines = [parsed(line) for line in text(console).splitlines()]
     assert sum("done" in line for line in lines) == 3 + 2
-    assert [line for line in lines if "message" in line] == [{"message": 'odd "one"', "time": "1:23"}]
+    assert [line for line in lines if "message" in line] == [
+        {"message": 'odd "3"', "time": "1:23"},
+        {"message": "another", "time": "1:23"},
+    ]
 
 
 def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
