@@ -55,6 +55,9 @@ def prepare(
     ] = "auto",
     kind: KindOption = None,
     split: Annotated[str, typer.Option(help="Split of folders that have several.")] = "train",
+    where: Annotated[
+        str, typer.Option(metavar="COLUMN=VALUE,...", help="Take rows that have these: ability=code")
+    ] = "",
     weights: Annotated[
         str, typer.Option(metavar="W,W,...", help="Shares of the sources in a mixture, none repeated.")
     ] = "",
@@ -126,6 +129,7 @@ def prepare(
             skip_bad=skip_bad,
             keep_duplicates=keep_duplicates,
             max_prompt_tokens=max_prompt_tokens,
+            where=dict(_pairs("--where", where.split(",") if where else ())),
         )
         done = preparing.prepare(found, style, recipe, tokenizer, track)
         files = {out: done.train}
@@ -263,7 +267,12 @@ def _prepared(done: Prepared, files: dict[Path, Any]) -> Iterator[str]:
     from areal_async.data.check import length_figures
 
     for name, counts in done.counts.items():
-        out = {"bad": counts.bad, "duplicates": counts.duplicates, "too long": counts.too_long}
+        out = {
+            "of other --where": counts.others,
+            "bad": counts.bad,
+            "duplicates": counts.duplicates,
+            "too long": counts.too_long,
+        }
         left = "".join(f", {number} {why}" for why, number in out.items() if number)
         yield f"{name}: {counts.read} rows read{left}, {counts.taken} taken"
         if counts.first_bad:

@@ -31,6 +31,8 @@ class SourceCounts:
     """What became of the rows of a source."""
 
     read: int = 0
+    others: int = 0
+    """Those that `--where` does not ask for."""
     bad: int = 0
     duplicates: int = 0
     too_long: int = 0
@@ -61,6 +63,8 @@ class Recipe:
     skip_bad: bool = False
     keep_duplicates: bool = False
     max_prompt_tokens: int | None = None
+    where: Mapping[str, str] = field(default_factory=dict)
+    """What a column of the source must be, as text, for its row to be taken."""
 
 
 def prepare(
@@ -86,6 +90,9 @@ def prepare(
         pool = []
         for where, row in track(source_rows(source), label):
             counts.read += 1
+            if any(str(row.get(column)) != value for column, value in recipe.where.items()):
+                counts.others += 1
+                continue
             try:
                 made = style.convert(where, row, source.name)
             except BadRow as error:
@@ -106,6 +113,7 @@ def prepare(
             pool.append(made)
         if not pool:
             why = f" The first: {counts.first_bad}" if counts.first_bad else ""
+            why += f" --where takes none of {counts.others}." if counts.others else ""
             raise DataError(f"none of the {counts.read} rows of {label} can be used.{why}")
         pools.append(pool)
     taken = _mixed(pools, sources, recipe)

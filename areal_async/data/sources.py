@@ -27,6 +27,7 @@ from areal_async.tasks import VISION_COLUMNS, TaskFileError, task_rows
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*")
 JSON_BYTES = 1 << 30  # Of a .json file that is not lines
 
 
@@ -113,6 +114,9 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
 
 
 def _splits_in(path: Path) -> set[str]:
+    """What a file may belong to; a shard of the hub (`train_prefs-00000-of-00001`) has its split's name."""
+    if shard := SHARD.fullmatch(path.stem):
+        return {shard[1]}
     words = {*re.split(r"[-_.]", path.stem), *(part for part in path.parts[:-1])}
     return words & {"train", "test", "validation", "valid", "dev", "eval"}
 

@@ -7,7 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import recipe_plans
 import recipe_runs
@@ -18,6 +21,7 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
 from areal_async.config.yamlfile import dump_yaml, read_mapping
 from areal_async.examples import read_examples
+from areal_async.quickstart.model import make_tokenizer
 from areal_async.tasks import task_rows
 
 ROOT, RECIPES = recipe_runs.ROOT, recipe_runs.RECIPES
@@ -38,31 +42,77 @@ def said(role, content):
     return {"role": role, "content": content}
 
 
-def of_the_hub(name, i):
-    """A row with the columns that the data set of this name has."""
-    match name:
-        case "openai/gsm8k":
-            return {"question": f"What is {i} + 1?", "answer": f"{i} and 1 are {i + 1}.\n#### {i + 1}"}
-        case "BytedTsinghua-SIA/DAPO-Math-17k":
-            return {
-                "data_source": "math_dapo",
-                "prompt": [said("user", f"Solve x = {i} + 1. The last line should be Answer: $Answer")],
-                "ability": "MATH",
-                "reward_model": {"ground_truth": str(i + 1), "style": "rule-lighteval/MATH_v2"},
-                "extra_info": {"index": str(i)},
-            }
-        case "HuggingFaceH4/ultrafeedback_binarized":
-            asked = said("user", f"Name {i} things.")
-            return {
-                "prompt": asked["content"],
-                "prompt_id": f"{i:064x}",
-                "chosen": [asked, said("assistant", "Gladly.")],
-                "rejected": [asked, said("assistant", "No.")],
-                "messages": [asked, said("assistant", "Gladly.")],
-                "score_chosen": 8.0,
-                "score_rejected": 2.0,
-            }
-    raise AssertionError(f"write down which columns {name} has")
+def gsm8k(i):
+    return {"question": f"What is {i} + 1?", "answer": f"{i} and 1 are {i + 1}.\n#### {i + 1}"}
+
+
+def maths(i, repeated=4):
+    i //= repeated  # both data sets have each problem several times
+    return {
+        "data_source": "math_dapo",
+        "prompt": [said("user", f"Solve x = {i} + 1. The last line should be Answer: $Answer")],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(i + 1), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": str(i)},
+    }
+
+
+def feedback(i):
+    asked = said("user", f"Name {i} things.")
+    return {
+        "prompt": asked["content"],
+        "prompt_id": f"{i:064x}",
+        "chosen": [asked, said("assistant", "Gladly.")],
+        "rejected": [asked, said("assistant", "Gladly." if i == 3 else "No.")],
+        "messages": [asked, said("assistant", "Gladly.")],
+        "score_chosen": 8.0,
+        "score_rejected": 2.0,
+    }
+
+
+def eurus(i):
+    ability = "code" if i % 4 == 0 else "math"
+    tests = json.dumps({"inputs": [f"{i}\n"], "outputs": [f"{i + 1}\n"]})
+    return {
+        "data_source": "taco" if ability == "code" else "numina_olympiads",
+        "prompt": [said("system", "Think."), said("user", f"Add one to {i}.")],
+        "ability": ability,
+        "reward_model": {"ground_truth": tests if ability == "code" else str(i), "style": "rule"},
+        "extra_info": {"index": i, "split": "dummy"},
+    }
+
+
+ULTRAFEEDBACK = ("train_prefs", "train_sft", "train_gen", "test_prefs", "test_sft", "test_gen")
+HUB = {  # file -> its rows; the places and columns that these data sets have on the hub
+    **{
+        f"openai/gsm8k/{kind}/{split}-00000-of-00001": gsm8k
+        for kind in ("main", "socratic")
+        for split in ("train", "test")
+    },
+    "BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k": maths,
+    "BytedTsinghua-SIA/AIME-2024/data/aime-2024": maths,
+    **{
+        f"HuggingFaceH4/ultrafeedback_binarized/data/{split}-00000-of-00001": feedback
+        for split in ULTRAFEEDBACK
+    },
+    **{f"PRIME-RL/Eurus-2-RL-Data/data/{split}-00000-of-00001": eurus for split in ("train", "validation")},
+}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder with the data sets of the recipes as the hub has them, a few rows each, and a tokenizer for
+    the models that count prompts."""
+    folder = tmp_path_factory.mktemp("hub")
+    for place, row in HUB.items():
+        path = folder / f"{place}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([row(i) for i in range(40)]), path)
+    tokenizer = make_tokenizer("".join(map(chr, range(32, 127))))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for model in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"):
+        tokenizer.save_pretrained(folder / "Qwen" / model)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -108,48 +158,29 @@ def test_the_commands_for_two_cores_end_in_the_small_job(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_commands_for_the_data_make_what_the_jobs_name(name, tmp_path):
+def test_the_commands_for_the_data_make_what_the_jobs_name(name, hub, monkeypatch):
+    monkeypatch.chdir(hub)
     block = DATA.search((RECIPES / name / "README.md").read_text())[1].replace("\\\n", " ")
-    made = set()
     for words in map(shlex.split, block.splitlines()):
-        words = [word.replace(f"recipes/{name}/data", str(tmp_path)) for word in words]
-        if words[:3] == ["areal-async", "data", "prepare"]:
-            source = tmp_path / "hub.jsonl"
-            rows = [of_the_hub(words[3], i) for i in range(20)]
-            source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            asked = words[words.index("--held-out") + 1]
-            words = ["3" if word == asked else word for word in words]
-            done = CliRunner().invoke(app, [*words[1:3], str(source), *words[4:], "--overwrite"])
+        if words[0] == "python":
+            command = [sys.executable, ROOT / words[1], *words[2:]]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        else:
+            few = ["5" if before == "--held-out" else word for before, word in pairwise(["", *words])]
+            done = CliRunner().invoke(app, [*few[1:], "--overwrite"])
             assert done.exit_code == 0, done.output
-        elif words[0] == "python":
-            if "only_code.py" in words[1]:
-                words[2] = code_rows(tmp_path)
-            subprocess.run([sys.executable, *words[1:]], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    rows = {}
     for path in (RECIPES / name).glob("*_gpu*.yaml"):
         job = read_mapping(path)
         for file in job["tasks"].values():
-            made.add(file)
-            prepared = tmp_path / file.removeprefix("data/")
+            prepared = hub / "recipes" / name / file
             if job.get("kind", "rl") == "rl":
-                assert list(task_rows(prepared, ("prompt", "reward_model"), []))
+                rows[file] = [row for _, row in task_rows(prepared, None)]
             else:
-                assert list(read_examples(prepared, job["kind"])[1])
-    assert made
-
-
-def code_rows(folder):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    tests = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
-    rows = [
-        {
-            "data_source": "taco",
-            "prompt": [said("user", "Add one.")],
-            "ability": ability,
-            "reward_model": {"ground_truth": tests, "style": "rule"},
-        }
-        for ability in ("math", "code")
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "of_both.parquet")
-    return str(folder / "of_both.parquet")
+                rows[file] = list(read_examples(prepared, job["kind"])[1])
+    assert rows
+    assert all(rows.values())
+    if name == "code-sandbox":
+        assert {row["ability"] for row in rows["data/train.jsonl"]} == {"code"}
+    if name == "dapo-maths":
+        assert len(rows["data/held_out.jsonl"]) == 10  # each problem once

@@ -65,6 +65,14 @@ def test_math_gives_what_its_box_holds(write, tmp_path):
     assert task.data_source == "math"
 
 
+def test_rows_are_chosen_by_what_a_column_has(write, tmp_path):
+    source, out = write("math.jsonl", MATH), tmp_path / "out.jsonl"
+    told = call(source, "--out", out, "--keep", "level", "--where", "level=Level 3")
+    assert {row["extra_info"]["level"] for row in rows_of(out)} == {"Level 3"}
+    assert f"{len(MATH) - len(rows_of(out))} of other --where" in told
+    assert "takes none of" in call(source, "--out", tmp_path / "x.jsonl", "--where", "level=9", status=2)
+
+
 def test_a_chat_asks_all_but_its_last_reply(write, tmp_path):
     chats = [
         {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
@@ -149,6 +157,19 @@ def test_folders_of_datasets_and_the_hub_are_read_without_that_package(tmp_path)
     assert find_source(str(tmp_path / "gsm8k" / "main" / "*.parquet"), "train").name == "gsm8k"
     with pytest.raises(DataError, match="has no split 'validation': choose with --split"):
         find_source(str(tmp_path / "gsm8k"), "validation")
+
+
+def test_a_split_of_the_hub_has_its_whole_name(tmp_path):
+    for split in ("train_prefs", "train_gen", "test_prefs"):
+        for shard, row in enumerate(GSM8K[:2]):
+            name = f"{split}-{shard:05}-of-00002-1a2b3c.parquet"
+            pq.write_table(pa.Table.from_pylist([row | {"split": split}]), tmp_path / name)
+    rows = [row for _, row in source_rows(find_source(str(tmp_path), "train_gen"))]
+    assert [row["split"] for row in rows] == ["train_gen"] * 2
+    with pytest.raises(
+        DataError, match="no split 'train': choose with --split test_prefs, train_gen, train_prefs"
+    ):
+        find_source(str(tmp_path), "train")
 
 
 def test_a_json_file_may_be_one_list_or_one_problem(tmp_path):
