@@ -166,7 +166,7 @@ class Registry:
             try:
                 path, attribute = self._own(name)
             except PartError:
-                yield Mistake(field, self._unknown(name), self._choice)
+                yield Mistake(field, self._unknown(name), _half_named(name) or self._choice)
                 return
             if not run_own:
                 yield from self._mistakes_of_file(path, attribute, arguments, field, args_field)
@@ -313,6 +313,14 @@ def _value_mistakes(
         for detail in error.errors(include_url=False):
             inner = "".join(f".{part}" for part in detail["loc"])
             yield _value_mistake(f"{where}{inner}", f"{parameter.name}{inner}", detail, owner)
+
+
+def _half_named(name: str) -> str:
+    """What to write for a file that is named without what it defines, or without its ending."""
+    stem, colon, attribute = name.partition(":")
+    if name.endswith(".py"):
+        return f"Name what it defines, too: `{name}:NAME`"
+    return f"Name the file with its ending: `{stem}.py:{attribute}`" if stem and colon and attribute else ""
 
 
 def _keyword_mistakes(

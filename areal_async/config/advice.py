@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from areal_async.config.base import Section
@@ -17,6 +18,8 @@ from areal_async.config.trainings import FILE_KINDS
 RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
 drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
+MOST_LR, MOST_TEMPERATURE = 0.01, 2.0
+MORE_HELD_OUT = 3  # Times the size of the training file, above which the two are likely swapped
 OF_RL = (
     *("rollout.", "buffer.", "reward.", "weights.", "evaluation."),
     *(f"trainer.{name}." for name in ("objective", "reference", "critic", "teacher", "process_reward")),
@@ -68,7 +71,30 @@ def _advise(job: JobConfig) -> list[Mistake]:
         _priority_learns_more_slowly,
     )
     of_rl = [warning for rule in rules for warning in rule(job)] if job.kind == "rl" else []
-    return [*_fields_are_of_the_kind(job), *of_rl]
+    return [*_fields_are_of_the_kind(job), *_numbers_are_usual(job), *of_rl]
+
+
+def _numbers_are_usual(job: JobConfig) -> Iterator[Mistake]:
+    """What is within the bounds, and hardly ever what was meant."""
+    optimizer, steps = job.trainer.optimizer, job.trainer.steps
+    updates = steps * (job.trainer.minibatches if job.kind == "rl" else 1)
+    if optimizer.lr > MOST_LR:
+        problem = f"{optimizer.lr:g} is far above what AdamW trains language models with (1e-6 to 1e-3)"
+        yield Mistake("trainer.optimizer.lr", problem, "Write a smaller number, such as 1e-6 or 3e-4")
+    if optimizer.warmup_steps >= updates > 1:
+        problem = f"the rate rises for {optimizer.warmup_steps} updates, and the job has {updates}"
+        fix = f"Set it below {updates}, or the rate never reaches trainer.optimizer.lr"
+        yield Mistake("trainer.optimizer.warmup_steps", problem, fix, ("trainer.steps",))
+    if job.kind == "rl" and job.rollout.sampling.temperature > MOST_TEMPERATURE:
+        problem = f"at {job.rollout.sampling.temperature:g} answers are all but random"
+        yield Mistake("rollout.sampling.temperature", problem, "Set it to 1, or somewhat above or below")
+    train, held_out = job.tasks.train, job.tasks.evaluation
+    if held_out is not None and held_out.suffix == train.suffix:
+        with suppress(OSError):
+            if held_out.stat().st_size > MORE_HELD_OUT * train.stat().st_size:
+                problem = f"{held_out.name} is much larger than {train.name}, which is trained on"
+                fix = "If they are swapped, give each the other's place; else give fewer held-out tasks"
+                yield Mistake("tasks.evaluation", problem, fix, ("tasks.train",))
 
 
 def _priority_learns_more_slowly(job: JobConfig) -> Iterator[Mistake]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -24,6 +24,15 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_word_that_yaml_reads_as_true(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool):
+            kinds = {*_types(cls.model_fields[info.field_name or ""].annotation)}
+            if bool not in kinds and Any not in kinds and kinds & {int, float}:
+                raise PydanticCustomError("int_type" if int in kinds else "float_type", "a number is needed")
+        return value
+
     @field_validator("*")
     @classmethod
     def _is_a_number_that_can_be_meant(cls, value: Any, info: ValidationInfo) -> Any:
@@ -35,6 +44,11 @@ class Section(BaseModel):
                 "less_than_equal", "Input should be less than or equal to {le}", {"le": LARGEST}
             )
         return value
+
+
+def _types(annotation: Any) -> tuple[Any, ...]:
+    """A field's type, and those in it."""
+    return (annotation, *(each for inner in get_args(annotation) for each in _types(inner)))
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -28,12 +28,36 @@ OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("clip_low", "epsilon_low", "clip_ratio_low"), f"{_CLIP}low"),
     **dict.fromkeys(("clip_range", "cliprange", "clip_ratio", "eps_clip"), f"{_CLIP}low and clip_high"),
     "learning_rate": "trainer.optimizer.lr",
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.sampling.max_new_tokens",
+    **dict.fromkeys(("num_generations", "n", "rollout_n"), "rollout.group_size"),
+    **dict.fromkeys(("max_completion_length", "max_response_length"), "rollout.sampling.max_new_tokens"),
+    **dict.fromkeys(("max_length", "max_seq_length"), "rollout.max_model_len"),
+    **dict.fromkeys(("stop_token_ids", "stop_tokens", "stop_strings"), "rollout.sampling.stop"),
+    **dict.fromkeys(("train_batch_size", "per_device_train_batch_size"), "buffer.batch_groups"),
+    **dict.fromkeys(("max_steps", "total_training_steps"), "trainer.steps"),
+    **dict.fromkeys(("evaluate_every", "eval_steps", "test_freq"), "evaluation.every_steps"),
+    **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.every_steps"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "trainer.optimizer.clip_grad_norm"),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_steps"), "trainer.optimizer.warmup_steps"),
+    **dict.fromkeys(("train_files", "train_file", "dataset"), "tasks.train"),
+    **dict.fromkeys(("val_files", "eval_dataset", "held_out"), "tasks.evaluation"),
+    "gradient_checkpointing": "trainer.backend_args.recompute",
+    "reward_funcs": "reward.name",
+    "report_to": "observe.loggers",
+    "output_dir": "run_dir",
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "tasks.passes"),
 }
 """What other trainers and papers call a field, and what it is called here."""
 PREFERENCE_LOSSES = get_args(PreferenceSection.model_fields["loss"].annotation)
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "_s": {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400},
+    "_bytes": {
+        f"{prefix}{unit}": size**power
+        for unit, size in (("b", 1000), ("ib", 1024), ("", 1024))
+        for power, prefix in enumerate("kmgt", start=1)
+    },
+    "": {"%": 0.01, "k": 1e3, "m": 1e6},
+}
+"""End of a field's name -> units that people write after a number, in that of the field."""
 SURELY_MEANT = 0.8  # How close a field's name must be to come before the same name in a section below
 
 
@@ -148,15 +172,37 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
     if kind == "string_pattern_mismatch":
         fix = _form(field, detail["ctx"]["pattern"])
         return Mistake(field, f"{found!r} does not have the right form", fix)
+    if found is None and kind in ("model_type", "model_attributes_type", "dict_type"):
+        return Mistake(field, "nothing stands under it", "Remove it, or indent its fields below it")
+    if kind == "invalid_key":
+        fix = "Write numbers with a point, 4.0e-4; a comma ends the value before it"
+        return Mistake(".".join(location[:-1]), f"{found!r} is no name of a field", fix)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Mistake(field or "file", f"{found!r} is not a section", _as_section(field, found))
     if field == "kind" and (meant := _kind_of(str(found).lower())):
         return Mistake(field, f"{found!r} is not a choice", f"Did you mean {meant}?")
     if (words := value_in_words(detail)) is not None:
         word = f", or {detail['word']}" if "word" in detail else ""
-        return Mistake(field, f"{found!r} {words[0]}", words[1] + word)
+        if isinstance(found, bool):
+            quoted = (
+                "" if kind.startswith(("int_", "float_")) else "; a yes, no, on or off needs quotation marks"
+            )
+            return Mistake(field, f"{str(found).lower()} {words[0]}", words[1] + word + quoted)
+        return Mistake(field, f"{found!r} {words[0]}", words[1] + word + _in_unit(field, found))
     message = str(detail["msg"]).rstrip(".")
     return Mistake(field, f"{found!r} is refused: {message}", f"Correct it. {_about(field)}".rstrip(". "))
+
+
+def _in_unit(field: str, found: Any) -> str:
+    """The number of the field's unit that was meant by one with a unit, or with a comma, behind a colon."""
+    text = str(found).strip().lower()
+    if re.fullmatch(r"\d+,\d+(e-?\d+)?", text):
+        return f": {text.replace(',', '.')}"
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z%]+)", text)
+    units = next(units for end, units in UNITS.items() if field.endswith(end))
+    if match is None or match[2] not in units:
+        return ""
+    return f": {float(match[1]) * units[match[2]]:.12g}"
 
 
 def _kind_of(name: str) -> str | None:

@@ -72,6 +72,21 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _as_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
+    """YAML 1.1 takes 010 for 8, and 1:30 for 90."""
+    value: int = loader.construct_yaml_int(node)
+    text = node.value.replace("_", "").lstrip("+-")
+    if ":" in text or (text[0] == "0" and text[1:].isdigit()):
+        problem = (
+            f"{node.value} would be read as {value}; write it without 0 before it or colons, or in quotes"
+        )
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return value
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _as_int)
+
+
 def _below(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [each for pair in node.value for each in pair]
@@ -123,11 +138,22 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         content = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise _refused(source, syntax_problem(error), "Correct the YAML at that line") from None
+        raise _refused(source, syntax_problem(error), _how_to_mend(error)) from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise _refused(source, f"the file holds {found}, not `key: value` lines", "Start it with `job: NAME`")
     return content
+
+
+def _how_to_mend(error: yaml.YAMLError) -> str:
+    said = str(error)
+    if "'\\t'" in said:
+        return "Indent with blanks, not with tabs"
+    if "is given twice" in said:
+        return "Keep one of the two, with all that belongs into it"
+    if "expected ':'" in said:
+        return "Correct that line or the one before it: `key: value`, with a blank after the colon"
+    return "Correct the YAML at that line"
 
 
 def syntax_problem(error: yaml.YAMLError) -> str:

@@ -143,6 +143,31 @@ def test_the_defaults_are_without_a_warning(folder):
 
 
 @pytest.mark.parametrize(
+    ("field", "unusual", "usual"),
+    [
+        ("trainer.optimizer.lr", "3", "3e-4"),
+        ("trainer.optimizer.warmup_steps", "1000", "10"),
+        ("rollout.sampling.temperature", "100", "1.2"),
+    ],
+)
+def test_a_number_that_is_hardly_ever_meant_is_warned_of(folder, field, unusual, usual):
+    fields = ["trainer.steps=1000", "kind=rl"]
+    (warning,) = advise(load_job(folder / "job.yaml", [*fields, f"{field}={unusual}"]))
+    assert warning.field == field
+    assert advise(load_job(folder / "job.yaml", [*fields, f"{field}={usual}"])) == []
+
+
+def test_training_and_held_out_tasks_that_look_swapped_are_warned_of(folder):
+    row = (folder / "train.jsonl").read_text().splitlines()[0] + "\n"
+    (folder / "many.jsonl").write_text(row * 40)
+    (folder / "few.jsonl").write_text(row * 4)
+    swapped = load_job(folder / "job.yaml", ["tasks.train=few.jsonl", "tasks.evaluation=many.jsonl"])
+    assert [warning.field for warning in advise(swapped)] == ["tasks.evaluation"]
+    right = load_job(folder / "job.yaml", ["tasks.train=many.jsonl", "tasks.evaluation=few.jsonl"])
+    assert advise(right) == []
+
+
+@pytest.mark.parametrize(
     ("fields", "inert"),
     [
         ((), False),

@@ -50,7 +50,7 @@ def test_overrides_reach_into_a_policy(tmp_path):
 
 
 DUET = {"workflow": "duet.py:duet"}
-CODER: dict[str, Any] = {"model": "model", "trainer": {"steps": 7, "optimizer": {"lr": 0.1}}}
+CODER: dict[str, Any] = {"model": "model", "trainer": {"steps": 7, "optimizer": {"lr": 0.01}}}
 TESTER: dict[str, Any] = {
     "model": "other",
     "buffer": {"max_staleness": 1},
@@ -69,7 +69,7 @@ def test_the_sections_of_the_job_are_the_defaults_of_its_policies(tmp_path):
     assert (job.policy, coder.policy, tester.policy) == ("coder", "coder", "tester")
     assert (coder.model, tester.model) == (tmp_path / "model", tmp_path / "other")
     assert (coder.trainer.steps, tester.trainer.steps) == (7, 5)
-    assert (coder.trainer.optimizer.lr, coder.trainer.optimizer.eps) == (0.1, 0.5)
+    assert (coder.trainer.optimizer.lr, coder.trainer.optimizer.eps) == (0.01, 0.5)
     assert (coder.buffer.max_staleness, tester.buffer.max_staleness) == (4, 1)
     assert (coder.rollout.sampling.max_new_tokens, tester.rollout.sampling.max_new_tokens) == (256, 8)
     assert coder.rollout.group_size == tester.rollout.group_size == 2
