@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check reverb-env trl-env engines test test-quick test-nightly test-engines lint format clean
+.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-engines      make them, then run the tests against the real servers"
 	@echo "make recipes-check     train the small size of every recipe (some minutes)"
 	@echo "make lint              ruff and mypy"
+	@echo "make docs              write the site of the docs to site/, which a browser opens from the disk"
 	@echo "make wheelhouse        collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
 	@echo "make wheelhouse-check  try those wheels in an environment that has torch and transformers alone"
 	@echo "make images-check      do what the light image does, in a folder of its own (2 GB, some minutes)"
@@ -108,10 +109,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# While writing: .venv/bin/mkdocs serve
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "Open site/index.html"
+
 # The small size of every recipe, with its figures: minutes, for a nightly list (docs/recipes.md).
 recipes-check: $(STAMP)
 	$(BIN)/python benchmarks/recipe_runs.py --out benchmarks/results/recipes.json $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
