@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_async.launch.here import RankLines
@@ -13,8 +13,18 @@ from areal_async.launch.plan import MODULES, rank_name
 from areal_async.runtime.topology import ServicePlace
 
 
-def start_ranks(commands: Sequence[Sequence[str]], **options: Any) -> list[subprocess.Popen[str]]:
-    """Start the ranks' `commands`, rank 0's first; `options` are further ones of `Popen`.
+def as_program(
+    command: Sequence[str], environment: Mapping[str, str], given: Mapping[str, int], **options: Any
+) -> subprocess.Popen[str]:
+    """`given` are descriptors that the process is to have, by the variables that name them."""
+    env = {**environment, **{name: str(fd) for name, fd in given.items()}}
+    return subprocess.Popen(command, text=True, env=env, pass_fds=[*given.values()], **options)
+
+
+def start_ranks(
+    commands: Sequence[Sequence[str]], *, start: Callable[..., Any] = as_program, **options: Any
+) -> list[Any]:
+    """Start the ranks' `commands` by `start`, rank 0's first; `options` are further ones of `Popen`.
 
     In each process `Meeting.from_environment` says where they meet. Nobody listens for their pulses."""
     environment = options.pop("env", os.environ)
@@ -22,8 +32,7 @@ def start_ranks(commands: Sequence[Sequence[str]], **options: Any) -> list[subpr
     for rank, command in enumerate(commands):
         place = ServicePlace(rank_name(rank), "trainer", rank, MODULES["trainer"], metrics_port=0)
         variables, given, line_fd = lines.prepare(place)
-        env = {**environment, **variables, **{name: str(fd) for name, fd in given.items()}}
-        started.append(subprocess.Popen(command, text=True, env=env, pass_fds=[*given.values()], **options))
+        started.append(start(command, {**environment, **variables}, given, **options))
         for fd in (*given.values(), line_fd):
             if fd is not None:
                 os.close(fd)

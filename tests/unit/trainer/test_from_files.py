@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from started_ranks import start_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.status.record import read_run_log
@@ -15,6 +14,7 @@ from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelScorer
 from tests.unit.trainer import files_process
 from tests.unit.trainer.files_process import job_of, trainer_of
+from tests.unit.trainer.forked_ranks import fork_ranks
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.errors import BatchError
 
@@ -104,7 +104,7 @@ def test_two_ranks_train_what_one_trains(tmp_path, model_dir):
         (tmp_path / loss / "job.json").write_text(job.model_dump_json())
         paths += [str(tmp_path / loss / "job.json"), str(tmp_path / loss / "two")]
     command = [sys.executable, files_process.__file__]
-    ranks = start_ranks([[*command, str(rank), "2", *paths] for rank in range(2)], stderr=subprocess.PIPE)
+    ranks = fork_ranks([[*command, str(rank), "2", *paths] for rank in range(2)], stderr=subprocess.PIPE)
     try:
         ended = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
     finally:

@@ -9,11 +9,11 @@ import sys
 import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from started_ranks import start_ranks
 from torch.distributed import HashStore
 
 from areal_async.config.job import TrainerSection
 from tests.unit.trainer import group_process
+from tests.unit.trainer.forked_ranks import fork_ranks
 from trainer_service import checkpoint, ranks
 from trainer_service.errors import BatchError, RankError
 from trainer_service.ranks import _await_all, join_ranks, lost_peer
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(folder):
     """What each of two ranks saw."""
-    processes = start_ranks(
+    processes = fork_ranks(
         [[sys.executable, group_process.__file__, str(rank), str(folder)] for rank in range(2)],
         stdout=subprocess.PIPE,
     )

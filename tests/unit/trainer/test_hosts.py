@@ -10,10 +10,10 @@ import sys
 
 import pytest
 from safetensors.torch import load_file
-from started_ranks import start_ranks
 
 from areal_async.status.record import read_run_log
 from tests.unit.trainer import hosts_process
+from tests.unit.trainer.forked_ranks import fork_ranks
 from tests.unit.trainer.hosts_process import STEPS
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.data.recording import write_step
@@ -46,7 +46,7 @@ class Trainer:
         (`KILL_RANK`), the others are then too, as the supervisor does it."""
         command = [sys.executable, hosts_process.__file__]
         world = str(len(self.hosts))
-        ranks = start_ranks(
+        ranks = fork_ranks(
             [
                 [*command, str(rank), world, host, *self._paths, self.store]
                 for rank, host in enumerate(self.hosts)
@@ -106,6 +106,20 @@ def two_hosts(tmp_path, model_dir, batches):
     return Trainer(tmp_path, model_dir, batches)
 
 
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory, model_dir, batches):
+    trainer = Trainer(tmp_path_factory.mktemp("stopped"), model_dir, batches)
+    assert trainer.finish(STOP_AFTER="5") == 0
+    return trainer.folder
+
+
+@pytest.fixture
+def stopped(stopped_once, two_hosts):
+    """Two hosts whose job was stopped after five of its six steps."""
+    shutil.copytree(stopped_once, two_hosts.folder, dirs_exist_ok=True)
+    return two_hosts
+
+
 def same_model(one, other):
     first, second = load_file(one.model()), load_file(other.model())
     assert first.keys() == second.keys()
@@ -140,30 +154,27 @@ def test_ranks_on_two_hosts_train_and_publish_what_one_host_does(one_host, two_h
     ],
     ids=["processes", "both hosts", "the other host", "the first host"],
 )
-def test_they_go_on_from_what_all_of_them_still_have(one_host, two_hosts, lost, step):
+def test_they_go_on_from_what_all_of_them_still_have(one_host, stopped, lost, step):
     """From what they left in memory where both hosts have it, and else from the store."""
-    assert two_hosts.finish(STOP_AFTER="5") == 0
-    two_hosts.lose(*lost)
-    assert two_hosts.finish() == step
-    same_model(one_host, two_hosts)
-    assert two_hosts.last_snapshot() == one_host.last_snapshot()
-    assert two_hosts.stored() == [2, 4, 6]
+    stopped.lose(*lost)
+    assert stopped.finish() == step
+    same_model(one_host, stopped)
+    assert stopped.last_snapshot() == one_host.last_snapshot()
+    assert stopped.stored() == [2, 4, 6]
 
 
-def test_ranks_that_come_back_on_each_others_hosts_go_on_from_the_store(one_host, two_hosts):
+def test_ranks_that_come_back_on_each_others_hosts_go_on_from_the_store(one_host, stopped):
     """Each finds in memory what the other one reads."""
-    assert two_hosts.finish(STOP_AFTER="5") == 0
-    two_hosts.hosts = ("far", "near")
-    assert two_hosts.finish() == 4
-    same_model(one_host, two_hosts)
+    stopped.hosts = ("far", "near")
+    assert stopped.finish() == 4
+    same_model(one_host, stopped)
 
 
-def test_states_of_one_name_that_are_not_the_same_are_not_taken(one_host, two_hosts):
-    assert two_hosts.finish(STOP_AFTER="5") == 0
-    manifest = two_hosts.folder / "far" / "shm" / "trainer-state" / "step-000005" / "manifest.json"
+def test_states_of_one_name_that_are_not_the_same_are_not_taken(one_host, stopped):
+    manifest = stopped.folder / "far" / "shm" / "trainer-state" / "step-000005" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"epoch": 1', b'"epoch": 2'))
-    assert two_hosts.finish() == 4
-    same_model(one_host, two_hosts)
+    assert stopped.finish() == 4
+    same_model(one_host, stopped)
 
 
 def test_a_rank_killed_while_it_names_its_part_of_a_state_has_both_go_on_from_the_one_before(

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from started_ranks import start_ranks
 from transformers import AutoModelForCausalLM, DeepseekV3Config, HrmTextConfig, OlmoHybridConfig
 
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.families import FAMILIES, config_of
 from tests.unit.trainer import names_process
+from tests.unit.trainer.forked_ranks import fork_ranks
 from trainer_service.backends.fsdp.loading import LoadedModel, load_sharded
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import ModelError
@@ -186,7 +186,7 @@ def test_each_of_two_ranks_holds_and_gives_out_its_own_part_and_both_refuse_what
     tensors.pop("model.norm.weight")
     save_file(tensors, spoilt / "model.safetensors")
     command = [sys.executable, names_process.__file__]
-    processes = start_ranks(
+    processes = fork_ranks(
         [
             [*command, str(rank), *map(str, (folder, own, tmp_path / str(rank)))]
             for rank, own in enumerate([folder, spoilt])

@@ -7,15 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from started_ranks import start_ranks
-
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.forked_ranks import fork_ranks
 
 
 def two_ranks(*paths: Path, **environment: str) -> list[tuple[int, str]]:
     """Run `rank_process` on `paths` as two processes that meet; the status and the errors of each."""
     command = [sys.executable, rank_process.__file__]
-    ranks = start_ranks(
+    ranks = fork_ranks(
         [[*command, str(rank), "2", *map(str, paths)] for rank in range(2)],
         stderr=subprocess.PIPE,
         env=os.environ | environment,

@@ -1,0 +1,101 @@
+"""Ranks of a test as forks of a process that has its imports done and no thread: nearly all of the time that
+a rank of a tiny model takes, as a program of its own, is the import of torch and transformers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
+from typing import Any
+
+from started_ranks import start_ranks
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "torch.distributed.fsdp",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen2.modeling_qwen2",
+        *(f"tests.unit.trainer.{name}_process" for name in ("rank", "hosts", "files", "group", "names")),
+    ]
+)
+
+
+class _Passed:
+    """A descriptor on its way to a fork, where it is a number."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> Any:
+        return _taken, (reduction.DupFd(self._fd),)
+
+
+def _taken(passed: Any) -> int:
+    fd: int = passed.detach()
+    return fd
+
+
+class ForkedRank:
+    """What a test needs of `Popen`, for the command that runs a script of ours."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        given: Mapping[str, int],
+        *,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        piped = [fd for fd, kind in ((1, stdout), (2, stderr)) if kind is not None]
+        self._said = {fd: tempfile.TemporaryFile("w+") for fd in piped}  # noqa: SIM115 - read when it has ended
+        outputs = {fd: _Passed(file.fileno()) for fd, file in self._said.items()}
+        passed = {name: _Passed(fd) for name, fd in given.items()}
+        self._process = FORKS.Process(target=_run, args=(command[1:], dict(environment), passed, outputs))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked rank", timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = 60.0) -> tuple[str | None, str | None]:
+        self.wait(timeout)
+        return self._text(1), self._text(2)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _text(self, fd: int) -> str | None:
+        if (file := self._said.get(fd)) is None:
+            return None
+        file.seek(0)
+        return file.read()
+
+
+def _run(
+    arguments: Sequence[str], environment: dict[str, str], given: dict[str, int], outputs: dict[int, int]
+) -> None:
+    """In the fork: be the program that these are the arguments of."""
+    for number, fd in outputs.items():
+        os.dup2(fd, number)
+    os.environ.clear()
+    os.environ.update(environment | {name: str(fd) for name, fd in given.items()})
+    sys.argv = [*arguments]
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def fork_ranks(commands: Sequence[Sequence[str]], **options: Any) -> list[ForkedRank]:
+    """As `start_ranks`, of commands that run a script with this Python."""
+    return start_ranks(commands, start=ForkedRank, **options)
