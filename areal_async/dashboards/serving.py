@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -52,6 +53,7 @@ def serve(folder: Path, run_dirs: Sequence[Path], ports: Ports, tell: Callable[[
     prometheus = shutil.which("prometheus")
     if prometheus is None:
         raise DashboardsError(NO_PROMETHEUS)
+    _check_free(ports.prometheus, "--port")
     url = f"http://{LOOPBACK}:{ports.prometheus}"
     write_files(folder, run_dirs, url)
     with caught_signals() as signals, ExitStack() as stack:
@@ -70,12 +72,31 @@ def serve(folder: Path, run_dirs: Sequence[Path], ports: Ports, tell: Callable[[
         if (command := grafana_command(folder)) is None:
             tell(NO_GRAFANA.format(folder=folder, url=url))
         else:
+            _check_free(ports.grafana, "--grafana-port")
             grafana_url = f"http://{LOOPBACK}:{ports.grafana}"
             settings = os.environ | grafana_environment(folder, ports.grafana)
             start("grafana", command, f"{grafana_url}/api/health", settings)
             tell(f"Grafana, with the dashboards: {grafana_url}")
-        tell(f"It shows the jobs of {', '.join(map(str, run_dirs))}, until Ctrl-C.")
+        tell(told_of(run_dirs))
         _await(lambda: False, running, folder, signals, limit_s=None)
+
+
+def told_of(run_dirs: Sequence[Path]) -> str:
+    """Of which jobs there will be figures, so that a folder that is not meant is seen at once."""
+    n = sum(len([*folder.glob("prometheus/*.json")]) for folder in run_dirs)
+    where = ", ".join(str(folder.absolute()) for folder in run_dirs)
+    running = f"{n} now" if n else "none now; --runs names the run_dir of your job files"
+    return f"It shows the jobs that run in {where} ({running}), until Ctrl-C."
+
+
+def _check_free(port: int, option: str) -> None:
+    """What serves there already would be taken for the program that is started. Raises `DashboardsError`."""
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        raise DashboardsError(
+            f"cannot listen on port {port}: {error.strerror}. Give another {option}, or end what serves it."
+        ) from error
 
 
 def prometheus_command(program: str, folder: Path, port: int) -> list[str]:

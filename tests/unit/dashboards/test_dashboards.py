@@ -236,11 +236,19 @@ def test_up_starts_prometheus_with_the_rules_and_grafana_where_there_is_one(tmp_
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "prometheus").symlink_to(shutil.which("prometheus"))
+    (tmp_path / "prometheus").mkdir()
+    (tmp_path / "prometheus" / "sums.json").write_text("[]")
     port, grafana_port = free_port(), free_port()
     with start(tmp_path, port, grafana_port, programs) as alone:
         lines = [alone.stdout.readline() for _ in range(3)]
         assert "grafana is not on the PATH" in lines[1], lines
         assert f"{tmp_path}/dashboards/grafana" in lines[1]
+        assert f"{tmp_path} (1 now)" in lines[2]
+        with start(tmp_path / "other", port, grafana_port, programs) as second:
+            said = second.communicate(timeout=60)[0]
+        assert second.returncode != 0
+        assert said.startswith(f"error: cannot listen on port {port}: Address already in use")
+        assert not (tmp_path / "other").exists(), "a start that failed leaves something"
         alone.send_signal(signal.SIGINT)
         assert alone.wait(30) == 0
 
