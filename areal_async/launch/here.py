@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,15 @@ def memory_kills(vmstat: Path = VMSTAT) -> int:
             if line.startswith("oom_kill "):
                 return int(line.partition(" ")[2])
     return 0
+
+
+def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:
+    """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
+    if not path.parent.is_dir():
+        path.parent.mkdir()
+        path.parent.chmod(0o755)
+    # Prometheus may run as another user. They are ports, which everybody on the machine may know.
+    write_whole(path, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:

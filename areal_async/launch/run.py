@@ -29,6 +29,7 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
 from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
+from areal_async.launch.here import write_targets
 from areal_async.launch.home_files import HomeFilesServer, exported
 from areal_async.launch.inline import InlineRun, check_inline
 from areal_async.launch.launcher import Launcher
@@ -141,6 +142,11 @@ def run_job(
                 watch_disk(folders.run_dir)
                 run_log.write("resume" if resume else "start")
                 if inline:
+                    host = folders.host
+                    labels = {"job": job.job, "service": "inline", "process": "inline", "host": host.node_id}
+                    write_targets(
+                        folders.targets, [{"targets": [f"{host.loopback}:{port}"], "labels": labels}]
+                    )
                     result = _run_inline(job, folders, run_log, lines=lines, resumed_by=resumed_by)
                 else:
                     result = _run(

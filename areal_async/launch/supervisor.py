@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-import msgspec
-
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.errors import FaultError
@@ -31,7 +29,7 @@ from areal_async.launch.autoscale import Autoscaler, ScaleChange
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.group import RankGroup
-from areal_async.launch.here import LocalLauncher, write_whole
+from areal_async.launch.here import LocalLauncher, write_targets, write_whole
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
@@ -367,7 +365,6 @@ class Supervisor:
         return self._launcher.publish(self.job, self.services)
 
     def _write_targets(self) -> None:
-        """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
         home, targets = self.topology.home_host, []
         ports = self.metrics_ports | {"supervisor": self._metrics_port}
         found: list[tuple[str, str, str]] = [(p.role, p.name, p.node_id) for p in self.services]
@@ -378,12 +375,7 @@ class Supervisor:
                 port, labels["__metrics_path__"] = self._metrics_port, elsewhere(process)
             if port:
                 targets.append({"targets": [f"{home.loopback}:{port}"], "labels": labels})
-        folder = self.folders.targets.parent
-        if not folder.is_dir():
-            folder.mkdir()
-            folder.chmod(0o755)
-        # Prometheus may run as another user. They are ports, which everybody on the machine may know.
-        write_whole(self.folders.targets, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
+        write_targets(self.folders.targets, targets)
 
 
 def ignore(number: int, frame: FrameType | None) -> None:

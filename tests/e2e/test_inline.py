@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pstats
 import pty
@@ -22,6 +23,7 @@ from areal_async.runtime.topology import Topology
 from tests.e2e.conftest import FinishedRun, command, told_by
 from tests.jobs import Workspace
 from tests.processes import processes_of
+from tests.scrape import fetch_samples
 
 pytestmark = pytest.mark.slow
 
@@ -277,6 +279,10 @@ def test_a_second_ctrl_c_ends_what_hangs_at_once(workspace, inline):
     objective = {"advantage": "parts.py:hanging_advantage"}
     with inline("run", workspace.job("inline-hanging", trainer__objective=objective)) as job:
         job.read_until("it hangs")
+        targets = workspace.folder / "runs" / "prometheus" / "inline-hanging.json"
+        (listed,) = json.loads(targets.read_text())
+        assert listed["labels"]["service"] == "inline"
+        assert "areal_rollout_tokens_total" in fetch_samples(int(listed["targets"][0].rpartition(":")[2]))
         job.type("\x03")
         time.sleep(0.7)  # a person's two: within half a second they are taken for one
         job.type("\x03")
