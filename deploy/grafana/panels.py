@@ -14,7 +14,7 @@ Kind = Literal["lines", "stacked", "stat", "bars"]
 
 @dataclass(frozen=True)
 class Panel:
-    """`queries` are expressions by legend, to which the job is added; `unit` is one of Grafana's."""
+    """`queries` are expressions by the legend of their lines; `unit` is one of Grafana's."""
 
     title: str
     help: str
@@ -84,29 +84,28 @@ OVERVIEW = Board(
                 Panel(
                     "Tokens sampled a second",
                     "Over all rollout workers, in the last minute.",
-                    {"": "job:areal_rollout_tokens:rate1m{<job>}"},
+                    {"{{job}}": "job:areal_rollout_tokens:rate1m{<job>}"},
                     kind="stat",
                     width=4,
                 ),
                 Panel(
                     "Steps an hour",
                     "As in the last five minutes.",
-                    {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
+                    {"{{job}} {{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     kind="stat",
                     width=4,
                 ),
                 Panel(
                     "Step",
                     "Steps finished.",
-                    {"{{policy}}": "areal_trainer_step{<policy>}"},
-                    "none",
+                    {"{{job}} {{policy}}": "areal_trainer_step{<policy>}"},
                     kind="stat",
                     width=4,
                 ),
                 Panel(
                     "Held-out accuracy",
                     "Of the last evaluation.",
-                    {"{{policy}}": "areal_evaluation_accuracy{<policy>}"},
+                    {"{{job}} {{policy}}": "areal_evaluation_accuracy{<policy>}"},
                     "percentunit",
                     kind="stat",
                     width=4,
@@ -114,7 +113,7 @@ OVERVIEW = Board(
                 Panel(
                     "Staleness / bound",
                     "Mean staleness of the last step as a share of buffer.max_staleness.",
-                    {"{{policy}}": "job_policy:areal_staleness_of_bound:ratio{<policy>}"},
+                    {"{{job}} {{policy}}": "job_policy:areal_staleness_of_bound:ratio{<policy>}"},
                     "percentunit",
                     kind="stat",
                     width=4,
@@ -122,7 +121,7 @@ OVERVIEW = Board(
                 Panel(
                     "Stall",
                     "Since the trainer last computed; 0 while it does.",
-                    {"{{edge}}": "max by (job, edge) (areal_stall_seconds{<job>})"},
+                    {"{{job}} {{edge}}": "max by (job, edge) (areal_stall_seconds{<job>})"},
                     "s",
                     kind="stat",
                     width=4,
@@ -135,20 +134,20 @@ OVERVIEW = Board(
                 Panel(
                     "Reward",
                     "Mean reward of the episodes of a step.",
-                    {"{{policy}}": "areal_trainer_reward_mean{<policy>}"},
+                    {"{{job}} {{policy}}": "areal_trainer_reward_mean{<policy>}"},
                 ),
                 share(
                     "Held-out accuracy",
                     "Mean, best and majority over the samples of a held-out task.",
-                    {"{{statistic}} {{policy}}": 'areal_evaluation_score{<policy>, data_source="*"}'},
+                    {"{{job}} {{statistic}}": 'areal_evaluation_score{<policy>, data_source="*"}'},
                 ),
                 Panel(
                     "Staleness",
                     "Mean and largest of a step in versions, beside the bound.",
                     {
-                        "mean {{policy}}": "areal_trainer_staleness_mean{<policy>}",
-                        "max {{policy}}": "areal_trainer_staleness_max{<policy>}",
-                        "bound {{policy}}": "areal_buffer_staleness_bound{<policy>}",
+                        "mean {{job}} {{policy}}": "areal_trainer_staleness_mean{<policy>}",
+                        "max {{job}} {{policy}}": "areal_trainer_staleness_max{<policy>}",
+                        "bound {{job}} {{policy}}": "areal_buffer_staleness_bound{<policy>}",
                     },
                     low=0,
                 ),
@@ -161,36 +160,36 @@ OVERVIEW = Board(
                     "Tokens a second",
                     "Sampled by all workers, and trained.",
                     {
-                        "sampled": "job:areal_rollout_tokens:rate1m{<job>}",
-                        "trained {{policy}}": "job_policy:areal_trainer_tokens:rate1m{<policy>}",
+                        "sampled {{job}}": "job:areal_rollout_tokens:rate1m{<job>}",
+                        "trained {{job}} {{policy}}": "job_policy:areal_trainer_tokens:rate1m{<policy>}",
                     },
                     low=0,
                 ),
                 share(
                     "Busy share of each service",
                     "The service that is busy all the time is the bottleneck; the others wait for it.",
-                    {"{{service}}": "job_service:areal_busy_share:rate1m{<job>}"},
+                    {"{{job}} {{service}}": "job_service:areal_busy_share:rate1m{<job>}"},
                 ),
                 share(
                     "Bottleneck",
                     "The busiest services now; the first is the one to speed up.",
-                    {"{{service}}": "sort_desc(job_service:areal_busy_share:rate1m{<job>})"},
+                    {"{{job}} {{service}}": "sort_desc(job_service:areal_busy_share:rate1m{<job>})"},
                     kind="bars",
                 ),
                 share(
                     "The trainer waits",
                     "Share of time in which the trainer neither trains nor publishes.",
-                    {"{{process}}": "1 - " + busy("train|publish|checkpoint")},
+                    {"{{job}} {{process}}": "1 - " + busy("train|publish|checkpoint")},
                 ),
                 share(
                     "Workers wait",
                     "Share of time in which a worker's engine computes nothing.",
-                    {"{{process}}": "1 - " + busy("rollout")},
+                    {"{{job}} {{process}}": "1 - " + busy("rollout")},
                 ),
                 Panel(
                     "Steps an hour",
                     "As over five minutes.",
-                    {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
+                    {"{{job}} {{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     low=0,
                 ),
             ),
@@ -209,21 +208,21 @@ ROLLOUT = Board(
                 Panel(
                     "Tokens a second",
                     "By worker.",
-                    {"{{process}}": per_second("areal_rollout_tokens_total", "job, process")},
+                    {"{{job}} {{process}}": per_second("areal_rollout_tokens_total", "job, process")},
                     kind="stacked",
                     low=0,
                 ),
                 Panel(
                     "Episodes a second",
                     "Acknowledged by the buffer, by worker.",
-                    {"{{process}}": per_second("areal_rollout_episodes_total", "job, process")},
+                    {"{{job}} {{process}}": per_second("areal_rollout_episodes_total", "job, process")},
                     kind="stacked",
                     low=0,
                 ),
                 share(
                     "Busy share",
                     "Share of time in which the engine computes.",
-                    {"{{process}}": busy("rollout")},
+                    {"{{job}} {{process}}": busy("rollout")},
                 ),
             ),
         ),
@@ -243,13 +242,13 @@ ROLLOUT = Board(
                 share(
                     "KV room in use",
                     "Of the fullest engine of a worker. At 1 requests wait or are pushed out.",
-                    {"{{process}}": "areal_rollout_kv_used_ratio{<job>}"},
+                    {"{{job}} {{process}}": "areal_rollout_kv_used_ratio{<job>}"},
                 ),
                 share(
                     "Prefix cache",
                     "Share of prompt tokens that a server found in its cache.",
                     {
-                        "{{process}}": "sum by (job, process) "
+                        "{{job}} {{process}}": "sum by (job, process) "
                         "(rate(areal_rollout_cached_tokens_total{<job>}[<rate>])) / (sum by (job, process) "
                         "(rate(areal_rollout_prompt_tokens_total{<job>}[<rate>])) > 0)"
                     },
@@ -269,16 +268,16 @@ ROLLOUT = Board(
                     "Workers",
                     "That answer, and that autoscaling wants.",
                     {
-                        "answer": 'count by (job) (up{<job>, service="rollout"} == 1)',
-                        "wanted": "areal_autoscale_workers{<job>} > 0",
-                        "{{reason}}": increase("areal_autoscale_changes_total"),
+                        "answer {{job}}": 'count by (job) (up{<job>, service="rollout"} == 1)',
+                        "wanted {{job}}": "areal_autoscale_workers{<job>} > 0",
+                        "{{reason}} {{job}}": increase("areal_autoscale_changes_total"),
                     },
                     low=0,
                 ),
                 Panel(
                     "Unsent episodes",
                     "Finished, and not yet acknowledged by the buffer.",
-                    {"{{process}}": "areal_rollout_unsent_episodes{<job>}"},
+                    {"{{job}} {{process}}": "areal_rollout_unsent_episodes{<job>}"},
                     low=0,
                 ),
             ),
@@ -290,12 +289,12 @@ ROLLOUT = Board(
                     "Episodes lost a second",
                     "Failed in the workflow (of them too long), or refused by the buffer with its reason.",
                     {
-                        "failed": per_second("areal_rollout_episodes_failed_total", "job"),
-                        "too long": per_second("areal_rollout_episodes_timed_out_total", "job"),
-                        "refused: {{reason}}": per_second(
+                        "failed {{job}}": per_second("areal_rollout_episodes_failed_total", "job"),
+                        "too long {{job}}": per_second("areal_rollout_episodes_timed_out_total", "job"),
+                        "refused: {{reason}} {{job}}": per_second(
                             "areal_rollout_episodes_refused_total", "job, reason"
                         ),
-                        "leases lost": per_second("areal_rollout_leases_lost_total", "job"),
+                        "leases lost {{job}}": per_second("areal_rollout_leases_lost_total", "job"),
                     },
                     low=0,
                 ),
@@ -306,7 +305,9 @@ ROLLOUT = Board(
                         "{{tool}} {{outcome}}": per_second(
                             "areal_rollout_tool_calls_total", "job, tool, outcome"
                         ),
-                        "template rewrites": per_second("areal_rollout_template_rewrites_total", "job"),
+                        "template rewrites {{job}}": per_second(
+                            "areal_rollout_template_rewrites_total", "job"
+                        ),
                     },
                     low=0,
                 ),
@@ -314,10 +315,10 @@ ROLLOUT = Board(
                     "Calls of agents a second",
                     "At the gateway, by how they ended; sessions open now.",
                     {
-                        "{{outcome}}": per_second("areal_gateway_calls_total", "job, outcome"),
-                        "roots: {{reason}}": per_second("areal_gateway_roots_total", "job, reason"),
-                        "tokens": per_second("areal_gateway_tokens_total", "job"),
-                        "sessions": "sum by (job) (areal_gateway_sessions{<job>})",
+                        "{{outcome}} {{job}}": per_second("areal_gateway_calls_total", "job, outcome"),
+                        "roots: {{reason}} {{job}}": per_second("areal_gateway_roots_total", "job, reason"),
+                        "tokens {{job}}": per_second("areal_gateway_tokens_total", "job"),
+                        "sessions {{job}}": "sum by (job) (areal_gateway_sessions{<job>})",
                     },
                     low=0,
                 ),
@@ -337,21 +338,21 @@ BUFFER = Board(
                 Panel(
                     "Groups held",
                     "By state of the ledger.",
-                    {"{{state}}": "areal_buffer_groups{<job>}"},
+                    {"{{state}} {{job}}": "areal_buffer_groups{<job>}"},
                     kind="stacked",
                     low=0,
                 ),
                 Panel(
                     "Episodes held",
                     "By state of the ledger.",
-                    {"{{state}}": "areal_buffer_episodes{<job>}"},
+                    {"{{state}} {{job}}": "areal_buffer_episodes{<job>}"},
                     kind="stacked",
                     low=0,
                 ),
                 Panel(
                     "Transitions a second",
                     "What happened to groups and episodes, and refusals, by reason.",
-                    {"{{reason}}": per_second("areal_buffer_transitions_total", "job, reason")},
+                    {"{{reason}} {{job}}": per_second("areal_buffer_transitions_total", "job, reason")},
                     low=0,
                 ),
             ),
@@ -363,9 +364,9 @@ BUFFER = Board(
                     "Outstanding groups",
                     "Leased and not yet trained; the most that the bound allows; what pacing asks for.",
                     {
-                        "outstanding {{policy}}": "areal_buffer_outstanding_groups{<policy>}",
-                        "most {{policy}}": "areal_buffer_capacity_groups{<policy>}",
-                        "ahead {{policy}}": "areal_buffer_ahead_groups{<policy>}",
+                        "outstanding {{job}} {{policy}}": "areal_buffer_outstanding_groups{<policy>}",
+                        "most {{job}} {{policy}}": "areal_buffer_capacity_groups{<policy>}",
+                        "ahead {{job}} {{policy}}": "areal_buffer_ahead_groups{<policy>}",
                     },
                     low=0,
                 ),
@@ -373,8 +374,8 @@ BUFFER = Board(
                     "Largest staleness trained",
                     "Since the start, beside the bound, in versions.",
                     {
-                        "seen {{policy}}": "areal_buffer_max_staleness_seen{<policy>}",
-                        "bound {{policy}}": "areal_buffer_staleness_bound{<policy>}",
+                        "seen {{job}} {{policy}}": "areal_buffer_max_staleness_seen{<policy>}",
+                        "bound {{job}} {{policy}}": "areal_buffer_staleness_bound{<policy>}",
                     },
                     low=0,
                 ),
@@ -382,9 +383,10 @@ BUFFER = Board(
                     "Ends of episodes, a second",
                     "Trained and dropped; the committed step.",
                     {
-                        "trained {{policy}}": "rate(areal_buffer_episodes_trained_total{<policy>}[<rate>])",
-                        "dropped": "rate(areal_buffer_episodes_dropped_total{<job>}[<rate>])",
-                        "step {{policy}}": "areal_buffer_version{<policy>}",
+                        "trained {{job}} {{policy}}": "rate("
+                        "areal_buffer_episodes_trained_total{<policy>}[<rate>])",
+                        "dropped {{job}}": "rate(areal_buffer_episodes_dropped_total{<job>}[<rate>])",
+                        "step {{job}} {{policy}}": "areal_buffer_version{<policy>}",
                     },
                     low=0,
                 ),
@@ -397,9 +399,9 @@ BUFFER = Board(
                     "Bytes held",
                     "Episodes, the limit (buffer.max_bytes), and the memory of Redis.",
                     {
-                        "episodes": "areal_buffer_payload_bytes{<job>}",
-                        "limit": "areal_buffer_limit_bytes{<job>}",
-                        "Redis": "areal_buffer_redis_bytes{<job>}",
+                        "episodes {{job}}": "areal_buffer_payload_bytes{<job>}",
+                        "limit {{job}}": "areal_buffer_limit_bytes{<job>}",
+                        "Redis {{job}}": "areal_buffer_redis_bytes{<job>}",
                     },
                     "bytes",
                     low=0,
@@ -407,12 +409,12 @@ BUFFER = Board(
                 share(
                     "Full",
                     "Bytes held as a share of the limit.",
-                    {"": "job:areal_buffer_full:ratio{<job>}"},
+                    {"{{job}}": "job:areal_buffer_full:ratio{<job>}"},
                 ),
                 Panel(
                     "Age of the oldest group",
                     "Since its state before training began.",
-                    {"": "areal_buffer_queue_age_milliseconds{<job>}"},
+                    {"{{job}}": "areal_buffer_queue_age_milliseconds{<job>}"},
                     "ms",
                     low=0,
                 ),
@@ -420,9 +422,9 @@ BUFFER = Board(
                     "Redis is waited for",
                     "With the reason in words; and how long no write was confirmed.",
                     {
-                        "{{why}}": "areal_buffer_waits_for_redis{<job>}",
-                        "unconfirmed s": "areal_buffer_unconfirmed_seconds{<job>}",
-                        "lost writes": "areal_buffer_lost_writes_total{<job>}",
+                        "{{why}} {{job}}": "areal_buffer_waits_for_redis{<job>}",
+                        "unconfirmed s {{job}}": "areal_buffer_unconfirmed_seconds{<job>}",
+                        "lost writes {{job}}": "areal_buffer_lost_writes_total{<job>}",
                     },
                     low=0,
                     width=12,
@@ -430,7 +432,7 @@ BUFFER = Board(
                 share(
                     "Busy share",
                     "Share of time in which the buffer's one thread serves requests.",
-                    {"{{process}}": busy("serve")},
+                    {"{{job}}": busy("serve")},
                     width=12,
                 ),
             ),

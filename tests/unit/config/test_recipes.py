@@ -157,6 +157,21 @@ def test_the_commands_for_two_cores_end_in_the_small_job(name):
             load_job(job_file, files=False)
 
 
+RUNS = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_pages_tell_the_figures_of_the_last_run(name):
+    row = RUNS[name]
+    assert recipe_runs.has_learned(row)
+    before, after = row["figure"]
+    told, steps = f"{before:.3f} → {after:.3f}", row["steps"]
+    assert re.search(
+        rf"^\| {name} \| [^|]* \| {told} \| {steps} \|", (ROOT / "docs/recipes.md").read_text(), re.M
+    )
+    assert f"{told} in {steps} steps" in (RECIPES / name / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_for_the_data_make_what_the_jobs_name(name, hub, monkeypatch):
     monkeypatch.chdir(hub)
