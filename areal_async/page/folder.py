@@ -7,6 +7,7 @@ bounded, and goes on from where the last one ended.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -31,7 +32,8 @@ from areal_async.status.samples import SampleKind, sample_files
 Json = dict[str, Any]
 
 CHUNK_BYTES = 4 << 20  # Most of `metrics.jsonl` that is read for one answer
-MOST_ROWS, LEAST_ROWS = 2000, 100  # Of a kind, of a whole history and of one answer
+MOST_ROWS, LEAST_ROWS = 1000, 100  # Of a kind, of a whole history and of one answer
+LOOKED_AT = 2  # Records of a long history that are read, for each row that is told
 LAST_BYTES = 256 << 10  # Of its end, where the last records are looked for
 SAMPLE_BYTES = 64 << 20  # Largest file of samples that is read
 SEARCHED_BYTES = 256 << 20
@@ -58,7 +60,7 @@ def runs_in(folder: Path) -> list[Path]:
     """The run folders at `folder`: itself, or those in it, the newest first."""
     if (folder / LOCK).exists():
         return [folder]
-    found = {path: _lock_time(path) for path in folder.iterdir() if _has_name(path.name)}
+    found = {folder / name: _lock_time(folder / name) for name in _names_in(folder) if name.isprintable()}
     runs = {path: time_s for path, time_s in found.items() if time_s is not None}
     return sorted(runs, key=lambda path: (-runs[path], path.name))[:MOST_RUNS]
 
@@ -68,16 +70,18 @@ def run_in(folder: Path, name: str) -> Path:
     if (folder / LOCK).exists():
         found = folder if name == folder.name else None
     else:
-        known = name in os.listdir(folder) and _lock_time(folder / name) is not None
+        known = name in _names_in(folder) and _lock_time(folder / name) is not None
         found = folder / name if known else None
     if found is None:
         raise UnknownName(f"there is no run {name!r}")
     return found
 
 
-def _has_name(name: str) -> bool:
-    """Whether it is text, which names of files need not be."""
-    return name.isprintable()
+def _names_in(folder: Path) -> list[str]:
+    """None where it was deleted meanwhile. Names need not be text."""
+    with suppress(OSError):
+        return os.listdir(folder)
+    return []
 
 
 def _lock_time(folder: Path) -> float | None:
@@ -201,14 +205,19 @@ def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
 @lru_cache(maxsize=64)
 def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
     """The processes of a run that has ended, with the busy share of each over its life."""
-    begun, last = b"", b""
+    begun, latest = b"", b""
     with suppress(OSError, NotOurs), _records_file(folder) as file:
-        for line in file:
-            kind = _kind_of(line)
-            if kind == "resume":
-                begun = last = b""
-            elif kind == "load":
-                begun, last = begun or line, line
+        while block := file.read(CHUNK_BYTES) + file.readline():
+            latest = block if b'"load"' in block else latest
+            if begun and b'"resume"' not in block:
+                continue  # nearly all of a long history
+            for line in block.splitlines():
+                kind = _kind_of(line)
+                if kind == "resume":
+                    begun = latest = b""
+                elif kind == "load":
+                    begun, latest = begun or line, block
+    last = next((line for line in reversed(latest.splitlines()) if _kind_of(line) == "load"), b"")
     if begun == last:
         return []
     (first,), (load,) = _whole(begun), _whole(last)
@@ -228,8 +237,8 @@ def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
 
 def records_from(folder: Path, offset: int) -> Json:
     """The rows of the records from a byte of `metrics.jsonl` on: `offset` of the answer is where to go on.
-    Those of a long history are thinned, to about `MOST_ROWS` of a kind in all. `reset` says that the file is
-    another than the reader knew, so that it begins again."""
+    Of a long history some records are read, evenly taken, and their rows thinned to about `MOST_ROWS` of a
+    kind in all. `reset` says that the file is another than the reader knew, so that it begins again."""
     content, size = b"", 0
     with suppress(OSError, NotOurs), _records_file(folder) as file:
         size = os.fstat(file.fileno()).st_size
@@ -242,11 +251,26 @@ def records_from(folder: Path, offset: int) -> Json:
     if not whole and len(content) == CHUNK_BYTES:
         whole = len(content)  # no record is as long: it is passed over
     following = offset + whole
-    rows, _ = rows_of(_whole(content[:whole]), _load_before(folder, offset))
     most = max(LEAST_ROWS, MOST_ROWS * whole // max(1, size))
+    rows, _ = rows_of(_some(content[:whole], LOOKED_AT * most), _load_before(folder, offset))
     if len(rows) > most:
         rows = thinned(rows, most)
     return {"offset": following, "rows": rows, "more": following < size and whole > 0, "reset": False}
+
+
+def _some(content: bytes, most: int) -> Iterable[Json]:
+    """Records, of those that come with each step about `most` of a kind, the last among them. What processes
+    did until a `load` record is counted from the one before that is there, so that nothing is lost of it."""
+    lines = content.split(b"\n")
+    every, seen, kept = max(1, len(lines) // most), Counter[str](), []
+    if every == 1:
+        return _whole(content)
+    for line in reversed(lines):
+        kind = _kind_of(line)
+        if kind not in ("step", "load", *FILE_KINDS) or seen[kind] % every == 0:
+            kept.append(line)
+        seen[kind] += 1
+    return _whole(b"\n".join(reversed(kept)))
 
 
 @lru_cache(maxsize=256)
@@ -287,11 +311,11 @@ def samples_of(folder: Path) -> dict[str, SampleFile]:
     """The files of samples of a run by their keys, the newest first."""
     folders = {"": folder}
     if is_own_folder(folder) and is_own_folder(folder / "policies"):
-        folders |= {path.name: path for path in sorted((folder / "policies").iterdir())}
+        folders |= {name: folder / "policies" / name for name in sorted(_names_in(folder / "policies"))}
     found = [
         SampleFile(policy, kind, step, path)
         for policy, place in folders.items()
-        if _has_name(policy) and is_own_folder(place) and is_own_folder(place / SAMPLES)
+        if policy.isprintable() and is_own_folder(place) and is_own_folder(place / SAMPLES)
         for kind, step, path in sample_files(place)
     ]
     found.sort(key=lambda file: (-file.step, file.kind, file.policy))
@@ -342,12 +366,16 @@ def search_samples(folder: Path, wanted: str) -> list[Json]:
     """Episodes with a text or a name that holds `wanted`, in any case, the newest first, with the place."""
     found: list[Json] = []
     left = SEARCHED_BYTES
+    wanted = wanted.lower()
+    plain = wanted.isascii() and wanted.isprintable() and not {'"', "\\"} & {*wanted}
     for key, file in samples_of(folder).items():
         with suppress(UnknownName):
             content = _read(file.path)
             left -= len(content)
+            if plain and wanted.encode() not in content.lower():
+                continue  # JSON writes such words as they are
             for index, episode in enumerate(_whole(content)):
-                place = _place(episode, wanted.lower())
+                place = _place(episode, wanted)
                 if place:
                     found.append({"key": key, "place": place, **summary_of(episode, index)})
         if left < 0 or len(found) >= MOST_FOUND:

@@ -8,6 +8,7 @@ makes. It needs grafana-foundation-sdk, an extra of development: a user has the 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -63,10 +64,11 @@ def built(board: Board) -> dashboard.Dashboard:
         .with_variable(chosen("job", "label_values(areal_busy_seconds_total, job)"))
         .with_variable(chosen("policy", 'label_values(areal_buffer_version{job=~"$job"}, policy)'))
     )
+    numbers = itertools.count(1)  # by which a link names a panel
     for row in board.rows:
-        made = made.with_row(dashboard.Row(row.title))
+        made = made.with_row(dashboard.Row(row.title).id(next(numbers)))
         for panel in row.panels:
-            made = made.with_panel(drawn(panel))
+            made = made.with_panel(drawn(panel).id(next(numbers)))
     return made
 
 
@@ -108,6 +110,8 @@ def drawn(panel: Panel) -> stat.Panel | bargauge.Panel | timeseries.Panel:
     if panel.high is not None:
         made = made.max(panel.high)
     for place, (legend, expression) in enumerate(panel.queries.items()):
+        if "<job>" in expression or "<policy>" in expression:
+            legend = f"{legend} {{{{job}}}}".strip()
         for short, matchers in MATCHERS.items():
             expression = expression.replace(short, matchers)
         query = prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + place))

@@ -34,7 +34,7 @@ REWARD = Board(
                 share(
                     "Verdicts without a score",
                     "Share of errors and timeouts over five minutes.",
-                    {"{{reward}} {{job}}": "job_reward:areal_reward_lost:ratio5m{<job>}"},
+                    {"{{reward}}": "job_reward:areal_reward_lost:ratio5m{<job>}"},
                 ),
                 Panel(
                     "Errors a second",
@@ -61,7 +61,7 @@ REWARD = Board(
                 Panel(
                     "Age of the oldest call",
                     "Since the oldest call without verdicts was claimed.",
-                    {"{{reward}} {{job}}": "areal_reward_queue_age_seconds{<job>}"},
+                    {"{{reward}}": "areal_reward_queue_age_seconds{<job>}"},
                     "s",
                     low=0,
                 ),
@@ -74,26 +74,26 @@ REWARD = Board(
                     "Processes and calls",
                     "Processes ready, and with a call; calls that wait; episodes without their verdict.",
                     {
-                        "ready {{job}}": "areal_reward_workers_alive{<job>}",
-                        "with a call {{job}}": "areal_reward_workers_busy{<job>}",
-                        "calls waiting {{job}}": "areal_reward_queued_calls{<job>}",
-                        "episodes pending {{job}}": "areal_reward_pending_episodes{<job>}",
+                        "ready": "areal_reward_workers_alive{<job>}",
+                        "with a call": "areal_reward_workers_busy{<job>}",
+                        "calls waiting": "areal_reward_queued_calls{<job>}",
+                        "episodes pending": "areal_reward_pending_episodes{<job>}",
                     },
                     low=0,
                 ),
                 share(
                     "Busy share",
                     "Share of time in which at least one call ran.",
-                    {"{{job}} {{process}}": busy("score")},
+                    {"{{process}}": busy("score")},
                 ),
                 Panel(
                     "Trouble",
                     "Processes renewed for their memory, verdicts that came too late, calls never answered.",
                     {
-                        "renewed {{job}}": increase("areal_reward_workers_renewed_total"),
-                        "refused {{job}}": increase("areal_reward_verdicts_refused_total"),
+                        "renewed": increase("areal_reward_workers_renewed_total"),
+                        "refused": increase("areal_reward_verdicts_refused_total"),
                         "overdue {{reward}}": increase("areal_reward_overdue_calls_total"),
-                        "sandbox {{sandbox}}": increase("areal_reward_sandboxed_verdicts_total"),
+                        "sandbox {{sandbox}} {{reward}}": increase("areal_reward_sandboxed_verdicts_total"),
                     },
                     low=0,
                 ),
@@ -134,7 +134,7 @@ REWARD = Board(
                 Panel(
                     "Requests to judges, a second",
                     "By how they ended.",
-                    {"{{outcome}} {{job}}": per_second("areal_reward_judge_requests_total", "job, outcome")},
+                    {"{{outcome}}": per_second("areal_reward_judge_requests_total", "job, outcome")},
                     low=0,
                     width=6,
                 ),
@@ -176,21 +176,21 @@ TRAINER = Board(
                 share(
                     "MFU",
                     "Model FLOPs utilisation, where the device's peak is known.",
-                    {"{{job}} {{policy}}": "areal_trainer_mfu{<policy>}"},
+                    {"{{policy}}": "areal_trainer_mfu{<policy>}"},
                 ),
                 Panel(
                     "Tokens trained a second",
                     "Sampled tokens.",
                     {
-                        "rate {{job}} {{policy}}": "rate(areal_trainer_tokens_total{<policy>}[<rate>])",
-                        "last step {{job}} {{policy}}": "areal_trainer_tokens_per_second{<policy>}",
+                        "rate {{policy}}": "rate(areal_trainer_tokens_total{<policy>}[<rate>])",
+                        "last step {{policy}}": "areal_trainer_tokens_per_second{<policy>}",
                     },
                     low=0,
                 ),
                 Panel(
                     "Steps an hour",
                     "As over five minutes.",
-                    {"{{job}} {{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
+                    {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     low=0,
                 ),
                 Panel(
@@ -200,13 +200,14 @@ TRAINER = Board(
                         "step {{policy}}": "areal_trainer_step{<policy>}",
                         "version {{policy}}": "areal_trainer_version{<policy>}",
                     },
+                    "none",
                 ),
             ),
         ),
         Row(
             "Updates",
             (
-                Panel("Loss", "Of the last step.", {"{{job}} {{policy}}": "areal_trainer_loss{<policy>}"}),
+                Panel("Loss", "Of the last step.", {"{{policy}}": "areal_trainer_loss{<policy>}"}),
                 Panel(
                     "Gradient norm",
                     "Before clipping; and how many updates were left out as not finite.",
@@ -217,18 +218,18 @@ TRAINER = Board(
                     low=0,
                 ),
                 Panel(
-                    "Learning rate", "Of the last step.", {"{{job}} {{policy}}": "areal_trainer_lr{<policy>}"}
+                    "Learning rate", "Of the last step.", {"{{policy}}": "areal_trainer_lr{<policy>}"}, "sci"
                 ),
-                Panel("Entropy", "Nats per unit.", {"{{job}} {{policy}}": "areal_trainer_entropy{<policy>}"}),
+                Panel("Entropy", "Nats per unit.", {"{{policy}}": "areal_trainer_entropy{<policy>}"}),
                 Panel(
                     "KL to the reference",
                     "Nats per unit, where there is a reference.",
-                    {"{{job}} {{policy}}": "areal_trainer_kl{<policy>}"},
+                    {"{{policy}}": "areal_trainer_kl{<policy>}"},
                 ),
                 share(
                     "Units clipped",
                     "Share of the units whose ratio was clipped.",
-                    {"{{job}} {{policy}}": "areal_trainer_clip_ratio{<policy>}"},
+                    {"{{policy}}": "areal_trainer_clip_ratio{<policy>}"},
                 ),
             ),
         ),
@@ -255,7 +256,7 @@ TRAINER = Board(
                 share(
                     "Effective sample share",
                     "What the units of a step count for once their weights are taken into account.",
-                    {"{{job}} {{policy}}": "areal_trainer_effective_sample_share{<policy>}"},
+                    {"{{policy}}": "areal_trainer_effective_sample_share{<policy>}"},
                 ),
                 Panel(
                     "Staleness",
@@ -285,8 +286,8 @@ TRAINER = Board(
                     "Held-out figures",
                     "By data source; samples without a score count as nothing.",
                     {
-                        "{{data_source}} {{statistic}}": "areal_evaluation_score{<policy>}",
-                        "unscored {{data_source}}": "areal_evaluation_unscored_samples{<policy>}",
+                        "{{data_source}} {{statistic}} {{policy}}": "areal_evaluation_score{<policy>}",
+                        "unscored {{data_source}} {{policy}}": "areal_evaluation_unscored_samples{<policy>}",
                     },
                     width=6,
                 ),
@@ -311,6 +312,7 @@ WEIGHTS = Board(
                         "{{process}} {{policy}}": "areal_rollout_version{<policy>}",
                         "evaluated {{policy}}": "areal_evaluation_version{<policy>}",
                     },
+                    "none",
                 ),
                 Panel(
                     "Version lag",
@@ -364,7 +366,7 @@ WEIGHTS = Board(
                 Panel(
                     "Time lost to updates",
                     "Share of a worker's time in which an update kept it from sampling.",
-                    {"{{process}} {{job}}": "rate(areal_rollout_update_stall_seconds_sum{<job>}[<rate>])"},
+                    {"{{process}}": "rate(areal_rollout_update_stall_seconds_sum{<job>}[<rate>])"},
                     "percentunit",
                     low=0,
                 ),
@@ -396,7 +398,7 @@ CLUSTER = Board(
                 Panel(
                     "Answer",
                     "1 for a process that answers its scrape.",
-                    {"{{job}} {{process}} on {{host}}": 'up{<job>, service!=""}'},
+                    {"{{process}} on {{host}}": 'up{<job>, service!=""}'},
                     low=0,
                     high=1,
                 ),
@@ -404,7 +406,7 @@ CLUSTER = Board(
                     "Started again",
                     "Processes that died and were started again in 15 minutes.",
                     {
-                        "{{job}} {{died}}": "sum by (job, died) "
+                        "{{died}}": "sum by (job, died) "
                         "(increase(areal_supervisor_restarts_total{<job>}[15m]))"
                     },
                     low=0,
@@ -412,14 +414,14 @@ CLUSTER = Board(
                 Panel(
                     "Stalls",
                     "Since the trainer last computed, by the edge that starves.",
-                    {"{{job}} {{edge}}": "areal_stall_seconds{<job>}"},
+                    {"{{edge}}": "areal_stall_seconds{<job>}"},
                     "s",
                     low=0,
                 ),
                 share(
                     "Busy share",
                     "Of each process, by activity.",
-                    {"{{job}} {{process}} {{activity}}": "rate(areal_busy_seconds_total{<job>}[<rate>])"},
+                    {"{{process}} {{activity}}": "rate(areal_busy_seconds_total{<job>}[<rate>])"},
                 ),
                 Panel(
                     "Requests refused",
@@ -432,7 +434,7 @@ CLUSTER = Board(
                 Panel(
                     "Memory of processes",
                     "Resident bytes.",
-                    {"{{job}} {{process}}": "process_resident_memory_bytes{<job>}"},
+                    {"{{process}}": "process_resident_memory_bytes{<job>}"},
                     "bytes",
                     low=0,
                 ),
@@ -445,8 +447,8 @@ CLUSTER = Board(
                     "Room on the run folder's disk",
                     "Free, and its size.",
                     {
-                        "free {{job}}": "areal_run_disk_free_bytes{<job>}",
-                        "size {{job}}": "areal_run_disk_size_bytes{<job>}",
+                        "free": "areal_run_disk_free_bytes{<job>}",
+                        "size": "areal_run_disk_size_bytes{<job>}",
                     },
                     "bytes",
                     low=0,
@@ -455,7 +457,7 @@ CLUSTER = Board(
                 share(
                     "Free",
                     "Share of the run folder's disk.",
-                    {"{{job}}": "job:areal_run_disk_free:ratio{<job>}"},
+                    {"": "job:areal_run_disk_free:ratio{<job>}"},
                     width=12,
                 ),
             ),

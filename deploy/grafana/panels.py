@@ -14,7 +14,7 @@ Kind = Literal["lines", "stacked", "stat", "bars"]
 
 @dataclass(frozen=True)
 class Panel:
-    """`queries` are expressions by the legend of their lines; `unit` is one of Grafana's."""
+    """`queries` are expressions by legend, to which the job is added; `unit` is one of Grafana's."""
 
     title: str
     help: str
@@ -84,28 +84,29 @@ OVERVIEW = Board(
                 Panel(
                     "Tokens sampled a second",
                     "Over all rollout workers, in the last minute.",
-                    {"{{job}}": "job:areal_rollout_tokens:rate1m{<job>}"},
+                    {"": "job:areal_rollout_tokens:rate1m{<job>}"},
                     kind="stat",
                     width=4,
                 ),
                 Panel(
                     "Steps an hour",
                     "As in the last five minutes.",
-                    {"{{job}} {{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
+                    {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     kind="stat",
                     width=4,
                 ),
                 Panel(
                     "Step",
                     "Steps finished.",
-                    {"{{job}} {{policy}}": "areal_trainer_step{<policy>}"},
+                    {"{{policy}}": "areal_trainer_step{<policy>}"},
+                    "none",
                     kind="stat",
                     width=4,
                 ),
                 Panel(
                     "Held-out accuracy",
                     "Of the last evaluation.",
-                    {"{{job}} {{policy}}": "areal_evaluation_accuracy{<policy>}"},
+                    {"{{policy}}": "areal_evaluation_accuracy{<policy>}"},
                     "percentunit",
                     kind="stat",
                     width=4,
@@ -113,7 +114,7 @@ OVERVIEW = Board(
                 Panel(
                     "Staleness / bound",
                     "Mean staleness of the last step as a share of buffer.max_staleness.",
-                    {"{{job}} {{policy}}": "job_policy:areal_staleness_of_bound:ratio{<policy>}"},
+                    {"{{policy}}": "job_policy:areal_staleness_of_bound:ratio{<policy>}"},
                     "percentunit",
                     kind="stat",
                     width=4,
@@ -121,7 +122,7 @@ OVERVIEW = Board(
                 Panel(
                     "Stall",
                     "Since the trainer last computed; 0 while it does.",
-                    {"{{job}} {{edge}}": "max by (job, edge) (areal_stall_seconds{<job>})"},
+                    {"{{edge}}": "max by (job, edge) (areal_stall_seconds{<job>})"},
                     "s",
                     kind="stat",
                     width=4,
@@ -134,20 +135,20 @@ OVERVIEW = Board(
                 Panel(
                     "Reward",
                     "Mean reward of the episodes of a step.",
-                    {"{{job}} {{policy}}": "areal_trainer_reward_mean{<policy>}"},
+                    {"{{policy}}": "areal_trainer_reward_mean{<policy>}"},
                 ),
                 share(
                     "Held-out accuracy",
                     "Mean, best and majority over the samples of a held-out task.",
-                    {"{{job}} {{statistic}}": 'areal_evaluation_score{<policy>, data_source="*"}'},
+                    {"{{statistic}} {{policy}}": 'areal_evaluation_score{<policy>, data_source="*"}'},
                 ),
                 Panel(
                     "Staleness",
                     "Mean and largest of a step in versions, beside the bound.",
                     {
-                        "mean {{job}} {{policy}}": "areal_trainer_staleness_mean{<policy>}",
-                        "max {{job}} {{policy}}": "areal_trainer_staleness_max{<policy>}",
-                        "bound {{job}} {{policy}}": "areal_buffer_staleness_bound{<policy>}",
+                        "mean {{policy}}": "areal_trainer_staleness_mean{<policy>}",
+                        "max {{policy}}": "areal_trainer_staleness_max{<policy>}",
+                        "bound {{policy}}": "areal_buffer_staleness_bound{<policy>}",
                     },
                     low=0,
                 ),
@@ -160,36 +161,36 @@ OVERVIEW = Board(
                     "Tokens a second",
                     "Sampled by all workers, and trained.",
                     {
-                        "sampled {{job}}": "job:areal_rollout_tokens:rate1m{<job>}",
-                        "trained {{job}} {{policy}}": "job_policy:areal_trainer_tokens:rate1m{<policy>}",
+                        "sampled": "job:areal_rollout_tokens:rate1m{<job>}",
+                        "trained {{policy}}": "job_policy:areal_trainer_tokens:rate1m{<policy>}",
                     },
                     low=0,
                 ),
                 share(
                     "Busy share of each service",
                     "The service that is busy all the time is the bottleneck; the others wait for it.",
-                    {"{{job}} {{service}}": "job_service:areal_busy_share:rate1m{<job>}"},
+                    {"{{service}}": "job_service:areal_busy_share:rate1m{<job>}"},
                 ),
                 share(
                     "Bottleneck",
                     "The busiest services now; the first is the one to speed up.",
-                    {"{{job}} {{service}}": "sort_desc(job_service:areal_busy_share:rate1m{<job>})"},
+                    {"{{service}}": "sort_desc(job_service:areal_busy_share:rate1m{<job>})"},
                     kind="bars",
                 ),
                 share(
                     "The trainer waits",
                     "Share of time in which the trainer neither trains nor publishes.",
-                    {"{{job}} {{process}}": "1 - " + busy("train|publish|checkpoint")},
+                    {"{{process}}": "1 - " + busy("train|publish|checkpoint")},
                 ),
                 share(
                     "Workers wait",
                     "Share of time in which a worker's engine computes nothing.",
-                    {"{{job}} {{process}}": "1 - " + busy("rollout")},
+                    {"{{process}}": "1 - " + busy("rollout")},
                 ),
                 Panel(
                     "Steps an hour",
                     "As over five minutes.",
-                    {"{{job}} {{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
+                    {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     low=0,
                 ),
             ),
@@ -208,21 +209,21 @@ ROLLOUT = Board(
                 Panel(
                     "Tokens a second",
                     "By worker.",
-                    {"{{job}} {{process}}": per_second("areal_rollout_tokens_total", "job, process")},
+                    {"{{process}}": per_second("areal_rollout_tokens_total", "job, process")},
                     kind="stacked",
                     low=0,
                 ),
                 Panel(
                     "Episodes a second",
                     "Acknowledged by the buffer, by worker.",
-                    {"{{job}} {{process}}": per_second("areal_rollout_episodes_total", "job, process")},
+                    {"{{process}}": per_second("areal_rollout_episodes_total", "job, process")},
                     kind="stacked",
                     low=0,
                 ),
                 share(
                     "Busy share",
                     "Share of time in which the engine computes.",
-                    {"{{job}} {{process}}": busy("rollout")},
+                    {"{{process}}": busy("rollout")},
                 ),
             ),
         ),
@@ -242,13 +243,13 @@ ROLLOUT = Board(
                 share(
                     "KV room in use",
                     "Of the fullest engine of a worker. At 1 requests wait or are pushed out.",
-                    {"{{job}} {{process}}": "areal_rollout_kv_used_ratio{<job>}"},
+                    {"{{process}}": "areal_rollout_kv_used_ratio{<job>}"},
                 ),
                 share(
                     "Prefix cache",
                     "Share of prompt tokens that a server found in its cache.",
                     {
-                        "{{job}} {{process}}": "sum by (job, process) "
+                        "{{process}}": "sum by (job, process) "
                         "(rate(areal_rollout_cached_tokens_total{<job>}[<rate>])) / (sum by (job, process) "
                         "(rate(areal_rollout_prompt_tokens_total{<job>}[<rate>])) > 0)"
                     },
@@ -268,16 +269,16 @@ ROLLOUT = Board(
                     "Workers",
                     "That answer, and that autoscaling wants.",
                     {
-                        "answer {{job}}": 'count by (job) (up{<job>, service="rollout"} == 1)',
-                        "wanted {{job}}": "areal_autoscale_workers{<job>} > 0",
-                        "{{reason}} {{job}}": increase("areal_autoscale_changes_total"),
+                        "answer": 'count by (job) (up{<job>, service="rollout"} == 1)',
+                        "wanted": "areal_autoscale_workers{<job>} > 0",
+                        "{{reason}}": increase("areal_autoscale_changes_total"),
                     },
                     low=0,
                 ),
                 Panel(
                     "Unsent episodes",
                     "Finished, and not yet acknowledged by the buffer.",
-                    {"{{job}} {{process}}": "areal_rollout_unsent_episodes{<job>}"},
+                    {"{{process}}": "areal_rollout_unsent_episodes{<job>}"},
                     low=0,
                 ),
             ),
@@ -289,12 +290,12 @@ ROLLOUT = Board(
                     "Episodes lost a second",
                     "Failed in the workflow (of them too long), or refused by the buffer with its reason.",
                     {
-                        "failed {{job}}": per_second("areal_rollout_episodes_failed_total", "job"),
-                        "too long {{job}}": per_second("areal_rollout_episodes_timed_out_total", "job"),
-                        "refused: {{reason}} {{job}}": per_second(
+                        "failed": per_second("areal_rollout_episodes_failed_total", "job"),
+                        "too long": per_second("areal_rollout_episodes_timed_out_total", "job"),
+                        "refused: {{reason}}": per_second(
                             "areal_rollout_episodes_refused_total", "job, reason"
                         ),
-                        "leases lost {{job}}": per_second("areal_rollout_leases_lost_total", "job"),
+                        "leases lost": per_second("areal_rollout_leases_lost_total", "job"),
                     },
                     low=0,
                 ),
@@ -305,9 +306,7 @@ ROLLOUT = Board(
                         "{{tool}} {{outcome}}": per_second(
                             "areal_rollout_tool_calls_total", "job, tool, outcome"
                         ),
-                        "template rewrites {{job}}": per_second(
-                            "areal_rollout_template_rewrites_total", "job"
-                        ),
+                        "template rewrites": per_second("areal_rollout_template_rewrites_total", "job"),
                     },
                     low=0,
                 ),
@@ -315,10 +314,10 @@ ROLLOUT = Board(
                     "Calls of agents a second",
                     "At the gateway, by how they ended; sessions open now.",
                     {
-                        "{{outcome}} {{job}}": per_second("areal_gateway_calls_total", "job, outcome"),
-                        "roots: {{reason}} {{job}}": per_second("areal_gateway_roots_total", "job, reason"),
-                        "tokens {{job}}": per_second("areal_gateway_tokens_total", "job"),
-                        "sessions {{job}}": "sum by (job) (areal_gateway_sessions{<job>})",
+                        "{{outcome}}": per_second("areal_gateway_calls_total", "job, outcome"),
+                        "roots: {{reason}}": per_second("areal_gateway_roots_total", "job, reason"),
+                        "tokens": per_second("areal_gateway_tokens_total", "job"),
+                        "sessions": "sum by (job) (areal_gateway_sessions{<job>})",
                     },
                     low=0,
                 ),
@@ -338,21 +337,21 @@ BUFFER = Board(
                 Panel(
                     "Groups held",
                     "By state of the ledger.",
-                    {"{{state}} {{job}}": "areal_buffer_groups{<job>}"},
+                    {"{{state}}": "areal_buffer_groups{<job>}"},
                     kind="stacked",
                     low=0,
                 ),
                 Panel(
                     "Episodes held",
                     "By state of the ledger.",
-                    {"{{state}} {{job}}": "areal_buffer_episodes{<job>}"},
+                    {"{{state}}": "areal_buffer_episodes{<job>}"},
                     kind="stacked",
                     low=0,
                 ),
                 Panel(
                     "Transitions a second",
                     "What happened to groups and episodes, and refusals, by reason.",
-                    {"{{reason}} {{job}}": per_second("areal_buffer_transitions_total", "job, reason")},
+                    {"{{reason}}": per_second("areal_buffer_transitions_total", "job, reason")},
                     low=0,
                 ),
             ),
@@ -364,9 +363,9 @@ BUFFER = Board(
                     "Outstanding groups",
                     "Leased and not yet trained; the most that the bound allows; what pacing asks for.",
                     {
-                        "outstanding {{job}} {{policy}}": "areal_buffer_outstanding_groups{<policy>}",
-                        "most {{job}} {{policy}}": "areal_buffer_capacity_groups{<policy>}",
-                        "ahead {{job}} {{policy}}": "areal_buffer_ahead_groups{<policy>}",
+                        "outstanding {{policy}}": "areal_buffer_outstanding_groups{<policy>}",
+                        "most {{policy}}": "areal_buffer_capacity_groups{<policy>}",
+                        "ahead {{policy}}": "areal_buffer_ahead_groups{<policy>}",
                     },
                     low=0,
                 ),
@@ -374,8 +373,8 @@ BUFFER = Board(
                     "Largest staleness trained",
                     "Since the start, beside the bound, in versions.",
                     {
-                        "seen {{job}} {{policy}}": "areal_buffer_max_staleness_seen{<policy>}",
-                        "bound {{job}} {{policy}}": "areal_buffer_staleness_bound{<policy>}",
+                        "seen {{policy}}": "areal_buffer_max_staleness_seen{<policy>}",
+                        "bound {{policy}}": "areal_buffer_staleness_bound{<policy>}",
                     },
                     low=0,
                 ),
@@ -383,10 +382,9 @@ BUFFER = Board(
                     "Ends of episodes, a second",
                     "Trained and dropped; the committed step.",
                     {
-                        "trained {{job}} {{policy}}": "rate("
-                        "areal_buffer_episodes_trained_total{<policy>}[<rate>])",
-                        "dropped {{job}}": "rate(areal_buffer_episodes_dropped_total{<job>}[<rate>])",
-                        "step {{job}} {{policy}}": "areal_buffer_version{<policy>}",
+                        "trained {{policy}}": "rate(areal_buffer_episodes_trained_total{<policy>}[<rate>])",
+                        "dropped": "rate(areal_buffer_episodes_dropped_total{<job>}[<rate>])",
+                        "step {{policy}}": "areal_buffer_version{<policy>}",
                     },
                     low=0,
                 ),
@@ -399,9 +397,9 @@ BUFFER = Board(
                     "Bytes held",
                     "Episodes, the limit (buffer.max_bytes), and the memory of Redis.",
                     {
-                        "episodes {{job}}": "areal_buffer_payload_bytes{<job>}",
-                        "limit {{job}}": "areal_buffer_limit_bytes{<job>}",
-                        "Redis {{job}}": "areal_buffer_redis_bytes{<job>}",
+                        "episodes": "areal_buffer_payload_bytes{<job>}",
+                        "limit": "areal_buffer_limit_bytes{<job>}",
+                        "Redis": "areal_buffer_redis_bytes{<job>}",
                     },
                     "bytes",
                     low=0,
@@ -409,12 +407,12 @@ BUFFER = Board(
                 share(
                     "Full",
                     "Bytes held as a share of the limit.",
-                    {"{{job}}": "job:areal_buffer_full:ratio{<job>}"},
+                    {"": "job:areal_buffer_full:ratio{<job>}"},
                 ),
                 Panel(
                     "Age of the oldest group",
                     "Since its state before training began.",
-                    {"{{job}}": "areal_buffer_queue_age_milliseconds{<job>}"},
+                    {"": "areal_buffer_queue_age_milliseconds{<job>}"},
                     "ms",
                     low=0,
                 ),
@@ -422,9 +420,9 @@ BUFFER = Board(
                     "Redis is waited for",
                     "With the reason in words; and how long no write was confirmed.",
                     {
-                        "{{why}} {{job}}": "areal_buffer_waits_for_redis{<job>}",
-                        "unconfirmed s {{job}}": "areal_buffer_unconfirmed_seconds{<job>}",
-                        "lost writes {{job}}": "areal_buffer_lost_writes_total{<job>}",
+                        "{{why}}": "areal_buffer_waits_for_redis{<job>}",
+                        "unconfirmed s": "areal_buffer_unconfirmed_seconds{<job>}",
+                        "lost writes": "areal_buffer_lost_writes_total{<job>}",
                     },
                     low=0,
                     width=12,
@@ -432,7 +430,7 @@ BUFFER = Board(
                 share(
                     "Busy share",
                     "Share of time in which the buffer's one thread serves requests.",
-                    {"{{job}}": busy("serve")},
+                    {"{{process}}": busy("serve")},
                     width=12,
                 ),
             ),

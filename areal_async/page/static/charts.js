@@ -84,7 +84,7 @@ const Charts = (() => {
 
   class Chart {
     constructor(panel) {
-      this.panel = panel; this.hidden = new Set(); this.shape = ""; this.plot = null; this.index = null;
+      this.panel = panel; this.hidden = new Set(); this.shape = ""; this.plot = null; this.near = false; this.late = null;
       this.root = node("figure");
       this.root.hidden = true;
       const caption = node("figcaption");
@@ -96,12 +96,16 @@ const Charts = (() => {
       this.root.append(caption, this.area, this.legend);
       this.area.addEventListener("keydown", (event) => this.key(event));
       new ResizeObserver(() => this.size()).observe(this.area);
+      new IntersectionObserver((entries) => { this.near = entries.at(-1).isIntersecting; if (this.near && this.late) this.draw(...this.late); }, { rootMargin: "300px" }).observe(this.root);
     }
 
-    draw(runs, smooth) {
+    // One that is far from the window is drawn when it comes near.
+    draw(runs, smooth, now = false) {
       const lines = linesOf(this.panel, runs).filter((each) => each.line.x.length);
       this.root.hidden = !lines.length;
       if (!lines.length) return;
+      this.late = this.near || now ? null : [runs, smooth];
+      if (this.late) { this.tell(lines, null); return; }
       const shown = [], faint = [];
       for (const each of lines) {
         const soft = smooth && each.line.y.length >= MANY && each.label !== "bound η";
@@ -158,15 +162,20 @@ const Charts = (() => {
     // The legend says the values at the cursor, or the last ones.
     read() {
       if (!this.plot) return;
-      const at = this.plot.cursor.idx, words = [];
-      const x = at === null || at === undefined ? null : this.plot.data[0][at];
-      for (const each of this.lines) {
-        const { x: xs, y: ys } = each.line;
+      const at = this.plot.cursor.idx;
+      const values = this.tell(this.lines, at === null || at === undefined ? null : this.plot.data[0][at]);
+      this.lines.forEach((each, i) => { this.values.get(each.label).textContent = values[i]; });
+    }
+
+    tell(lines, x) {
+      const words = [], values = [];
+      for (const { label, line: { x: xs, y: ys } } of lines) {
         const after = x === null ? xs.length : place(xs, x), i = xs[after] === x ? after : Math.max(0, after - 1);
-        this.values.get(each.label).textContent = short(ys[i]);
-        words.push(`${each.label} ${short(ys[i])} at ${xs[i]}`);
+        values.push(short(ys[i]));
+        words.push(`${label} ${short(ys[i])} at ${xs[i]}`);
       }
       this.area.setAttribute("aria-label", `${this.panel.title}, ${this.panel.unit}, over steps: ${words.join("; ")}`);
+      return values;
     }
 
     key(event) {

@@ -97,12 +97,12 @@
       by("sample-shown").replaceChildren(); by("sample-list").replaceChildren(); by("samples").hidden = true; by("workers").hidden = true;
       by("smooth").onchange = () => this.draw(true);
     }
-    draw(all = false) {
+    draw(all = false, now = false) {
       const changed = new Set(this.runs.flatMap((run) => [...run.store.changed]));
       for (const run of this.runs) run.store.changed.clear();
       for (const chart of this.charts) {
         const fits = (pattern) => (pattern.endsWith("*") ? [...changed].some((name) => name.startsWith(pattern.slice(0, -1))) : changed.has(pattern));
-        if (all || Object.keys(chart.panel.series).some(fits)) chart.draw(this.runs, by("smooth").checked);
+        if (all || Object.keys(chart.panel.series).some(fits)) chart.draw(this.runs, by("smooth").checked, now);
       }
     }
     panels(panels) {
@@ -171,15 +171,16 @@
     }
     show() { only("job"); by("crumb").textContent = this.key; by("differences").hidden = true; this.head(this.key, null); by("tiles").replaceChildren(); }
     async look() {
-      const told = await ask(this.path), [run] = this.runs;
+      const [run] = this.runs, records = () => ask(`${this.path}/records`, { offset: this.offset });
+      const [told, first] = await Promise.all([ask(this.path), records()]);
       if (view !== this) return;
       run.bound = told.bound;
       this.panels(told.panels);
       by("crumb").textContent = told.name;
       this.head(told.name, told); this.workers(told.workers);
       // What is there is drawn while the rest of a long history comes.
-      for (let more = true; more;) {
-        const answer = await ask(`${this.path}/records`, { offset: this.offset });
+      for (let answer = first, more = true; more; answer = null) {
+        answer ??= await records();
         if (view !== this) return;
         if (answer.reset) run.store.clear();
         run.store.add(answer.rows);
@@ -252,6 +253,7 @@
   }
   setTheme(by("theme").value);
   if (!given) addEventListener("hashchange", route);
+  addEventListener("beforeprint", () => { if (view?.charts) view.draw(true, true); });
   document.addEventListener("visibilitychange", () => { if (!document.hidden && view && !given) tick(); });
   route();
 })();

@@ -1,9 +1,10 @@
 "use strict";
 // The viewer of samples. What a model wrote becomes text nodes and nothing else. Long answers are plain text until
-// they are looked at: the blocks of units in sight alone have an element for each unit.
+// they are looked at: the blocks of units in sight alone have an element for each unit. A block is laid out alone, and
+// ends where a line ends.
 const Samples = (() => {
   const { node, short } = Charts;
-  const BLOCK = 400, COLOURS = 6;
+  const BLOCK = 150, LONGEST = 600, KEPT = 8, COLOURS = 6;
   const LOGP = [0.05, 0.3, 1, 2, 4];
   const by = (id) => document.getElementById(id);
 
@@ -48,10 +49,13 @@ const Samples = (() => {
       if (!this.units) { this.root.textContent = segment.text || ""; return; }
       this.blocks = [];
       this.seen = new IntersectionObserver((entries) => {
-        for (const entry of entries) this.fill(this.blocks[Number(entry.target.dataset.block)], entry.isIntersecting);
-      }, { rootMargin: "200px" });
-      for (let from = 0; from < tokens.length; from += BLOCK) {
-        const block = { from, to: Math.min(tokens.length, from + BLOCK), span: node("span"), filled: false };
+        for (const entry of entries) this.blocks[Number(entry.target.dataset.block)].near = entry.isIntersecting;
+        this.work();
+      }, { rootMargin: "200px", scrollMargin: "400px" });
+      for (let from = 0, to = 0; from < tokens.length; from = to) {
+        to = Math.min(tokens.length, from + BLOCK);
+        while (to < tokens.length && to < from + LONGEST && !tokens[to - 1].endsWith("\n")) to += 1;
+        const block = { from, to, span: node("div"), filled: false, near: false };
         block.span.textContent = tokens.slice(block.from, block.to).join("");
         block.span.dataset.block = String(this.blocks.length);
         this.blocks.push(block);
@@ -63,9 +67,32 @@ const Samples = (() => {
       this.root.setAttribute("aria-description", "Left and right arrow go from unit to unit");
     }
 
+    // One block in each frame, so that whoever scrolls fast is not kept waiting for colours of what has passed.
+    work() {
+      if (this.working) return;
+      this.working = true;
+      requestAnimationFrame(() => {
+        this.working = false;
+        const far = this.blocks.filter((each) => each.filled && !each.near);
+        const block = this.blocks.find((each) => each.near && !each.filled) || (far.length > KEPT ? far[0] : null);
+        if (!block) return;
+        this.fill(block, block.near);
+        this.work();
+      });
+    }
+
     recolour(scale) {
       this.scale = scale;
-      if (this.units) for (const block of this.blocks) if (block.filled) { this.fill(block, false); this.fill(block, true); }
+      for (const block of this.units ? this.blocks.filter((each) => each.filled) : []) {
+        if (!block.near) { this.fill(block, false); continue; }
+        [...block.span.children].forEach((unit, i) => { unit.className = this.colour(block.from + i); });
+      }
+    }
+
+    // The classes of a unit.
+    colour(i) {
+      const coloured = (this.segment[this.scale.needs] || []).length === this.segment.tokens.length;
+      return `${coloured ? this.scale.of(this.segment, i) : ""}${i === this.at ? " here" : ""}`;
     }
 
     fill(block, wanted) {
@@ -73,11 +100,10 @@ const Samples = (() => {
       block.filled = wanted;
       const tokens = this.segment.tokens;
       if (!wanted) { block.span.textContent = tokens.slice(block.from, block.to).join(""); return; }
-      const coloured = (this.segment[this.scale.needs] || []).length === tokens.length, parts = [];
+      const parts = [];
       for (let i = block.from; i < block.to; i += 1) {
-        const unit = node("span", tokens[i], coloured ? this.scale.of(this.segment, i) : "");
+        const unit = node("span", tokens[i], this.colour(i));
         unit.dataset.unit = String(i);
-        if (i === this.at) unit.classList.add("here");
         parts.push(unit);
       }
       block.span.replaceChildren(...parts);
@@ -99,7 +125,7 @@ const Samples = (() => {
       if (next === null) return;
       event.preventDefault();
       next = Math.min(last, Math.max(0, next));
-      const block = this.blocks[Math.floor(next / BLOCK)];
+      const block = this.blocks.find((each) => next < each.to);
       this.fill(block, true);
       this.root.querySelector(".here")?.classList.remove("here");
       this.at = next;

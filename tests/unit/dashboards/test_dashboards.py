@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -23,6 +24,7 @@ from areal_async.rpc.endpoints import LOOPBACK
 from tests.panels import FOREIGN, OF_TARGET, asked, declared, panel_queries, rules, uses
 
 ROOT = Path(__file__).parents[3]
+SCHEMA = json.loads((ROOT / "tests" / "deploy" / "schemas" / "grafana.json").read_text())
 needs_promtool = pytest.mark.skipif(
     not shutil.which("promtool"), reason="needs promtool, of the Debian package prometheus"
 )
@@ -35,6 +37,45 @@ def test_the_dashboards_are_what_their_generator_makes(tmp_path):
     assert made == {path.name: path.read_text() for path in (FILES / "grafana").iterdir()}
 
 
+def test_the_dashboards_are_as_grafana_publishes_its_schema():
+    for path in (FILES / "grafana").iterdir():
+        content = json.loads(path.read_text())
+        for variable in content["templating"]["list"]:
+            for field in (
+                "auto",
+                "auto_count",
+                "auto_min",
+            ):  # of one kind of variable; the SDK gives all kinds
+                del variable[field]
+        assert schema_problems(content) == [], path.name
+
+
+def schema_problems(dashboard):
+    problems = refused(SCHEMA["dashboard"], dashboard)
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            continue
+        problems += refused(SCHEMA["options"][panel["type"]], panel["options"])
+        if panel["type"] in SCHEMA:
+            problems += refused(SCHEMA[panel["type"]], panel["fieldConfig"]["defaults"]["custom"])
+    return problems
+
+
+def refused(schema, content):
+    return [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(content)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("unit", 5), ("decimal", 1), ("custom", {"lineWide": 1}), ("color", {"mode": "red"})]
+)
+def test_a_field_that_grafana_does_not_know_is_found(field, value):
+    content = json.loads((FILES / "grafana" / "areal-buffer.json").read_text())
+    content["templating"]["list"] = []
+    assert schema_problems(content) == []
+    content["panels"][1]["fieldConfig"]["defaults"][field] = value
+    assert len(schema_problems(content)) == 1
+
+
 def test_the_dashboards_are_what_the_models_of_grafana_know():
     """A field that the published schema does not have would be lost on the way through its models."""
     for path in (FILES / "grafana").iterdir():
@@ -44,9 +85,32 @@ def test_the_dashboards_are_what_the_models_of_grafana_know():
         assert [v["name"] for v in content["templating"]["list"]] == ["source", "job", "policy"]
         for panel in drawn:
             assert panel["description"].endswith((".", "…")), panel["title"]
-            assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24, panel["title"]
-        places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in content["panels"]}
-        assert len(places) == len(content["panels"]), f"{path.name}: panels on top of each other"
+        taken = [place for panel in content["panels"] for place in places(**panel["gridPos"])]
+        assert len(taken) == len(set(taken)), f"{path.name}: panels on top of each other"
+        height = 1 + max(y for _, y in taken)
+        assert set(taken) == places(0, 0, 24, height), f"{path.name}: holes, or panels beyond the edge"
+        assert len({panel["id"] for panel in content["panels"]}) == len(content["panels"])
+
+
+def places(x, y, w, h):
+    return {(x + right, y + down) for right in range(w) for down in range(h)}
+
+
+def test_a_legend_has_every_label_that_tells_its_lines_apart():
+    assert [(query.where, missing) for query in panel_queries() if (missing := unnamed(query))] == []
+
+
+def unnamed(query):
+    """Labels in which lines of a query may differ, and that its legend does not say. A process says its
+    service; of services other than rollout a job has one process."""
+    used, series = uses(query.expression), declared()
+    differ = used.grouped or {label for name, _ in used.series for label in series.get(name, ())}
+    if not used.grouped and all(name.startswith("areal_rollout") for name, _ in used.series):
+        differ = differ | {"process"}
+    if "job=" in query.expression:
+        differ = differ | {"job"}
+    by_equality = set(re.findall(r'(\w+)="', query.expression))
+    return differ - by_equality - {"le", "service"} - set(re.findall(r"{{(\w+)}}", query.where))
 
 
 def query_problems(expression: str) -> list[str]:

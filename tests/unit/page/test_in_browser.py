@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import urllib.error
 import urllib.request
@@ -20,6 +21,9 @@ from tests.unit.page.runs import HOSTILE, append, episode, load, run_folder, ste
 
 pytest.importorskip("websockets")
 TOKEN = "a-token-of-this-test"
+CHART = (
+    "[...document.querySelectorAll('figure')].find(f => f.innerText.includes('%s'))?.querySelector('.plot')"
+)
 POINTS = "document.querySelectorAll('#charts figure:not([hidden])').length"
 
 
@@ -59,8 +63,7 @@ def fresh(tab: Tab, url: str) -> None:
 
 def points_of(tab: Tab, title: str) -> str:
     """What the chart of this title says to somebody who does not see it."""
-    found = f"[...document.querySelectorAll('figure')].find(f => f.innerText.includes('{title}'))"
-    return str(tab.eval(f"{found}?.querySelector('.plot').getAttribute('aria-label') || ''"))
+    return str(tab.eval(f"{CHART % title}?.getAttribute('aria-label') || ''"))
 
 
 def test_a_run_is_followed_as_it_goes_on(tab: Tab, tmp_path: Path) -> None:
@@ -82,6 +85,35 @@ def test_a_run_is_followed_as_it_goes_on(tab: Tab, tmp_path: Path) -> None:
         assert int(sizes[-1][0]) > 0  # it went on, and did not begin again
         write_samples(folder, "step-00000002.jsonl", [episode()])
         tab.wait("document.querySelector('#sample-list button')")
+        append(
+            folder, [{"kind": "resume", "time_s": 9.5}, step(1, reward_mean=0.75)]
+        )  # what came after is no more
+        tab.wait(f"{CHART % 'Learning'}.getAttribute('aria-label').includes('training reward 0.75 at 1')")
+        shutil.rmtree(folder)
+        tab.wait("document.getElementById('trouble').textContent.includes('there is no run')")
+    assert [said for said in tab.said if "404" not in said] == []
+
+
+def test_of_a_long_answer_what_is_looked_at_has_units(tab: Tab, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    append(folder, [step(0)])
+    tokens = ["\n" if i % 40 == 39 else f" w{i}" for i in range(6000)]
+    write_samples(folder, "step-00000000.jsonl", [episode(tokens)])
+    units = "[...document.querySelectorAll('[data-unit]')].map(e => Number(e.dataset.unit))"
+    with served(folder) as url:
+        fresh(tab, f"{url}/#token={TOKEN}")
+        tab.wait("document.querySelector('#sample-shown .segment.assistant .text')")
+        text = "document.querySelector('.segment.assistant .text')"
+        assert tab.eval(f"{text}.textContent") == "".join(tokens)
+        tab.eval(f"{text}.scrollIntoView()")
+        tab.wait(f"{units}.includes(0) && {text}.querySelector('.u0')")
+        assert tab.eval(f"{units}.length") < 3000
+        tab.eval(f"{text}.focus()")
+        tab.press("End")
+        assert "unit 6000 of 6000" in tab.eval("document.getElementById('sample-unit').textContent")
+        tab.wait(f"{units}.includes(5999) && {units}.length < 5000")
+        assert tab.eval(f"{text}.querySelector('.here').textContent") == tokens[-1]
+        assert tab.eval(f"{text}.textContent") == "".join(tokens)
     assert tab.said == []
 
 

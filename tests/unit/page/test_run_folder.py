@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -48,6 +49,36 @@ def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert pieces > 5
 
 
+def test_of_a_long_history_few_rows_come_and_the_last_of_each_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("CHUNK_BYTES", 10_000), ("MOST_ROWS", 40), ("LEAST_ROWS", 5)):
+        monkeypatch.setattr(reading, name, value)
+    folder = run_folder(tmp_path)
+    for at in range(0, 1000, 10):
+        append(
+            folder,
+            [load(float(at), at, trainer={"busy_s": {"train": at / 2}}), *map(step, range(at, at + 10))],
+        )
+    append(folder, [{"kind": "evaluation", "version": 1000, "accuracy": 0.5}])
+    offset, rows = 0, []
+    while True:
+        answer = reading.records_from(folder, offset)
+        rows += answer["rows"]
+        if offset == 0:
+            assert len(answer["rows"]) < 15
+        offset = answer["offset"]
+        if not answer["more"]:
+            break
+    steps = [row.x for row in rows if "loss" in row.figures]
+    assert steps == sorted(steps)
+    assert (steps[-1], rows[-1].figures) == (999, {"accuracy": 0.5})
+    assert 100 < len(rows) < 500
+    assert {row.figures["busy:trainer"] for row in rows if "busy:trainer" in row.figures} == {0.5}
+    append(folder, [step(1000), step(1001)])
+    assert [row.x for row in reading.records_from(folder, offset)["rows"]] == [1000, 1001]
+
+
 def test_a_run_that_ended_says_how_and_what_its_processes_did(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
     worker = {"cpu_s": 9.5, "busy_s": {"rollout": 2.0}, "tokens": 100}
@@ -59,6 +90,27 @@ def test_a_run_that_ended_says_how_and_what_its_processes_did(tmp_path: Path) ->
     assert (row["name"], row["busy"], row["cpu_s"], row["tokens"]) == ("worker", 0.25, 9.5, 100)
     append(folder, [{"kind": "resume", "time_s": 10.0}])
     assert reading.told_of(folder)["state"] == "KILLED"
+
+
+def test_runs_are_those_with_a_lock_that_are_ours_and_have_a_name(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        run_folder(tmp_path, name)
+    os.utime(tmp_path / "old" / "run.lock", (1.0, 1.0))
+    (tmp_path / "notes").mkdir()
+    run_folder(tmp_path, "everybodys").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    bad = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(bad, 0o700)
+    with open(bad + b"/run.lock", "w"):
+        pass
+    assert [path.name for path in reading.runs_in(tmp_path)] == ["new", "old"]
+    assert reading.run_in(tmp_path, "old") == tmp_path / "old"
+    assert reading.run_in(tmp_path / "old", "old") == tmp_path / "old"
+    for name in ("notes", "everybodys", "link", "..", ".", "", "old/../new", str(tmp_path / "old"), "old/"):
+        with pytest.raises(UnknownName):
+            reading.run_in(tmp_path, name)
+    with pytest.raises(UnknownName):
+        reading.run_in(tmp_path / "old", "new")
 
 
 def test_no_path_is_made_of_what_a_reader_names(tmp_path: Path) -> None:

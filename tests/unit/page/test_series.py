@@ -51,6 +51,11 @@ def test_thinned_rows_are_few_with_means_and_what_is_a_largest_stays_one() -> No
     assert thinned(rows[:5], 10) == rows[:5]
 
 
+def test_of_what_was_done_again_the_last_is_thinned() -> None:
+    rows = [ChartRow("p", x, at, {"loss": float(at)}) for at, x in enumerate([0, 1, 2, 3, 1, 2])]
+    assert [(row.x, row.figures["loss"]) for row in thinned(rows, 10)] == [(0, 0.0), (1, 4.0), (2, 5.0)]
+
+
 def test_each_panel_draws_series_of_its_own() -> None:
     keys = [key for panel in PANELS for key in panel.series]
     assert len(keys) == len(set(keys))
