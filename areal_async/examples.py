@@ -100,7 +100,7 @@ def _example(where: str, row: Mapping[str, Any], form: Form) -> Example:
             raise TaskFileError(f"{where}: its ground truth is null. Give it an answer, or take the row out.")
         return Example((Continuation(row["prompt"], str(truth)),))
     check_depth(row, where)
-    tools = _tools(row.get("tools"), where)
+    tools = tools_of(row, where)
     text = {name: _text(row.get(name), name, where) for name in TEXTS}
     if form == "chats":
         if isinstance(chat := _there(text, "messages", where), str):
@@ -184,15 +184,19 @@ def _text(value: Any, name: str, where: str) -> Text | None:
     return filled
 
 
-def _tools(value: Any, where: str) -> tuple[Message, ...]:
+def tools_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    """Schemas for the chat template that a row has in the column `tools`, or a task in its `extra_info`: a
+    list, or that as JSON. Raises `TaskFileError`."""
+    extra = row.get("extra_info")
+    value = row.get("tools") or (extra.get("tools") if isinstance(extra, Mapping) else None)
     if isinstance(value, str):
         try:
             value = json.loads(value or "[]")
         except ValueError as error:
-            raise TaskFileError(f"{where}: column `tools` is not JSON: {error}") from error
+            raise TaskFileError(f"{where}: `tools` is not JSON: {error}") from error
     tools: Sequence[Any] = _without_nulls(value) or ()
     if not (isinstance(tools, list | tuple) and all(isinstance(tool, dict) for tool in tools)):
-        raise TaskFileError(f"{where}: column `tools` must be a list of schemas; found {value!r:.80}.")
+        raise TaskFileError(f"{where}: `tools` must be a list of schemas; found {value!r:.80}.")
     return tuple(tools)
 
 

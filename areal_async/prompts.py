@@ -66,11 +66,18 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[i
     return list((tokenizer(text) if special else tokenizer(text, add_special_tokens=False))["input_ids"])
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of `prompt`, with the special tokens that the tokenizer itself adds."""
+def prompt_ids(
+    tokenizer: Tokenizer, prompt: str | Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Token ids of `prompt`, with the special tokens that the tokenizer itself adds. `tools` are schemas for
+    the chat template."""
     if not isinstance(prompt, str) and tokenizer.chat_template:
         encoded = tokenizer.apply_chat_template(
-            list(prompt), tokenize=True, add_generation_prompt=True, return_dict=True
+            list(prompt),
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            tools=[dict(tool) for tool in tools] or None,
         )
         return list(encoded["input_ids"])
     return text_ids(tokenizer, prompt_text(tokenizer, prompt))

@@ -29,7 +29,7 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.schema import Task, VersionTag
-from areal_async.rpc.verdicts import Score, Verdict, kind_of
+from areal_async.rpc.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.events import record
@@ -237,7 +237,11 @@ class Evaluator:
             if isinstance(verdict, Score)
         ]
         self._asked = 0
-        failures += [str(verdict) for verdict in verdicts if not isinstance(verdict, Score)]
+        failures += [
+            f"{kind_of(verdict)}: {message_of(verdict)}"
+            for verdict in verdicts
+            if not isinstance(verdict, Score)
+        ]
         if not scored:
             raise EvaluationError(
                 f"none of {len(tasks)} held-out tasks of {self._job.tasks.evaluation} was scored; "

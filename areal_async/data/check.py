@@ -19,7 +19,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.data.prepare import Track, split_key
 from areal_async.data.sources import DataError
 from areal_async.data.styles import DataKind
-from areal_async.examples import COLUMNS, read_examples
+from areal_async.examples import COLUMNS, read_examples, tools_of
 from areal_async.prompts import message_texts, prompt_ids
 from areal_async.rewards import Routing
 from areal_async.rpc.schema import Task
@@ -113,7 +113,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
             if kind == "rl":
                 _note_task(report, row, known_rewards)
             if expected.tokenizer is not None and (prompt := _prompt(row)):
-                lengths.append(_length(expected.tokenizer, where, prompt, broken))
+                lengths.append(_length(expected.tokenizer, where, prompt, row, broken))
     except TaskFileError as error:
         report.problems.append(f"{error} What follows was not looked at.")
     if kind != "rl" and not broken and not report.problems:
@@ -146,9 +146,14 @@ def _prompt(row: Mapping[str, Any]) -> Any:
     return chat[:-1] if isinstance(chat, list) and len(chat) > 1 else chat
 
 
-def _length(tokenizer: Any, where: str, prompt: Any, broken: list[TaskFileError]) -> int:
+def _length(
+    tokenizer: Any, where: str, prompt: Any, row: Mapping[str, Any], broken: list[TaskFileError]
+) -> int:
     try:
-        return len(prompt_ids(tokenizer, prompt))
+        return len(prompt_ids(tokenizer, prompt, tools_of(row, where)))
+    except TaskFileError as error:
+        broken.append(error)
+        return 0
     except Exception as error:  # whatever a template raises
         broken.append(
             DataError(

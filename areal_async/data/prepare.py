@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from areal_async.data.sources import DataError, Source, source_rows
 from areal_async.data.styles import BadRow, Style
-from areal_async.examples import split_prompt
+from areal_async.examples import split_prompt, tools_of
 from areal_async.prompts import prompt_ids
 
 Row = dict[str, Any]
@@ -124,7 +124,7 @@ def prepare(
         _number(done)
     if tokenizer is not None and style.kind == "rl":
         every = (*done.train, *done.held_out)
-        done.tokens = [len(prompt_ids(tokenizer, row["prompt"])) for row in track(every, "lengths")]
+        done.tokens = [_length(tokenizer, "a row", row) for row in track(every, "lengths")]
     return done
 
 
@@ -154,7 +154,7 @@ def _length(tokenizer: Any, where: str, row: Row) -> int:
         chat = row.get("messages") or row["chosen"]
         prompt = chat[:-1] if isinstance(chat, list) and len(chat) > 1 else chat
     try:
-        return len(prompt_ids(tokenizer, prompt))
+        return len(prompt_ids(tokenizer, prompt, tools_of(row, where)))
     except Exception as error:  # whatever a template raises
         raise DataError(
             f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200})."

@@ -19,8 +19,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
@@ -36,12 +38,13 @@ from areal_async.config.engines import (
     find_engine_python,
 )
 from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.files import json_in
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.rewardcheck import asked, programs_run
-from areal_async.examples import Example, read_examples
+from areal_async.examples import Example, read_examples, tools_of
 from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
-from areal_async.modelfiles import weight_files
+from areal_async.modelfiles import stored_tensors, weight_files
 from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.topology import ServicePlace
@@ -286,6 +289,7 @@ MOST_ROWS = 200_000  # Rows of one task file that are looked at
 SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
 TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
 UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
+SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
 
@@ -296,10 +300,47 @@ def check_contents(job: JobConfig, *, source: str) -> None:
         own = next((part for part in named_parts(view) if part.is_own), None)
         mistakes += _tried(view, "parts", own.field) if own is not None else installed_mistakes(view)
         mistakes += _tried(view, "tokenizer", "model")
+        mistakes += _weight_mistakes(view)
     if job.kind == "rl":
-        mistakes += reward_load_mistakes(job)
+        mistakes += [*reward_load_mistakes(job), *_server_mistakes(job)]
     if mistakes:
         raise ConfigError(source, in_urls(list(dict.fromkeys(mistakes)), job))
+
+
+def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
+    """Weights that cannot be read whole, or belong to another configuration."""
+    model, config = job.model, json_in(job.model / "config.json")
+    try:
+        tensors = stored_tensors(model)
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        yield Mistake("model", text, "Download or copy the model again")
+        return
+    for path in {tensor.path for tensor in tensors.values()}:
+        wanted, size = max(each.end for each in tensors.values() if each.path == path), path.stat().st_size
+        if size < wanted:
+            problem = f"{path} is cut short: it has {size} of {wanted} bytes"
+            yield Mistake("model", problem, "Download or copy the model again")
+    found = config if isinstance(config, dict) else {}
+    width = found.get("word_embed_proj_dim") or found.get("hidden_size")
+    for name in ("model.embed_tokens.weight", "transformer.wte.weight") if width else ():
+        if name in tensors and (has := tensors[name].shape[-1]) != width:
+            problem = f"{tensors[name].path} has {has} numbers for each token, and config.json says {width}"
+            yield Mistake("model", problem, "Give config.json and weights of one model")
+
+
+def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
+    """Servers of engines or of a teacher that are to be there already, and do not listen."""
+    for section in ("rollout.server", "evaluation.server", "trainer.teacher"):
+        for index, url in enumerate(attrgetter(section)(job).urls):
+            parts = urlsplit(url)
+            try:
+                port = parts.port or (443 if parts.scheme == "https" else 80)
+                socket.create_connection((parts.hostname or "", port), SERVER_LIMIT_S).close()
+            except OSError as error:
+                problem = f"{url} does not answer within {SERVER_LIMIT_S:g} s ({error.strerror or error})"
+                fix = "Start the server, or correct its address"
+                yield Mistake(f"{section}.urls.{index}", problem, fix)
 
 
 def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
@@ -382,14 +423,14 @@ def _not_loaded(model: Path, error: Exception) -> Mistake:
 def _prompt_mistakes(
     job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
 ) -> Iterator[Mistake]:
-    prompts: list[Any] = []
+    prompts: list[TaskPrompt] = []
     try:
         if job.kind == "rl":
-            rows = list(itertools.islice(task_rows(path, ("prompt",)), MOST_ROWS))
-            prompts = [row["prompt"] for _, row in rows]
-            spaced = rows[:: max(1, len(rows) // SAMPLE)]
-            spelled = tokens = [_prompt_tokens(tokenizer, where, row["prompt"]) for where, row in spaced]
-            texts = [prompt_text(tokenizer, row["prompt"]) for _, row in spaced]
+            rows = itertools.islice(task_rows(path, ("prompt", "extra_info")), MOST_ROWS)
+            prompts = [(where, row["prompt"], tools_of(row, where)) for where, row in rows]
+            spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
+            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in spaced]
+            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in spaced]
         else:
             examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
             chosen = examples[:: max(1, len(examples) // SAMPLE)]
@@ -427,9 +468,13 @@ def _prompt_mistakes(
         yield from _too_long(job, field, path, tokenizer, prompts)
 
 
-def _prompt_tokens(tokenizer: Any, where: str, prompt: Any) -> list[int]:
+TaskPrompt = tuple[str, Any, Sequence[Any]]
+"""Where a task stands, its prompt, and the schemas of the tools that its template is given."""
+
+
+def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]) -> list[int]:
     try:
-        return prompt_ids(tokenizer, prompt)
+        return prompt_ids(tokenizer, prompt, tools)
     except Exception as error:  # whatever a template raises
         raise ChatError(
             f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). Mend "
@@ -449,13 +494,17 @@ def _answer_tokens(job: JobConfig, tokenizer: Any, example: Example) -> list[lis
 
 
 def _too_long(
-    job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[Any]
+    job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
 ) -> Iterator[Mistake]:
     """Prompts that leave no room for an answer: each would fail in every worker that gets it."""
     length = job.rollout.max_model_len
     # A token is at least one byte, so only long texts have to be tokenised.
-    may_be = [p for p in prompts if len(message_texts(p).encode()) + TEMPLATE_TOKENS >= length]
-    lengths = [count for prompt in may_be if (count := len(prompt_ids(tokenizer, prompt))) >= length]
+    may_be = [
+        (prompt, tools)
+        for _, prompt, tools in prompts
+        if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= length
+    ]
+    lengths = [count for each in may_be if (count := len(prompt_ids(tokenizer, *each))) >= length]
     if lengths:
         yield Mistake(
             field,

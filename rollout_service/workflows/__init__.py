@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError
+from areal_async.examples import tools_of
 from areal_async.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context, EpisodeAborted, PolicyEngine, WorkflowResources
 from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
-from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError
+from rollout_service.workflows.turns import Renderer, Reply, TemplateRewrites, TurnError, is_chat
 
 BUILT_IN = {
     "single_turn": "rollout_service.workflows:single_turn",
@@ -81,8 +82,10 @@ def workflow(function: F) -> F:
 
 
 async def single_turn(ctx: Context, task: Task) -> None:
-    """Give the model the task's prompt, and take its answer as the episode's response."""
-    await ctx.generate(task.prompt)
+    """Give the model the task's prompt, and take its answer as the episode's response. Schemas of tools in
+    the task's `extra_info.tools` go to the chat template: a call is the answer, which the reward judges."""
+    tools = tools_of({"extra_info": task.extra_info}, f"task {task.task_id}") if is_chat(task.prompt) else ()
+    await ctx.generate(task.prompt, tools=tools)
 
 
 single_turn.records_reward = lambda arguments: False  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
 """`validate` finds what would only fail, or be trained as something else, once the job runs."""
 
 import json
+import os
+import socket
 
 import pytest
 from typer.testing import CliRunner
@@ -54,10 +56,36 @@ def give_more_tokens(folder):
     make_tokenizer("abcdefghijklm0123456789+-=").save_pretrained(folder / "model")
 
 
+def cut_the_weights(folder):
+    weights = folder / "model" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+
+
+def widen_the_config(folder):
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 4096}))
+
+
+def have_long_tools(folder):
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    chat, tools = [{"role": "user", "content": "1+1="}], [{"1" * 40: "2" * 40}]
+    write_tasks(folder, [chat], extra_info={"tools": tools})
+
+
 IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}]
 ONLY_TEXT = "only text is trained here"
 SPOILT = {
     "a shard": (lose_a_shard, ["model:", "lacks model-00002-of-00002.safetensors of the 2 files"]),
+    "the end of a file": (
+        cut_the_weights,
+        ["model:", "model.safetensors is cut short", "copy the model again"],
+    ),
+    "another width": (
+        widen_the_config,
+        ["numbers for each token, and config.json says 4096", "of one model"],
+    ),
+    "long tools": (have_long_tools, ["tasks.train: 1 of 1 prompts", "have 64 tokens or more"]),
     "long prompts": (
         lambda folder: write_tasks(folder, ["1+1=", "1" * 64, "1" * 100]),
         ["tasks.train: 2 of 3 prompts", "have 64 tokens or more (the longest 100)"],
@@ -159,6 +187,17 @@ def test_an_engine_without_its_environment_is_found_and_leaves_nothing_behind(fo
     arguments = ["run", str(folder / "job.yaml"), f"rollout.engine={engine}", FREE_PORTS, "--plain"]
     assert CliRunner().invoke(app, arguments).exit_code == 2
     assert not (folder / "runs").exists()
+
+
+def test_a_server_that_does_not_listen_is_found(folder):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            gone = f"http://127.0.0.1:{other.getsockname()[1]}"
+        urls = ["rollout.engine=vllm", "rollout.workers=2", f"rollout.server.urls=[{here},{gone}]"]
+        said = refused(folder, *urls, FREE_PORTS)
+    assert f"rollout.server.urls.1: {gone} does not answer within 3 s (Connection refused)" in said
+    assert here not in said
 
 
 def test_a_gpu_that_is_not_there_is_found(folder):
