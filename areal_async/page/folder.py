@@ -174,7 +174,7 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
     told |= {"steps": job.trainer.steps, "bound": job.buffer.max_staleness if job.kind == "rl" else None}
     if alive:
         try:
-            status = msgspec.to_builtins(Run.open(folder).status())
+            status = msgspec.to_builtins(Run(folder, job, None).status())
         except (ArealError, WireError, OSError) as error:
             told["waits"] = f"The run does not say how it stands: {error}"
         else:

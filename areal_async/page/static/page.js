@@ -127,7 +127,7 @@
         ["Reward", value(at(status.reward, "reward_mean"))], ["Held-out", value(at(status.accuracy, "accuracy"))],
         ["Staleness", staleness === null ? null : `${short(staleness)}, at most ${told.bound}`],
         ["Generated tokens", per(at(status.generated_per_s, "generated_per_s"))], ["Trained tokens", per(at(status.trained_per_s, "tokens_per_s"))],
-        ["Groups", status.groups ? Object.entries(status.groups).map(([state, count]) => `${count} ${state.toLowerCase()}`).join(", ") : null],
+        ["Groups", status.groups ? Object.entries(status.groups).filter(([, count]) => count).map(([state, count]) => `${count} ${state.toLowerCase()}`).join(", ") : null],
       ];
       by("tiles").replaceChildren(...entries.filter(([, text]) => text).map(([label, text]) => { const tile = node("div"); tile.append(node("dt", label), node("dd", text)); return tile; }));
     }

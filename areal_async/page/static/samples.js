@@ -27,8 +27,9 @@ const Samples = (() => {
       return { of: (segment, i) => `u${bucket(segment.logp[i])}`, needs: "logp", words };
     }
     if (what === "advantage") {
-      let most = 1e-9;
+      let most = 0;
       for (const value of all("advantage")) most = Math.max(most, Math.abs(value));
+      if (!most) return { of: () => "", needs: "advantage", words: [["", "the advantage is 0 everywhere here"]] };
       const of = (segment, i) => { const part = segment.advantage[i] / most; return part > .5 ? "u1" : part > 0 ? "u0" : part === 0 ? "" : part < -.5 ? "u4" : "u3"; };
       return { of, needs: "advantage", words: [["u1", `above ${short(most / 2)}`], ["u0", "above 0"], ["u3", "below 0"], ["u4", `below ${short(-most / 2)}`]] };
     }
@@ -205,7 +206,7 @@ const Samples = (() => {
       this.segments = segments;
       this.colours = scaleOf(by("sample-colour").value, segments);
       const some = segments.some((segment) => (segment[this.colours.needs] || []).length);
-      const words = this.colours.words.length && !some ? [["", `no unit here has its ${by("sample-colour").selectedOptions[0].textContent}`]] : this.colours.words;
+      const words = this.colours.words.length && !some ? [["", `no unit here has a known ${by("sample-colour").selectedOptions[0].textContent}`]] : this.colours.words;
       by("sample-legend").replaceChildren(...words.map(([name, text]) => node("span", text, name)));
     }
 
@@ -243,11 +244,12 @@ const Samples = (() => {
         card.append(table);
       }
       let turn = 0;
+      const several = new Set((episode.segments || []).map((segment) => segment.agent)).size > 1;
       for (const segment of episode.segments || []) {
         const author = String(segment.author), own = author === "assistant";
         if (own) turn += 1;
         const count = (segment.tokens || []).length;
-        const label = [own ? `turn ${turn}: assistant` : author, segment.agent, count ? `${count} units` : ""].filter(Boolean).join(" · ");
+        const label = [own ? `turn ${turn}: assistant` : author, several ? segment.agent : "", count ? `${count} units` : ""].filter(Boolean).join(" · ");
         const part = node("section", "", `segment ${["assistant", "tool", "environment"].includes(author) ? author : ""}`);
         const text = new Text(segment, this.colours, label, (words) => { by("sample-unit").textContent = words; });
         this.texts.push(text);
