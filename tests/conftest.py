@@ -4,6 +4,7 @@ and what they would have needed. No example of hypothesis has a deadline: a busy
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 from collections import Counter
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+# What is imported and collected stays; to look through it again and again takes a good part of the time.
+gc.disable()
 
 # Processes that tests start find `tests` as these do.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -47,6 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with whole jobs come first: what is left for the end is short, and none waits long."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -40,7 +40,8 @@ class Workspace:
     folder: Path
 
     def job(self, name: str, *, evaluated: bool = False, **changes: Any) -> Path:
-        """The path of the job file; `evaluated` gives it an evaluator: one more process with torch."""
+        """The path of the job file; `evaluated` gives it an evaluator: one more process with torch.
+        No spare is prepared but where `changes` have a section of the supervisor's: nothing is to die."""
         content: dict[str, Any] = {
             "job": name,
             "seed": 3,
@@ -63,6 +64,7 @@ class Workspace:
             },
             "checkpoint": {"every_steps": 1, "keep": 100},
             "observe": {"metrics_port": 0},
+            "supervisor": {"spare_after_s": None},
         }
         if evaluated:
             content["tasks"] = {"train": "train.jsonl", "evaluation": "held_out.jsonl"}

@@ -7,6 +7,7 @@ the user's code.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -556,6 +557,7 @@ def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # It lives for a second or two, most of which it imports
     asked_job = JobConfig.model_validate_json(sys.stdin.buffer.read())
     with redirect_stdout(sys.stderr):  # a file of the user's may print
         if sys.argv[1] == "parts":

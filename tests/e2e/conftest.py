@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -171,24 +172,47 @@ def finish(workspace: Workspace, job_file: Path) -> FinishedRun:
         return job.end(220)
 
 
-@pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    workspace = make_workspace(tmp_path_factory.mktemp("e2e"))
+def make_e2e_workspace(folder: Path) -> Workspace:
+    workspace = make_workspace(folder)
     (workspace.folder / "workflow.py").write_text(WORKFLOW, encoding="utf-8")
     return workspace
 
 
 @pytest.fixture(scope="session")
-def asynchronous_run(workspace: Workspace) -> FinishedRun:
-    return finish(workspace, workspace.job("asynchronous", evaluated=True))
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return make_e2e_workspace(tmp_path_factory.mktemp("e2e"))
 
 
 @pytest.fixture(scope="session")
-def long_episodes_run(workspace: Workspace) -> FinishedRun:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FinishedRun]:
+    """`shared(name, **changes)`: the finished run of a job, made once for all test processes of a session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "e2e-shared"
+    folder.mkdir(exist_ok=True)
+
+    def run(name: str, **changes: Any) -> FinishedRun:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            workspace = make_e2e_workspace(folder)
+            if not (done := folder / f"{name}.done").exists():
+                finish(workspace, workspace.job(name, **changes))
+                done.touch()
+            return FinishedRun(folder / "runs" / name, workspace)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def asynchronous_run(shared: Callable[..., FinishedRun]) -> FinishedRun:
+    return shared("asynchronous", evaluated=True)
+
+
+@pytest.fixture(scope="session")
+def long_episodes_run(shared: Callable[..., FinishedRun]) -> FinishedRun:
     changes = {"rollout__max_model_len": 320, "rollout__workflow": "workflow.py:eight_turns"}
-    return finish(workspace, workspace.job("long-episodes", **changes))
+    return shared("long-episodes", trainer__steps=5, **changes)
 
 
 @pytest.fixture(scope="session")
-def synchronous_run(workspace: Workspace) -> FinishedRun:
-    return finish(workspace, workspace.job("synchronous", buffer__max_staleness=0))
+def synchronous_run(shared: Callable[..., FinishedRun]) -> FinishedRun:
+    return shared("synchronous", buffer__max_staleness=0)

@@ -38,20 +38,32 @@ def end_of_trained_once(job, job_file):
     return summary
 
 
-@pytest.mark.timeout(400)
-def test_one_death_is_local_whichever_process_it_is(workspace, running):
-    job_file = tough_job(workspace, "survivor", 36, evaluated=True, policy="alice")
+@pytest.mark.timeout(500)
+def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whichever_it_is(workspace, running):
+    """Each is stopped for longer than a lease lives, as a stall has its name only after three seconds; then
+    each is killed."""
+    job_file = tough_job(workspace, "survivor", 48, evaluated=True, policy="alice", buffer__lease_s=2)
     with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
+        job.wait_for(lambda: bool(job.steps()), "a step", 200)
+        for name, (edge, words) in EDGES.items():
+            process = job.service(name)
+            process.send_signal(signal.SIGSTOP)
+            job.read_until(f"stalled for .*{words}", 60)
+            assert stalled_s(job, edge) > 0
+            process.send_signal(signal.SIGCONT)
+            job.wait_for_steps(2, 60)
         for name in ("rollout-0", "reward", "buffer", "redis", "trainer", "evaluator"):
             job.service(name).kill()
-            job.wait_for_steps(3, 200)
+            job.wait_for_steps(2, 200)
         summary = end_of_trained_once(job, job_file)
     versions = [event for event in read_events(job.folder) if {"epoch", "trainer_epoch"} & event.keys()]
     versions += [record for record in read_run_log(job.folder / "metrics.jsonl") if "epoch" in record]
     assert {each.get("policy") for each in versions} == {"alice"}
     assert summary["restarts"] == dict.fromkeys(("rollout-0", "reward", "buffer", "trainer", "evaluator"), 1)
     assert summary["accuracy_end"] is not None
+    log = (job.folder / "logs" / "supervisor.log").read_text().splitlines()
+    stalls = {json.loads(line).get("edge") for line in log if "training stands still" in line}
+    assert {edge for edge, _ in EDGES.values()} <= stalls
 
 
 @pytest.mark.timeout(400)
@@ -73,27 +85,6 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
     with running("resume", job_file) as again:
         assert "is finished" in again.read_all(60)
         assert again.process.wait(60) == 2
-
-
-@pytest.mark.timeout(400)
-def test_a_stopped_service_is_not_taken_for_dead_and_the_stall_has_a_name(workspace, running):
-    """SIGSTOP for longer than a lease lives: a stall has its name only after three seconds."""
-    job_file = tough_job(workspace, "sleeper", 32, buffer__lease_s=2)
-    with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 3, "step 3", 200)
-        for name in ("reward", "rollout-0", "buffer", "redis", "trainer"):
-            process = job.service(name)
-            process.send_signal(signal.SIGSTOP)
-            edge, words = EDGES[name]
-            job.read_until(f"stalled for .*{words}", 40)
-            assert stalled_s(job, edge) > 0
-            process.send_signal(signal.SIGCONT)
-            job.wait_for_steps(2, 60)
-        summary = end_of_trained_once(job, job_file)
-    assert summary["restarts"] == {}
-    log = (job.folder / "logs" / "supervisor.log").read_text().splitlines()
-    stalls = {json.loads(line).get("edge") for line in log if "training stands still" in line}
-    assert {edge for edge, _ in EDGES.values()} <= stalls
 
 
 def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(workspace, running):

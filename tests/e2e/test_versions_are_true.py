@@ -68,7 +68,7 @@ def spans_of(run, steps, most=None):
 
 
 def test_versions_are_true_for_every_span_of_episodes_that_span_weight_updates(long_episodes_run):
-    found = spans_of(long_episodes_run, 10)
+    found = spans_of(long_episodes_run, 5)
     assert found.worst < 1e-4
     assert found.several >= 20, "the run was meant to update weights in mid-generation"
     assert found.wrong > 1e-3, "the versions must differ enough for a wrong stamp to show"

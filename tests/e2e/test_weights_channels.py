@@ -36,6 +36,7 @@ def sent_bytes(job, source):
     return total
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_job_over_three_hosts_learns_and_its_versions_are_true(workspace, running):
     job_file = workspace.job("three-hosts", placement={"pretend": NODES}, **JOB)
