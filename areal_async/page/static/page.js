@@ -3,7 +3,7 @@
 (() => {
   const { Store, Chart, node, short } = Charts;
   const by = (id) => document.getElementById(id);
-  const EVERY_MS = 2000;
+  const EVERY_MS = 2000, PIECE = 100;
   const given = by("data") ? JSON.parse(by("data").textContent) : null;
   let timer = 0, view = null;
 
@@ -48,45 +48,47 @@
   function only(name) { for (const id of ["login", "jobs", "job"]) by(id).hidden = id !== name; }
 
   class JobList {
+    // Of many jobs those near the window alone are in the page; more come as the end of the list comes near.
     constructor() {
-      this.rows = new Map();
-      by("jobs-find").oninput = () => this.filter();
+      this.rows = new Map(); this.most = PIECE; this.shown = [];
+      by("jobs-find").oninput = () => { this.most = PIECE; this.filter(); };
+      this.end = new IntersectionObserver((entries) => {
+        if (entries.at(-1).isIntersecting && this.most < this.rows.size) { this.most += PIECE; this.filter(); }
+      }, { rootMargin: "1500px" });
+      this.end.observe(by("jobs-end"));
     }
     async look() {
       const jobs = await ask("");
-      if (jobs.length === 1 && view === this && !this.rows.size) { location.replace(`#/job/${encodeURIComponent(jobs[0].key)}`); return; }
-      const added = document.createDocumentFragment();
-      for (const job of jobs) {
-        let row = this.rows.get(job.key);
-        if (!row) {
-          const item = node("li"), link = node("a", "", "job");
-          link.href = `#/job/${encodeURIComponent(job.key)}`;
-          const cells = Array.from({ length: 5 }, () => node("span"));
-          link.append(...cells);
-          item.append(link);
-          added.append(item);
-          this.rows.set(job.key, (row = { item, cells, told: "" }));
-        }
-        const told = JSON.stringify(job);
-        if (row.told === told) continue;
-        row.told = told;
-        [job.name, job.state, `step ${job.step}`, short(job.reward), short(job.accuracy)].forEach((text, i) => { if (row.cells[i].textContent !== text) row.cells[i].textContent = text; });
-        row.cells[1].className = `state ${job.state}`;
-        row.find = `${job.name} ${job.state}`.toLowerCase();
-      }
-      by("jobs-list").append(added);
-      const there = new Set(jobs.map((job) => job.key));
-      for (const [key, row] of this.rows) if (!there.has(key)) { row.item.remove(); this.rows.delete(key); }
+      if (view !== this) return;
+      if (jobs.length === 1 && !this.rows.size) { location.replace(`#/job/${encodeURIComponent(jobs[0].key)}`); return; }
+      this.rows = new Map(jobs.map((job) => [job.key, this.row(this.rows.get(job.key), job)]));
       this.filter();
     }
+    row(row, job) {
+      if (!row) {
+        const item = node("li"), link = node("a", "", "job"), cells = Array.from({ length: 5 }, () => node("span"));
+        link.href = `#/job/${encodeURIComponent(job.key)}`;
+        link.append(...cells);
+        item.append(link);
+        row = { item, cells, find: "" };
+      }
+      [job.name, job.state, `step ${job.step}`, short(job.reward), short(job.accuracy)].forEach((text, i) => { if (row.cells[i].textContent !== text) row.cells[i].textContent = text; });
+      row.cells[1].className = `state ${job.state}`;
+      row.find = `${job.name} ${job.state}`.toLowerCase();
+      return row;
+    }
     filter() {
-      const wanted = by("jobs-find").value.trim().toLowerCase();
-      let count = 0;
-      for (const row of this.rows.values()) { const fits = row.find.includes(wanted); row.item.hidden = !fits; count += fits; }
-      by("jobs-count").textContent = `${count} of ${this.rows.size}`;
+      const wanted = by("jobs-find").value.trim().toLowerCase(), fits = [...this.rows.values()].filter((row) => row.find.includes(wanted));
+      const shown = fits.slice(0, this.most).map((row) => row.item);
+      if (shown.length !== this.shown.length || shown.some((item, i) => item !== this.shown[i])) {
+        const focused = document.activeElement;
+        by("jobs-list").replaceChildren(...(this.shown = shown));
+        if (by("jobs-list").contains(focused)) focused.focus();
+      }
+      by("jobs-count").textContent = `${fits.length} of ${this.rows.size}`;
     }
     show() { only("jobs"); by("crumb").textContent = ""; by("jobs-list").replaceChildren(); document.title = "Jobs · areal-async"; }
-    close() {}
+    close() { this.end.disconnect(); }
   }
 
   class Charted {

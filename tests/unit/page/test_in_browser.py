@@ -185,6 +185,32 @@ def test_the_samples_are_reached_and_read_by_keyboard(tab: Tab, tmp_path: Path) 
     assert tab.said == []
 
 
+def test_of_many_jobs_more_are_listed_as_one_scrolls(tab: Tab, tmp_path: Path) -> None:
+    for number in range(230):
+        run_folder(tmp_path, f"sums-{number:03d}")
+    listed = "document.querySelectorAll('#jobs-list li').length"
+    with served(tmp_path) as url:
+        fresh(tab, f"{url}/#token={TOKEN}")
+        tab.wait("document.getElementById('jobs-count').textContent === '230 of 230'")
+        assert tab.eval(listed) == 100
+        for count in (200, 230):
+            tab.eval("scrollTo({top: document.body.scrollHeight, behavior: 'instant'})")
+            tab.wait(f"{listed} === {count}")
+        find = "(e => { e.value = 'sums-22'; e.dispatchEvent(new Event('input')) })"
+        tab.eval(f"{find}(document.getElementById('jobs-find'))")
+        assert tab.eval("document.getElementById('jobs-count').textContent") == "10 of 230"
+        assert tab.eval(listed) == 10
+        tab.eval("document.querySelectorAll('#jobs-list a')[3].focus()")
+        run_folder(tmp_path, "sums-229-b")
+        tab.wait(f"{listed} === 11")
+        chosen = tab.eval("document.activeElement.textContent")
+        assert chosen.startswith("sums-22")
+        tab.press("Enter")
+        tab.wait("!document.getElementById('job').hidden")
+        assert chosen.startswith(tab.eval("document.getElementById('job-title').textContent"))
+    assert tab.said == []
+
+
 def test_strangers_are_refused_and_asked_for_a_token(tab: Tab, tmp_path: Path) -> None:
     run_folder(tmp_path, "one")
     run_folder(tmp_path, "two")
