@@ -84,7 +84,7 @@ def serve(folder: Path, run_dirs: Sequence[Path], ports: Ports, tell: Callable[[
 def told_of(run_dirs: Sequence[Path]) -> str:
     """Of which jobs there will be figures, so that a folder that is not meant is seen at once."""
     n = sum(len([*folder.glob("prometheus/*.json")]) for folder in run_dirs)
-    where = ", ".join(str(folder.absolute()) for folder in run_dirs)
+    where = ", ".join(str(folder.resolve()) for folder in run_dirs)
     running = f"{n} now" if n else "none now; --runs names the run_dir of your job files"
     return f"It shows the jobs that run in {where} ({running}), until Ctrl-C."
 
