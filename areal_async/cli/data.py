@@ -192,11 +192,12 @@ def _of_job(job_file: Path) -> tuple[list[Path], Expected]:
     if mistakes := content_mistakes(job, ("model", "tasks.train", "tasks.evaluation")):
         raise ConfigError(str(job_file), mistakes)
     tokenizer = load_tokenizer(job.model, job.rollout.template_args) if job.model.is_dir() else None
+    missing = f"the job's model, {job.model}, is not there (yet)"
     is_rl = job.kind == "rl"
     length = job.rollout.max_model_len if is_rl else None
     files = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
     kind: Any = job.kind
-    return files, Expected(kind, tokenizer, length, job.reward if is_rl else None)
+    return files, Expected(kind, tokenizer, missing, length, job.reward if is_rl else None)
 
 
 def _expected(
@@ -216,7 +217,7 @@ def _expected(
         config = json_in(folder / "config.json")
         known = config.get("max_position_embeddings") if isinstance(config, dict) else None
         max_model_len = max_model_len or (known if isinstance(known, int) else None)
-    return Expected(msgspec.convert(kind, DataKind | None), tokenizer, max_model_len)
+    return Expected(msgspec.convert(kind, DataKind | None), tokenizer, max_model_len=max_model_len)
 
 
 def _model_folder(text: str) -> Path:
@@ -294,6 +295,7 @@ def _checked(report: DataReport) -> Iterator[str]:
     if len(report.files) > 1:
         yield f"overlap: {report.overlap} held-out prompts are in the training file"
     problems = [*(each for file in report.files for each in file.problems), *report.problems]
+    yield from (f"remark: {each}" for each in report.remarks)
     yield from (f"problem: {each}" for each in problems)
     yield f"{len(problems)} problems would stop a job" if problems else "ok"
 

@@ -59,6 +59,7 @@ class DataReport(msgspec.Struct):
     files: list[FileReport]
     overlap: int = 0
     problems: list[str] = []
+    remarks: list[str] = []
 
     @property
     def stops(self) -> bool:
@@ -70,6 +71,8 @@ class Expected(msgspec.Struct, frozen=True):
 
     kind: DataKind | None = None
     tokenizer: Any = None
+    no_tokenizer: str = "no --model is named"
+    """Why there is none."""
     max_model_len: int | None = None
     reward: RewardSection | None = None
 
@@ -88,6 +91,10 @@ def check_data(
         report.problems.append(
             f"{len(both)} of {len(prompts[1])} held-out prompts are in {files[0]} too, so what is measured "
             "on them says nothing. Split again with `areal-async data prepare … --held-out N`."
+        )
+    if expected.tokenizer is None:
+        report.remarks.append(
+            f"{expected.no_tokenizer}, so prompts were not measured in tokens, nor rendered by its template."
         )
     return report
 

@@ -63,6 +63,18 @@ def test_prompts_on_both_sides_are_found_also_where_a_file_has_them_twice(write)
     assert report["files"][0]["remarks"]
 
 
+def test_what_was_not_looked_at_for_want_of_a_model_is_said(write, tmp_path):
+    train = write("train.jsonl", [task("1+1=")])
+    assert check(train)["remarks"] == [
+        "no --model is named, so prompts were not measured in tokens, nor rendered by its template."
+    ]
+    job = "job: own\nmodel: runs/warm/model\ntasks: {train: train.jsonl}\n"
+    (tmp_path / "job.yaml").write_text(job)
+    report = check(tmp_path / "job.yaml")
+    assert f"the job's model, {tmp_path}/runs/warm/model, is not there (yet)" in report["remarks"][0]
+    assert report["files"][0]["tokens"] == {}
+
+
 def test_a_job_says_what_its_data_must_fit(write, tmp_path, chat_model):
     chats = [
         task([{"role": "user", "content": "a" * n}], data_source="sums" if n > 7 else "x") for n in (5, 9)
