@@ -6,6 +6,7 @@ Both are resolved when the file is read: what is recorded, sent to a controller 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -55,13 +56,30 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
             fix = "Correct the path, which is relative to the file that includes it"
             raise ConfigError(str(path), [Mistake("include", f"{included} is no file", fix)])
         inner = _read(included, (*above, here))
-        if included.resolve().parent != here.parent:  # else they stay short, and travel with `submit`
-            has_run_dir = "run_dir" in inner
+        if included.resolve().parent != here.parent:
+            given, has_run_dir = copy.deepcopy(inner), "run_dir" in inner
             resolve_paths(inner, included.resolve().parent)
             if not has_run_dir:
                 del inner["run_dir"]
+            inner = _seen_from(here.parent, given, inner)
         base = merged(base, inner)
     return merged(base, content) if base else content
+
+
+def _seen_from(base: Path, given: Any, resolved: Any) -> Any:
+    """`resolved` with what was `given` as a relative path relative again, to `base`: below it files travel
+    with `submit`."""
+    if isinstance(resolved, dict):
+        before = given if isinstance(given, dict) else {}
+        return {key: _seen_from(base, before.get(key), value) for key, value in resolved.items()}
+    if isinstance(resolved, list) and isinstance(given, list) and len(given) == len(resolved):
+        return [_seen_from(base, *pair) for pair in zip(given, resolved, strict=True)]
+    if not isinstance(resolved, str) or not isinstance(given, str) or given == resolved:
+        return resolved
+    if not os.path.isabs(resolved) or os.path.isabs(given) or given.startswith("~"):
+        return resolved
+    short = os.path.relpath(resolved, base)
+    return short if short.startswith(".") else f"./{short}"
 
 
 def _filled(value: Any, field: str, mistakes: list[Mistake]) -> Any:

@@ -85,6 +85,20 @@ def test_on_another_machine_a_folder_beside_the_job_file_is_refused(there):
         packed(there, here=False, model="/models/tiny", tasks={"train": "../x.jsonl"})
 
 
+def test_what_an_included_file_names_travels_as_if_the_job_file_named_it(there):
+    (there / "below").mkdir()
+    (there / "below" / "base.yaml").write_text("tasks: {train: ../train.jsonl, evaluation: held.jsonl}\n")
+    (there / "below" / "held.jsonl").write_text("{}\n")
+    given = packed(there, include="below/base.yaml", model="/models/tiny", tasks={}, here=False)
+    assert given.job["tasks"] == {"train": "train.jsonl", "evaluation": "below/held.jsonl"}
+    assert {"train.jsonl", "below/held.jsonl"} < set(given.files)
+    (there.parent / "base.yaml").write_text("tasks: {train: far.jsonl}\n")
+    with pytest.raises(ConfigError, match=r"tasks.train: \.\./far.jsonl is no file below"):
+        packed(there, include="../base.yaml", model="/models/tiny", tasks={}, here=False)
+    given = packed(there, include="../base.yaml", model="/models/tiny", tasks={})
+    assert given.job["tasks"]["train"] == str(there.parent / "far.jsonl")
+
+
 def test_files_that_are_too_many_or_too_large_stay(there, monkeypatch):
     monkeypatch.setattr(module, "MOST_BYTES", 100)
     with pytest.raises(ConfigError, match="its files are more than"):
