@@ -180,7 +180,7 @@ TRAINER = Board(
                 ),
                 Panel(
                     "Tokens trained a second",
-                    "Sampled tokens.",
+                    "Tokens that a policy sampled: over time, and in the last step alone.",
                     {
                         "rate {{policy}}": "rate(areal_trainer_tokens_total{<policy>}[<rate>])",
                         "last step {{policy}}": "areal_trainer_tokens_per_second{<policy>}",
@@ -189,15 +189,16 @@ TRAINER = Board(
                 ),
                 Panel(
                     "Steps an hour",
-                    "As over five minutes.",
+                    "At the pace of the last five minutes.",
                     {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     low=0,
                 ),
                 Panel(
                     "Step and version",
-                    "Steps finished, and the newest weights published.",
+                    "Steps finished, those that the buffer knows of, and the newest weights published.",
                     {
                         "step {{policy}}": "areal_trainer_step{<policy>}",
+                        "buffer {{policy}}": "areal_buffer_version{<policy>}",
                         "version {{policy}}": "areal_trainer_version{<policy>}",
                     },
                     "none",
@@ -238,7 +239,7 @@ TRAINER = Board(
             (
                 Panel(
                     "Response length",
-                    "Mean and largest of a step, in tokens; and what was not sampled.",
+                    "Mean and largest of a step, in tokens, and the mean of its prompts.",
                     {
                         "{{statistic}} {{policy}}": "areal_trainer_response_length{<policy>}",
                         "prompt {{policy}}": "areal_trainer_prompt_length_mean{<policy>}",
@@ -267,29 +268,30 @@ TRAINER = Board(
                         "bound {{policy}}": "areal_buffer_staleness_bound{<policy>}",
                     },
                     low=0,
-                    width=6,
                 ),
                 Panel(
                     "By staleness",
                     "What the loss and the correction did with the units of each staleness.",
                     {"{{figure}} at {{staleness}} {{policy}}": "areal_trainer_by_staleness{<policy>}"},
-                    width=6,
                 ),
                 Panel(
                     "Self-check",
                     "Largest difference between the engine's and the trainer's log-prob of a unit, in nats.",
                     {"version {{version}} {{policy}}": "areal_trainer_self_check_max_nats{<policy>}"},
                     low=0,
-                    width=6,
                 ),
                 Panel(
                     "Held-out figures",
-                    "By data source; samples without a score count as nothing.",
-                    {
-                        "{{data_source}} {{statistic}} {{policy}}": "areal_evaluation_score{<policy>}",
-                        "unscored {{data_source}} {{policy}}": "areal_evaluation_unscored_samples{<policy>}",
-                    },
-                    width=6,
+                    "By data source.",
+                    {"{{data_source}} {{statistic}} {{policy}}": "areal_evaluation_score{<policy>}"},
+                    width=12,
+                ),
+                Panel(
+                    "Held-out samples without a score",
+                    "By data source; they count as nothing.",
+                    {"{{data_source}} {{policy}}": "areal_evaluation_unscored_samples{<policy>}"},
+                    low=0,
+                    width=12,
                 ),
             ),
         ),

@@ -90,7 +90,7 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Steps an hour",
-                    "As in the last five minutes.",
+                    "At the pace of the last five minutes.",
                     {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     kind="stat",
                     width=4,
@@ -189,7 +189,7 @@ OVERVIEW = Board(
                 ),
                 Panel(
                     "Steps an hour",
-                    "As over five minutes.",
+                    "At the pace of the last five minutes.",
                     {"{{policy}}": "job_policy:areal_trainer_steps:per_hour{<policy>}"},
                     low=0,
                 ),
@@ -298,6 +298,7 @@ ROLLOUT = Board(
                         "leases lost": per_second("areal_rollout_leases_lost_total", "job"),
                     },
                     low=0,
+                    width=6,
                 ),
                 Panel(
                     "Tool calls a second",
@@ -309,6 +310,7 @@ ROLLOUT = Board(
                         "template rewrites": per_second("areal_rollout_template_rewrites_total", "job"),
                     },
                     low=0,
+                    width=6,
                 ),
                 Panel(
                     "Calls of agents a second",
@@ -316,10 +318,17 @@ ROLLOUT = Board(
                     {
                         "{{outcome}}": per_second("areal_gateway_calls_total", "job, outcome"),
                         "roots: {{reason}}": per_second("areal_gateway_roots_total", "job, reason"),
-                        "tokens": per_second("areal_gateway_tokens_total", "job"),
                         "sessions": "sum by (job) (areal_gateway_sessions{<job>})",
                     },
                     low=0,
+                    width=6,
+                ),
+                Panel(
+                    "Tokens of agents a second",
+                    "Sampled for agents at the gateway, and recorded.",
+                    {"": per_second("areal_gateway_tokens_total", "job")},
+                    low=0,
+                    width=6,
                 ),
             ),
         ),
@@ -380,11 +389,10 @@ BUFFER = Board(
                 ),
                 Panel(
                     "Ends of episodes, a second",
-                    "Trained and dropped; the committed step.",
+                    "Trained, and dropped.",
                     {
                         "trained {{policy}}": "rate(areal_buffer_episodes_trained_total{<policy>}[<rate>])",
                         "dropped": "rate(areal_buffer_episodes_dropped_total{<job>}[<rate>])",
-                        "step {{policy}}": "areal_buffer_version{<policy>}",
                     },
                     low=0,
                 ),
