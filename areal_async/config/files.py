@@ -270,7 +270,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, li
         return None, [Mistake(field, *_split(str(error)))]
     if are_messages and job.model.is_dir() and not _has_chat_template(job.model):
         problem = f"the prompts of {path} are messages, and the tokenizer in {job.model} has no chat template"
-        fix = "Add one to the tokenizer (chat_template.jinja), or give tasks whose prompts are text"
+        fix = "Add one to the tokenizer (chat_template.jinja), or make texts (data prepare --form text)"
         return rows, [Mistake(field, problem, fix, ("model",))]
     return rows, []
 

@@ -17,6 +17,9 @@ from areal_async.data.sources import DataError
 MAKER = "make_data.py"
 BASE, WARM, RL = "base", "warm_start.yaml", "job.yaml"
 TINY_POSITIONS = 256
+REPLY_END = "{{ eos_token if m['role'] == 'assistant' else '=' }}"
+TINY_TEMPLATE = f"{{% for m in messages %}}{{{{ m['content'] }}}}{REPLY_END}{{% endfor %}}"
+"""For data sets of chats: what is asked ends with `=`, as in the prompts that are texts."""
 SPACES = {" ": "Ġ", "\n": "Ċ", "\t": "ĉ"}  # As the pre-tokenizer of Qwen2 writes them
 
 
@@ -66,7 +69,9 @@ def _write_tiny(folder: Path) -> None:
     from areal_async.quickstart.model import make_tokenizer, write_model  # torch, which takes its time
 
     signs = string.digits + string.ascii_letters + string.punctuation + "".join(SPACES.values())
-    write_model(folder, 0, make_tokenizer(signs), TINY_POSITIONS)
+    tokenizer = make_tokenizer(signs)
+    tokenizer.chat_template = TINY_TEMPLATE
+    write_model(folder, 0, tokenizer, TINY_POSITIONS)
 
 
 DATA = '''"""Makes train.jsonl and held_out.jsonl: `python make_data.py`. Change `question` and `solve`.

@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
 from areal_async.config.load import load_job
 from areal_async.data.newtask import job_name
+from areal_async.launch.preflight import tokenizer_mistakes
+from areal_async.prompts import prompt_ids
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -52,9 +55,25 @@ def test_every_file_of_the_folder_works_as_it_is(made):
     assert json.loads(checked.stdout)["overlap"] == 0
 
 
-def test_the_tiny_model_reads_and_writes_every_character_of_a_task(made):
-    from transformers import AutoTokenizer
+def test_the_tiny_model_takes_a_chat_file_too(made, tmp_path):
+    folder, _ = made
+    chats = [
+        [{"role": "user", "content": f"{n} or 500?"}, {"role": "assistant", "content": str(max(n, 500))}]
+        for n in range(100, 140)
+    ]
+    lines = (json.dumps({"messages": chat}) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    how = ["--held-out", "8", "--model", str(folder / "base"), "--json"]
+    prepare = ["data", "prepare", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "train.jsonl"), *how]
+    done = CliRunner().invoke(app, prepare)
+    assert done.exit_code == 0, done.output
+    job = load_job(folder / "warm_start.yaml", [f"tasks.train={tmp_path}/train.jsonl"])
+    assert tokenizer_mistakes(job) == []
+    tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
+    assert tokenizer.decode(prompt_ids(tokenizer, chats[0][:1])) == "100 or 500?="
 
+
+def test_the_tiny_model_reads_and_writes_every_character_of_a_task(made):
     tokenizer = AutoTokenizer.from_pretrained(made[0] / "base", local_files_only=True)
     text = "Sort 3 words,\n\tdon't (ask): A_b{c}~="
     ids = tokenizer(text)["input_ids"]
