@@ -48,7 +48,12 @@ JOB = """\
 job: sums
 model: model
 tasks: {train: train.jsonl, evaluation: held_out.jsonl}
-rollout: {group_size: 2, max_concurrent: 16, max_model_len: 32, sampling: {max_new_tokens: 6}}
+rollout:
+  workflow: agent.py:second_try
+  group_size: 2
+  max_concurrent: 16
+  max_model_len: 32
+  sampling: {max_new_tokens: 6}
 buffer: {batch_groups: 4}
 reward: {name: arithmetic}
 trainer: {steps: 3, record_batches: true}
@@ -183,6 +188,9 @@ def folder(tmp_path_factory):
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "job.yaml").write_text(JOB)
+    (folder / "sorting" / "base").mkdir(parents=True)
+    (agent,) = (each.text for each in BLOCKS if "def second_try(" in each.text)
+    (folder / "agent.py").write_text(agent)
     done = called("-m", "areal_async.cli.main", "run", "job.yaml", "--inline", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("quickstart", "cut", "sums-eta-4"):
@@ -230,6 +238,7 @@ def told_words(block):
 @of("yaml")
 def test_job_files_load(block, tmp_path):
     content = parse_yaml(block.text)
+    content.pop("include", None)
     if "launcher" in content:
         ClusterConfig.model_validate(content)
     elif "prompt_tokens" in content:
