@@ -46,11 +46,18 @@ LONGER = {  # Their small sizes end sooner
     ],
     "calculator": [
         "trainer.steps=150",
+        "rollout.sampling.temperature=0.7",
+        "evaluation.sampling.temperature=0.0",
         "trainer.optimizer={lr: 1e-4, warmup_steps: 10, schedule: linear, clip_grad_norm: 0.2}",
         "buffer.batch_groups=32",
         "checkpoint.every_steps=50",
     ],
-    "frozenlake": ["trainer.steps=200", "checkpoint.every_steps=50", "evaluation.every_steps=40"],
+    "frozenlake": [
+        "trainer.steps=200",
+        "trainer.optimizer.lr=1.5e-4",
+        "checkpoint.every_steps=50",
+        "evaluation.every_steps=40",
+    ],
 }
 OBJECTIVES = {
     "grpo": [],  # The example's own

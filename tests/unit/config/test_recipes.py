@@ -160,7 +160,7 @@ def test_the_commands_for_two_cores_end_in_the_small_job(name):
 RUNS = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_pages_tell_the_figures_of_the_last_run(name):
     row = RUNS[name]
     assert recipe_runs.has_learned(row)
