@@ -1,6 +1,6 @@
 """The page at sizes that no run of an afternoon has, in a real browser: how long one waits, and for what.
 
-    python benchmarks/page.py [--jobs 1000] [--steps 100000] [--units 32768] [--out FILE.json]
+    python benchmarks/page.py [--jobs 1000] [--steps 100000] [--units 32768] [--only PART…] [--out FILE.json]
 
 Three folders written by what writes those of runs: a thousand runs of 300 steps, one run of a hundred
 thousand, and one with an episode of 32k units among 200 files of samples. `areal-async view` serves each in a
@@ -10,16 +10,20 @@ process of its own to headless Chromium, which is driven over DevTools.
     frame_ms      between two frames while something is scrolled by 400 pixels in each: p95 and longest of 120
     reaction_ms   from an event of keyboard or mouse to the next painted frame (Event Timing, in steps of
                   8 ms; 0 where none took 16): longest of those that were sent
+    cpu           in those: milliseconds that the page's main thread computed for each, which other work on
+                  the machine does not change
     sent_kb       bytes of all answers that led to it
     cpu_ms        of the server, for one request
 
-Some minutes on two cores. What else runs on the machine makes all of it longer.
+Two minutes on two cores. What else runs on the machine (`load_average`) makes all of it longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +40,7 @@ from page_runs import run_folder, write_episodes, write_history
 from areal_async.status.record import RECORDS, RunLog
 from tests.unit.page.browser import Tab, chromium
 
+DIFFERENT = 10  # Runs of the list; the others are copies of them
 LISTED = "document.getElementById('jobs-count').textContent === '%d of %d'"
 CHARTS = "document.querySelectorAll('#charts figure:not([hidden]) canvas').length > 3"
 WHOLE = (
@@ -118,16 +123,26 @@ def shown(tab: Tab, condition: str, begun_ms: float = 0.0) -> float:
             time.sleep(0.01)
 
 
+def task_ms(tab: Tab) -> float:
+    """What the main thread of the page has computed so far."""
+    metrics = {each["name"]: each["value"] for each in tab.send("Performance.getMetrics")["metrics"]}
+    return float(metrics["TaskDuration"]) * 1000
+
+
 def frames(tab: Tab, what: str) -> dict[str, float]:
+    before = task_ms(tab)
     took = sorted(float(each) for each in tab.eval(FRAMES % what))
-    return {"p95": round(took[int(len(took) * 0.95)], 1), "longest": round(took[-1], 1)}
+    cpu = (task_ms(tab) - before) / len(took)
+    return {"p95": round(took[int(len(took) * 0.95)], 1), "longest": round(took[-1], 1), "cpu": round(cpu, 1)}
 
 
-def reaction(tab: Tab, act: Callable[[], None]) -> float:
+def reaction(tab: Tab, act: Callable[[], None], events: int) -> dict[str, float]:
     tab.eval(EVENTS)
+    before = task_ms(tab)
     act()
     tab.eval("new Promise(tell => setTimeout(tell, 300))")
-    return float(tab.eval("window.slowest"))
+    cpu = (task_ms(tab) - before) / events
+    return {"longest": float(tab.eval("window.slowest")), "cpu": round(cpu, 1)}
 
 
 def mouse(tab: Tab, kind: str, x: float, y: float) -> None:
@@ -173,7 +188,10 @@ def typed(tab: Tab, field: str, text: str) -> None:
 
 def many_jobs(tab: Tab, folder: Path, jobs: int) -> dict[str, Any]:
     for number in range(jobs):
-        write_history(run_folder(folder, f"sums-{number:04d}", 300), 300, number)
+        if number < DIFFERENT:
+            write_history(run_folder(folder, f"sums-{number:04d}", 300), 300, number)
+        else:
+            shutil.copytree(folder / f"sums-{number % DIFFERENT:04d}", folder / f"sums-{number:04d}")
     told: dict[str, Any] = {"jobs": jobs}
     with viewed(tab, folder) as server:
         before = server.cpu_s()
@@ -185,13 +203,13 @@ def many_jobs(tab: Tab, folder: Path, jobs: int) -> dict[str, Any]:
         told["cpu_ms_nothing_new"] = server.cpu_ms("/v1/page/jobs", known=True)
         told["cpu_ms_of_one_job"] = server.cpu_ms(f"/v1/page/jobs/sums-{jobs // 2:04d}", known=True)
         told["scroll_frame_ms"] = frames(tab, "document.scrollingElement")
-        told["find_reaction_ms"] = reaction(tab, lambda: typed(tab, "jobs-find", "sums-00"))
+        told["find_reaction_ms"] = reaction(tab, lambda: typed(tab, "jobs-find", "sums-00"), 7)
         begun = click(tab, "document.querySelector('#jobs-list li:not([hidden]) a')")
         told["job_shown_s"] = shown(tab, CHARTS, begun)
         begun = float(tab.eval("performance.now()"))
         tab.eval("history.back()")
         told["back_shown_s"] = shown(
-            tab, f"!document.getElementById('jobs').hidden && {LISTED % (jobs, jobs)}", begun
+            tab, "!document.getElementById('jobs').hidden && document.querySelector('#jobs-list li')", begun
         )
     return told
 
@@ -206,11 +224,11 @@ def long_history(tab: Tab, folder: Path, steps: int) -> dict[str, Any]:
         told["first_cpu_ms"] = round((server.cpu_s() - before) * 1000)
         told["sent_kb"] = round(float(tab.eval(SENT)))
         told["hover_reaction_ms"] = reaction(
-            tab, lambda: hover(tab, "document.querySelector('#charts .u-over')")
+            tab, lambda: hover(tab, "document.querySelector('#charts .u-over')"), 40
         )
         told["scroll_frame_ms"] = frames(tab, "document.scrollingElement")
         told["mean_reaction_ms"] = reaction(
-            tab, lambda: void(click(tab, "document.getElementById('smooth')"))
+            tab, lambda: void(click(tab, "document.getElementById('smooth')")), 1
         )
         size = (folder / RECORDS).stat().st_size
         told["cpu_ms_nothing_new"] = round(
@@ -248,14 +266,14 @@ def long_episode(tab: Tab, folder: Path, units: int, files: int) -> dict[str, An
         told["page_scroll_frame_ms"] = frames(tab, "document.scrollingElement")
         tab.eval(f"{text}.scrollTop = {text}.scrollHeight / 2")
         tab.eval(f"{text}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        told["hover_reaction_ms"] = reaction(tab, lambda: hover(tab, text))
+        told["hover_reaction_ms"] = reaction(tab, lambda: hover(tab, text), 40)
         tab.eval(f"{text}.focus()")
-        told["arrow_reaction_ms"] = reaction(tab, lambda: pressed(tab, ["ArrowRight"] * 10 + ["End"]))
+        told["arrow_reaction_ms"] = reaction(tab, lambda: pressed(tab, ["ArrowRight"] * 10 + ["End"]), 11)
         choose = "document.getElementById('sample-colour')"
         begun = float(tab.eval("performance.now()"))
         tab.eval(f"{choose}.value = 'advantage'; {choose}.dispatchEvent(new Event('change'))")
         told["recoloured_s"] = shown(tab, "true", begun)
-        told["search_reaction_ms"] = reaction(tab, lambda: typed(tab, "sample-find", "task-2"))
+        told["search_reaction_ms"] = reaction(tab, lambda: typed(tab, "sample-find", "task-2"), 6)
         begun = float(tab.eval("performance.now()"))
         told["found_s"] = shown(
             tab, "document.getElementById('sample-count').textContent.includes('found')", begun
@@ -283,17 +301,22 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--units", type=int, default=32_768)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", help="of many_jobs, long_history, long_episode")
+    parser.add_argument("--out", type=Path, help="file; what it has of other parts stays")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="areal-page-") as name, chromium() as tab:
         place = Path(name)
         tab.size(1280, 900)
-        told = {
-            "many_jobs": many_jobs(tab, place / "runs", given.jobs),
-            "long_history": long_history(tab, run_folder(place, "long", given.steps), given.steps),
-            "long_episode": long_episode(tab, run_folder(place, "samples", 300), given.units, 200),
-            "scripts_said": tab.said,
+        tab.send("Performance.enable", timeDomain="threadTicks")
+        parts = {
+            "many_jobs": lambda: many_jobs(tab, place / "runs", given.jobs),
+            "long_history": lambda: long_history(tab, run_folder(place, "long", given.steps), given.steps),
+            "long_episode": lambda: long_episode(tab, run_folder(place, "samples", 300), given.units, 200),
         }
+        told = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+        told |= {part: parts[part]() for part in given.only or parts}
+        told["load_average"] = round(os.getloadavg()[0], 1)
+        assert tab.said == [], tab.said
     text = json.dumps(told, indent=2) + "\n"
     print(text)
     if given.out:

@@ -32,7 +32,7 @@ from areal_async.status.samples import SampleKind, sample_files
 Json = dict[str, Any]
 
 CHUNK_BYTES = 4 << 20  # Most of `metrics.jsonl` that is read for one answer
-MOST_ROWS, LEAST_ROWS = 1000, 100  # Of a kind, of a whole history and of one answer
+MOST_ROWS, LEAST_ROWS = 1000, 50  # Of a kind, of a whole history and of one answer
 LOOKED_AT = 2  # Records of a long history that are read, for each row that is told
 LAST_BYTES = 256 << 10  # Of its end, where the last records are looked for
 SAMPLE_BYTES = 64 << 20  # Largest file of samples that is read
