@@ -121,9 +121,11 @@ def run(
     with readable_errors():
         from areal_async.config.load import load_job
         from areal_async.launch.preflight import check_contents
+        from areal_async.status.progress import progress
 
         job = load_job(job_file, overrides or ())
-        check_contents(job, source=str(job_file))
+        with progress("checking the job"):
+            check_contents(job, source=str(job_file))
         _run(job, cluster, plain, as_json, inline, overwrite=overwrite)
 
 
@@ -182,9 +184,11 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
         from areal_async.config.advice import explain
         from areal_async.config.load import dump_job, load_job
         from areal_async.launch.preflight import check_contents
+        from areal_async.status.progress import progress
 
         job = load_job(job_file, overrides or ())
-        check_contents(job, source=str(job_file))
+        with progress("checking the job"):
+            check_contents(job, source=str(job_file))
         print_warnings(job)
         for each in explain(job):
             note(f"note: {each}")
