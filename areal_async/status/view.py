@@ -28,6 +28,7 @@ from areal_async.status.aggregator import Progress, RunStatus, no_score_text
 PLAIN_EVERY_S = 5.0
 SELDOM = 6  # Once steps have lines of their own, the whole is told so many times less often
 STALL_EVERY_S = 30.0  # How often a stall that lasts is said again on plain lines
+WAITS = " waits for "  # In what is said of a service that waits
 MESSAGE_EVERY_S = 300.0  # The same for a message that comes again
 MOST_WAITING = 4096  # Records whose lines nobody reads; the oldest go first
 HELD = frozenset({"leased", "generated", "scored"})  # States of groups that a line tells
@@ -103,12 +104,16 @@ class PlainLines:
         """A line of the whole now and then, and news as soon as they are there."""
         self.flush()
         # What a service waits for comes and goes, with other numbers each time: that is no news.
-        news = status.stall.edge if status.stall is not None else re.sub(r"\d+", "0", status.message)
+        news = status.stall.edge if status.stall is not None else status.message
+        if WAITS in news:
+            news = re.sub(r"\d+", "0", news)
         if news and (news != self._news or self._clock() >= self._again_s):
             kind = "message" if status.stall is None else "stall"
             self._say(f"{kind}={_quoted(_message(status))} time={clock_text(status.elapsed_s)}")
             self._again_s = self._clock() + (STALL_EVERY_S if status.stall is not None else MESSAGE_EVERY_S)
             self._news = news
+        elif not news and WAITS not in self._news:
+            self._news = ""
         for note in status.dropped.no_scores:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)

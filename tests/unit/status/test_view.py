@@ -224,15 +224,16 @@ def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
     view = PlainLines(console, every_s=5.0, clock=lambda: now_s)
     for tick in range(24):
         now_s = tick * 0.5
-        view.show(status(message=f'odd "{tick}"' if tick in (3, 4, 6) else "", trained=False))
+        view.show(status(message=f'trainer waits for "{tick}"' if tick in (3, 4, 6) else "", trained=False))
     for tick in range(24, 120):
         now_s = tick * 0.5
-        view.show(status(message="another" if tick == 30 else ""))
+        view.show(status(message="rollout-0 was killed" if tick in (30, 31, 40) else ""))
     lines = [parsed(line) for line in text(console).splitlines()]
     assert sum("done" in line for line in lines) == 3 + 2
     assert [line for line in lines if "message" in line] == [
-        {"message": 'odd "3"', "time": "1:23"},
-        {"message": "another", "time": "1:23"},
+        {"message": 'trainer waits for "3"', "time": "1:23"},
+        {"message": "rollout-0 was killed", "time": "1:23"},
+        {"message": "rollout-0 was killed", "time": "1:23"},
     ]
 
 
