@@ -155,8 +155,8 @@ def unknown(words, *, whole):
         there = ROOT / path
         if not (there if there.suffix else there.parent).exists():
             return f"there is no {path}"
-    module = words[words.index("-m") + 1] if "-m" in words[1:] else "sys"
-    if module.partition(".")[0] in ("areal_async", "sys") or module.endswith("_service"):
+    module = words[words.index("-m") + 1] if "-m" in words[1:] else "tests"
+    if (ROOT / module.partition(".")[0]).is_dir():
         return None if importlib.util.find_spec(module) else f"there is no module {module}"
     return None
 
@@ -170,6 +170,21 @@ def test_every_block_says_what_it_is():
 def test_commands_exist_with_their_options(block):
     whole = block.kind in ("bash", "console")
     assert [(words, wrong) for words in block.commands if (wrong := unknown(words, whole=whole))] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        ("areal-async advice runs/sums", "no command advice"),
+        ("areal-async run job.yaml --inlin", "No such option: --inlin"),
+        ("areal-async data prepare", "Missing parameter"),
+        ("make tests", "no target tests"),
+        ("python benchmarks/nothing.py", "no benchmarks/nothing.py"),
+        ("python -m reward_service.sandbx", "no module reward_service.sandbx"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_found(command, wrong):
+    assert wrong in unknown(command.split(), whole=True)
 
 
 @pytest.fixture(scope="module")
