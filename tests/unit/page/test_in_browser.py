@@ -89,6 +89,10 @@ def test_a_run_is_followed_as_it_goes_on(tab: Tab, tmp_path: Path) -> None:
             folder, [{"kind": "resume", "time_s": 9.5}, step(1, reward_mean=0.75)]
         )  # what came after is no more
         tab.wait(f"{CHART % 'Learning'}.getAttribute('aria-label').includes('training reward 0.75 at 1')")
+        again = "new Charts.Store(), rows = [0, 1, 2, 1].map(x => ['p', x, 0, { a: 1 }])"
+        assert tab.eval(
+            f"(() => {{ const s = {again}; s.add(rows); return [...s.series.values()][0].x }})()"
+        ) == [0, 1]
         shutil.rmtree(folder)
         tab.wait("document.getElementById('trouble').textContent.includes('there is no run')")
     assert [said for said in tab.said if "404" not in said] == []
@@ -193,6 +197,7 @@ def test_of_many_jobs_more_are_listed_as_one_scrolls(tab: Tab, tmp_path: Path) -
         fresh(tab, f"{url}/#token={TOKEN}")
         tab.wait("document.getElementById('jobs-count').textContent === '230 of 230'")
         assert tab.eval(listed) == 100
+        assert TOKEN not in tab.eval("location.href")
         for count in (200, 230):
             tab.eval("scrollTo({top: document.body.scrollHeight, behavior: 'instant'})")
             tab.wait(f"{listed} === {count}")
