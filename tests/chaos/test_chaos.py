@@ -74,10 +74,10 @@ def test_a_redis_that_lost_the_end_of_its_log_costs_at_most_two_seconds_of_work(
 
 @pytest.mark.timeout(660)
 def test_malformed_messages_at_every_socket_leave_a_job_with_exact_counts(tmp_path):
-    messages = 150
+    messages = 60
     kinds = ("redis", "buffer", "weights", "control", "chunks", "gateway", "metrics", "reward")
     verdict, figures = run(
-        tmp_path, steps=150, messages=messages, connections=150, quiet_steps=1, limit_s=600.0
+        tmp_path, steps=90, messages=messages, connections=60, quiet_steps=1, limit_s=600.0
     )
     assert verdict.violations == []
     assert verdict.figures["lost_episodes"] == verdict.figures["trained_twice"] == 0
