@@ -23,6 +23,16 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
+CALM = """
+import asyncio
+
+
+async def calm(ctx, task):
+    await asyncio.sleep(1.0)
+    await ctx.generate(task.prompt)
+"""
+"""Leaves the processor to the commands."""
+
 
 class Shell:
     """Calls commands for one cluster."""
@@ -83,7 +93,8 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     assert "is up already" in areal("up")
 
     # Priorities.
-    file = workspace.job("first", trainer__steps=5000)
+    (workspace.folder / "calm.py").write_text(CALM, encoding="utf-8")
+    file = workspace.job("first", trainer__steps=5000, rollout__workflow="calm.py:calm")
     assert "submitted first (id 1)" in areal("submit", file)
     areal("submit", workspace.job("low", trainer__steps=2), "--priority", "-1")
     areal("submit", workspace.job("high", trainer__steps=2), "--priority", "5")

@@ -21,7 +21,7 @@ import os
 
 async def slow_tool(ctx, task):
     reply = await ctx.generate(task.prompt)
-    await asyncio.sleep(0.01 if os.path.exists({hurry!r}) else 1.0)
+    await asyncio.sleep(0.01 if os.path.exists({hurry!r}) else 2.0)
     await ctx.generate("=", parent=reply.segment, turn=1)
 """
 
@@ -38,7 +38,7 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, tmp_
         rollout__max_concurrent=8,
         rollout__sampling={"temperature": 0.9, "max_new_tokens": 6},
         buffer__lease_s=5,
-        trainer__steps=50,
+        trainer__steps=30,
         checkpoint={"every_steps": 10, "keep": 2},
         observe={"metrics_port": 0, "event_log": True},
         supervisor={"restarts": 10, "first_pause_s": 0.1},

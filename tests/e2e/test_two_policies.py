@@ -26,10 +26,10 @@ def duet(workspace: Workspace, name: str, **changes: Any):
         "tester": {
             "model": "model",
             "buffer": {"batch_groups": 4, "max_staleness": 2},
-            "trainer": {"steps": 24, "optimizer": {"lr": 3e-3}},
+            "trainer": {"steps": 12, "optimizer": {"lr": 3e-3}},
         },
     }
-    settings = {"rollout__workflow": DUET, "policies": policies} | changes
+    settings = {"rollout__workflow": DUET, "policies": policies, "trainer__steps": 5} | changes
     return workspace.job(name, **settings)
 
 
@@ -41,11 +41,11 @@ def finished(workspace):
 
 def test_both_are_trained_each_on_its_own_units_and_by_its_own_clock(finished):
     summary = finished.summary["policies"]
-    assert {policy: summary[policy]["steps"] for policy in POLICIES} == {"coder": 10, "tester": 24}
+    assert {policy: summary[policy]["steps"] for policy in POLICIES} == {"coder": 5, "tester": 12}
     assert summary["coder"]["max_staleness_seen"] <= 4
     assert summary["tester"]["max_staleness_seen"] <= 2
     episodes = {policy: summary[policy]["episodes_trained"] for policy in POLICIES}
-    assert episodes == {"coder": 320, "tester": 384}
+    assert episodes == {"coder": 160, "tester": 192}
     (end,) = finished.records("end")
     done_s = max(record["time_s"] for record in finished.records("step"))
     assert end["time_s"] - done_s < FINAL_EVALUATION_S / 2, "nobody waits for what does not come"
@@ -65,12 +65,12 @@ def test_both_are_trained_each_on_its_own_units_and_by_its_own_clock(finished):
     assert spoke == {("coder", True), ("tester", True), ("tester", False)}
     accuracies = finished.records("evaluation")
     assert {record["policy"] for record in accuracies} == {"coder"}
-    assert max(record["version"] for record in accuracies) == 10
+    assert max(record["version"] for record in accuracies) == 5
 
 
 def test_a_policys_folder_is_a_run_of_it_alone_to_the_tools(finished, tmp_path):
     folder = finished.folder / "policies" / "tester"
-    told_by("export", folder, "--step", 24, "--out", tmp_path / "model")
+    told_by("export", folder, "--step", 12, "--out", tmp_path / "model")
     exported, written = (
         load_file(path / "model.safetensors") for path in (tmp_path / "model", folder / "model")
     )
@@ -95,20 +95,21 @@ def test_the_death_of_either_trainer_is_its_own(workspace, running):
     assert run.summary["restarts"] == {"trainer-coder": 1, "trainer-tester": 1}
     assert {policy: run.summary["policies"][policy]["steps"] for policy in POLICIES} == {
         "coder": 12,
-        "tester": 24,
+        "tester": 12,
     }
 
 
+@pytest.mark.nightly
 def test_a_job_of_two_policies_is_resumed(workspace, running):
     job_file = duet(workspace, "duet-resumed")
     with running("run", job_file) as job:
-        job.wait_for_steps(6)
+        job.wait_for_steps(4)
         job.process.send_signal(signal.SIGTERM)
         job.end(status=130)
     with running("resume", job_file) as job:
         run = job.end(250)
     assert {policy: run.summary["policies"][policy]["steps"] for policy in POLICIES} == {
-        "coder": 10,
-        "tester": 24,
+        "coder": 5,
+        "tester": 12,
     }
     assert run.summary["resumes"] == 1
