@@ -94,7 +94,7 @@ def end_logging() -> None:
 
 
 @dataclass
-class _Line:
+class _RepeatedLine:
     """A line that was written, and what came of it since."""
 
     record: logging.LogRecord  # The newest like it, without what an exception holds on to
@@ -107,7 +107,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._lines: OrderedDict[tuple[object, ...], _Line] = OrderedDict()
+        self._lines: OrderedDict[tuple[object, ...], _RepeatedLine] = OrderedDict()
 
     def emit(self, record: logging.LogRecord) -> None:
         now_s = time.monotonic()
@@ -121,7 +121,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
         if known is not None and now_s < known.due_s:
             known.record, known.repeated = kept, known.repeated + 1
             return
-        self._lines[key] = _Line(kept, now_s + REPEAT_S)
+        self._lines[key] = _RepeatedLine(kept, now_s + REPEAT_S)
         self._lines.move_to_end(key)
         if len(self._lines) > MOST_LINES:
             _, oldest = self._lines.popitem(last=False)
@@ -138,7 +138,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
         finally:
             self.release()
 
-    def _count(self, line: _Line, now_s: float) -> None:
+    def _count(self, line: _RepeatedLine, now_s: float) -> None:
         line.record.areal_fields = {**getattr(line.record, "areal_fields", {}), "repeated": line.repeated}
         line.repeated, line.due_s = 0, now_s + REPEAT_S
         super().emit(line.record)
