@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import psutil
 
 from areal_async.launch.folders import Owner
 from areal_async.ownfiles import NotOurs, read_own
 from areal_async.runtime.context import Role
+from areal_async.runtime.process import start_of
 
 REQUEST, CLAIM, STOP, ENDING = "request.json", "claim", "stop", "ending.json"
 RECORD_BYTES = 64 << 10
-NOBODY = Owner(0, 0.0)
+NOBODY = Owner(0, "")
 
 
 class AttemptRequest(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ def sync_folder(folder: Path) -> None:
 def claim(folder: Path) -> bool:
     """Make this process the one that runs the attempt in `folder`; False where another is. It has the claim
     until it ends: the descriptor with its lock is never closed."""
-    return _claim(folder, Owner(os.getpid(), psutil.Process().create_time())) is not None
+    return _claim(folder, Owner(os.getpid(), start_of(os.getpid()))) is not None
 
 
 def void(folder: Path) -> bool:

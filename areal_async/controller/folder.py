@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import psutil
 
 from areal_async.config.cluster import ClusterConfig, dump_cluster, load_cluster
 from areal_async.controller.attempt import write_durably
@@ -37,6 +36,7 @@ from areal_async.errors import ArealError
 from areal_async.launch.folders import Owner
 from areal_async.ownfiles import NotOurs, check_own, close_folder, read_own
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import start_of
 
 Right = Literal["submit", "look"]
 """What a token allows: `look` only reads."""
@@ -100,7 +100,7 @@ class ClusterFolder:
             raise ClusterFolderError(str(error)) from error
         self.address.unlink(missing_ok=True)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, msgspec.json.encode(Owner(os.getpid(), psutil.Process().create_time())), 0)
+        os.pwrite(fd, msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))), 0)
         return fd
 
     def controller(self) -> Owner | None:
@@ -112,7 +112,7 @@ class ClusterFolder:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Owner.read(self.path / "lock") or Owner(0, 0.0)  # it has not said yet who it is
+            return Owner.read(self.path / "lock") or Owner(0, "")  # it has not said yet who it is
         finally:
             os.close(fd)
         return None

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from areal_async.config.job import JobConfig
 from areal_async.errors import RunFolderError
@@ -32,7 +31,7 @@ from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
 from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
 from areal_async.rpc.secret import ROLES, RunSecret
 from areal_async.runtime.context import keys_file
-from areal_async.runtime.process import kill_processes_of
+from areal_async.runtime.process import kill_processes_of, start_of
 from areal_async.runtime.topology import OnHost, RunHost
 from areal_async.status.record import holds_results
 from areal_async.weights.channels import channel_of
@@ -50,7 +49,7 @@ class Owner(msgspec.Struct):
     """The supervisor of a run, as it is written down in its volatile folders and, with them, in its lock."""
 
     pid: int
-    created_s: float
+    started: str  # As `start_of` says it
     job: str = ""
     run_id: str = ""
     socket_dir: str = ""
@@ -67,12 +66,9 @@ class Owner(msgspec.Struct):
     def alive(self) -> bool:
         """Whether the process lives; its start time tells it from a later one of the same pid. One that was
         killed and nobody has reaped, as where process 1 reaps none, does not."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created_s) < 1.0
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.Error, ValueError):
-            return False
+        with suppress(OSError):
+            return start_of(self.pid) == self.started
+        return False
 
 
 @dataclass(frozen=True)
@@ -265,10 +261,8 @@ def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFol
     shm_dir = (shm_root if usable else Path(tempfile.gettempdir())) / f"{name}-shm"
     host = make_host(HERE, run_dir=run_dir, socket_dir=Path(tempfile.gettempdir()) / name, shm_dir=shm_dir)
     socket_dir = Path(host.socket_dir)
-    created_s = psutil.Process().create_time()
-    record = msgspec.json.encode(
-        Owner(os.getpid(), created_s, job.job, run_id, str(socket_dir), str(shm_dir))
-    )
+    pid = os.getpid()
+    record = msgspec.json.encode(Owner(pid, start_of(pid), job.job, run_id, str(socket_dir), str(shm_dir)))
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, record, 0)
     for folder in (socket_dir, shm_dir):

@@ -36,6 +36,7 @@ GUARD = Path(__file__).with_name("guard.py")
 INCURABLE_STATUS = 1
 """Exit status by which a service says that starting it again would not help (see `runtime/service.py`)."""
 MOST_FILES = 1 << 16  # What a process takes at most of the files that it may have open
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 GONE_LIMIT_S = 10.0  # The longest wait for a killed process: a kernel call of a driver may hold it
 
 OnOrphaned = Literal["terminate", "kill", "kill_group"]
@@ -243,6 +244,20 @@ def kill_processes_of(run_id: str) -> list[int]:
                 process.kill()
                 killed.append(process.pid)
     return killed
+
+
+def start_of(pid: int) -> str:
+    """When process `pid` started, in words that no other process has or will have: the boot, and the clock
+    ticks from it to the start (proc_pid_stat(5)). Setting the clock changes neither. Raises
+    `ProcessLookupError` where there is no such process, or only what a parent has not yet reaped of it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except FileNotFoundError:
+        raise ProcessLookupError(f"there is no process {pid}") from None
+    state, *fields = stat.rpartition(") ")[2].split()  # from the third on
+    if state in "ZX":
+        raise ProcessLookupError(f"process {pid} has ended")
+    return f"{BOOT_ID.read_text().strip()} {fields[18]}"
 
 
 def exit_text(status: int) -> str:

@@ -174,7 +174,7 @@ def test_at_staleness_zero_an_inline_run_has_the_losses_of_one_in_processes(
     in_processes = {path.name for path in synchronous_run.folder.iterdir()}
     assert {path.name for path in alike.folder.iterdir()} == in_processes
     assert [path.name for path in (alike.folder / "logs").iterdir()] == ["inline.log"]
-    assert re.search(r"step=10 reward=\S+ .*staleness=0 ", job.told)
+    assert re.search(r"step=9 reward=\S+ .*staleness=0 ", job.told)
     assert alike.weights(10).is_dir()
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import psutil
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
@@ -35,6 +34,7 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
+from areal_async.runtime.process import start_of
 from areal_async.runtime.topology import Topology
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
@@ -84,7 +84,7 @@ class Workplace:
         self.publish(msgspec.structs.replace(self.topology, hosts=hosts, services=[buffer]))
 
     def is_alive(self, alive: bool) -> None:
-        record = {"run_id": "1234", "pid": os.getpid(), "created_s": psutil.Process().create_time()}
+        record = {"run_id": "1234", "pid": os.getpid(), "started": start_of(os.getpid())}
         (self.folder / "run.lock").write_text(json.dumps(record) if alive else "")
 
     def digest(self) -> dict[str, str]:

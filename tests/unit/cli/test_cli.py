@@ -5,7 +5,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import typer
 import yaml
@@ -17,6 +16,7 @@ from areal_async.cli.doctor import examine
 from areal_async.cli.main import app
 from areal_async.cli.tools import readable_errors
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.runtime.process import start_of
 
 
 def call(*arguments):
@@ -66,6 +66,7 @@ def test_the_commands_and_their_options_are_these():
                 "--system",
                 "--template-arg",
                 "--weights",
+                "--where",
                 "sources",
             ],
             "check": [
@@ -215,8 +216,7 @@ def test_doctor_cleans_up_after_dead_runs(tmp_path):
     dead, alive = (tmp_path / f"areal-{os.getuid()}-{name}-shm" for name in ("dead", "alive"))
     for folder, pid in ((dead, 2**22 + 1), (alive, os.getpid())):
         folder.mkdir()
-        created_s = psutil.Process().create_time()
-        (folder / "owner.json").write_text(json.dumps({"pid": pid, "created_s": created_s}))
+        (folder / "owner.json").write_text(json.dumps({"pid": pid, "started": start_of(os.getpid())}))
     assert doctor_module.remove_leftovers([tmp_path]) == [dead]
     assert alive.exists()
     assert not dead.exists()

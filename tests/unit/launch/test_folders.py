@@ -8,6 +8,7 @@ import pytest
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import Owner, claim_folders, describe_work, leftovers
 from areal_async.launch.one_host import SOCKET_PATH_LIMIT, short_socket_dir
+from areal_async.runtime.process import start_of
 from areal_async.status.record import RunLog
 from tests.unit.launch.launching import changed
 
@@ -84,9 +85,16 @@ def test_a_folder_that_no_run_made_is_never_touched(job, shm):
     assert not (foreign / "run.lock").exists()
 
 
+def test_a_clock_that_is_set_ends_no_run(monkeypatch):
+    owner = Owner(os.getpid(), start_of(os.getpid()))
+    boot_s = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_s + 1.0)  # a second, as NTP may round it
+    assert owner.alive
+
+
 def test_a_supervisor_that_was_killed_and_not_reaped_does_not_live():
     with subprocess.Popen(["sleep", "60"]) as process:
-        owner = Owner(process.pid, psutil.Process(process.pid).create_time())
+        owner = Owner(process.pid, start_of(process.pid))
         assert owner.alive
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -100,7 +108,7 @@ def test_leftovers_of_a_dead_run_are_found_and_cleaned_by_the_next(job, shm):
     assert not {dead.shm_dir, dead.socket_dir} & set(leftovers(roots)), "its process, ours, still lives"
     for folder in (dead.shm_dir, dead.socket_dir):
         owner = json.loads((folder / "owner.json").read_text())
-        (folder / "owner.json").write_text(json.dumps(owner | {"created_s": 1.0}))
+        (folder / "owner.json").write_text(json.dumps(owner | {"started": "another boot 1"}))
     assert {dead.shm_dir, dead.socket_dir} <= set(leftovers(roots))
     again = claim_folders(job, overwrite=False, shm_root=shm)
     assert not dead.shm_dir.exists()

@@ -124,7 +124,7 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(job, shm, tmp_path):
 def test_folders_of_another_user_under_our_name_are_no_leftovers(shm):
     left = shm / f"areal-{os.getuid()}-x-shm"
     left.mkdir(mode=0o700)
-    (left / "owner.json").write_text(json.dumps({"pid": 1, "created_s": 1.0, "job": "x"}))
+    (left / "owner.json").write_text(json.dumps({"pid": 1, "started": "another boot 1", "job": "x"}))
     assert list(leftovers([shm])) == [left]
     os.chown(left, STRANGER, STRANGER)
     assert list(leftovers([shm])) == []

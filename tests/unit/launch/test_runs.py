@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from areal_async.config.errors import ConfigError
@@ -14,6 +13,7 @@ from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.one_host import make_host, topology_here
 from areal_async.launch.runs import find_run, job_to_resume
+from areal_async.runtime.process import start_of
 
 
 @pytest.fixture
@@ -55,8 +55,7 @@ def test_a_run_is_found_when_what_its_job_names_is_gone(job_file, run_dir):
 
 
 def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(run_dir):
-    process = psutil.Process()
-    record = {"run_id": "r", "pid": os.getpid(), "created_s": process.create_time()}
+    record = {"run_id": "r", "pid": os.getpid(), "started": start_of(os.getpid())}
     (run_dir / "run.lock").write_text(json.dumps(record))
     job = find_run(run_dir).job.model_dump(mode="json")
     host = make_host("local", run_dir=run_dir, socket_dir=Path("/s"), shm_dir=Path("/m"))
@@ -65,7 +64,7 @@ def test_a_run_is_alive_while_its_supervisor_is_and_says_where_it_serves(run_dir
     assert find_run(run_dir).topology.buffer == "ipc:///s/buffer"
     (run_dir / "run.lock").write_text(json.dumps(record | {"run_id": "a later one"}))
     assert not find_run(run_dir).alive, "what was written down is of an earlier run"
-    (run_dir / "run.lock").write_text(json.dumps(record | {"created_s": 1.0}))
+    (run_dir / "run.lock").write_text(json.dumps(record | {"started": "another boot 1"}))
     assert not find_run(run_dir).alive, "another process has the supervisor's number"
 
 
