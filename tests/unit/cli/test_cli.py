@@ -136,7 +136,7 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     options = ["--overwrite", "--plain", "--json"] if command == "run" else []
     result = call(command, job_file, "rollout.workers=16", *options)
     assert result.exit_code == 0
-    (line,) = (line for line in result.stderr.splitlines() if not line.startswith("note: "))
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
     assert line.startswith("warning: buffer.max_staleness: ")
     assert "rollout.workers" in line
     assert "max_staleness to " in line
