@@ -66,7 +66,8 @@ packages:
 
 # A worker that crashes ends the run: xdist would start another and then wait for ever for the tests of the first.
 # Files are handed out in the order of tests/conftest.py; xdist's own order has the long ones last.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Three at once on two cores: a job under test waits about half of its time.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(STAMP) packages
 	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not nightly" $(ARGS)
