@@ -66,6 +66,8 @@ FRAMES = """new Promise(tell => {
   };
   requestAnimationFrame(frame);
 })"""
+BETWEEN_KEYS = "new Promise(tell => setTimeout(tell, 33))"
+"""As fast as a keyboard repeats a key that is held."""
 EVENTS = """window.slowest = 0; new PerformanceObserver(list => {
   for (const entry of list.getEntries()) window.slowest = Math.max(window.slowest, entry.duration);
 }).observe({ type: 'event', durationThreshold: 16 })"""
@@ -184,6 +186,7 @@ def typed(tab: Tab, field: str, text: str) -> None:
     for letter in text:
         tab.send("Input.dispatchKeyEvent", type="keyDown", text=letter, key=letter)
         tab.send("Input.dispatchKeyEvent", type="keyUp", key=letter)
+        tab.eval(BETWEEN_KEYS)
 
 
 def many_jobs(tab: Tab, folder: Path, jobs: int) -> dict[str, Any]:
@@ -268,7 +271,9 @@ def long_episode(tab: Tab, folder: Path, units: int, files: int) -> dict[str, An
         tab.eval(f"{text}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         told["hover_reaction_ms"] = reaction(tab, lambda: hover(tab, text), 40)
         tab.eval(f"{text}.focus()")
-        told["arrow_reaction_ms"] = reaction(tab, lambda: pressed(tab, ["ArrowRight"] * 10 + ["End"]), 11)
+        pressed(tab, ["Home"])
+        told["arrow_reaction_ms"] = reaction(tab, lambda: pressed(tab, ["ArrowRight"] * 10), 10)
+        told["jump_reaction_ms"] = reaction(tab, lambda: pressed(tab, ["End"]), 1)
         choose = "document.getElementById('sample-colour')"
         begun = float(tab.eval("performance.now()"))
         tab.eval(f"{choose}.value = 'advantage'; {choose}.dispatchEvent(new Event('change'))")
@@ -290,6 +295,7 @@ def long_episode(tab: Tab, folder: Path, units: int, files: int) -> dict[str, An
 def pressed(tab: Tab, keys: list[str]) -> None:
     for key in keys:
         tab.press(key)
+        tab.eval(BETWEEN_KEYS)
 
 
 def void(_: object) -> None:
