@@ -39,17 +39,11 @@ PRESET = "trainer.objective.preset=gigpo"
 RECIPES = {"calculator": "tool-use", "frozenlake": "multi-turn-agent"}
 LONGER = {  # Their small sizes end sooner
     "calculator-warm": [
-        "trainer.optimizer.lr=1e-3",
-        "sft.batch_size=192",
         "sft.evaluate_every=2",
-        "sft.stop_between=[0.8, 0.92]",
     ],
     "calculator": [
         "trainer.steps=150",
-        "rollout.sampling.temperature=0.7",
-        "evaluation.sampling.temperature=0.0",
         "trainer.optimizer={lr: 1e-4, warmup_steps: 10, schedule: linear, clip_grad_norm: 0.2}",
-        "buffer.batch_groups=32",
         "checkpoint.every_steps=50",
     ],
     "frozenlake": [
