@@ -106,7 +106,7 @@ def reward_server(folder: Path) -> Iterator[Rewards]:
         yield Rewards(process, port, token_file)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(300)
 
 
 class Face(NamedTuple):

@@ -119,10 +119,10 @@ def image_command(deploy: Path) -> list[str]:
 
 def built(folder: Path) -> list[dict[str, Any]]:
     """What kustomize makes of a folder. Raises `CannotBuild`."""
-    done = subprocess.run([*KUSTOMIZE, str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*KUSTOMIZE, str(folder)], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode and KUSTOMIZE[-1] != "kustomize":
         done = subprocess.run(
-            [*KUSTOMIZE, "build", str(folder)], capture_output=True, text=True, timeout=60, check=False
+            [*KUSTOMIZE, "build", str(folder)], capture_output=True, text=True, timeout=600, check=False
         )
     if done.returncode:
         raise CannotBuild(done.stderr.strip())

@@ -237,7 +237,7 @@ def test_commands_run(block, folder):
 
 
 def called(*words, cwd):
-    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=200)
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 def told_words(block):

@@ -22,7 +22,7 @@ def test_the_faults_of_the_page_are_found_before_a_job_meets_them(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 1
     printed = {re.sub(r"\s+", " ", line).strip() for line in done.stdout.splitlines()}

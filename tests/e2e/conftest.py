@@ -24,6 +24,7 @@ from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
 from tests.jobs import Workspace, make_workspace
 from tests.processes import processes_of
+from tests.waiting import LIMIT_S
 
 WORKFLOW = """
 async def eight_turns(ctx, task):
@@ -74,7 +75,7 @@ class RunningJob:
         )
         self.told = ""
 
-    def read_until(self, pattern: str, limit_s: float) -> str:
+    def read_until(self, pattern: str, limit_s: float = LIMIT_S) -> str:
         """What the process printed up to a line that matches, or up to its end."""
         assert self.process.stdout is not None
         told, deadline_s = b"", time.monotonic() + limit_s
@@ -89,15 +90,15 @@ class RunningJob:
         self.told += told.decode(errors="replace")
         return told.decode(errors="replace")
 
-    def read_all(self, limit_s: float) -> str:
+    def read_all(self, limit_s: float = LIMIT_S) -> str:
         return self.read_until(r"(?!)", limit_s)
 
-    def end(self, limit_s: float = 200.0, *, status: int = 0) -> FinishedRun:
+    def end(self, limit_s: float = LIMIT_S, *, status: int = 0) -> FinishedRun:
         """Wait until the job ends with this status; it must leave nothing behind."""
         self.wait_for(self._has_record, "its record")
         run = self.record
         self.read_all(limit_s)
-        assert self.process.wait(60) == status, self.told
+        assert self.process.wait(LIMIT_S) == status, self.told
         assert processes_of(run["run_id"]) == []
         assert not Path(run["socket_dir"]).exists()
         assert not Path(run["shm_dir"]).exists()
@@ -118,14 +119,14 @@ class RunningJob:
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.folder) if event["event"] == kind]
 
-    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 200.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
         deadline_s = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline_s, f"{what} did not come in time: {self.told}"
             assert self.process.poll() is None, f"the job ended before {what}: {self.read_all(5)}"
             time.sleep(0.05)
 
-    def wait_for_steps(self, more: int, limit_s: float = 200.0) -> None:
+    def wait_for_steps(self, more: int, limit_s: float = LIMIT_S) -> None:
         """Until so many more steps are trained, steps done again among them."""
         target = len(self.steps()) + more
         self.wait_for(lambda: len(self.steps()) >= target, f"{more} more steps", limit_s)
@@ -162,7 +163,7 @@ def command(*arguments: object) -> list[str]:
 
 def told_by(*arguments: object) -> str:
     """What a command prints; it must succeed."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

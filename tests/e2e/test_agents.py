@@ -17,7 +17,7 @@ from areal_async.trajectory import Episode, SegmentKind, training_rows, unpack
 from tests.e2e.conftest import told_by
 from trainer_service.data.recording import read_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 CALM = "supervisor.spare_after_s=null"  # nothing is to die
@@ -43,7 +43,7 @@ def run(job_file, *overrides):
 def prepare(place, folder):
     files = folder / "files"
     command = [sys.executable, ROOT / place / "prepare.py", "--out", files, "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return files
 
 

@@ -47,7 +47,7 @@ class Shell:
             command(*arguments),
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=600,
             check=False,
             env=self.environment,
         )

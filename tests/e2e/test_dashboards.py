@@ -225,7 +225,7 @@ def test_every_query_and_recording_rule_has_data_of_a_real_run(prometheus, works
             until(all_have_data, "data", DATA_S)
         assert [query.where for query in left if not has_data(prometheus, query, "watched")] == []
         job.process.send_signal(signal.SIGINT)
-        job.end(60, status=130)
+        job.end(status=130)
     assert [query.where for query in impossible if has_data(prometheus, query, "watched")] == []
     unheard = [
         query.where for query in impossible + troubles if not has_data(prometheus, query, "everything")

@@ -26,7 +26,6 @@ async def slow_tool(ctx, task):
 """
 
 
-@pytest.mark.timeout(300)
 def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, tmp_path):
     # The job must not be over before all that is to happen has happened, and soon after.
     hurry = tmp_path / "hurry"
@@ -65,7 +64,7 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, tmp_
             told = told_by("drain", job_file, "rollout-2", "--timeout", 20)
             assert told.startswith("rollout-2 has finished, handed back the rest and ended")
             last = puts("rollout-2")[-1]["mono_s"]
-            assert guest.wait(60) == 0
+            assert guest.wait(300) == 0
             works("rollout-1")
         finally:
             guest.kill()
@@ -101,7 +100,6 @@ def slowly(samples):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_a_slow_workflow_adds_a_worker_and_a_slow_trainer_takes_it_away(workspace, running, tmp_path):
     turn, hurry = tmp_path / "turn", tmp_path / "hurry"
     code = PACED.format(turn=str(turn), hurry=str(hurry))
@@ -135,7 +133,7 @@ def test_a_slow_workflow_adds_a_worker_and_a_slow_trainer_takes_it_away(workspac
         assert told.endswith("autoscaling is off from now on\n")
         job.process.terminate()
         hurry.touch()
-        job.read_all(60)
+        job.read_all()
     kinds = [record["kind"] for record in read_run_log(job.folder / "metrics.jsonl")]
     assert kinds.count("scale") == len(changes())
     assert load_job(job.folder / "job.yaml").rollout.autoscale.max == 0

@@ -20,7 +20,6 @@ async def stragglers(ctx, task):
 """
 
 
-@pytest.mark.timeout(300)
 def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(workspace, running):
     steps = 8
     (workspace.folder / "stragglers.py").write_text(STRAGGLERS, encoding="utf-8")
@@ -37,7 +36,7 @@ def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(w
             "dynamic_filtering": True,
         },
         trainer__steps=steps,
-        supervisor={"ready_s": 120, "restarts": 10, "first_pause_s": 0.1},
+        supervisor={"ready_s": 600, "restarts": 10, "first_pause_s": 0.1},
     )
     with running("run", job_file) as job:
         job.wait_for(lambda: len(job.steps()) >= 2, "step 2", 200)

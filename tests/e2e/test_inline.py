@@ -27,7 +27,7 @@ from tests.scrape import fetch_samples
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 200.0
+LIMIT_S = 600.0
 PROMPT = r"\(Pdb\) "
 
 PARTS = """
@@ -130,7 +130,7 @@ class InlineJob:
     def end(self, *, status: int = 0) -> FinishedRun:
         """Wait until it ends with this status; it must leave nothing behind."""
         self.read_until(r"(?!)")
-        assert self.process.wait(60) == status, self.told
+        assert self.process.wait(300) == status, self.told
         topology = Topology.read(self.folder / "topology.json")
         assert processes_of(topology.run_id) == []
         assert not Path(topology.home_host.socket_dir).exists()

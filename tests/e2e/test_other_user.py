@@ -22,14 +22,13 @@ STRANGER = 54321
 """A user id that nobody has."""
 CONNECTIONS = 3000
 """At each port."""
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 MOST_GROWTH_BYTES = 200 << 20
 """Of a process that trains or generates meanwhile."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a second user of the machine"),
 ]
 
@@ -220,7 +219,7 @@ def test_another_user_gets_nothing_but_refusals_and_the_job_goes_on(workspace, r
         job.wait_for_steps(3)
         assert job.folder.joinpath("run.lock").exists()
         job.process.send_signal(signal.SIGTERM)
-        job.read_all(60)
+        job.read_all()
         steps = [step["step"] for step in job.steps()]
         assert steps == list(range(steps[0], steps[0] + len(steps)))
         assert {step["episodes"] for step in job.steps()} == {32}

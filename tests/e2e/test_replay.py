@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def buffer(*arguments):
     """`areal-async buffer …` as a user calls it."""
     words, wide = command("buffer", *arguments), os.environ | {"COLUMNS": "200"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, check=False, env=wide)
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=wide)
 
 
 def same_weights(one, other):
@@ -102,7 +102,7 @@ def test_a_job_that_trains_is_watched_without_its_noticing_and_ctrl_c_ends_it_an
 ):
     job_file = workspace.job("watched", trainer__steps=2000, checkpoint__every_steps=20)
     with running("run", job_file) as job:
-        job.read_until("step=[1-9]", 200)
+        job.read_until("step=[1-9]")
         stats = json.loads(buffer("stats", job_file, "--json").stdout)
         assert stats["alive"]
         assert stats["stats"]["policies"]["policy"]["trainer_epoch"] == 1
@@ -110,7 +110,7 @@ def test_a_job_that_trains_is_watched_without_its_noticing_and_ctrl_c_ends_it_an
         assert len(listing.splitlines()) >= 2
         job.wait_for_steps(3)
         job.process.send_signal(signal.SIGINT)
-        job.end(60, status=130)
+        job.end(status=130)
     for word in ("restart", "Traceback"):
         assert word not in job.told
     assert "areal-async resume" in job.told

@@ -42,7 +42,7 @@ def model_process(service):
 @pytest.mark.nightly
 def test_a_job_learns_what_its_reward_model_likes(job_file, running, workspace):
     with running("run", job_file) as job:
-        job.wait_for_steps(4, limit_s=150)
+        job.wait_for_steps(4)
         model_process(job.service("reward")).send_signal(signal.SIGKILL)
         run = job.end()
     rewards = [step["reward_mean"] for step in job.steps()]

@@ -61,14 +61,14 @@ def test_a_job_on_three_hosts_outlives_two_of_them_a_cut_link_and_its_controller
             hosts.script("kill", 2)
             hosts.node(hosts.add(), 2, part="trainer")
             until(lambda: len(submitted.endings()) == 2, "the end of the job")
-            until(lambda: submitted.told()["state"] == "SUCCEEDED", "its success", limit_s=60)
+            until(lambda: submitted.told()["state"] == "SUCCEEDED", "its success")
             assert submitted.told()["attempt"] == 2
             hosts.areal("down")
         except BaseException:
             print(submitted.said())
             raise
         for host in (1, 4, 5):
-            until(lambda host=host: not hosts.left(host), f"nothing left on host {host}", limit_s=30)
+            until(lambda host=host: not hosts.left(host), f"nothing left on host {host}")
         run_dir = hosts.copy_out(submitted.run, tmp_path / "back")
     job = load_job(job_file, files=False)
     assert judged(run_dir, load_job(job_file)).violations == []

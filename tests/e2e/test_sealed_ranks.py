@@ -53,7 +53,6 @@ def outcome(hosts: SealedHosts, name: str, folder: Path) -> tuple[dict[str, Any]
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.timeout(580)
 @pytest.mark.skipif(bool(unusable()), reason=unusable())
 def test_ranks_on_two_sealed_hosts_train_what_two_on_one_do(tmp_path: Path) -> None:
     folder, batches = tmp_path / "work", tmp_path / "batches"

@@ -17,7 +17,6 @@ from trainer_service.checkpoint import MANIFEST
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(400)
 def test_a_job_that_was_killed_is_resumed_from_s3_alone(s3, tmp_path, monkeypatch):
     workspace, cache, bucket = make_workspace(tmp_path / "here"), tmp_path / "cache", s3.bucket()
     monkeypatch.setenv("AREAL_ASYNC_CACHE", str(cache))
@@ -41,14 +40,14 @@ def test_a_job_that_was_killed_is_resumed_from_s3_alone(s3, tmp_path, monkeypatc
         )
         record = json.loads((cache / run.replace("://", "/") / "run.lock").read_text())
         os.kill(job.process.pid, signal.SIGKILL)
-        assert job.process.wait(60) == -signal.SIGKILL, job.read_all(5)
+        assert job.process.wait(300) == -signal.SIGKILL, job.read_all(5)
     wait_for(lambda: processes_of(record["run_id"]) == [], "the end of its services")
     shutil.rmtree(cache)
     for name in ("socket_dir", "shm_dir"):
         shutil.rmtree(record[name])
 
     resumed = subprocess.run(
-        command("resume", run, "--plain"), capture_output=True, text=True, timeout=300, check=False
+        command("resume", run, "--plain"), capture_output=True, text=True, timeout=600, check=False
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"{bucket}/checkpoints/cloudy/model" in resumed.stdout
@@ -69,7 +68,6 @@ def test_a_job_that_was_killed_is_resumed_from_s3_alone(s3, tmp_path, monkeypatc
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
 def test_two_ranks_outlast_a_store_that_is_away_and_go_on_elsewhere_from_their_job_file(s3, tmp_path):
     workspace, bucket = make_workspace(tmp_path / "here"), s3.bucket()
     job_file = workspace.job(
@@ -86,17 +84,17 @@ def test_two_ranks_outlast_a_store_that_is_away_and_go_on_elsewhere_from_their_j
     with started(workspace, "run", job_file) as job:
         wait_for(lambda: job.process.poll() is not None or stored(2), "checkpoint 2")
         s3.stop()
-        told = job.read_until("the store does not answer", 200)
+        told = job.read_until("the store does not answer")
         s3.start()
         wait_for(lambda: job.process.poll() is not None or stored(8), "checkpoint 8")
         record = job.record
         job.process.kill()
-        assert job.process.wait(60) == -signal.SIGKILL, told + job.read_all(5)
+        assert job.process.wait(300) == -signal.SIGKILL, told + job.read_all(5)
     wait_for(lambda: processes_of(record["run_id"]) == [], "the end of its services")
     shutil.rmtree(workspace.folder / "runs")
     with started(workspace, "resume", job_file) as job:
         job.read_all(200)
-        assert job.process.wait(60) == 0, job.told
+        assert job.process.wait(300) == 0, job.told
     summary = json.loads((job.folder / "summary.json").read_text())
     assert (summary["steps"], summary["episodes_trained"], summary["resumes"]) == (12, 12 * 8 * 4, 1)
     log = (job.folder / "logs" / "trainer.log").read_text().splitlines()

@@ -17,7 +17,7 @@ from tests.scrape import fetch_samples
 
 pytestmark = pytest.mark.slow
 
-TOUGH = {"ready_s": 120, "restarts": 10, "first_pause_s": 0.1}
+TOUGH = {"ready_s": 600, "restarts": 10, "first_pause_s": 0.1}
 WATCHED = {"metrics_port": 0, "event_log": True, "stall_s": 3}
 
 
@@ -38,7 +38,6 @@ def end_of_trained_once(job, job_file):
     return summary
 
 
-@pytest.mark.timeout(500)
 def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whichever_it_is(workspace, running):
     """Each is stopped for longer than a lease lives, as a stall has its name only after three seconds; then
     each is killed."""
@@ -48,7 +47,7 @@ def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whicheve
         for name, (edge, words) in EDGES.items():
             process = job.service(name)
             process.send_signal(signal.SIGSTOP)
-            job.read_until(f"stalled for .*{words}", 60)
+            job.read_until(f"stalled for .*{words}")
             assert stalled_s(job, edge) > 0
             process.send_signal(signal.SIGCONT)
             job.wait_for_steps(2, 60)
@@ -66,7 +65,6 @@ def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whicheve
     assert {edge for edge, _ in EDGES.values()} <= stalls
 
 
-@pytest.mark.timeout(400)
 def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
     job_file = tough_job(workspace, "resumed", 20)
     with running("run", job_file) as job:
@@ -83,8 +81,8 @@ def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
     again = [event for event in job.events("published") if event["epoch"] == 2]
     assert again[0]["same_as"] == [1], "the checkpoint's own version"
     with running("resume", job_file) as again:
-        assert "is finished" in again.read_all(60)
-        assert again.process.wait(60) == 2
+        assert "is finished" in again.read_all()
+        assert again.process.wait(300) == 2
 
 
 def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(workspace, running):
@@ -92,12 +90,12 @@ def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(wo
         "frail", trainer__steps=1000, checkpoint__every_steps=100, supervisor=TOUGH | {"restarts": 1}
     )
     with running("run", job_file) as job:
-        job.read_until("step=[1-9]", 200)
+        job.read_until("step=[1-9]")
         job.service("rollout-0").kill()
-        job.read_until("rollout-0 was killed by SIGKILL; it is started again", 60)
+        job.read_until("rollout-0 was killed by SIGKILL; it is started again")
         job.wait_for_steps(8)
         job.service("rollout-0").kill()
-        job.end(60, status=1)
+        job.end(status=1)
     assert "death number 2" in job.told
     assert f"areal-async resume {job.folder}" in " ".join(job.told.split())
     assert "Traceback" not in job.told

@@ -15,7 +15,7 @@ from tests.jobs import DUET, Workspace
 from trainer_service.data.recording import read_step
 from trainer_service.loop.rl import FINAL_EVALUATION_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 POLICIES = ("coder", "tester")
 
@@ -36,7 +36,7 @@ def duet(workspace: Workspace, name: str, **changes: Any):
 @pytest.fixture(scope="module")
 def finished(workspace):
     with started(workspace, "run", duet(workspace, "duet", evaluated=True, observe__event_log=True)) as job:
-        return job.end(250)
+        return job.end()
 
 
 def test_both_are_trained_each_on_its_own_units_and_by_its_own_clock(finished):
@@ -91,7 +91,7 @@ def test_the_death_of_either_trainer_is_its_own(workspace, running):
             other = next(name for name in POLICIES if name != policy)
             assert job.service(f"trainer-{other}").pid == before[other]
             job.wait_for_steps(2)
-        run = job.end(250)
+        run = job.end()
     assert run.summary["restarts"] == {"trainer-coder": 1, "trainer-tester": 1}
     assert {policy: run.summary["policies"][policy]["steps"] for policy in POLICIES} == {
         "coder": 12,
@@ -107,7 +107,7 @@ def test_a_job_of_two_policies_is_resumed(workspace, running):
         job.process.send_signal(signal.SIGTERM)
         job.end(status=130)
     with running("resume", job_file) as job:
-        run = job.end(250)
+        run = job.end()
     assert {policy: run.summary["policies"][policy]["steps"] for policy in POLICIES} == {
         "coder": 5,
         "tester": 12,

@@ -19,7 +19,6 @@ from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateResult
 from rollout_service.engines.local.engine import LocalEngine
 
-pytestmark = pytest.mark.timeout(400)  # of a server's start
 ENGINES = [
     pytest.param("local", id="local"),
     pytest.param("sglang", marks=pytest.mark.engine, id="sglang"),

@@ -8,7 +8,7 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.keyed import VARIABLE
 from tests.engines.conftest import processes
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 ROUTES = {
     "sglang": [
         "POST /update_weights_from_disk",

@@ -30,7 +30,6 @@ from trainer_service.data.rows import row_of
 from trainer_service.disk import companion_files
 from trainer_service.ranks import join_ranks
 
-pytestmark = pytest.mark.timeout(400)  # of a server's start
 BOUND = 1e-4
 LORA = LoraSection(rank=4, alpha=8.0)
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=16, seed=5)

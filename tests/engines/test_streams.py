@@ -16,7 +16,6 @@ from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from tests.engines.conftest import LENGTH
 
-pytestmark = pytest.mark.timeout(400)  # of a server's start
 ENGINES = [
     "local",
     pytest.param("sglang", marks=pytest.mark.engine),

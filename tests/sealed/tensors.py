@@ -30,7 +30,7 @@ from tests.contexts import context_for_test
 from tests.unit.weights.member import Member
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
-LIMIT_S = 100.0
+LIMIT_S = 300.0
 TAG = VersionTag("policy", 1, 0)
 WEIGHTS = {"w": torch.arange(300_000.0)}
 

@@ -28,7 +28,7 @@ from tests.waiting import wait_for
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("hosts.sh")
 GCS_PORT = 6380
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 WORK = "/tmp/work"  # On the home host
 MOST_UNHEARD = 10  # Steps that a trainer does between two looks at its events, a second apart
 CONTROLLER = "controller"  # Its folder, in `WORK`
@@ -104,7 +104,7 @@ class SealedHosts:
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.up_to = 0
 
-    def script(self, *words: object, limit_s: float = 60.0) -> str:
+    def script(self, *words: object, limit_s: float = LIMIT_S) -> str:
         done = subprocess.run(
             ["bash", SCRIPT, *map(str, words)],
             env=self.environment,
@@ -146,7 +146,7 @@ class SealedHosts:
             stdin=subprocess.DEVNULL,
         )
 
-    def tell(self, host: int, *command: str, given: bytes = b"", limit_s: float = 60.0) -> bytes:
+    def tell(self, host: int, *command: str, given: bytes = b"", limit_s: float = LIMIT_S) -> bytes:
         done = subprocess.run(
             self.on(host, *command),
             env=self.environment,
@@ -225,7 +225,7 @@ class SealedHosts:
             self.script("down")
         for node in self._nodes.values():
             with suppress(subprocess.TimeoutExpired):
-                node.wait(30)
+                node.wait(300)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def job(tmp_path: Path) -> JobConfig:
             "model": tmp_path / "model",
             "tasks": {"train": tmp_path / "train.jsonl"},
             "observe": {"metrics_port": 0},
-            "supervisor": {"ready_s": 60, "restarts": 0},
+            "supervisor": {"ready_s": 300, "restarts": 0},
         }
     )
 

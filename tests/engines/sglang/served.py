@@ -14,7 +14,7 @@ from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.keyed import VARIABLE
 from rollout_service.engines.sglang.adapter import Loads, RankLoad
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 LENGTH = 512
 """Tokens that the server takes."""
 KEY = os.environ[VARIABLE]

@@ -39,7 +39,7 @@ from tests.unit.weights.member import Member
 
 SECRET = RunSecret(bytes(32))
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
+pytestmark = pytest.mark.engine
 SENDING = Path(__file__).with_name("sending.py")
 PROMPT = [5, 14, 7, 9]
 LONG = Sampling(temperature=1.0, max_new_tokens=60)

@@ -26,7 +26,7 @@ from rollout_service.engines.sglang.adapter import Loads
 from tests.engines.conftest import ask
 from tests.engines.sglang.served import KEY, LENGTH, endless, in_server, under_way, until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
+pytestmark = pytest.mark.engine
 PROMPT = [5, 14, 7, 9]
 LONG = Sampling(temperature=1.0, max_new_tokens=60)
 

@@ -35,7 +35,7 @@ from tests.engines.conftest import Offer, ask
 from tests.engines.sessions import assert_sessions_keep_their_cache, assert_turns_are_recomputed
 from tests.engines.sglang.served import KEY, LIMIT_S, endless, in_server, under_way
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # of the server's start
+pytestmark = pytest.mark.engine
 PROMPT = [5, 14, 7, 9, 4, 4, 11, 13]
 LONG = Sampling(temperature=1.0, max_new_tokens=56)
 

@@ -22,7 +22,7 @@ from tests.engines.conftest import Offer, processes
 from tests.engines.sessions import assert_sessions_keep_their_cache, assert_turns_are_recomputed
 from tests.engines.vllm.served import PROMPT, Served, kept_logits, tag, worst
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]  # a start takes minutes on a busy machine
+pytestmark = pytest.mark.engine
 
 BLOCK = 32  # Tokens of a block of the prefix cache
 LONG_PROMPT = tuple(3 + i * i % 12 for i in range(100))

@@ -256,7 +256,7 @@ async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
         async with raw:
             for message in (PutEpisodes("l", "g", [0, 1]), WaitSnapshot("r", "serve")):
                 with pytest.raises(FaultError) as caught:
-                    await raw.call(message, timeout_s=5, attachments=[b"x"])
+                    await raw.call(message, timeout_s=60, attachments=[b"x"])
                 assert caught.value.kind == "invalid"
         with pytest.raises(FaultError, match="is not an episode id"):
             await client.exchange(Fetch(["nonsense"]))
@@ -305,8 +305,8 @@ async def test_a_second_front_ends_the_first_service(context, redis_url, job_nam
     ask = Lease("w", 1, [VersionTag("policy", 1, 0)])
     service = asyncio.create_task(main(ctx, prometheus_client.CollectorRegistry()))
     async with Client(ctx.buffer.endpoint, job=job_name, role="t", name="t", access=ctx.keys) as client:
-        await client.call(OpenTrainer("policy", "trainer", 0), timeout_s=5)
-        (group,) = (await client.call(ask, timeout_s=5)).groups
+        await client.call(OpenTrainer("policy", "trainer", 0), timeout_s=60)
+        (group,) = (await client.call(ask, timeout_s=60)).groups
         dataset_hash = group.task.task_id.partition(":")[0]
         thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
         await thief.open(lambda error: None)

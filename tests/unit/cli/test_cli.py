@@ -244,7 +244,7 @@ def test_an_error_that_nobody_reads_has_its_exit_status(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "areal_async.cli.main", "validate", "none.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer, timeout=600)
     os.close(writer)
     assert done.returncode == 2
 

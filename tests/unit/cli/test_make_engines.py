@@ -34,7 +34,7 @@ class Place:
 
     def make(self):
         words = [str(self.root / "make.sh"), str(self.root / "made"), "toy"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
     def was_made(self):
         """Whether the next call makes the environment (and succeeds)."""

@@ -197,7 +197,7 @@ def test_up_in_the_foreground_is_the_controller_until_a_signal(cluster, tmp_path
         assert (answer.cluster, answer.total) == ("big", Resources(3, 2, 7.0))
         assert "is up already" in call("up", "--foreground", status=1).stderr
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         reading.join()
     start_controller(cluster)  # as it was brought up last
     assert ControllerClient.find().cluster().total == Resources(3, 2, 7.0)

@@ -218,6 +218,6 @@ def test_a_process_that_comes_too_late_leaves_at_once(place):
         assert place.controller.find("late").state == "STOPPED"
     finally:
         late.send_signal(signal.SIGCONT)
-    assert late.wait(60) == 0
+    assert late.wait(300) == 0
     assert is_gone(late.pid)
     assert not place.run_folder(job).exists()

@@ -42,7 +42,7 @@ def test_every_file_of_the_folder_works_as_it_is(made):
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": path},
     )
     assert tested.returncode == 0, tested.stdout

@@ -64,7 +64,7 @@ def test_sigterm_ends_a_service_in_order(start, behaviour):
     process = start(behaviour)
     until_logged(process, "service starts")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert process.wait(timeout=600) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_error_of_ours_is_one_paragraph_and_any_other_shows_where_it_came_fro
     start, behaviour, traced, last
 ):
     process = start(behaviour)
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=600)
     assert process.returncode == 1
     assert ("Traceback" in text) == traced
     assert text.splitlines()[-1] == last
@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_by_hand_ends_it_at_once(start):
     process.send_signal(signal.SIGINT)
     until_logged(process, "asked to stop")
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=600) == 130
 
 
 def test_readiness_is_told_once_through_the_descriptor(start):
@@ -106,7 +106,7 @@ def test_readiness_is_told_once_through_the_descriptor(start):
 
 def test_a_name_that_is_not_of_the_run_is_refused(start):
     process = start("serve", "--name", "nobody")
-    assert "names no service 'nobody'" in process.communicate(timeout=60)[1]
+    assert "names no service 'nobody'" in process.communicate(timeout=600)[1]
     assert process.returncode == 1
 
 
@@ -134,6 +134,6 @@ def test_the_topology_gives_each_service_its_own(job, tmp_path):
 
 
 def test_a_server_of_an_engine_may_take_its_own_time_to_serve(job):
-    assert ready_limit_s(job) == 60
+    assert ready_limit_s(job) == 300
     server = job.rollout.server.model_copy(update={"ready_s": 900})
-    assert ready_limit_s(changed(job, "rollout", engine="vllm", server=server)) == 960
+    assert ready_limit_s(changed(job, "rollout", engine="vllm", server=server)) == 1200

@@ -14,7 +14,7 @@ from tests.scoring import verdicts_of
 from tests.waiting import until
 
 HEAD = "import os, time\nfrom reward_service.sdk import reward\n"
-LIMIT_S = 30.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture

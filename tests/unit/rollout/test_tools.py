@@ -127,7 +127,7 @@ async def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() ->
     assert all(isinstance(outcome, CallTimeout) for outcome in outcomes)
     assert sum("all 3 threads" in str(outcome) for outcome in outcomes) == 7
     for _ in range(3):
-        assert await asyncio.to_thread(started.acquire, timeout=60)
+        assert await asyncio.to_thread(started.acquire, timeout=600)
     assert not started.acquire(blocking=False)
     held.set()
     # A place is free again when what held it has ended.

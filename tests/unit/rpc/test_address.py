@@ -28,7 +28,7 @@ async def test_a_client_follows_its_server_and_asks_again_what_was_not_answered(
     async with serving("tcp://127.0.0.1:0", gate) as first, serving("tcp://127.0.0.1:0") as second:
         address = Address(first.endpoint)
         async with client_of(address) as client:
-            asked = asyncio.create_task(client.call(Arrived("t"), timeout_s=30))
+            asked = asyncio.create_task(client.call(Arrived("t"), timeout_s=60))
             await gate.started.acquire()
             await asyncio.to_thread(address.move, second.endpoint)  # from another thread, as a status does
             assert await asked == Ok()
@@ -36,7 +36,7 @@ async def test_a_client_follows_its_server_and_asks_again_what_was_not_answered(
             assert client.endpoint == second.endpoint
             address.move(first.endpoint)
             gate.open.set()
-            assert await client.call(Arrived("t"), timeout_s=30) == Ok()
+            assert await client.call(Arrived("t"), timeout_s=60) == Ok()
 
 
 async def test_a_port_that_is_held_stays_the_servers_through_its_death(monkeypatch: pytest.MonkeyPatch):
@@ -49,7 +49,7 @@ async def test_a_port_that_is_held_stays_the_servers_through_its_death(monkeypat
             async with serving(endpoint) as server:
                 assert server.endpoint == endpoint
                 await asked
-            asked = asyncio.create_task(client.call(Arrived("t"), timeout_s=30))
+            asked = asyncio.create_task(client.call(Arrived("t"), timeout_s=60))
         async with serving(endpoint):
             assert await asked == Ok()
         await client.close()

@@ -85,7 +85,7 @@ async def test_another_server_is_asked_anew_whether_it_takes_files(ipc, tmp_path
         await client.connect(10)
         await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=LARGE)
     async with serving(ipc, keeper):
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=[b"small"], timeout_s=20)
+        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=[b"small"], timeout_s=60)
         await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=LARGE)
     await client.close()
     assert keeper.got == [LARGE, [b"small"], LARGE]

@@ -52,7 +52,7 @@ async def test_a_served_address_is_not_taken_over(endpoint):
     async with pair(endpoint) as (first, client):
         with pytest.raises(EndpointError, match="another process already serves"):
             await server_of(first.endpoint).start()
-        await client.call(Arrived("t"), timeout_s=5)
+        await client.call(Arrived("t"), timeout_s=60)
 
 
 async def test_a_file_left_by_a_killed_server_is_replaced(ipc):
@@ -62,7 +62,7 @@ async def test_a_file_left_by_a_killed_server_is_replaced(ipc):
     assert os.path.exists(path)
     async with pair(ipc) as (_, client):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-        await client.call(Arrived("t"), timeout_s=5)
+        await client.call(Arrived("t"), timeout_s=60)
     assert not os.path.exists(path)
 
 

@@ -100,7 +100,7 @@ def test_a_claim_passes_the_puts_that_wait(ipc: str) -> None:
         ):
             waiting = [put(worker) for _ in range(5)]
             await puts.begun.acquire()
-            await scorer.call(Claim("s", 1), timeout_s=10)
+            await scorer.call(Claim("s", 1), timeout_s=60)
             assert puts.order == ["PutEpisodes", "Claim"]
             puts.go.set()
             assert len(await asyncio.gather(*waiting)) == 5
@@ -113,7 +113,7 @@ def test_a_full_lane_answers_busy_and_what_comes_again_is_answered(ipc: str) -> 
         puts, lanes = Putting(), {"put": Lane(1, most_running=1, most_waiting=1), "score": Lane(4)}
         async with serving(ipc, puts, lanes=lanes, lane_of=lane_of) as server, client_of(ipc) as worker:
             waiting = [put(worker) for _ in range(5)]
-            await worker.call(Claim("s", 1), timeout_s=10)  # what was sent before it has arrived
+            await worker.call(Claim("s", 1), timeout_s=60)  # what was sent before it has arrived
             assert server.counters["busy"] >= 3
             puts.go.set()
             assert len(await asyncio.gather(*waiting)) == 5

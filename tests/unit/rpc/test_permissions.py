@@ -47,11 +47,11 @@ async def test_a_role_gets_what_it_needs_and_no_more_whatever_it_says_it_is(endp
     before = refused("the-buffer", "forbidden")
     async with serving(endpoint, access=SECRET.of("buffer"), service="the-buffer") as server:
         async with client_of(server, "rollout") as rollout, client_of(server, "trainer") as trainer:
-            assert await trainer.call(Commit("policy", 1, 0), timeout_s=10) == Ok()
-            assert await rollout.call(Arrived("rollout-0"), timeout_s=10) == Ok()
+            assert await trainer.call(Commit("policy", 1, 0), timeout_s=60) == Ok()
+            assert await rollout.call(Arrived("rollout-0"), timeout_s=60) == Ok()
             for request in (Commit("policy", 1, 0), Stats()):
                 with pytest.raises(FaultError, match="forbidden: the role rollout may not ask"):
-                    await rollout.call(request, timeout_s=10)
+                    await rollout.call(request, timeout_s=60)
         assert server.counters["forbidden"] == 2
         assert server.counters["requests"] == 2
     assert refused("the-buffer", "forbidden") == before + 2

@@ -73,14 +73,14 @@ async def test_a_lost_reply_is_asked_for_again(ipc):
     _, _, _, _, uid, hello, _ = HEADER.unpack_from(head)
     await router.send([identity, *write_frames(Kind.REPLY, uid, hello, 0, Welcome(SCHEMA, "t"), ())])
     await connecting
-    call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
+    call = asyncio.create_task(client.call(Arrived("t"), timeout_s=60))
     requests = [(await router.receive())[1] for _ in range(3)]
     assert requests[0] == requests[1] == requests[2]
     request = HEADER.unpack_from(requests[0])[5]
     await router.send([identity, *write_frames(Kind.REPLY, uid, request, 0, Ok(), ())])
     assert await call == Ok()
     # A reply that cannot be read fails the call at once, with its type.
-    call = asyncio.create_task(client.call(Arrived("t"), timeout_s=10))
+    call = asyncio.create_task(client.call(Arrived("t"), timeout_s=60))
     head = (await router.receive())[1]
     while HEADER.unpack_from(head)[5] == request:
         head = (await router.receive())[1]
@@ -110,7 +110,7 @@ async def test_a_client_outlives_a_restart_of_its_server(ipc):
     async with serve("first"):
         client = client_of(ipc)
         await client.connect(5)
-        calls = [asyncio.create_task(client.call(Arrived("t"), timeout_s=30)) for _ in range(5)]
+        calls = [asyncio.create_task(client.call(Arrived("t"), timeout_s=60)) for _ in range(5)]
         await asyncio.wait_for(asked.wait(), 60)
     with pytest.raises(RpcTimeout, match="there is no connection"):
         await client.call(Commit("policy", 1, 1), timeout_s=0.5)
@@ -126,7 +126,7 @@ async def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc):
         await client.connect(5)
     async with serving(ipc, job="other"):
         with pytest.raises(FaultError, match="schema"):
-            await client.call(Arrived("t"), timeout_s=20)
+            await client.call(Arrived("t"), timeout_s=60)
         await client.close()
 
 
@@ -161,7 +161,7 @@ async def test_one_death_is_local_a_killed_server_process_is_replaced_under_its_
         # The lost connection is noticed, not waited out.
         async with client_of(real, resend_after_s=1e9) as client:
             blobs = [os.urandom(300_000), b"x"]
-            reply, attachments = await client.exchange(Arrived("t"), timeout_s=20, attachments=blobs)
+            reply, attachments = await client.exchange(Arrived("t"), timeout_s=60, attachments=blobs)
             assert (reply, [bytes(a) for a in attachments]) == (Ok(), blobs)
             stuck = asyncio.create_task(client.call(Commit("policy", 1, 1), timeout_s=25))
             process.send_signal(signal.SIGKILL)
@@ -213,7 +213,7 @@ async def test_a_busy_client_gets_the_last_answer_of_a_server_that_stops(ipc):
                 await until(lambda: not is_served(ipc), "a closed socket")
                 assert not stopping.done(), "it waits for who is there"
                 asking.send_signal(signal.SIGCONT)
-                assert (await asyncio.to_thread(asking.communicate, timeout=60))[0] == f"{8 << 20}\n"
+                assert (await asyncio.to_thread(asking.communicate, timeout=600))[0] == f"{8 << 20}\n"
                 await stopping
             finally:
                 asking.kill()
@@ -248,7 +248,7 @@ except RuntimeError:
 
 def test_a_process_that_fails_without_closing_ends_all_the_same(ipc):
     command = [sys.executable, "-c", ABANDON, ipc]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert ended.returncode == 1
     assert "RuntimeError: a bug" in ended.stderr
 
@@ -268,7 +268,7 @@ def test_nothing_a_peer_sends_ends_the_server(messages, greeted):
             assert (kind, request, reply.kind) == (Kind.REPLY, 9, "invalid")
             assert server.counters["malformed"] == len(messages) + 1
             async with client_of(server.endpoint) as client:
-                assert (await client.call(Arrived("t"), timeout_s=10)) == Ok()
+                assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
 
     asyncio.run(main())
 

@@ -4,7 +4,7 @@ import psutil
 import pytest
 from hostile_http import HELD, KINDS, MOST_MORE, hold, malformed, send_malformed, served, settle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 CONNECTIONS = 1100
 """More than the 1,024 files that each server may open."""

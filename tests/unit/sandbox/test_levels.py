@@ -59,7 +59,7 @@ def where_none_can_be_isolated(*command, **options):
     wrapped = ["unshare", "--user", "--map-root-user", "sh", "-c", WITHOUT_NAMESPACES, "sh", *command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000"}
     done = subprocess.run(
-        wrapped, capture_output=True, text=True, timeout=120, check=False, env=environment, **options
+        wrapped, capture_output=True, text=True, timeout=600, check=False, env=environment, **options
     )
     if "unshare" in done.stderr or "max_user_namespaces" in done.stderr.splitlines()[:1]:
         pytest.skip("this machine allows no user namespace to refuse others in")
@@ -246,7 +246,7 @@ def test_one_death_is_local_who_dies_takes_the_jail_with_it(victim):
     while not (sleeping := named("sleep", psutil.Process(client.pid))):
         assert time.monotonic() < deadline_s
     os.kill(client.pid if victim == "client" else launcher.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(sleeping, timeout=20)
+    _, alive = psutil.wait_procs(sleeping, timeout=60)
     client.kill()
     client.wait()
     client.stdout.close()
@@ -395,7 +395,7 @@ def test_an_ordinary_user_isolates_programs_too_and_memory_is_held():
     )
     command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", python, "-c", script]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, cwd="/", env={"HOME": "/tmp"}
+        command, capture_output=True, text=True, timeout=600, check=False, cwd="/", env={"HOME": "/tmp"}
     )
     if "Permission denied" in done.stderr:
         pytest.skip("the project's folder is closed to other users")

@@ -120,7 +120,7 @@ def test_a_trainer_leaves_its_checkpoints_and_its_model_and_reads_them_again(hom
 async def test_who_may_do_what_and_where_is_decided_at_home(home, run_dir):
     async def ask(role, request, attachments=()):
         async with Client(home, job="j", role=role, name=role, access=SECRET.of(role)) as client:
-            await client.exchange(request, attachments=attachments, timeout_s=20)
+            await client.exchange(request, attachments=attachments, timeout_s=60)
 
     piece, upload = [b"x"], "0" * 16
     refused = [

@@ -126,7 +126,7 @@ def load(folder: Path, mapping: dict, **environment: str) -> tuple[dict, str]:
         | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr

@@ -149,7 +149,7 @@ def test_of_several_processes_one_fetches_and_all_have_it(s3, folder, tmp_path):
     url, target = f"{s3.bucket()}/model", tmp_path / "here"
     push(folder, url)
     both = [started(FETCH, url, target) for _ in range(3)]
-    told = [process.communicate(timeout=200) for process in both]
+    told = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0, 0], told
     assert b"".join(out for out, _ in told).count(b"begun") == 1
     assert content(target) == content(folder)

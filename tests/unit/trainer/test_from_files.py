@@ -106,7 +106,7 @@ def test_two_ranks_train_what_one_trains(tmp_path, model_dir):
     command = [sys.executable, files_process.__file__]
     ranks = fork_ranks([[*command, str(rank), "2", *paths] for rank in range(2)], stderr=subprocess.PIPE)
     try:
-        ended = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
+        ended = [(rank.communicate(timeout=600)[1], rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

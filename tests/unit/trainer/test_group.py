@@ -32,7 +32,7 @@ def seen(folder):
         stdout=subprocess.PIPE,
     )
     try:
-        return [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+        return [json.loads(process.communicate(timeout=600)[0]) for process in processes]
     finally:
         for process in processes:
             process.kill()

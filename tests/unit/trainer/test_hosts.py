@@ -60,7 +60,7 @@ class Trainer:
                 assert ranks[int(killed)].wait(150) == -signal.SIGKILL, ranks[int(killed)].communicate()
                 for process in ranks:
                     process.kill()
-            said = [process.communicate(timeout=150) for process in ranks]
+            said = [process.communicate(timeout=600) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

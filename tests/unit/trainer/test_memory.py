@@ -295,7 +295,7 @@ def plan(folder, *arguments):
         str(folder / "job.yaml"),
         *arguments,
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture

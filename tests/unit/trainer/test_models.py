@@ -262,7 +262,7 @@ def two_ranks(tmp_path_factory, model_dir, classifier_dir):
     """Folder of two ranks that trained all models, with their checkpoint."""
     out = tmp_path_factory.mktemp("two")
     command = [sys.executable, models_process.__file__, model_dir, classifier_dir, out]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return out
 

@@ -193,7 +193,7 @@ def test_each_of_two_ranks_holds_and_gives_out_its_own_part_and_both_refuse_what
         ]
     )
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        assert [process.wait(timeout=600) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

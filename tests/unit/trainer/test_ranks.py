@@ -61,7 +61,7 @@ def test_one_rank_alone_opens_no_socket(tmp_path, model_dir, batches):
     """A listener of gloo's, to which any user of the machine may connect, can end the process."""
     here = Path(__file__).parent
     command = [sys.executable, "-c", ALONE, here, model_dir, batches, tmp_path / "out"]
-    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
     assert ended.stdout.splitlines() == ["[]", "no collective"], ended.stderr
 
 

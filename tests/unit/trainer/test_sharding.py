@@ -36,7 +36,7 @@ def copies(tmp_path_factory, model_dir):
     """Folder of four ranks that trained as two copies of two shards, and what each rank wrote."""
     out, world = tmp_path_factory.mktemp("copies"), 4
     command = [sys.executable, sharded_process.__file__, world, 2, model_dir, out]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return out, [load_file(out / f"rank{rank}.safetensors") for rank in range(world)]
 

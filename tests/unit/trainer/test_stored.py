@@ -85,7 +85,7 @@ def test_a_trainer_on_another_host_goes_on_from_the_newest_whole_one(url, tmp_pa
 
 def test_a_trainer_that_was_killed_while_it_stored_one_leaves_the_one_before(url, tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path / "here"), url]
-    assert subprocess.run(command, env=os.environ, timeout=200, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(command, env=os.environ, timeout=600, check=False).returncode == -signal.SIGKILL
     store = CheckpointStore(url)
     assert store.whole() == [1]
     assert newest(tmp_path / "there", store).manifest.step == 1

@@ -20,7 +20,7 @@ def two_ranks(*paths: Path, **environment: str) -> list[tuple[int, str]]:
         env=os.environ | environment,
     )
     try:
-        errors = [process.communicate(timeout=120)[1] for process in ranks]
+        errors = [process.communicate(timeout=600)[1] for process in ranks]
         return [(process.returncode, said) for process, said in zip(ranks, errors, strict=True)]
     finally:
         for process in ranks:

@@ -21,7 +21,7 @@ from areal_async.rpc.weights_messages import (
 )
 from areal_async.weights.channels.tensor_group import JOIN
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Answers(Protocol):

@@ -13,7 +13,7 @@ import torch
 
 from areal_async.weights.pieces import TensorPiece
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 @dataclass

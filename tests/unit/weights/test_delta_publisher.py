@@ -150,6 +150,6 @@ async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher, gate):
 def test_a_publisher_that_ends_leaves_no_half_made_delta(publisher, gate):
     for version in range(2):
         publisher.publish(tag(version), weights(version))
-    assert gate.begun.acquire(timeout=60)
+    assert gate.begun.acquire(timeout=600)
     publisher.close()  # the fixture then finds nothing under the root
     assert not [t for t in threading.enumerate() if t.name.startswith("weights-delta")]

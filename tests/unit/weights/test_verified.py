@@ -151,7 +151,7 @@ def test_two_at_once_hash_once(tmp_path, monkeypatch):
         return real(self, verify=verify)
 
     def one() -> Snapshot:
-        both.wait(60)
+        both.wait(300)
         return opened(info, HostRecords(tmp_path / "verified"))
 
     monkeypatch.setattr(tensor_file.TensorFile, "read", read)

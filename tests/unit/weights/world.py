@@ -22,7 +22,7 @@ from areal_async.weights.channels.serving import ChunkServer
 from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
 
 PATIENCE_S = 0.5
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 SECRET = RunSecret(bytes(32))
 
 

@@ -308,7 +308,7 @@ async def test_reward_serve_says_where_it_serves_and_leaves_nothing(backend, col
             assert children
         finally:
             server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(300) == 0
         _, alive = psutil.wait_procs(children, 5)
     assert not alive
 
