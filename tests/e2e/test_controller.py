@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +154,7 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     # Down: nothing is left.
     run = json.loads((Path(run_folder) / "run.lock").read_text())
     controller = areal.folder.controller()
-    started_s = time.monotonic()
     assert "stopped first; the controller is down" in areal("down")
-    assert time.monotonic() - started_s < 60
     assert processes_of(run["run_id"]) == []
     wait_for(lambda: is_gone(controller.pid), "the end of its process")
     assert not areal.folder.address.exists()
