@@ -170,7 +170,7 @@ def told_by(*arguments: object) -> str:
 
 def finish(workspace: Workspace, job_file: Path) -> FinishedRun:
     with started(workspace, "run", job_file) as job:
-        return job.end(220)
+        return job.end()
 
 
 def make_e2e_workspace(folder: Path) -> Workspace:
