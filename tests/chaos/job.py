@@ -47,7 +47,7 @@ def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str
         "checkpoint": {"every_steps": 5, "keep": 2},
         "evaluation__every_steps": 10,
         "observe": {"metrics_port": 0, "event_log": True, "stall_s": 20},
-        "supervisor": {"ready_s": 280, "restarts": 1000, **pauses},
+        "supervisor": {"ready_s": 600, "restarts": 1000, **pauses},
     }
     return make_workspace(folder).job(name, evaluated=True, seed=seed, **settings | changes)
 

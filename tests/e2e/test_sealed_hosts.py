@@ -19,7 +19,6 @@ STEPS = 60
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(unusable()), reason=unusable())
 def test_a_job_on_three_hosts_outlives_two_of_them_a_cut_link_and_its_controller(tmp_path: Path) -> None:
     folder = tmp_path / "work"

@@ -26,7 +26,7 @@ def test_one_death_is_local_a_job_whose_trainer_sends_tensors_and_dies(workspace
         trainer__steps=STEPS,
         checkpoint={"every_steps": 1, "keep": 100},
         observe={"metrics_port": 0, "event_log": True},
-        supervisor=TOUGH | {"ready_s": 280},
+        supervisor=TOUGH | {"ready_s": 600},
         weights={"channel": "nccl", "channel_args": {"give_up_s": 20}},
         placement={"pretend": {"rollout-0": "host-1"}},
     )
