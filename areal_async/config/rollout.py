@@ -39,7 +39,7 @@ class ServerSection(Section):
     arguments: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     """Further flags of the server, without the leading dashes: `{mem-fraction-static: 0.8}`. true gives the
     flag alone, false and null leave one out that is given otherwise."""
-    ready_s: float = Field(default=300.0, gt=0)
+    ready_s: float = Field(default=900.0, gt=0)
     """Seconds that a server may take from its start until it serves."""
 
 

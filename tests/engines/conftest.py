@@ -40,8 +40,8 @@ from rollout_service.engines.http.keyed import VARIABLE
 os.environ[VARIABLE] = secrets.token_hex(32)
 
 T = TypeVar("T")
-DEADLINE_S = 120.0
-START_S = 330.0
+DEADLINE_S = 600.0
+START_S = 900.0
 """Most for the start of a server, also on a machine that is busy."""
 SLOTS, LENGTH = 16, 1032
 """Of the servers of `endless_server`."""

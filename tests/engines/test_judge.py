@@ -37,10 +37,10 @@ from trainer_service.data.recording import read_step
 from trainer_service.data.rows import row_of
 from trainer_service.teacher import TeacherServers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine
 
 torch.set_num_threads(1)
-READY_S = 330.0
+READY_S = 900.0
 STEPS = 20
 CONTEXT = 96
 

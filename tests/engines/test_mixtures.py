@@ -98,7 +98,7 @@ def test_a_trained_mixture_and_its_adapter_are_served_as_they_were_trained(
         await server.resume()
 
     try:
-        run(server.start(first), 330)
+        run(server.start(first), 900)
         answers = run(ask("before"))
         batch = batch_of(prompts, answers)
         said = np.concatenate([answer.logprobs for answer in answers])

@@ -11,7 +11,7 @@ from areal_async.quickstart.model import write_model
 from tests.e2e.conftest import finish
 from tests.jobs import DUET, DUET_CODE, make_workspace
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine
 
 STEPS, GROUPS, GROUP_SIZE, STALENESS = 6, 4, 4, 1
 ENGINES = {"coder": "vllm", "tester": "sglang"}

@@ -159,7 +159,7 @@ class ServerSettings:
     """Interpreter of the environment in which to start a server."""
     arguments: Mapping[str, Flag] = field(default_factory=dict)
     """Further flags of a server that is started here."""
-    ready_s: float = 300.0
+    ready_s: float = 900.0
     """Seconds until it must serve."""
     interface: str = ""
     """Network interface on which a server that is started here is in a process group with the trainer; empty:

@@ -15,7 +15,7 @@ from rollout_service.replicas import exchange
 from tests.engines.sglang.served import LENGTH
 
 SLOTS = 32
-STARTUP_S = 330.0
+STARTUP_S = 900.0
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.engine
 SENDING = Path(__file__).with_name("sending.py")
 PROMPT = [5, 14, 7, 9]
 LONG = Sampling(temperature=1.0, max_new_tokens=60)
-WAIT_S = 60.0
+WAIT_S = 600.0
 EPOCH = 4
 
 
