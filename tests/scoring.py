@@ -14,7 +14,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 
-LIMIT_S = 600.0
+LIMIT_S = 900.0
 
 
 def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =") -> bytes:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-LIMIT_S = 600.0
+LIMIT_S = 900.0
 
 
 async def until(holds: Callable[[], object], what: str = "what is waited for") -> None:
