@@ -29,7 +29,7 @@ LONG = Sampling(temperature=1.0, max_new_tokens=48)
 
 
 def job_of(name: str, model: Path, urls: list[str]) -> JobConfig:
-    server = {"ready_s": 600, "urls": urls}
+    server = {"urls": urls}
     rollout = {"engine": name, "max_concurrent": 16, "max_model_len": LENGTH, "server": server}
     content = {"job": "replicas", "model": model, "tasks": {"train": "none"}, "rollout": rollout}
     return JobConfig.model_validate(content)
