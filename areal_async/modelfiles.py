@@ -1,5 +1,5 @@
-"""A Hugging Face model folder: which files are its weights, what their headers say, and whether the model is
-a mixture of experts.
+"""A Hugging Face model folder: which files are its weights, what their headers say, and what
+its `config.json` says of its layers.
 
 A folder may have other safetensors files, such as the `consolidated.safetensors` of another format: what
 counts are those that transformers loads. Needs no torch.
@@ -8,9 +8,11 @@ counts are those that transformers loads. Needs no torch.
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -20,6 +22,11 @@ MOST_HEADER_BYTES = 100_000_000
 """The limit that the format sets to its header."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts of a layer."""
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+"""What configurations call the number of experts that a token is sent to."""
+_OF_EXPERTS = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
+BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary positions whose frequencies change with the longest row."""
 SAMPLE_BYTES = 64
 """First bytes of each tensor that tell a model from others of its shape."""
 
@@ -34,15 +41,68 @@ class StoredTensor(NamedTuple):
     end: int
 
 
+class Mixture(NamedTuple):
+    """A mixture of experts: how many there are in a layer, to how many a token goes, and in which layers."""
+
+    experts: int
+    chosen: int
+    layers: tuple[int, ...]
+
+    @property
+    def route_bytes(self) -> int:
+        """What the routes of one token weigh (`areal_async/trajectory/routes.py`)."""
+        return len(self.layers) * self.chosen * (1 if self.experts < 256 else 2)
+
+
 def is_mixture(folder: Path) -> bool:
     """Whether the model is a mixture of experts, by its config.json; one that cannot be read is taken for
     dense."""
+    return _of_config(folder, EXPERTS) > 0
+
+
+def mixture_of(folder: Path) -> Mixture:
+    """What a mixture is made of, by its config.json and the names of its tensors: a layer with tensors of
+    experts is one. Raises `OSError`, and ValueError for a model that does not say."""
+    experts, chosen = _of_config(folder, EXPERTS), _of_config(folder, CHOSEN)
+    layers = {int(found[1]) for name in stored_tensors(folder) if (found := _OF_EXPERTS.search(name))}
+    if not (experts and chosen and layers):
+        raise ValueError(
+            f"{folder} does not say how many experts it has, in which layers, or how many a token goes to"
+        )
+    return Mixture(experts, chosen, tuple(sorted(layers)))
+
+
+def _of_config(folder: Path, names: tuple[str, ...]) -> int:
+    """The first of these numbers that config.json has, 0 where there is none or it cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         config = config.get("text_config") or config
-        return any((config.get(name) or 0) > 0 for name in EXPERTS)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return False
+        return next((int(config[name]) for name in names if (config.get(name) or 0) > 0), 0)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return 0
+
+
+def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
+    """What a model with this config.json has, besides attention, that looks at more than one token, in words;
+    empty where it says nothing of the kind. Ranks that share a row cannot compute it."""
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    kinds = {str(kind) for kind in _list(text.get("layer_types"))}
+    if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
+        return f"has layers of kind {', '.join(mixing)}, which look at several tokens"
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    each = [found for found in (rope, *_list(rope)) if isinstance(found, dict)]
+    rotary = {str(found.get("rope_type") or found.get("type")) for found in each}
+    if by_length := sorted(rotary & BY_LENGTH):
+        return f"has rotary positions of kind {by_length[0]}, which depend on the longest row of a pass"
+    return ""
+
+
+def _list(value: object) -> list[Any]:
+    """The elements of a list, the values of a mapping; none of anything else."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    return value if isinstance(value, list) else []
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from areal_async.errors import FaultError
 from areal_async.rpc.by_file import FilePart
-from areal_async.rpc.messages import Arrived, Lease, Leases
+from areal_async.rpc.messages import Arrived, Lease, Leases, PutAck
 from areal_async.rpc.schema import Message, Task
 from areal_async.runtime.events import failpoint, record, recording
 from areal_async.runtime.log import get_logger
@@ -44,6 +44,7 @@ from replay_buffer.redis.address import StoreError, StoreUnavailable, Trouble
 from replay_buffer.redis.large import BlobRef
 from replay_buffer.redis.store import Opened, Store
 from replay_buffer.redis.writer import Bytes, RedisClock
+from replay_buffer.routes import Given, RoutesFile
 
 BEAT_S = 0.5  # The front looks at the clock at least this often
 OUTAGE_MS = 3_000  # A longer gap between two looks is an outage of this process
@@ -154,21 +155,42 @@ class Coordinator:
             failpoint("buffer.before_reply")
         return decision
 
-    async def store(self, command: StoreEpisodes, attachments: Sequence[Bytes]) -> Decision:
-        """Execute a put; its large episodes are on disk before it is decided."""
+    async def store(
+        self,
+        command: StoreEpisodes,
+        attachments: Sequence[Bytes],
+        routed: Sequence[int] = (),
+        routes: Given = (),
+    ) -> Decision:
+        """Execute a put; its large episodes are on disk before it is decided, and so are the `routes` of the
+        samples `routed`, which are not kept where this front keeps none."""
         self._ready()
+        group_id, kept = command.group_id, self._store.routes if routed else None
+        files: dict[int, RoutesFile] = {}
         try:
+            if kept is not None:
+                files = await kept.write(group_id, routed, routes)
             placed, name = await self._store.place_large(attachments)
         except OSError as error:
+            if kept is not None:
+                kept.settled(group_id, files, stored=())
             log.error("episodes cannot be written to disk", error=str(error))
             raise FaultError("unavailable", f"episodes cannot be written: {error}", FULL_RETRY_MS) from error
-        if not name:
-            return await self.execute(command, placed)
-        failpoint("buffer.after_large")
+        if name:
+            failpoint("buffer.after_large")
+        stored: Sequence[int] = ()
         try:
-            return await self.execute(command, placed)
+            decision = await self.execute(command, placed)
+            if isinstance(decision.reply, PutAck):
+                stored = decision.reply.stored
+            return decision
         finally:
-            self._store.settled(name, command.group_id)
+            if name:
+                self._store.settled(name, group_id)
+            if kept is not None:
+                # The group may have been freed meanwhile.
+                group = self.index.groups.get(group_id) if self.index is not None else None
+                kept.settled(group_id, files, stored={*stored}.intersection(_stored(group)))
 
     async def poll(
         self,
@@ -217,6 +239,14 @@ class Coordinator:
             return await self._store.blobs(wanted, by_file=by_file)
         except StoreUnavailable as error:
             raise _unavailable(error) from error
+
+    async def routes(
+        self, wanted: Sequence[tuple[str, int]], *, by_file: bool = False
+    ) -> list[memoryview | FilePart | None]:
+        """Routes by (group id, sample), as `blobs` has episodes; None for those that there are none of."""
+        if self._store.routes is None:
+            return [None] * len(wanted)
+        return await self._store.routes.read(wanted, by_file=by_file)
 
     def records(self) -> LedgerRecords:
         """All records as they are now. Raises `FaultError("unavailable")`."""

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from areal_async.config.routes import replays
 from areal_async.errors import FaultError
-from areal_async.rpc.by_file import ServerFiles
+from areal_async.rpc.by_file import Filed, ServerFiles
 from areal_async.rpc.lanes import Lane
 from areal_async.rpc.messages import (
     Arrived,
@@ -65,6 +67,7 @@ from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
+from replay_buffer.routes import RouteFiles
 
 LONGEST_WAIT_MS = 30_000
 LARGE_PUT_BYTES = 4 << 20  # A put above it is read in a thread, so that it does not hold up everybody else
@@ -169,22 +172,37 @@ class BufferServer:
         return reply
 
     async def _put(self, peer: Peer, message: PutEpisodes, attachments: list[memoryview]) -> Answer:
-        if len(attachments) != len(message.samples):
+        n_samples, expected = len(message.samples), len(message.samples) + len(message.routes)
+        routed = {*message.routes}
+        strange = not routed <= {*message.samples} or len(routed) < len(message.routes)
+        if len(attachments) != expected or strange:
             raise FaultError(
-                "invalid", f"a put of {len(message.samples)} samples came with {len(attachments)} attachments"
+                "invalid",
+                f"a put of {n_samples} samples, {len(message.routes)} with routes, came with "
+                f"{len(attachments)} attachments",
             )
-        if sum(map(len, attachments)) > LARGE_PUT_BYTES:
-            arrivals = await asyncio.to_thread(self._read, message, attachments)
+        blobs, routes = part_of(attachments, 0, n_samples), part_of(attachments, n_samples, expected)
+        if sum(map(len, blobs)) > LARGE_PUT_BYTES:
+            arrivals = await asyncio.to_thread(self._read, message, blobs, routes)
         else:
             with busy("serve"):
-                arrivals = self._read(message, attachments)
+                arrivals = self._read(message, blobs, routes)
         command = StoreEpisodes(message.lease_id, message.group_id, arrivals)
-        return (await self._coordinator.store(command, attachments)).reply
+        return (await self._coordinator.store(command, blobs, message.routes, routes)).reply
 
-    def _read(self, message: PutEpisodes, attachments: list[memoryview]) -> tuple[Arrival, ...]:
-        return tuple(
+    def _read(
+        self, message: PutEpisodes, blobs: list[memoryview], routes: list[memoryview]
+    ) -> tuple[Arrival, ...]:
+        sizes = routes.sizes if isinstance(routes, Filed) else [len(each) for each in routes]
+        more = dict(zip(message.routes, sizes, strict=True))
+        arrivals = (
             read_arrival(self._job, message.group_id, sample, blob)
-            for sample, blob in zip(message.samples, attachments, strict=True)
+            for sample, blob in zip(message.samples, blobs, strict=True)
+        )
+        # Their room counts too, though it is not in Redis.
+        return tuple(
+            replace(each, size_bytes=each.size_bytes + more[each.sample]) if each.sample in more else each
+            for each in arrivals
         )
 
     async def _claim(self, peer: Peer, message: Claim, attachments: list[memoryview]) -> Answer:
@@ -226,7 +244,15 @@ class BufferServer:
         if len(found) < len(blobs):
             missing = message.episode_ids[blobs.index(None)]
             raise FaultError("invalid", f"episode {missing} is not held here (any more)")
-        return Fetched(message.episode_ids), found
+        if not message.routes:
+            return Fetched(message.episode_ids), found
+        routes = await self._coordinator.routes(
+            [place_of(episode_id) for episode_id in message.episode_ids], by_file=peer.reads_files
+        )
+        routed = {
+            name: each for name, each in zip(message.episode_ids, routes, strict=True) if each is not None
+        }
+        return Fetched(message.episode_ids, [*routed]), [*found, *routed.values()]
 
     async def _stats(self, peer: Peer, message: Stats, attachments: list[memoryview]) -> Answer:
         reply = (await self._coordinator.execute(message)).reply
@@ -272,6 +298,11 @@ def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arri
     )
 
 
+def part_of(attachments: list[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Some of the attachments of a message, which may have come in a file."""
+    return attachments.parts(start, stop) if isinstance(attachments, Filed) else attachments[start:stop]
+
+
 def place_of(episode_id: str) -> tuple[str, int]:
     """(group id, sample) of an episode id; raises `FaultError` for a text that is none."""
     group_id, _, sample = episode_id.rpartition(".")
@@ -303,13 +334,15 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         address = RedisAddress.parse(embedded.url) if embedded is not None else RedisAddress.of(job.buffer)
         mark = ConfirmedRevision(ctx.run_dir / "buffer" / FILE)
         stack.callback(mark.close)
-        # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it.
+        # A Redis of the job's own shares its host and its fate: large episodes lie in files beside it. Routes
+        # always lie in files, wherever Redis is.
         folder = embedded.data_dir / EPISODES if embedded is not None else None
+        beside = ctx.run_dir / "buffer" / EPISODES if folder is None else folder
         files = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        if folder is not None or any(replays(view) for view in job.views.values()):
+            beside.mkdir(parents=True, exist_ok=True)
             flush = rules.durability != "memory"
-            files = ServerFiles(folder.with_name(INCOMING), folder, flush=flush)
+            files = ServerFiles(beside.with_name(INCOMING), beside, flush=flush)
             files.sweep()
         store = Store(
             address,
@@ -320,6 +353,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
             max_bytes=rules.max_bytes,
             confirmed=mark.read(),
             folder=folder,
+            routes=RouteFiles(beside),
         )
         revive = embedded.start if embedded is not None else None
         coordinator = Coordinator(store, rules, tasks, clock, revive, on_confirmed=mark.write)

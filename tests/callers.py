@@ -19,7 +19,10 @@ from areal_async.rpc.schema import Request
 def _begin(fake: object, request: Request[Any], attachments: Sequence[Any]) -> Any:
     fields = asdict(request)
     if isinstance(request, PutEpisodes):
-        fields["episodes"] = dict(zip(fields.pop("samples"), attachments, strict=True))
+        samples, routed = fields.pop("samples"), fields.pop("routes")
+        fields["episodes"] = dict(zip(samples, attachments, strict=not routed))
+        if routed:
+            fields["routes"] = dict(zip(routed, attachments[len(samples) :], strict=True))
     elif isinstance(request, OpenTrainer):
         fields["ledger"] = bytes(attachments[0]) if attachments else b""
     return getattr(fake, re.sub(r"(?<!^)(?=[A-Z])", "_", type(request).__name__).lower())(**fields)

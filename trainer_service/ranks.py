@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.rpc.endpoints import interface_of
@@ -47,8 +48,7 @@ T = TypeVar("T")
 
 
 class _NoPeers(dist.ProcessGroup):
-    """The group of one rank, which FSDP and a mesh ask for and never use: it opens no socket. A collective on
-    it fails, as one that torch's base class does not have."""
+    """The group of one rank: it opens no socket, and a collective hands back what it is given."""
 
     def __init__(self, options: Any, _: object) -> None:
         rank_and_size: Any = (options.group_rank, options.group_size)
@@ -61,6 +61,47 @@ class _NoPeers(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return ALONE
+
+    def allreduce(self, *args: Any, **_: Any) -> Any:
+        return _done(args)
+
+    def broadcast(self, *args: Any, **_: Any) -> Any:
+        return _done(args)
+
+    def barrier(self, *args: Any, **_: Any) -> Any:
+        return _done(args)
+
+    def allgather(self, *args: Any, **_: Any) -> Any:
+        for (into,), tensor in zip(*args[:2], strict=True):
+            into.copy_(tensor)
+        return _done(args)
+
+    def all_gather_single(self, *args: Any, **_: Any) -> Any:
+        return self.all_gather_single_coalesced([args[0]], [args[1]])
+
+    def all_gather_single_coalesced(self, *args: Any, **_: Any) -> Any:
+        for into, tensor in zip(*args[:2], strict=True):
+            into.copy_(tensor.view_as(into))
+        return _done(args)
+
+    def reduce_scatter_single(self, *args: Any, **_: Any) -> Any:
+        return self.all_gather_single(*args)
+
+    def reduce_scatter_single_coalesced(self, *args: Any, **_: Any) -> Any:
+        return self.all_gather_single_coalesced(*args)
+
+    def allreduce_coalesced(self, *args: Any, **_: Any) -> Any:
+        return _done(args)
+
+    def all_to_all_single(self, *args: Any, **_: Any) -> Any:
+        return self.all_gather_single(*args)
+
+
+def _done(result: Any) -> Any:
+    """The handle of a collective that is over."""
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
 
 
 dist.Backend.register_backend(ALONE, _NoPeers, extended_api=True, devices=["cpu", "cuda"])

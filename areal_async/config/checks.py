@@ -1,6 +1,7 @@
 """Rules between the fields of a job: what each field allows alone and the whole must not hold.
 
-Pure: nothing here looks at files, ports or the machine (see `config/files.py`, `launch/preflight.py`).
+Pure: nothing here looks at files, ports or the machine (see `config/files.py`, `launch/preflight.py`), but
+for the size of a mixture, which says how much its routes weigh.
 Every rule is a function of the job that yields mistakes; `check_fields` runs them all. The parts that the job
 names are asked in `config/parts.py`.
 """
@@ -19,6 +20,7 @@ from areal_async.config.parts import part_mistakes
 from areal_async.config.presets import PRESETS
 from areal_async.config.redis_url import FORMS, RedisUrl, parse_redis_url
 from areal_async.config.rewardcheck import reward_mistakes
+from areal_async.config.routes import route_bytes
 from areal_async.storage.urls import url_of
 
 Rule = Callable[[JobConfig], Iterator[Mistake]]
@@ -35,8 +37,8 @@ def check_fields(job: JobConfig) -> list[Mistake]:
 
 
 def episode_limit_bytes(job: JobConfig) -> int:
-    """The most that one stored episode of the job can weigh."""
-    return job.rollout.max_model_len * UNIT_BYTES + EPISODE_BYTES
+    """The most that one stored episode of the job can weigh, with its routes."""
+    return job.rollout.max_model_len * (UNIT_BYTES + route_bytes(job)) + EPISODE_BYTES
 
 
 def checkpoint_interval(job: JobConfig) -> int:
@@ -449,6 +451,11 @@ def policies_mistakes(views: Sequence[JobConfig]) -> Iterator[Mistake]:
                 field, problem, "Write it in the job itself, and a preset that goes with it for each"
             )
     owners: dict[int, str] = {}
+    for view in views:
+        if view.rollout.routes == "replay":
+            problem = "an episode has room for the routes of one model, and there are several policies"
+            yield Mistake("rollout.routes", problem, "Set it to auto or off")
+            break
     for view in views:
         for gpu in trainer_gpus(view):
             if (other := owners.setdefault(gpu, view.policy)) != view.policy:

@@ -84,6 +84,8 @@ class EnginePart:
     update_modes: ClassVar[frozenset[str]] = frozenset({"recompute", "keep"})
     """What it can do of `rollout.update_mode`; an evaluation's engine holds one version, and is not asked."""
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "bfloat16"})
+    no_routes: ClassVar[str] = "it does not tell which experts a token was sent to"
+    """Why `rollout.routes: replay` is not for it; empty for one that tells."""
     no_group: ClassVar[str] = "it joins no process group"
     """Why `weights.channel: nccl` is not for it; empty for one that takes tensors from a process group."""
     logprob_bounds: ClassVar[Mapping[tuple[str, str], LogprobGap]] = {}
@@ -122,6 +124,9 @@ class EnginePart:
                 problem = f"the engine of {named} cannot do {value}"
                 fix = f"Use {' or '.join(sorted(able))}, or another {named}"
                 yield Mistake(f"rollout.{asked}", problem, fix, (named,))
+        if job.rollout.routes == "replay" and section == "rollout" and self.no_routes:
+            problem = f"the engine of {named} tells no routes: {self.no_routes}"
+            yield Mistake("rollout.routes", problem, f"Set it to off, or use another {named}", (named,))
         server = job.evaluation.server
         evaluates = (section == "evaluation") == (job.evaluation.engine != "same")
         for asks, owner, name in (

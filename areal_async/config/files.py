@@ -17,10 +17,18 @@ from typing import Any
 
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import reward_file_mistakes
 from areal_async.examples import FORMS, Form, read_examples
-from areal_async.modelfiles import INDEX, ONE_FILE, is_mixture, stored_tensors
+from areal_async.modelfiles import (
+    INDEX,
+    ONE_FILE,
+    is_mixture,
+    looks_beyond_tokens,
+    mixture_of,
+    stored_tensors,
+)
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.storage.content import OF_TRAINER
 from areal_async.tasks import TaskFileError, check_row, read_tasks, task_file, task_rows
@@ -173,6 +181,8 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
         yield Mistake(
             "model", f"{names} is not a causal language model", "Give a model of a ...ForCausalLM class"
         )
+    if job.rollout.routes == "replay" and job.kind == "rl":
+        yield from _check_mixture(job.model)
     positions = config.get("max_position_embeddings")
     if job.kind == "rl" and isinstance(positions, int) and job.rollout.max_model_len > positions:
         yield Mistake(
@@ -181,6 +191,23 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
             f"Set it to {positions} or less",
             ("model",),
         )
+    if RankGrid.of(job.trainer).sequence > 1 and (why := looks_beyond_tokens(config)):
+        fix = "Set it to 1, and give more ranks to trainer.parallel.shard, or take another model"
+        yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix, ("model",))
+
+
+def _check_mixture(model: Path) -> Iterator[Mistake]:
+    """That routes can be told of the model."""
+    problem = "" if is_mixture(model) else f"{model} is no mixture of experts: nothing is routed in it"
+    if not problem:
+        try:
+            mixture_of(model)
+        except ValueError as error:
+            problem = str(error)
+        except OSError:
+            return  # said of the model itself
+    if problem:
+        yield Mistake("rollout.routes", problem, "Set it to off or auto", ("model",))
 
 
 def _check_lora_targets(job: JobConfig) -> Iterator[Mistake]:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from areal_async.config.base import Section
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
+from areal_async.config.parallel import ParallelSection
 from areal_async.config.reward import RewardSection
 from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
 from areal_async.config.trainings import (
@@ -389,13 +390,15 @@ class SelfCheckSection(Section):
 
 class TrainerSection(Section):
     backend: str = Field(default="fsdp", min_length=1)
-    """What holds and updates the weights: `fsdp` is torch FSDP2; or one of an installed package, or
-    `path.py:name` of your own."""
+    """What holds and updates the weights: `fsdp` is torch FSDP2, `megatron` Megatron-Core; or one of an
+    installed package, or `path.py:name` of your own."""
     backend_args: dict[str, Any] = Field(default_factory=dict)
-    """What the back end takes, by name: `fsdp` takes `recompute`, `offload_optimizer` and `replicate`."""
+    """What the back end takes, by name: `fsdp` takes `recompute` and `offload_optimizer`, `megatron`
+    `recompute` and `virtual_stages`."""
     ranks: int = Field(default=1, ge=1, le=65_536)
     """Training processes, over which the model is spread; on `cuda` each has a GPU of its own. They start,
     end and are started again together."""
+    parallel: ParallelSection = ParallelSection()
     hang_s: float = Field(default=60.0, ge=5)
     """A training process that gives no sign of life for so many seconds (it is stopped, or in a call into a
     driver that does not return) is killed, and the trainer is started again from its checkpoint."""
@@ -476,6 +479,8 @@ class JobConfig(Section):
         if not self.policies and policy == self.policy:
             return self
         flat = merged(self.model_dump(exclude={"policies"}), self.policies[policy]) | {"policy": policy}
+        if flat["rollout"]["routes"] == "auto":  # an episode has room for the routes of one model
+            flat["rollout"] |= {"routes": "off"}
         if policy != self.policy:
             flat["tasks"] |= {"evaluation": None}
             flat["checkpoint"] |= {"keep_best": 0}

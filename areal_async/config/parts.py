@@ -14,6 +14,7 @@ from areal_async import registry
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.config.parallel import parallel_mistakes
 from areal_async.config.presets import OBJECTIVE, PRESETS
 from areal_async.config.rewardcheck import asked
 from areal_async.registry import PartError, Registry
@@ -65,8 +66,12 @@ class NamedPart:
         yield from broken
         if not broken and (run_own or not self.is_own):
             part = self.registry.find(self.name)
-            if self.registry is registry.BACKENDS and job.trainer.lora.rank:
-                yield from _adapters_are_trained(part, self.name)
+            if self.registry is registry.BACKENDS:
+                yield from parallel_mistakes(job.trainer, getattr(part, "axes", ("shard",)))
+                if job.trainer.lora.rank:
+                    yield from _adapters_are_trained(part, self.name)
+                if job.rollout.routes == "replay":
+                    yield from _routes_are_replayed(part, self.name)
             check_job = getattr(part, "check_job", None)
             if check_job is not None:
                 yield from check_job(job, self.arguments, self.args_field)
@@ -88,6 +93,16 @@ def _adapters_are_trained(backend: Any, name: str) -> Iterator[Mistake]:
         problem = f"trainer.backend {name} trains no adapters"
         yield Mistake(
             "trainer.lora.rank", problem, "Set it to 0, or use another back end", ("trainer.backend",)
+        )
+
+
+def _routes_are_replayed(backend: Any, name: str) -> Iterator[Mistake]:
+    """Whether a back end replays routes: it says so in `replays_routes`, and then looks at
+    `MicroBatch.routes`."""
+    if not getattr(backend, "replays_routes", False):
+        problem = f"trainer.backend {name} replays no routes"
+        yield Mistake(
+            "rollout.routes", problem, "Set it to off, or use another back end", ("trainer.backend",)
         )
 
 

@@ -140,6 +140,10 @@ class RolloutSection(Section):
     update_mode: Literal["recompute", "keep", "session"] = "recompute"
     """What a weight update does to KV that is there: rebuild it (exact), let requests in flight keep theirs
     (approximate), or let episodes keep their prefix cache over all turns (approximate; SGLang and vLLM)."""
+    routes: Literal["auto", "replay", "off"] = "auto"
+    """Of a mixture of experts, whether the trainer sends each token to the experts that the engine sent it to
+    (`replay`) or lets its own routers choose (`off`), which choose otherwise where two experts are nearly
+    alike. `auto` replays where engine and trainer can (docs/trainer.md, Mixtures of experts)."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """What the chat template is given beside the messages, such as `{enable_thinking: false}`, wherever it is
     applied: in generation, evaluation and checks, and for the examples of other trainings."""

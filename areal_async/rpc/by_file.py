@@ -8,7 +8,8 @@ another host, goes through the socket.
 
 Promises: a file that a client wrote is removed by it when its call is over, however it ends; one that a dead
 client left is removed by `sweep`. The server reads what it was given into memory of its own before it looks
-at it, so a file that is cut short under its eyes ends no process, and names lead nowhere but into the folder.
+at it, or leaves it in the file unread, so a file that is cut short under its eyes ends no process; and names
+lead nowhere but into the folder.
 """
 
 from __future__ import annotations
@@ -45,10 +46,18 @@ class FilePart(NamedTuple):
 
 
 class Filed(list[memoryview]):
-    """Attachments that came in the file at `path`, each at the offset of the same index."""
+    """Attachments that came in the file at `path`, each at the offset of the same index. The last ones may
+    have been left there (`Request.left_in_file`): they are empty here."""
 
     path: Path
     offsets: list[int]
+    sizes: list[int]
+
+    def parts(self, start: int, stop: int | None = None) -> Filed:
+        """Those from `start` to `stop`."""
+        found = Filed(self[start:stop])
+        found.path, found.offsets, found.sizes = self.path, self.offsets[start:stop], self.sizes[start:stop]
+        return found
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -81,29 +90,31 @@ class ServerFiles:
         (incoming / TOKEN).write_text(token)
         self.here = FilesHere(str(incoming), str(held), token, flush)
 
-    def read(self, parts: Sequence[FilePart | None]) -> Filed:
-        """Attachments that a client wrote. Blocks for the reading. Raises `ProtocolError`."""
+    def read(self, parts: Sequence[FilePart | None], left: int = 0) -> Filed:
+        """Attachments that a client wrote, but for the last `left`. Blocks for the reading. Raises
+        `ProtocolError`."""
         names = {part.name if part else "" for part in parts}
         name = names.pop() if len(names) == 1 else ""
         if not _NAME.fullmatch(name):
             raise ProtocolError("attachments are not all in one file of a client")
         filed = Filed()
-        filed.path, filed.offsets = self._incoming / name, []
+        filed.path, filed.offsets, filed.sizes = self._incoming / name, [], []
         try:
             fd = os.open(filed.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
         try:
             size_bytes = os.fstat(fd).st_size
-            for part in parts:
+            for number, part in enumerate(parts):
                 assert part is not None
-                held = (
-                    os.pread(fd, part.size_bytes, part.at) if part.at + part.size_bytes <= size_bytes else b""
-                )
-                if len(held) != part.size_bytes:
+                whole = part.at + part.size_bytes <= size_bytes
+                stays = number >= len(parts) - left
+                held = os.pread(fd, part.size_bytes, part.at) if whole and not stays else b""
+                if not whole or (len(held) != part.size_bytes and not stays):
                     raise ProtocolError("the file of the attachments is too short")
                 filed.append(memoryview(held))
                 filed.offsets.append(part.at)
+                filed.sizes.append(part.size_bytes)
         except OSError as error:
             raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
         finally:
@@ -164,23 +175,29 @@ class ClientFiles:
         """The attachments of a reply: maps of the server's files, and the frames after the first. One whose
         file is gone is empty: the server holds it no more. Raises `ProtocolError`."""
         maps: dict[str, memoryview] = {}
+        ends: dict[str, int] = {}
         following = iter(frames[1:])
         try:
+            parts = read_parts(frames[0])
+            for part in filter(None, parts):
+                ends[part.name] = max(ends.get(part.name, 0), part.at + part.size_bytes)
             return [
-                memoryview(next(following)) if part is None else self._map(part, maps)
-                for part in read_parts(frames[0])
+                memoryview(next(following)) if part is None else self._map(part, ends[part.name], maps)
+                for part in parts
             ]
         except (IndexError, StopIteration, RuntimeError) as error:
             raise ProtocolError("fewer attachments came than were announced") from error
 
-    def _map(self, part: FilePart, maps: dict[str, memoryview]) -> memoryview:
+    def _map(self, part: FilePart, end: int, maps: dict[str, memoryview]) -> memoryview:
+        """A part of its file, of which nothing after `end` is mapped."""
         whole = maps.get(part.name)
         if whole is None:
             if os.path.basename(part.name) != part.name:
                 raise ProtocolError("an attachment lies outside of its folder")
             try:
                 with (self._held / part.name).open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+                    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                    mapped = mmap.mmap(file.fileno(), end, flags, mmap.PROT_READ)
                     whole = memoryview(mapped)
             except (OSError, ValueError):
                 whole = memoryview(b"")

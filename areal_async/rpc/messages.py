@@ -112,6 +112,12 @@ class PutEpisodes(Request[PutAck], frozen=True):
     lease_id: str
     group_id: str
     samples: list[int]
+    routes: list[int] = []
+    """Samples whose routes are attachments too, behind the blobs, in this order."""
+
+    @property
+    def left_in_file(self) -> int:
+        return len(self.routes)
 
 
 # --- reward -> buffer --------------------------------------------------------------------------------
@@ -241,12 +247,16 @@ class NextBatch(Request[Batch | Waiting], frozen=True):
 
 class Fetched(Message, frozen=True):
     episode_ids: list[str]
+    routes: list[str] = []
+    """Episodes whose routes are attachments too, behind the blobs, in this order."""
 
 
 class Fetch(Request[Fetched], frozen=True):
     """Ask for codec blobs by episode id; they come back as attachments in the same order."""
 
     episode_ids: list[str]
+    routes: bool = False
+    """Whether their routes are wanted, as far as they are there."""
 
 
 class Commit(Request[Ok], frozen=True):

@@ -33,6 +33,12 @@ class Request(Message, Generic[R], frozen=True):
 
     A field `wait_ms` is how long the server may keep the request until it has something to say."""
 
+    @property
+    def left_in_file(self) -> int:
+        """How many of its last attachments a server does not read that come in a file: it passes the file
+        on."""
+        return 0
+
 
 @cache
 def replies_to(request: type[Request[Any]]) -> tuple[type[Message], ...]:

@@ -86,7 +86,7 @@ class WaitingRequest(NamedTuple):
 
     peer: Peer
     header: Header
-    message: Message
+    message: Request[Any]
     attachments: list[memoryview]
     parts: Sequence[FilePart | None] = ()
 
@@ -341,7 +341,7 @@ class Server:
         reply_attachments: Sequence[Buffer | FilePart] = ()
         try:
             if parts:
-                attachments = await self._read_files(parts)
+                attachments = await self._read_files(parts, message.left_in_file)
             answer = await self._handler(session, message, attachments)
             if isinstance(answer, tuple):
                 reply, reply_attachments = answer
@@ -368,13 +368,14 @@ class Server:
         if self._book.finish(header.client, header.request, None if passing else frames):
             self._send(self._identities.get(header.client), frames)
 
-    async def _read_files(self, parts: Sequence[FilePart | None]) -> list[memoryview]:
-        size_bytes = sum(part.size_bytes for part in parts if part is not None)
+    async def _read_files(self, parts: Sequence[FilePart | None], left: int) -> list[memoryview]:
+        sizes = [part.size_bytes for part in parts if part is not None]
+        size_bytes = sum(sizes)
         if self._files is None or size_bytes > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"{self._service} takes no attachments of {size_bytes} bytes in a file")
-        if size_bytes > READ_HERE_BYTES:
-            return await asyncio.to_thread(self._files.read, parts)
-        return self._files.read(parts)
+        if sum(sizes[: max(0, len(sizes) - left)]) > READ_HERE_BYTES:
+            return await asyncio.to_thread(self._files.read, parts, left)
+        return self._files.read(parts, left)
 
     def _frames(
         self, header: Header, reply: Message, attachments: Sequence[Buffer | FilePart] = ()

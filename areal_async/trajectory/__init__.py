@@ -2,7 +2,7 @@
 
 build   EpisodeBuilder → Episode    ship, read back   pack, unpack, glance
 train   training_rows → Row         inspect           Episode.path, Episode.token_ids
-                                    refuse            TrajectoryError and its kinds, untrainable
+routes  pack_routes, with_routes    refuse            TrajectoryError and its kinds, untrainable
 """
 
 from areal_async.trajectory.builder import EpisodeBuilder
@@ -18,6 +18,7 @@ from areal_async.trajectory.layout import (
     SizeError,
     TrajectoryError,
 )
+from areal_async.trajectory.routes import pack_routes, with_routes
 from areal_async.trajectory.rows import Row, row_profile, row_sizes, seen_by, training_rows, untrainable
 
 __all__ = [
@@ -35,10 +36,12 @@ __all__ = [
     "TrajectoryError",
     "glance",
     "pack",
+    "pack_routes",
     "row_profile",
     "row_sizes",
     "seen_by",
     "training_rows",
     "unpack",
     "untrainable",
+    "with_routes",
 ]

@@ -20,6 +20,7 @@ from areal_async.trajectory.layout import (
     I64,
     NO_ANCHOR,
     NO_PARENT,
+    ROUTES,
     TABLE_COLUMNS,
     U8,
     Agent,
@@ -36,6 +37,7 @@ from areal_async.trajectory.layout import (
     Segments,
     Units,
 )
+from areal_async.trajectory.routes import Routes, no_route
 
 Ints = Sequence[int] | NDArray[Any]
 Floats = Sequence[float] | NDArray[Any]
@@ -96,6 +98,7 @@ class EpisodeBuilder:
         self._version: list[bytes] = []
         self._mask: list[bytes] = []
         self._columns: dict[str, dict[int, bytes]] = {}
+        self._routes: dict[int, Routes] = {}
         self._began: dict[int, tuple[int, int]] = {}
 
     @property
@@ -214,6 +217,37 @@ class EpisodeBuilder:
             raise InvariantError(f"column {name}: {len(data) // 4} values for {length} units")
         self._columns.setdefault(name, {})[segment] = data
 
+    def routes(self, segment: int, found: Routes, first: int = 0) -> None:
+        """Set the routes [n, width] of units from `first` on of the path down to `segment`, as `routes.py`
+        has them. A unit keeps those that it was given first: of the pass that sampled what follows it, where
+        an engine computes a prefix again for a later call."""
+        end = 0
+        for at in self._path(segment):
+            start, end = end, end + self._length[at]
+            low, high = max(start, first), min(end, first + len(found))
+            if low >= high:
+                continue
+            held = self._routes.get(at)
+            if held is None:
+                nothing = np.full((end - start, found.shape[1]), no_route(found.dtype), found.dtype)
+                held = self._routes[at] = nothing
+            if held.dtype != found.dtype or held.shape[1] != found.shape[1]:
+                raise InvariantError("routes: those of one episode are of one model")
+            own = held[low - start : high - start]
+            empty = (own == no_route(own.dtype)).all(1)
+            own[empty] = found[low - first : high - first][empty]
+
+    def routed(self, segment: int) -> int:
+        """How many units the path down to `segment` begins with that have routes."""
+        count = 0
+        for at in self._path(segment):
+            held = self._routes.get(at)
+            known = 0 if held is None else int((held != no_route(held.dtype)).any(1).cumprod().sum())
+            count += known
+            if known < self._length[at]:
+                break
+        return count
+
     def media(
         self, segment: int, digest: str, media_type: str, size_bytes: int, start: int = 0, n_units: int = 0
     ) -> None:
@@ -279,7 +313,7 @@ class EpisodeBuilder:
             np.frombuffer(mask, U8),
             np.frombuffer(logprob, F32),
             np.frombuffer(version, I32),
-            {name: self._dense(spans) for name, spans in self._columns.items()},
+            {name: self._dense(spans) for name, spans in self._columns.items()} | self._dense_routes(),
         )
         return Episode(header, segments, units, limits=limits)
 
@@ -315,6 +349,24 @@ class EpisodeBuilder:
             offset = self._offset[segment]
             column[offset : offset + self._length[segment]] = np.frombuffer(data, F32)
         return column
+
+    def _dense_routes(self) -> dict[str, Routes]:
+        if not self._routes:
+            return {}
+        one = next(iter(self._routes.values()))
+        column = np.full((self._n_units, one.shape[1]), no_route(one.dtype), one.dtype)
+        for segment, held in self._routes.items():
+            offset = self._offset[segment]
+            column[offset : offset + len(held)] = held
+        return {ROUTES: column}
+
+    def _path(self, segment: int) -> list[int]:
+        """Segments from the root down to `segment`."""
+        path = []
+        while segment != NO_PARENT:
+            path.append(segment)
+            segment = self._parent[self._index(segment)]
+        return path[::-1]
 
     def _index(self, segment: int) -> int:
         if not 0 <= segment < len(self._parent):

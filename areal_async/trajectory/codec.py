@@ -1,5 +1,6 @@
 """An episode as frames (a msgpack head and raw little-endian arrays), and the frames in one aligned blob:
-what the buffer stores and every service passes on. `docs/trajectory.md` is the format.
+what the buffer stores and every service passes on. `docs/trajectory.md` is the format. Routes are no part of
+it (`routes.py`).
 
 Reading trusts nothing: whatever the bytes are, the outcome is a valid Episode or a TrajectoryError. The
 arrays of a decoded episode are read-only views of the blob (one whose memory is not aligned is copied first).
@@ -27,6 +28,7 @@ from areal_async.trajectory.layout import (
     F32,
     I32,
     I64,
+    ROUTES,
     TABLE_COLUMNS,
     TRAJECTORY_SCHEMA,
     U8,
@@ -111,7 +113,7 @@ def _episode_of(view: memoryview, spans: Sequence[tuple[int, int]], limits: Epis
 def _parts_of(episode: Episode, limits: EpisodeLimits) -> list[bytes | NDArray]:
     """The frames as what `bytes.join` takes, in order."""
     segments, units = episode.segments, episode.units
-    columns = units.columns
+    columns = {name: column for name, column in units.columns.items() if name != ROUTES}
     specs = [(n, _DTYPE_NAMES[c.dtype], c.shape[1] if c.ndim == 2 else 0) for n, c in columns.items()]
     try:
         head = _encoder.encode(EpisodeHead(episode.header, len(segments), len(units), specs))

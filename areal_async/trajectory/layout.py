@@ -49,6 +49,8 @@ NO_ANCHOR = 0
 TABLE_COLUMNS = ("parent", "kind", "agent", "turn", "offset", "length", "flags")
 CORE_COLUMNS = ("token_id", "logprob", "version", "mask")
 MAX_NAME_CHARS = 64
+ROUTES = "routes"
+"""The optional column that travels beside the blob (`routes.py`)."""
 
 
 class TrajectoryError(ArealError):

@@ -31,6 +31,7 @@ import msgspec
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys
+from replay_buffer.routes import PREFIX as ROUTES_PREFIX
 
 KEY_BYTES = 32 << 10
 """Size from which on Redis reads an argument into the very buffer that it then keeps as the value."""
@@ -329,7 +330,8 @@ class BlobFiles:
         for entry in os.scandir(self._folder):
             if entry.name in by_name:
                 sizes[entry.name] = entry.stat().st_size
-            elif entry.name not in self._under_way:  # looked at now: a message may come meanwhile
+            # `_under_way` is looked at now: a message may come meanwhile.
+            elif not entry.name.startswith(ROUTES_PREFIX) and entry.name not in self._under_way:
                 os.unlink(entry.path)
         return [
             place

@@ -24,6 +24,7 @@ from replay_buffer.redis.address import RedisAddress, StoreError, StoreUnavailab
 from replay_buffer.redis.connection import RedisConnection, checked, table
 from replay_buffer.redis.large import BlobFiles, BlobRef, EpisodeKey, Large, staged_keys
 from replay_buffer.redis.writer import Bytes, Keys, LedgerWriter, RedisClock, fenced
+from replay_buffer.routes import RouteFiles
 
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
 TAKE_SCRIPT = files("replay_buffer.redis").joinpath("take_over.lua").read_bytes()
@@ -64,6 +65,7 @@ class Store:
         max_bytes: int = 0,
         confirmed: int = 0,
         folder: Path | None = None,
+        routes: RouteFiles | None = None,
     ) -> None:
         self.address = RedisAddress.parse(address) if isinstance(address, str) else address
         self.front_epoch = 0
@@ -72,6 +74,7 @@ class Store:
         self._keys = Keys(job)
         self._large = Large(self._keys)
         self._files = None if folder is None else BlobFiles(folder, durability)
+        self.routes = routes
         self._dataset_hash = dataset_hash
         self._durability = durability
         self._clock = clock
@@ -103,6 +106,8 @@ class Store:
             revision = await self._take()
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
             opened = replace(opened, lost_episodes=await self._open_large())
+            if self.routes is not None:
+                await self.routes.open(opened.records.groups.keys())
             self._confirmed = opened.revision
             failed = partial(self._failed, on_failure)
             self._writer = LedgerWriter(writes, self._sha, self.front_epoch, self._clock, failed)
@@ -137,6 +142,8 @@ class Store:
         written = self._writer.submit(revision, parcel.commands, parcel.ahead)
         if parcel.files_freed:
             written.add_done_callback(partial(self._free_files, parcel.files_freed))
+        if self.routes is not None and writes.freed:
+            written.add_done_callback(partial(self._free_routes, {**writes.freed}))
         return written
 
     async def blobs(
@@ -188,6 +195,8 @@ class Store:
         await self._let_go()
         if self._files is not None:
             self._files.close()
+        if self.routes is not None:
+            self.routes.close()
 
     async def _let_go(self) -> None:
         if self._writer is not None:
@@ -218,6 +227,10 @@ class Store:
     def _free_files(self, names: list[str], written: asyncio.Future[None]) -> None:
         if self._files is not None and not written.cancelled() and written.exception() is None:
             self._files.remove(names)
+
+    def _free_routes(self, freed: dict[str, tuple[int, ...] | None], written: asyncio.Future[None]) -> None:
+        if self.routes is not None and not written.cancelled() and written.exception() is None:
+            self.routes.free(freed)
 
     # --- the server ---
 

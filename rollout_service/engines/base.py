@@ -31,6 +31,7 @@ from areal_async.errors import ArealError
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.layout import FinishReason, LogprobsOf
+from areal_async.trajectory.routes import Routes
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,8 @@ class GenerateRequest:
     None, before there is a unit, stands for what is served."""
     priority: int = 0
     """Smaller goes first where requests wait."""
+    routes_from: int | None = None
+    """First token of the prompt of which the routes are wanted too; None where none are."""
     deadline_s: float | None = None
     """The time on `time.monotonic`'s clock past which the request ends with `DeadlinePassed`: `ReplicaSet`
     sees to that and cancels the call, so an engine need not."""
@@ -104,6 +107,10 @@ class GenerateResult:
     logprobs_of: LogprobsOf = "sampled"
     cached_tokens: int | None = None
     """Tokens of the prompt whose KV was found in a prefix cache; None where the engine does not say."""
+    routes: Routes | None = None
+    """u8 or u16 [n, width], as `trajectory/routes.py` has them: of the tokens from `routes_from` on that were
+    fed, which the last one sampled was not; None where none are wanted or known. Of a token that was fed
+    several times, because its KV was computed anew under other weights, they are those of one pass."""
 
 
 Piece = npt.NDArray[np.int32]

@@ -32,6 +32,7 @@ from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,
     EngineError,
+    GenerateRequest,
     GenerateResult,
     Piece,
     RequestError,
@@ -66,6 +67,7 @@ class _OpenCall:
 
     def __init__(self, asked: Sample, ids: Ids, samplings: Sequence[Sampling]) -> None:
         self.asked, self.ids, self.samplings = asked, ids, samplings
+        self.requests: dict[int, GenerateRequest] = {}
         self.results: Sequence[GenerateResult] = ()
         self.work: asyncio.Future[list[GenerateResult]] | None = None
         self._pieces: list[tuple[int, Piece]] = []
@@ -169,7 +171,10 @@ class Session:
     async def _one(self, call: _OpenCall, index: int) -> GenerateResult:
         number, self._record.requests = self._record.requests, self._record.requests + 1
         policy = call.asked.policy
-        request = self._episode.request(f"gateway-{number}", call.ids, call.samplings[index], policy)
+        gone_on_with = self._record.segments.get(call.asked.parent) if call.asked.parent else None
+        parent = gone_on_with[0] if gone_on_with else None
+        request = self._episode.request(f"gateway-{number}", call.ids, call.samplings[index], policy, parent)
+        call.requests[index] = request
         engine = self._episode.engines[policy].engine
         if not call.asked.stream:
             return await engine.generate(request)
@@ -236,6 +241,7 @@ class Session:
                 logprobs_of=result.logprobs_of,
                 mask=self._episode.mask_of(len(result.token_ids)),
             )
+            self._episode.routed(segment, call.requests[index], result)
             record.segments[asked.call, index] = (segment, depth + 1)
             builder.text(response=sent.responses[index])
             metrics.GATEWAY_TOKENS.inc(len(result.token_ids))

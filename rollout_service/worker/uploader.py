@@ -34,11 +34,12 @@ RELEASE_LIMIT_S = 1.0
 
 @dataclass(frozen=True)
 class PutBatch:
-    """One message: encoded episodes of a lease, by sample."""
+    """One message: encoded episodes of a lease, by sample, and the routes of those that have some."""
 
     lease_id: str
     group_id: str
     episodes: dict[int, bytes]
+    routes: dict[int, bytes]
 
 
 @dataclass
@@ -48,6 +49,7 @@ class LeaseUpload:
     group_id: str
     samples: int  # Samples that the lease is for
     finished: dict[int, bytes] = field(default_factory=dict)  # Encoded episodes that wait to be sent
+    routes: dict[int, bytes] = field(default_factory=dict)  # Of those that have some
     size_bytes: int = 0
     since_s: float = math.inf  # When the oldest of them finished
     complete: bool = False  # Nothing more will come for this lease
@@ -94,13 +96,15 @@ class UploadQueue:
         """A lease for so many samples begins."""
         self._leases[lease_id] = LeaseUpload(group_id, samples)
 
-    def add(self, lease_id: str, sample: int, blob: bytes, now_s: float) -> None:
+    def add(self, lease_id: str, sample: int, blob: bytes, now_s: float, routes: bytes | None = None) -> None:
         """An episode is finished."""
         if (lease := self._leases.get(lease_id)) is not None:
             if not lease.finished:
                 lease.since_s = now_s
             lease.finished[sample] = blob
-            lease.size_bytes += len(blob)
+            if routes is not None:
+                lease.routes[sample] = routes
+            lease.size_bytes += len(blob) + len(routes or b"")
 
     def fail(self, lease_id: str, reason: str, *, at_fault: bool = False) -> None:
         """A sample of the lease will not come; `at_fault` where that is what its episode does."""
@@ -162,15 +166,19 @@ class UploadQueue:
 
     def _batch(self, lease_id: str, lease: LeaseUpload) -> PutBatch:
         episodes: dict[int, bytes] = {}
+        routes: dict[int, bytes] = {}
         size_bytes = 0
         for sample, blob in list(lease.finished.items()):
-            full = len(episodes) == self._max_episodes or size_bytes + len(blob) > self._max_bytes
+            weight = len(blob) + len(lease.routes.get(sample, b""))
+            full = len(episodes) == self._max_episodes or size_bytes + weight > self._max_bytes
             if episodes and full:
                 break
             episodes[sample] = lease.finished.pop(sample)
-            size_bytes += len(blob)
+            if sample in lease.routes:
+                routes[sample] = lease.routes.pop(sample)
+            size_bytes += weight
         lease.size_bytes -= size_bytes
-        return PutBatch(lease_id, lease.group_id, episodes)
+        return PutBatch(lease_id, lease.group_id, episodes, routes)
 
 
 class Uploader:
@@ -204,9 +212,9 @@ class Uploader:
     def idle(self) -> bool:
         return not self._calls and not self.queue
 
-    def add(self, lease_id: str, sample: int, blob: bytes) -> None:
+    def add(self, lease_id: str, sample: int, blob: bytes, routes: bytes | None = None) -> None:
         """An episode is finished; that of a lease that was lost is forgotten."""
-        self.queue.add(lease_id, sample, blob, time.monotonic())
+        self.queue.add(lease_id, sample, blob, time.monotonic(), routes)
         self._wake.set()
 
     def complete(self, lease_id: str) -> None:
@@ -276,8 +284,8 @@ class Uploader:
             failpoint("rollout.before_put")
             try:
                 ack = await self._buffer.call(
-                    PutEpisodes(lease_id, group_id, list(batch.episodes)),
-                    attachments=list(batch.episodes.values()),
+                    PutEpisodes(lease_id, group_id, list(batch.episodes), list(batch.routes)),
+                    attachments=[*batch.episodes.values(), *batch.routes.values()],
                 )
             except (RpcTimeout, FaultError) as error:
                 await wait_out(error, "put", self._retry_pause_s)

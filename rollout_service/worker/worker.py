@@ -30,6 +30,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from areal_async.config.job import JobConfig
+from areal_async.config.routes import replays
 from areal_async.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
@@ -37,7 +38,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
-from areal_async.trajectory import EpisodeBuilder, pack
+from areal_async.trajectory import EpisodeBuilder, pack, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
@@ -124,6 +125,7 @@ class Worker:
         }
         """How many episodes the engine of each policy takes at once: the least of them counts."""
         self._sampling = sampling_of(job.rollout.sampling)
+        self._routes = replays(job)
         self.leases: dict[str, LeaseState] = {}
         """The open leases, by id; the uploader says when one is closed."""
         self.uploader = Uploader(
@@ -287,17 +289,19 @@ class Worker:
             deadline_s=None if limit_s is None else time.monotonic() + limit_s,
             gateway=self._gateway,
             greedy=sample == self._job.rollout.greedy_sample,
+            routes=self._routes,
             others=self._others,
         )
         work = self._workflow(ctx, group.task)
         try:
             await (work if limit_s is None else within(limit_s, work))
-            blob = pack(builder.build())
+            built = builder.build()
+            blob, routes = pack(built), pack_routes(built)
         except Exception as error:
             self._failed(lease, sample, number, error)
         else:
             self.failures.succeeded()
-            self.uploader.add(group.lease_id, sample, blob)
+            self.uploader.add(group.lease_id, sample, blob, routes)
 
     def _ended(self, lease: LeaseState, sample: int, _: asyncio.Task[None]) -> None:
         self._runs(-1)

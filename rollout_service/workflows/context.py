@@ -22,7 +22,7 @@ from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.engines.base import GenerateRequest
+from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
 from rollout_service.workflows.turns import (
     Chat,
@@ -106,17 +106,20 @@ class Context:
         gateway: Gateway | None = None,
         others: Mapping[str, PolicyEngine] | None = None,
         greedy: bool = False,
+        routes: bool = False,
     ) -> None:
         """`engine`, `render` and `sampling` (the job's) are of the builder's first policy, `others` has those
         of the rest. `seed` is the group's. Whatever a `greedy` episode asks for is sampled greedily, and
         nothing of it is trained. The lease is part of each request's id: an episode may be begun again while
-        the engine still ends what a lost lease had asked for. `priority` and `deadline_s` are those of its
+        the engine still ends what a lost lease had asked for. With `routes` the engine is asked for those of
+        all that it is given, and the episode has them. `priority` and `deadline_s` are those of its
         requests (`GenerateRequest`)."""
         self.builder = builder
         self.episode_id = episode_id
         self.sample = sample
         self.attempt = attempt
         self._greedy = greedy
+        self._routes = routes
         self.seed = seed
         self.engines = {builder.policies[0]: PolicyEngine(engine, render, sampling), **(others or {})}
         """What answers for each policy, in the order in which the builder numbers them."""
@@ -233,7 +236,7 @@ class Context:
                 "begin a path with the text"
             )
         asked = self.drawn(msgspec.structs.replace(voice.sampling, **sampling))
-        request = self.request(str(self._calls), self._path(parent), asked, policy)
+        request = self.request(str(self._calls), self._path(parent), asked, policy, parent)
         self._calls += 1
         result = await voice.engine.generate(request)
         if result.finish_reason == "abort":
@@ -251,6 +254,7 @@ class Context:
             logprobs_of=result.logprobs_of,
             mask=self.mask_of(len(result.token_ids), train=train),
         )
+        self.routed(segment, request, result)
         self._paths[segment], self._policy[segment] = (parent, result.token_ids.tobytes()), policy
         if chat := self._chats.get(parent):
             self._chats[segment] = chat.said(self.decoded(result.token_ids, policy))
@@ -277,14 +281,28 @@ class Context:
             raise ArealError("this context was made without a gateway")
         return self._gateway.session(self)
 
-    def request(self, name: str, ids: Ids, sampling: Sampling, policy: str | None = None) -> GenerateRequest:
-        """A request to the engine of a policy for this episode; `name` tells it from the episode's others."""
+    def routed(self, segment: int, request: GenerateRequest, result: GenerateResult) -> None:
+        """Add the routes that came with an answer, which is in `segment`."""
+        if result.routes is not None and request.routes_from is not None:
+            self.builder.routes(segment, result.routes, request.routes_from)
+
+    def request(
+        self,
+        name: str,
+        ids: Ids,
+        sampling: Sampling,
+        policy: str | None = None,
+        parent: int | None = None,
+    ) -> GenerateRequest:
+        """A request to the engine of a policy for this episode; `name` tells it from the episode's others.
+        `ids` begin with the path of the segment `parent`."""
         return GenerateRequest(
             f"{self._request_prefix}/{name}",
             ids,
             sampling,
             session=self.episode_id,
             began=self.builder.began(0 if policy is None else self._number(policy)),
+            routes_from=(0 if parent is None else self.builder.routed(parent)) if self._routes else None,
             priority=self._priority,
             deadline_s=self._deadline_s,
         )

@@ -26,6 +26,7 @@ SMALL_PAGES = (
     "/metrics.py",
     "areal_async/config/errors.py",
     "/areal_vllm_cpu.py",
+    "/areal_sglang_cpu.py",
 )
 """Pages of their own, however short: what a package is, its command, its Prometheus series, the mistakes of a
 job file, which every rule about one yields, and what runs inside another program. Any other short module

@@ -5,4 +5,7 @@ A back end is a part: called with named models and the ranks it gives a `Backend
 called.
 """
 
-BUILT_IN = {"fsdp": "trainer_service.backends.fsdp:fsdp"}
+BUILT_IN = {
+    "fsdp": "trainer_service.backends.fsdp:fsdp",
+    "megatron": "trainer_service.backends.megatron:megatron",
+}

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,15 +26,16 @@ from numpy.typing import NDArray
 
 from areal_async.config.engines import LogprobGap, engine_part
 from areal_async.config.job import JobConfig
-from areal_async.modelfiles import is_mixture
+from areal_async.modelfiles import Mixture, is_mixture
 from areal_async.rpc.messages import BatchEpisode
 from areal_async.runtime.log import get_logger
 from areal_async.status.record import RunRecords
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics
 from trainer_service.backends.base import TRAINED_MODEL, Columns, TrainingBackend
-from trainer_service.data.episode_rows import cut_rows
+from trainer_service.data.episode_rows import cut_rows, routed
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
+from trainer_service.data.routes import mixture_to_replay
 from trainer_service.data.rows import TrainingRow
 from trainer_service.data.step_plan import StepPlan
 from trainer_service.disk import room_for
@@ -52,6 +54,8 @@ FINENESS = {"float32": 2, "bfloat16": 1}
 """How fine a dtype is; one that is not here, such as a quantised server's, is coarser."""
 OTHER_VERSION = "another version"
 KEPT_KV = "kept KV of another version"
+OLD_ROUTES = "routes of another version"
+SKIPPED = (OTHER_VERSION, KEPT_KV, OLD_ROUTES)
 
 log = get_logger("trainer")
 
@@ -108,17 +112,22 @@ def rows_to_compare(
     epochs: Collection[int],
     update_mode: str,
     skipped: Counter[str],
+    routes: Any = None,
+    mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
     """The rows of one episode at `places`, cut to the units to train that `version` of one of the trainer
     `epochs` sampled.
 
     What is approximate by the engine's own account is left out: with `update_mode` keep, units after one of
     another version; with session, all units of an episode that has one, for its paths share a cache. What is
-    left out is added to `skipped`."""
+    left out is added to `skipped`. `routes` are the bytes of the episode's, which are replayed in
+    a `mixture`: with recompute the tokens before an update went through others again."""
     if entry.max_version < version:
         skipped[OTHER_VERSION] += sum(entry.rows[place][1] for place in places)
         return []
     episode = unpack(blob)
+    if mixture is not None:
+        episode = routed(episode, routes, mixture)
     epoch_of_unit = _epochs(episode)
     offsets = episode.segments.offset
     units = episode.units.version
@@ -131,14 +140,16 @@ def rows_to_compare(
         sampled = row.mask.astype(bool)
         kept: NDArray[np.bool_] = sampled & same
         skipped[OTHER_VERSION] += int((sampled & ~same).sum())
-        if update_mode != "recompute":
+        replays = mixture is not None and routes is not None
+        if update_mode != "recompute" or replays:
             # Versions of all units before, those that other rows train included.
             approximate = kept & ((np.cumsum((row.versions >= 0) & ~same) > 0) | shared_kv)
-            skipped[KEPT_KV] += int(approximate.sum())
+            why = OLD_ROUTES if update_mode == "recompute" else KEPT_KV
+            skipped[why] += int(approximate.sum())
             kept &= ~approximate
         return kept
 
-    return cut_rows(episode, index, comparable, policy, places)
+    return cut_rows(episode, index, comparable, policy, places, mixture)
 
 
 def _epochs(episode: Episode) -> NDArray[np.int64]:
@@ -197,6 +208,12 @@ class CheckOutcome:
     trainer_dtype: str
     model: str
     """`dense` or `moe`"""
+    beyond_dense: float = 0.0
+    """Of a mixture the share of units that differ by more than the 99.9 % quantile allowed of a dense model:
+    in those, engine and trainer went through different experts."""
+    own_routes: LogprobGap | None = None
+    """What the difference is when the trainer's routers choose, where routes are replayed: what the replay
+    saves."""
     causes: tuple[str, ...] = ()
     """Likely causes, the likeliest first; only after a failure."""
 
@@ -279,6 +296,11 @@ def likely_causes(
     return (*likely, *(text for _, text in table[5:]))
 
 
+def _beyond(compared: ComparedUnits, dense: LogprobGap | None, kind: str) -> float:
+    """See `CheckOutcome.beyond_dense`; 0 where it is not known what a dense model is allowed."""
+    return 0.0 if dense is None or kind == "dense" else float((compared.difference > dense.p999).mean())
+
+
 def _shift(compared: ComparedUnits) -> bool:
     """Whether the engine's log-probs are rather those of the unit before or after."""
     same_row = (np.diff(compared.episode) == 0) & (np.diff(compared.position) == 1)
@@ -321,6 +343,7 @@ class LogprobCheck:
         self._ranks = ranks
         self._backend = backend
         self._run_log = run_log
+        self._mixture = mixture_to_replay(job)
         self._waited = False
         self._opened: int | None = None
         """The step that this process began with: versions above it are its own."""
@@ -333,6 +356,7 @@ class LogprobCheck:
         plan: StepPlan,
         blobs: Mapping[str, memoryview],
         *,
+        routes: Mapping[str, memoryview],
         epoch: int,
         same_as: Sequence[int],
     ) -> None:
@@ -362,6 +386,8 @@ class LogprobCheck:
                 epochs=epochs,
                 update_mode=self._job.rollout.update_mode,
                 skipped=skipped,
+                routes=routes.get(plan.episodes[index].episode_id),
+                mixture=self._mixture,
             )
         ]
         if not self._ranks.total(len(rows)):
@@ -370,9 +396,13 @@ class LogprobCheck:
             self._waited = True
             return
         compared = compare(self._backend, self._ranks, rows, trainer.micro_batch_tokens)
+        own: ComparedUnits | None = None
+        if self._mixture is not None:
+            bare = [replace(row, routes=None) for row in rows]
+            own = compare(self._backend, self._ranks, bare, trainer.micro_batch_tokens)
         self.done = step > self._opened
         self._waited = False
-        outcome = self._outcome(step, compared, skipped)
+        outcome = self._outcome(step, compared, skipped, own)
         if self._ranks.first:
             self._report(step, epoch, outcome)
         if outcome.passed:
@@ -389,7 +419,9 @@ class LogprobCheck:
         if self._ranks.first:
             log.warning("self-check failed, training goes on as trainer.self_check.action says", why=words)
 
-    def _outcome(self, version: int, compared: ComparedUnits, skipped: Counter[str]) -> CheckOutcome:
+    def _outcome(
+        self, version: int, compared: ComparedUnits, skipped: Counter[str], own: ComparedUnits | None
+    ) -> CheckOutcome:
         rollout, trainer = self._job.rollout, self._job.trainer
         part = engine_part(rollout.engine)
         dtypes = (part.served_dtype(rollout), trainer.dtype)
@@ -399,7 +431,7 @@ class LogprobCheck:
         if trainer.self_check.bound is not None:
             allowed = LogprobGap.of(trainer.self_check.bound)
         owns = self._backend.place.owns  # Several ranks may read one share
-        totals = {why: self._ranks.total(skipped[why] * owns) for why in (OTHER_VERSION, KEPT_KV)}
+        totals = {why: self._ranks.total(skipped[why] * owns) for why in SKIPPED}
         measured = compared.gap
         passed = allowed is not None and measured.within(allowed)
         causes: tuple[str, ...] = ()
@@ -420,6 +452,8 @@ class LogprobCheck:
             dtype=dtypes[0],
             trainer_dtype=trainer.dtype,
             model=kind,
+            beyond_dense=_beyond(compared, part.logprob_bounds.get((coarser, "dense")), kind),
+            own_routes=None if own is None else own.gap,
             causes=causes,
         )
 
@@ -445,3 +479,26 @@ class LogprobCheck:
             metrics.SELF_CHECK.labels(self._job.policy, str(outcome.version)).set(outcome.max)
         names = ("version", "n", "max", "p999", "mean", "bound", "passed", "skipped")
         log.info("self-check", **{name: record[name] for name in names})
+        if outcome.model == "moe" and self._ranks.first:
+            self._tell_routes(outcome)
+
+    def _tell_routes(self, outcome: CheckOutcome) -> None:
+        """What experts chosen otherwise cost, or would."""
+        share = f"{outcome.beyond_dense:.2%} of the units differ by more than a dense model's would"
+        if outcome.own_routes is not None:
+            log.info(
+                "self-check: routes are replayed",
+                mean=outcome.measured.mean,
+                mean_of_own_routes=outcome.own_routes.mean,
+                p999=outcome.measured.p999,
+                p999_of_own_routes=outcome.own_routes.p999,
+                units=share,
+            )
+        elif outcome.beyond_dense:
+            log.warning(
+                "self-check: routes are not replayed, so engine and trainer sent tokens to different "
+                "experts, and importance weights are off by as much; an engine that tells its routes, and "
+                "rollout.routes: replay, cure it",
+                units=share,
+                mean=outcome.measured.mean,
+            )

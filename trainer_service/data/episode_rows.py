@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.modelfiles import Mixture
 from areal_async.rpc.messages import BatchEpisode
+from areal_async.runtime.log import get_logger
 from areal_async.trajectory import (
     Episode,
     PolicyVersions,
@@ -23,11 +25,15 @@ from areal_async.trajectory import (
     training_rows,
     unpack,
     untrainable,
+    with_routes,
 )
-from areal_async.trajectory.layout import SegmentFlag, Segments
+from areal_async.trajectory.layout import ROUTES, SegmentFlag, Segments
+from areal_async.trajectory.routes import no_route, route_type
 from trainer_service.algorithms.table import agent_id
 from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError, StalenessViolation, UntrainableEpisode
+
+log = get_logger("trainer")
 
 NO_VERSIONS = PolicyVersions(-1, -1, -1)
 Temperature = float | dict[int, float]
@@ -45,13 +51,21 @@ class EpisodeBytes:
     """Its place in the manifest."""
     places: Collection[int] | None = None
     """Its rows that are trained here; None for all."""
+    routes: Any = None
+    """The bytes of its routes; None where there are none."""
 
 
 def rows_of_episodes(
-    fetched: Iterable[EpisodeBytes], lowest_version: int = 0, *, policy: str, with_places: bool = False
+    fetched: Iterable[EpisodeBytes],
+    lowest_version: int = 0,
+    *,
+    policy: str,
+    with_places: bool = False,
+    mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
     """The rows to train of these episodes, in order. Units below `lowest_version` are masked, and a row of
-    nothing else is left out. Rows `with_places` know where in its episode each unit stands.
+    nothing else is left out. Rows `with_places` know where in its episode each unit stands. `mixture`
+    is what the model is made of, where routes are replayed.
 
     Raises `BatchError` when a blob cannot be read or is not what the manifest names, and
     `UntrainableEpisode` when a unit to train was not sampled from what is trained."""
@@ -63,6 +77,8 @@ def rows_of_episodes(
     episodes: dict[int, Episode] = {}
     for item in items:
         episode = _read(item.blob, item.entry, policy)
+        if mixture is not None:
+            episode = routed(episode, item.routes, mixture)
         if with_places:
             episodes[item.index] = episode
         temperature = call_temperatures(episode, policy)
@@ -72,7 +88,7 @@ def rows_of_episodes(
             temperatures.append(temperature)
     keep = _joined([row.mask for row in whole], np.uint8).astype(np.bool_)
     keep &= _joined([row.versions for row in whole], np.int32) >= lowest_version
-    rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures)
+    rows = _cut(whole, [item.index for item, _ in sources], keep, temperatures, mixture)
     if with_places:
         rows = [
             found and placed(found, row, episodes[found.episode])
@@ -137,6 +153,26 @@ def _read(blob: Any, entry: BatchEpisode, policy: str) -> Episode:
     return episode
 
 
+def routed(episode: Episode, routes: Any, mixture: Mixture) -> Episode:
+    """The episode with its routes, whose bytes are `routes`. Without them, and with bytes that are not its
+    own or name what is no expert of the model, it is trained as by the trainer's own routers: what is
+    replayed is counted in each step."""
+    if routes is None:
+        return episode
+    try:
+        found = with_routes(episode, routes)
+    except TrajectoryError as error:
+        log.warning("routes are not replayed", why=str(error))
+        return episode
+    told = found.units.columns[ROUTES]
+    width, dtype = len(mixture.layers) * mixture.chosen, route_type(mixture.experts)
+    strange = told.shape[1] != width or told.dtype != dtype
+    if strange or bool(((told >= mixture.experts) & (told != no_route(dtype))).any()):
+        log.warning("routes are not replayed", why=f"those of {episode.episode_id} are of another model")
+        return episode
+    return found
+
+
 def _training_rows(episode: Episode) -> list[Row]:
     try:
         return training_rows(episode)
@@ -162,14 +198,16 @@ def cut_rows(
     mask_of: Callable[[Row], NDArray],
     policy: str,
     places: Collection[int],
+    mixture: Mixture | None = None,
 ) -> list[TrainingRow]:
     """The rows of an episode at `places` with those units to train that `mask_of` (bool or u8 [T] of a row)
-    leaves; a row without any is left out. `index` is the episode's place in the manifest."""
+    leaves; a row without any is left out. `index` is the episode's place in the manifest, `mixture` as in
+    `rows_of_episodes`."""
     episode = seen_by(episode, policy)
     temperature = call_temperatures(episode, policy)
     rows = [row for place, row in enumerate(_training_rows(episode)) if place in places]
     keep = _joined([mask_of(row) for row in rows], np.bool_)
-    found = _cut(rows, [index] * len(rows), keep.astype(np.bool_), [temperature] * len(rows))
+    found = _cut(rows, [index] * len(rows), keep.astype(np.bool_), [temperature] * len(rows), mixture)
     return [row for row in found if row is not None]
 
 
@@ -178,6 +216,7 @@ def _cut(
     episodes: Sequence[int],
     keep: NDArray[np.bool_],
     temperatures: Sequence[Temperature],
+    mixture: Mixture | None,
 ) -> list[TrainingRow | None]:
     """Each row cut after its last unit that `keep` leaves, which is of all rows' tokens one after the other;
     None for one without any. All units are cut out at once, and a row's arrays are views of that."""
@@ -209,10 +248,19 @@ def _cut(
             found.append(None)
             continue
         own = slice(first, end)
-        ids = row.token_ids[: position[end - 1] + 1]
-        found.append(TrainingRow(episode, ids, position[own], behaviour[own], version[own], temperature[own]))
+        tokens = slice(0, position[end - 1] + 1)
+        units = (position[own], behaviour[own], version[own], temperature[own])
+        routes = _by_layer(row.columns.get(ROUTES), tokens, mixture)
+        found.append(TrainingRow(episode, row.token_ids[tokens], *units, routes=routes))
         first = end
     return found
+
+
+def _by_layer(routes: NDArray | None, tokens: slice, mixture: Mixture | None) -> NDArray | None:
+    """[T, layers, K] of routes [T, layers * K]."""
+    if routes is None or mixture is None:
+        return None
+    return routes[tokens].reshape(-1, len(mixture.layers), mixture.chosen)
 
 
 def _joined(parts: Sequence[NDArray], dtype: type[np.generic]) -> NDArray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -22,12 +22,21 @@ from trainer_service.ranks import Ranks
 
 POLL_MS = 1000  # Length of one long poll for a batch
 REPORT_S = 10.0  # How often a wait is reported while its edge stays the same
-FETCH_UNITS = 4 << 20  # Most units asked for in one fetch
+FETCH_UNITS = 4 << 20  # Most units asked for in one fetch, of episodes without routes
+UNIT_BYTES = 13
 
 log = get_logger("trainer")
 
 
 _decoder = msgspec.msgpack.Decoder(Batch | Waiting)
+
+
+class FetchedBytes(dict[str, memoryview]):
+    """The codec blobs of episodes by id; and the bytes of the routes of those that have some."""
+
+    def __init__(self, blobs: Mapping[str, memoryview] | None = None) -> None:
+        super().__init__(blobs or {})
+        self.routes: dict[str, memoryview] = {}
 
 
 class BatchLoader:
@@ -41,8 +50,11 @@ class BatchLoader:
         stopping: threading.Event,
         *,
         check: Callable[[], None] = lambda: None,
+        route_bytes: int = 0,
     ) -> None:
-        """`check` is called in every round of a wait, and ends it by what it raises."""
+        """`check` is called in every round of a wait, and ends it by what it raises. Routes of so many bytes
+        a unit are fetched too, where they are replayed."""
+        self._route_bytes = route_bytes
         self._buffer = buffer
         self._policy = policy
         self._ranks = ranks
@@ -86,19 +98,23 @@ class BatchLoader:
         data = self._ranks.broadcast_bytes(msgspec.msgpack.encode(answer) if answer is not None else b"")
         return _decoder.decode(data) if data else None
 
-    def fetch(self, episodes: Sequence[BatchEpisode]) -> dict[str, memoryview]:
-        """The codec blobs of these episodes by id; all ranks call it. Raises `BatchError` when not as many
-        come back."""
+    def fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
+        """The bytes of these episodes; all ranks call it. Raises `BatchError` when not as many come back."""
         return self._ranks.together(lambda: self._fetch(episodes))
 
-    def _fetch(self, episodes: Sequence[BatchEpisode]) -> dict[str, memoryview]:
-        blobs: dict[str, memoryview] = {}
-        for part in _by_units(episodes, FETCH_UNITS):
+    def _fetch(self, episodes: Sequence[BatchEpisode]) -> FetchedBytes:
+        blobs = FetchedBytes()
+        most = FETCH_UNITS * UNIT_BYTES // (UNIT_BYTES + self._route_bytes)
+        for part in _by_units(episodes, most):
             ids = [episode.episode_id for episode in part]
-            _, found = self._buffer.exchange(Fetch(ids))
-            if len(found) != len(ids):
+            reply, found = self._buffer.exchange(Fetch(ids, self._route_bytes > 0))
+            if len(found) != len(ids) + len(reply.routes):
                 raise BatchError(f"asked the buffer for {len(ids)} episodes, got {len(found)}")
-            blobs.update(zip(ids, found, strict=True))
+            blobs.update(zip(ids, found, strict=False))
+            # Those that were freed meanwhile are empty.
+            blobs.routes |= {
+                name: one for name, one in zip(reply.routes, found[len(ids) :], strict=True) if one
+            }
         return blobs
 
 

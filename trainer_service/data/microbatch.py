@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_async.trajectory.routes import no_route
 from trainer_service.data.flops import TOKENS_ALONE, RowCost
 from trainer_service.data.prefixes import Branching, Runs, Tree, branching_of, places_of, plant, runs_of
 from trainer_service.data.rows import TrainingRow
@@ -51,10 +52,18 @@ class MicroBatch:
     """f32 [S]"""
     episode: Tensor
     """i64 [S]: index into the step's episodes."""
+    routes: Tensor | None = None
+    """i16 [L, T, K]: of each layer of experts the experts to which the engine sent the token; -1 where it
+    told none, as of an expert that was left out. None where all of it is the model's own choice."""
 
     @property
     def n_tokens(self) -> int:
         return self.input_ids.shape[1]
+
+    @property
+    def replayed_tokens(self) -> int:
+        """How many of its tokens have a route, in some layer at least."""
+        return 0 if self.routes is None else int((self.routes >= 0).any(-1).any(0).sum())
 
     @property
     def n_units(self) -> int:
@@ -127,7 +136,24 @@ def build_micro_batch(
         target=tensor(_joined([row.token_ids[row.position] for row in rows]), np.int64),
         temperature=tensor(_joined([row.temperature for row in rows]), np.float32),
         episode=tensor(episode, np.int64),
+        routes=None if (routes := _packed_routes(rows)) is None else tensor(routes, np.int16),
     )
+
+
+def _packed_routes(rows: Sequence[TrainingRow]) -> NDArray[np.int16] | None:
+    """i16 [L, T, K] of the tokens that the rows have in the pack, -1 for none; None where no row has any."""
+    like = next((row.routes for row in rows if row.routes is not None), None)
+    if like is None:
+        return None
+    parts = []
+    for row in rows:
+        own = slice(row.shared, row.packed_length)
+        if row.routes is None:
+            parts.append(np.full((own.stop - own.start, *like.shape[1:]), -1, np.int16))
+        else:
+            found = row.routes[own]
+            parts.append(np.where(found == no_route(found.dtype), -1, found.astype(np.int16)))
+    return np.concatenate(parts).swapaxes(0, 1)
 
 
 def _joined(parts: Sequence[NDArray]) -> NDArray:

@@ -10,7 +10,9 @@ token after j up to and including i has a position at or before that of j (it wo
 `branching_of` makes of that what attention needs.
 
 Only identical token ids at identical positions are shared, and only within a group: hidden states depend on
-nothing else. Versions, temperatures and behaviour log-probs are of units, and units are not shared.
+nothing else. Those of a mixture whose routes are replayed depend on these too: tokens of other routes, or of
+which one has none, are not shared. Versions, temperatures and behaviour log-probs are of units, and units are
+not shared.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ def plant(
     if not rows:
         return []
     group = [int(groups[row.episode]) for row in rows]
-    order = sorted(range(len(rows)), key=lambda i: (group[i], rows[i].fed.tobytes()))
-    common = _common([rows[i].fed for i in order], [group[i] for i in order])
+    order = sorted(range(len(rows)), key=lambda i: (group[i], _sorting(rows[i])))
+    common = _common([rows[i] for i in order], [group[i] for i in order])
     trees: list[Tree] = []
     first = 0
     for end in [*(np.flatnonzero(common == 0) + 1).tolist(), len(order)]:
@@ -87,9 +89,20 @@ def plant(
     return trees
 
 
-def _common(tokens: Sequence[NDArray[np.int32]], group: Sequence[int]) -> NDArray[np.int64]:
-    """i64 [R - 1]: how many tokens each row begins with that the row after it begins with too; 0 across
-    groups. No row is empty."""
+def _sorting(row: TrainingRow) -> bytes:
+    """By this, rows that begin alike are neighbours: of each token its id, behind a number of its routes."""
+    if row.routes is None:
+        return row.fed.tobytes()
+    fed = row.fed
+    flat = row.routes[: len(fed)].reshape(len(fed), -1)
+    factors = 2 * np.random.default_rng(0).integers(1 << 62, size=flat.shape[1], dtype=np.uint64) + 1
+    return np.stack([fed.astype(np.uint64), flat @ factors], axis=1).tobytes()
+
+
+def _common(rows: Sequence[TrainingRow], group: Sequence[int]) -> NDArray[np.int64]:
+    """i64 [R - 1]: how many tokens each row begins with that the row after it begins with too, with the same
+    routes; 0 across groups. No row is empty."""
+    tokens = [row.fed for row in rows]
     lengths = np.array([len(ids) for ids in tokens])
     starts = np.cumsum(lengths) - lengths
     window = np.minimum(lengths[:-1], lengths[1:])
@@ -98,9 +111,25 @@ def _common(tokens: Sequence[NDArray[np.int32]], group: Sequence[int]) -> NDArra
     ends = np.cumsum(window)
     within = np.arange(ends[-1]) - np.repeat(ends - window, window)
     flat = np.concatenate(tokens)
-    differs = flat[np.repeat(starts[:-1], window) + within] != flat[np.repeat(starts[1:], window) + within]
+    one, other = np.repeat(starts[:-1], window) + within, np.repeat(starts[1:], window) + within
+    differs = flat[one] != flat[other]
+    if any(row.routes is not None for row in rows):
+        differs |= _routed_otherwise(rows, window)
     same = np.minimum.reduceat(np.where(differs, within, np.repeat(window, window)), ends - window)
     return np.where(np.diff(group) == 0, same, 0)
+
+
+def _routed_otherwise(rows: Sequence[TrainingRow], window: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """bool: of the first `window` i64 [R - 1] tokens of each row and the one after it, whether their routes
+    differ."""
+
+    def differ(one: TrainingRow, other: TrainingRow, count: int) -> NDArray[np.bool_]:
+        if one.routes is None or other.routes is None:
+            return np.full(count, one.routes is not other.routes)
+        found: NDArray[np.bool_] = (one.routes[:count] != other.routes[:count]).any((1, 2))
+        return found
+
+    return np.concatenate([differ(*pair, n) for pair, n in zip(pairwise(rows), window.tolist(), strict=True)])
 
 
 def _worth_it(lengths: list[int], shared: list[int], cost: RowCost) -> list[int]:
@@ -217,6 +246,21 @@ def _branches(position: NDArray[np.int64]) -> Branches:
         cuts=[end - start for start, end in pairwise(edges)],
         sees=[[n for first, last in path for n in range(index[first], index[last])] for path in paths],
     )
+
+
+def leaves_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
+    """i64 [T]: for each token of a pack, from the positions [T], the first token after it that does not go on
+    from it, T where there is none. So token i sees token j exactly if j ≤ i < leaves_of(position)[j]."""
+    leaves = np.full(len(position), len(position))
+    path = np.zeros(len(position), np.int64)  # By position the tokens that the last one goes on from
+    depth = 0
+    starts = [0, *(np.flatnonzero(np.diff(position) != 1) + 1).tolist(), len(position)]
+    for start, end in pairwise(starts):
+        at = int(position[start])
+        leaves[path[at:depth]] = start
+        depth = at + end - start
+        path[at:depth] = np.arange(start, end)
+    return leaves
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:

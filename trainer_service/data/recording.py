@@ -9,7 +9,7 @@ the buffer gave it, and the losses).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class RankRecord(WithSchema, frozen=True):
     """Episode id -> (offset, size) in the rank's file of blobs."""
     begun: int = 0
     """Minibatches that the state kept for it has seen (`loop/faults.py`)."""
+    routes: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+    """As `blobs`, of the episodes that have routes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class RecordedStep:
     """How many ranks trained it."""
     begun: int = 0
     """Minibatches that the state kept for it has seen."""
+    routes: Mapping[str, bytes] = field(default_factory=dict)
+    """Episode id -> the bytes of its routes, where it has some."""
 
 
 def write_step(
@@ -58,6 +62,7 @@ def write_step(
     *,
     losses: Sequence[float],
     grad_norms: Sequence[float],
+    routes: Mapping[str, Any] | None = None,
     rank: int = 0,
     begun: int = 0,
 ) -> None:
@@ -66,15 +71,17 @@ def write_step(
     Raises `DiskFull`."""
     folder = root / f"step-{batch.step:06d}"
     places: dict[str, tuple[int, int]] = {}
+    routes_at: dict[str, tuple[int, int]] = {}
     offset = 0
     with room_for("a recorded batch", root):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"episodes-{rank}.bin", "wb") as file:
-            for episode_id, blob in blobs.items():
-                size = file.write(blob)
-                places[episode_id] = (offset, size)
-                offset += size
-        record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places, begun)
+            for kept, into in ((blobs, places), (routes or {}, routes_at)):
+                for episode_id, blob in kept.items():
+                    size = file.write(blob)
+                    into[episode_id] = (offset, size)
+                    offset += size
+        record = RankRecord(SCHEMA, batch, list(losses), list(grad_norms), places, begun, routes_at)
         # Under its name only once it is whole: a step that has one can be replayed.
         unfinished = folder / f"step-{rank}.tmp"
         unfinished.write_bytes(msgspec.msgpack.encode(record))
@@ -127,6 +134,7 @@ def read_step(root: Path, step: int) -> RecordedStep:
     """A recorded step with the blobs of all ranks, as it was written. Raises `BatchError`."""
     folder = root / f"step-{step:06d}"
     blobs: dict[str, bytes] = {}
+    routes: dict[str, bytes] = {}
     records = []
     try:
         for path in sorted(folder.glob("step-*.msgpack")):
@@ -141,6 +149,7 @@ def read_step(root: Path, step: int) -> RecordedStep:
             rank = path.stem.removeprefix("step-")
             data = (folder / f"episodes-{rank}.bin").read_bytes()
             blobs |= {name: data[start : start + size] for name, (start, size) in record.blobs.items()}
+            routes |= {name: data[start : start + size] for name, (start, size) in record.routes.items()}
             records.append(record)
     except (OSError, msgspec.DecodeError) as error:
         raise BatchError(f"recorded step {folder} cannot be read: {error}") from error
@@ -153,5 +162,11 @@ def read_step(root: Path, step: int) -> RecordedStep:
     if missing:
         raise BatchError(f"recorded step {folder} lacks {len(missing)} of its episodes, such as {missing[0]}")
     return RecordedStep(
-        first.batch, first.losses, first.grad_norms, blobs, ranks=len(records), begun=first.begun
+        first.batch,
+        first.losses,
+        first.grad_norms,
+        blobs,
+        routes=routes,
+        ranks=len(records),
+        begun=first.begun,
     )

@@ -40,6 +40,9 @@ class TrainingRow:
     """i64 [6, S]: of each unit the columns `PLACES`; None where they were not asked for."""
     segment_reward: NDArray[np.float32] | None = None
     """f32 [S]: the reward that the workflow gave to the unit's segment, NaN for none; or None likewise."""
+    routes: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """[T, L, K]: the engine's routes of its tokens through L layers of experts, with the largest value of the
+    type for none (`areal_async/trajectory/routes.py`); None where it told none."""
     shared: int = 0
     """Leading tokens that are those of the row before it in a pack, and are not packed again."""
     feeds_last: bool = False

@@ -52,6 +52,7 @@ class FaultySteps:
         number: int,
         *,
         epoch: int,
+        routes: Mapping[str, Any] | None = None,
         updates: Mapping[str, int],
         save: Callable[[Path], Callable[[], Mapping[str, FileEntry]]],
     ) -> None:
@@ -63,7 +64,8 @@ class FaultySteps:
             return
         self._count += 1
         root = self._run_dir / "batches"
-        write_step(root, batch, blobs, losses=[], grad_norms=[], rank=self._ranks.rank, begun=number)
+        rank = self._ranks.rank
+        write_step(root, batch, blobs, losses=[], grad_norms=[], routes=routes, rank=rank, begun=number)
         self._newest = (batch.step, number)
         if alone:
             return

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from areal_async.config.job import JobConfig
+from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import load_part
 from areal_async.rpc.messages import Batch, BatchEpisode
 from areal_async.runtime.metrics import busy
@@ -21,6 +22,7 @@ from trainer_service.backends.base import REFERENCE, TRAINED_MODEL, TrainingBack
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.episode_rows import EpisodeBytes, check_staleness, rows_of_episodes
 from trainer_service.data.flops import TOKENS_ALONE, load_row_cost, peak_flops
+from trainer_service.data.routes import mixture_to_replay
 from trainer_service.data.step_plan import StepPlan, plan_step
 from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.loop.step import StepResult, train_step
@@ -40,13 +42,15 @@ def load_backend(job: JobConfig, ranks: Ranks, *, policy_alone: bool = False) ->
     models = models_of(job)
     section = job.trainer
     part = load_part(job, "trainer.backend")
-    # Only a part that says so takes adapters: see `areal_async/config/parts.py`.
+    # Only a part that says so takes adapters, or a grid: see `areal_async/config/parts.py`.
     adapters = {"lora": section.lora, "seed": job.seed} if section.lora.rank else {}
+    grid = {"grid": RankGrid.of(section)} if hasattr(part, "axes") else {}
     backend: TrainingBackend = part(
         {TRAINED_MODEL: models[TRAINED_MODEL]} if policy_alone else models,
         ranks,
         dtype=torch.bfloat16 if section.dtype == "bfloat16" else torch.float32,
         **adapters,
+        **grid,
         **section.backend_args,
     )
     return backend
@@ -58,7 +62,8 @@ class Learner:
     def __init__(
         self, job: JobConfig, ranks: Ranks, backend: TrainingBackend, *, check: LogprobCheck | None = None
     ) -> None:
-        """Raises `ObjectiveError`, `PartError` for an objective that cannot be trained."""
+        """Raises `ObjectiveError`, `PartError` for an objective that cannot be trained, and `ModelError` for
+        a mixture whose routes cannot be replayed, where they are to be."""
         self._job = job
         self._ranks = ranks
         self._backend = backend
@@ -71,6 +76,7 @@ class Learner:
 
             self._teacher = TeacherServers(job.trainer.teacher)
         self._cost = load_row_cost(job.model)
+        self._mixture = mixture_to_replay(job)
 
     def plan(self, batch: Batch, step: int) -> StepPlan:
         """What every rank does in `step`, from its manifest alone. Raises what `plan_step` does."""
@@ -148,37 +154,43 @@ class Learner:
         plan: StepPlan,
         blobs: Mapping[str, memoryview],
         *,
+        routes: Mapping[str, memoryview] | None = None,
         epoch: int = 0,
         same_as: Sequence[int] = (),
         begun: int = 0,
         sampled: Collection[int] = (),
         on_fault: Callable[[int], str | None] = lambda number: None,
     ) -> StepResult:
-        """Train the step of `plan` on the bytes of this rank's episodes, by id.
+        """Train the step of `plan` on the bytes of this rank's episodes and of their routes, by id.
 
         `epoch` is the trainer's, `same_as` earlier ones that published the version it starts from alike;
         `begun`, `sampled` and `on_fault` are those of `train_step`.
         Raises `BatchError`, `StalenessViolation`, `SelfCheckError` before any gradient, `DivergenceError`."""
         with busy("train"):
             step, eta = batch.step, self._job.buffer.max_staleness
-            place = self._backend.place
+            place, routes = self._backend.place, routes or {}
             minibatches = [
                 rows_of_episodes(
                     [
                         EpisodeBytes(
-                            blobs[plan.episodes[index].episode_id], plan.episodes[index], index, places
+                            blobs[plan.episodes[index].episode_id],
+                            plan.episodes[index],
+                            index,
+                            places,
+                            routes.get(plan.episodes[index].episode_id),
                         )
                         for index, places in (share[place.data_rank] if place.reads else {}).items()
                     ],
                     batch.lowest_version,
                     policy=batch.policy,
                     with_places=self._objective.with_segments or bool(sampled),
+                    mixture=self._mixture,
                 )
                 for share in plan.shares
             ]
             check_staleness([row for rows in minibatches for row in rows], step=step, max_staleness=eta)
             if self._check is not None:
-                self._check.check(step, plan, blobs, epoch=epoch, same_as=same_as)
+                self._check.check(step, plan, blobs, routes=routes, epoch=epoch, same_as=same_as)
             result = train_step(
                 self._backend,
                 self._objective,

@@ -75,6 +75,7 @@ def report_step(
             phases={name: round(value, 6) for name, value in (phases or {}).items()},
             packed_tokens=result.packed_tokens,
             shared_tokens=result.shared_tokens,
+            replayed_tokens=result.replayed_tokens,
             micro_batches=result.micro_batches,
             **({} if lacking is None else {"groups_without_baseline": lacking}),
             **{name: round(value, 6) for name, value in seconds.items()},

@@ -59,8 +59,9 @@ from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend, learni
 from trainer_service.background import Background
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.checks.logprobs import LogprobCheck
-from trainer_service.data.loader import BatchLoader
+from trainer_service.data.loader import BatchLoader, FetchedBytes
 from trainer_service.data.recording import write_step
+from trainer_service.data.routes import mixture_to_replay
 from trainer_service.errors import TrainerError
 from trainer_service.loop.faults import FaultySteps
 from trainer_service.loop.learner import Learner
@@ -124,7 +125,9 @@ class RlTrainer:
         self._ranks = ranks
         self._backend = backend
         self._buffer = buffer
-        self._loader = BatchLoader(buffer, job.policy, ranks, stopping, check=self._check)
+        mixture = mixture_to_replay(job)
+        told = 0 if mixture is None else mixture.route_bytes
+        self._loader = BatchLoader(buffer, job.policy, ranks, stopping, check=self._check, route_bytes=told)
         check = LogprobCheck(job, ranks, backend, run_log=run_log)
         self._learner = Learner(job, ranks, backend, check=check)
         self._run_dir = run_dir
@@ -262,6 +265,7 @@ class RlTrainer:
             batch,
             plan,
             blobs,
+            routes=blobs.routes,
             sampled=chosen,
             epoch=self._epoch,
             same_as=self._same_as,
@@ -274,7 +278,8 @@ class RlTrainer:
             write_step(
                 self._run_dir / "batches",
                 batch,
-                blobs,
+                self._recorded(blobs),
+                routes=self._recorded(blobs.routes),
                 losses=result.losses,
                 grad_norms=result.grad_norms,
                 rank=self._ranks.rank,
@@ -323,11 +328,16 @@ class RlTrainer:
             )
         return True
 
-    def _keep_faulty(self, batch: Batch, blobs: Mapping[str, Any], number: int) -> str:
+    def _recorded(self, blobs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a rank's episodes those that it records: all, on one of the ranks that have the same."""
+        return blobs if self._backend.place.owns else {}
+
+    def _keep_faulty(self, batch: Batch, blobs: FetchedBytes, number: int) -> str:
         """Where it is kept, for the error's reader; empty where it is not."""
         self._states.wait()  # its memory for copies is used again
         updates, save = self._backend.updates, self._learner.save
-        self._faulty.keep(batch, blobs, number, epoch=self._epoch, updates=updates, save=save)
+        kept, routes = self._recorded(blobs), self._recorded(blobs.routes)
+        self._faulty.keep(batch, kept, number, routes=routes, epoch=self._epoch, updates=updates, save=save)
         if self._faulty.begun(batch.step) is None:
             return ""
         where = f"The batch is kept in {self._run_dir / 'batches'}"

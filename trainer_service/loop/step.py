@@ -70,6 +70,8 @@ class StepResult:
     """Tokens of one pass over the step's rows."""
     shared_tokens: int
     """Tokens that such a pass would have more if rows of a group did not share what they begin with."""
+    replayed_tokens: int
+    """Of `packed_tokens` those that went to the experts of the engine, in some layer at least."""
     micro_batches: int
     """Forward passes with gradient on this rank."""
     critic: dict[str, float] = field(default_factory=dict)
@@ -223,6 +225,7 @@ def train_step(
         process=process,
         packed_tokens=ranks.total(sum(batch.n_tokens for batch in owned)),
         shared_tokens=ranks.total(sum(batch.shared_tokens for batch in owned)),
+        replayed_tokens=ranks.total(sum(batch.replayed_tokens for batch in owned)),
         micro_batches=sum(map(len, packed)) if trained else 0,
         advantages=_advantages_of(units, rows, sampled),
         skipped="; ".join(skipped),

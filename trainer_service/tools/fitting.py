@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import Any, get_args
 
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import arguments_of
+from areal_async.modelfiles import looks_beyond_tokens
 from areal_async.registry import BACKENDS
 from trainer_service.backends.fsdp.memory import Recompute
 
@@ -116,9 +119,24 @@ def _offload(job: JobConfig) -> Changed:
 
 
 def _one_copy(job: JobConfig) -> Changed:
-    if job.trainer.backend_args.get("replicate", 1) != 1:
-        arguments = {**job.trainer.backend_args, "replicate": 1}
-        yield "trainer.backend_args.replicate=1", _with_trainer(job, backend_args=arguments)
+    asked = job.trainer.parallel
+    if asked.data != 1 and asked.shard is None:
+        yield "trainer.parallel.data=1", _with_trainer(job, parallel=asked.model_copy(update={"data": 1}))
+
+
+def _shared_rows(job: JobConfig) -> Changed:
+    """More ranks of those that there are share each row, where the back end can."""
+    trainer, asked = job.trainer, job.trainer.parallel
+    if "sequence" not in getattr(BACKENDS.known(trainer.backend), "axes", ()) or asked.shard is not None:
+        return
+    with suppress(OSError, ValueError):
+        if looks_beyond_tokens(json.loads((job.model / "config.json").read_bytes())):
+            return
+    size = 2 * asked.sequence
+    while trainer.ranks % (size * asked.data) == 0:
+        changed = asked.model_copy(update={"sequence": size})
+        yield f"trainer.parallel.sequence={size}", _with_trainer(job, parallel=changed)
+        size *= 2
 
 
 def _other_channel(job: JobConfig) -> Changed:
@@ -128,6 +146,8 @@ def _other_channel(job: JobConfig) -> Changed:
 
 
 def _more_ranks(job: JobConfig) -> Changed:
+    if job.trainer.parallel.shard is not None:
+        return
     ranks = 2 * job.trainer.ranks
     while ranks <= MOST_RANKS:
         yield f"trainer.ranks={ranks}", _with_trainer(job, ranks=ranks)
@@ -145,6 +165,7 @@ KNOBS: tuple[Knob, ...] = (
     _recompute,
     _low_precision,
     _offload,
+    _shared_rows,
     _one_copy,
     _other_channel,
     _more_ranks,

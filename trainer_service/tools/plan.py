@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.files import lora_target_mistakes
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job, memory_mistakes
+from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import load_part
 from areal_async.modelfiles import stored_tensors, weight_files
 from areal_async.registry import PartError
@@ -184,13 +186,12 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
         "parameters": model.size,
         "blocks": len(model.blocks),
         "ranks": trainer.ranks,
+        "parallel": asdict(RankGrid.of(trainer)),
         "dtype": trainer.dtype,
         "backend_args": dict(trainer.backend_args),
         "lora_rank": trainer.lora.rank,
         "bytes_per_rank": {
-            (
-                "frozen model, and adapters (fp32)" if trainer.lora.rank else "parameters (fp32)"
-            ): rank.parameters,
+            ("frozen model, and adapters (fp32)" if trainer.lora.rank else "parameters"): rank.parameters,
             "gradients (fp32)": rank.gradients,
             "AdamW moments (fp32)": rank.optimizer,
             "gathered parameters, root and a block": rank.working,
@@ -198,8 +199,8 @@ def figures(job: JobConfig, model: ModelShape, rank: RankMemory, gpu: Gpu | None
             "head, a tile of the vocabulary": rank.head,
         },
         "bytes_per_token": {
-            "activations": rank.activations_per_token,
-            "backward of a block": rank.passing_per_token,
+            "activations": round(rank.activations_per_token / rank.sequence),
+            "backward of a block": round(rank.passing_per_token / rank.sequence),
         },
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "longest_pass_tokens": tokens,
@@ -243,6 +244,7 @@ def _show(found: Mapping[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     ranks = "1 rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"
     options = [f"{name}: {json.dumps(value)}" for name, value in found["backend_args"].items()]
+    options += [f"{axis}: {size}" for axis, size in found["parallel"].items() if size > 1 and axis != "shard"]
     options += [f"lora of rank {found['lora_rank']}"] if found["lora_rank"] else []
     console.print(found["model"], markup=False)
     if found["shapes_of_config"]:
@@ -256,7 +258,7 @@ def _show(found: Mapping[str, Any]) -> None:
         console.print(f"{name}: {_count(further['parameters'])} parameters, {kind}", markup=False)
     if options:
         console.print(", ".join(options).replace('"', ""), markup=False)
-    each = {name: _size(size) for name, size in found["bytes_per_rank"].items()}
+    each = {name: _size(size) for name, size in found["bytes_per_rank"].items() if size}
     each |= {f"{name}, per token": f"{size / MIB:.3f} MiB" for name, size in found["bytes_per_token"].items()}
     tokens = found["longest_pass_tokens"]
     what = "micro-batch" if tokens == found["micro_batch_tokens"] else "row"

@@ -112,9 +112,10 @@ def replay(
         plan = learner.plan(found.batch, step)
         # A state that was kept for a faulty step has seen the minibatches before it.
         begun = found.begun if start is not None and start.folder == states / f"step-{step:06d}" else 0
-        result = learner.train(
-            found.batch, plan, {name: memoryview(blob) for name, blob in found.blobs.items()}, begun=begun
+        blobs, routes = (
+            {name: memoryview(blob) for name, blob in kept.items()} for kept in (found.blobs, found.routes)
         )
+        result = learner.train(found.batch, plan, blobs, routes=routes, begun=begun)
         losses, norms = (
             [*before[:begun], *now[begun:]]
             for before, now in ((found.losses, result.losses), (found.grad_norms, result.grad_norms))

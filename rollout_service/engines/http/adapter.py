@@ -22,11 +22,15 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from areal_async.config.devices import first_threads
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
+from areal_async.config.routes import replayed_mixture
+from areal_async.modelfiles import Mixture
 from areal_async.rpc.endpoints import interface_of
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
@@ -52,6 +56,8 @@ class ModelFacts:
     """Ids below it have a row in the embedding; a server may die of others."""
     positions: int | None
     """Most tokens that the model can place; None when its configuration sets no limit."""
+    layers: int = 0
+    """Blocks of the model; 0 where its configuration does not say."""
 
 
 def read_model(folder: Path) -> ModelFacts:
@@ -61,7 +67,7 @@ def read_model(folder: Path) -> ModelFacts:
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise EngineError(f"{folder / 'config.json'} names no vocab_size: it is no model for text")
-    return ModelFacts(vocab_size, config.get("max_position_embeddings"))
+    return ModelFacts(vocab_size, config.get("max_position_embeddings"), config.get("num_hidden_layers") or 0)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -161,6 +167,10 @@ class ServerSettings:
     """Further flags of a server that is started here."""
     ready_s: float = 900.0
     """Seconds until it must serve."""
+    mixture: Mixture | None = None
+    """Of a server that is to tell the routes of what it is asked for: what its model is made of."""
+    must_route: bool = False
+    """Whether one that runs already and tells no routes is refused."""
     interface: str = ""
     """Network interface on which a server that is started here is in a process group with the trainer; empty:
     it is in none."""
@@ -202,6 +212,8 @@ def settings_of(
         python=python,
         arguments=rollout.server.arguments,
         ready_s=rollout.server.ready_s,
+        mixture=replayed_mixture(job),
+        must_route=rollout.routes == "replay",
         interface=interface_of(place.host.address) if place and job.weights.channel == "nccl" else "",
         log_path=logs / f"{owner}-{rollout.engine}-{replica}.log",
     )
@@ -344,6 +356,12 @@ class ServerAdapter(ABC):
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:
         """Return what was sampled. Raises `EngineError` for an answer that does not account for each of its
         units, and `EngineLost` where the weights are nobody knows whose."""
+
+    def expert_ids(self, answer: Any) -> NDArray[np.integer] | None:
+        """Return the experts of the tokens from `GenerateRequest.routes_from` on, of any integer type
+        [tokens, layers of the model, experts], with an id below 0 where there is none; None where the answer
+        has none. Raises `EngineError` for what is not of that form."""
+        return None
 
     @abstractmethod
     async def abort(self, client: ServerClient, rid: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
+from areal_async.trajectory.routes import stored_routes
 from rollout_service import metrics
 from rollout_service.engines.base import (
     EngineError,
@@ -140,6 +141,7 @@ class HttpEngine:
                 result = adapter.parse(said, request.sampling)
             except EngineLost as error:
                 raise self._lose(str(error)) from error
+            result = self._routed(result, said, request, ids.size)
             self._account.sampled(result.token_ids.size)
             if result.cached_tokens is not None:
                 metrics.PROMPT_TOKENS.inc(ids.size)
@@ -220,6 +222,20 @@ class HttpEngine:
             began = VersionTag(self.version.policy, epoch, version)
             return next((tag for tag in self._was_served if tag >= began), self.version)
         return self.version
+
+    def _routed(
+        self, result: GenerateResult, said: Any, request: GenerateRequest, prompt: int
+    ) -> GenerateResult:
+        """The result with its routes, where they are wanted and the answer has them."""
+        mixture, start = self._settings.mixture, request.routes_from
+        found = None if mixture is None or start is None else self._adapter.expert_ids(said)
+        if found is None or mixture is None or start is None:
+            return result
+        if found.shape[1] <= mixture.layers[-1]:
+            raise EngineError(f"the server gave experts of {found.shape[1]} layers, of a model that has more")
+        # An answer that was aborted may have been cut since.
+        fed = prompt + max(0, result.token_ids.size - 1) - start
+        return replace(result, routes=stored_routes(found[:fed, mixture.layers], mixture.experts))
 
     async def _ask(self, body: dict[str, Any], tell: Tell | None) -> Any:
         """Post a request and return its answer; `tell` is given its units as they come."""

@@ -6,11 +6,13 @@ from typing import Any
 
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
+from areal_async.config.routes import replayed_mixture
 from areal_async.runtime.context import ServiceContext
 
 
 class Local(EnginePart):
     logprob_bounds = LOGPROB_BOUNDS
+    no_routes = ""
     no_group = "the engine is torch in the worker's own process, and reads the trainer's shared memory anyway"
 
     def make(
@@ -28,6 +30,7 @@ class Local(EnginePart):
             device=own_device(job, place, replica),
             dtype=job.rollout.dtype,
             activity=activity,
+            mixture=replayed_mixture(job),
         )
 
 

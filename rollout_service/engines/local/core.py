@@ -85,7 +85,7 @@ class EngineCore:
         self._reset()
 
     def _reset(self) -> None:
-        self._table = RequestTable(self.slots, self.max_model_len)
+        self._table = RequestTable(self.slots, self.max_model_len, self.model.mixture)
         self._kv = SlotKV(self.slots, self.max_model_len, self.model.device)
         self._graphs = DecodeGraphs(self.model, self._kv) if self.model.device.type == "cuda" else None
         self._active = np.empty(0, np.int64)  # Slots of the requests being computed
@@ -211,6 +211,7 @@ class EngineCore:
         self._active = np.concatenate((self._active, slots))
         hidden_UTE = self._prefill(distinct, rows)
         self.prompt_tokens_total += sum(map(len, distinct))
+        self._went(slots, np.zeros_like(slots), self._table.prompt_len[slots], source, hidden_UTE.shape[1])
         newest = torch.tensor([len(ids) - 1 for ids in distinct], device=hidden_UTE.device)
         last_UE = hidden_UTE[torch.arange(len(distinct), device=hidden_UTE.device), newest]
         return self._sample(slots, self.model.logits(last_UE), source)
@@ -235,7 +236,23 @@ class EngineCore:
         longest = int(position.max()) + 1
         self._kv.reserve(longest)
         hidden = self._hidden(ids[first], position[first], longest)
+        self._went(slots, position, np.ones_like(slots), self._row[slots], 1)
         return self._sample(slots, self.model.logits(hidden[:, 0]), self._row[slots])
+
+    def _went(
+        self,
+        slots: npt.NDArray[np.int64],
+        start: npt.NDArray[np.int64],
+        n: npt.NDArray[np.int64],
+        source: npt.NDArray[np.int64],
+        length: int,
+    ) -> None:
+        """Note where the last pass, over rows of `length` tokens, sent the `n` tokens of each slot from
+        `start` on, which row `source` begins with. What is computed anew under other weights keeps the routes
+        that it was sampled under."""
+        if self.model.experts:
+            by_row = torch.stack(self.model.experts, 1).unflatten(0, (-1, length))
+            self._table.went(slots, start, n, by_row.cpu().numpy()[source])
 
     def _hidden(self, ids: npt.NDArray[np.int64], position: npt.NDArray[np.int64], longest: int) -> Tensor:
         """Last hidden states `[n, 1, E]` of one new unit of each of rows 0 … n-1."""

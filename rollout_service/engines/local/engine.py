@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from areal_async.modelfiles import Mixture
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
@@ -76,15 +77,18 @@ class LocalEngine:
         device: str = "cpu",
         dtype: str = "float32",
         activity: str = "rollout",
+        mixture: Mixture | None = None,
     ) -> None:
         """`directory` gives architecture and tokenizer, snapshots give the weights; `slots` requests are
-        computed at once; `activity` names the engine's busy time in the metrics."""
+        computed at once; `activity` names the engine's busy time in the metrics; `mixture` is what the model
+        is made of, where requests may ask for routes."""
         self._directory = directory
         self._slots = slots
         self._max_model_len = max_model_len
         self._update_mode: Literal["recompute", "keep"] = update_mode
         self._device, self._dtype = device, dtype
         self._activity = activity
+        self._mixture = mixture
         self._computing = False
         self._calls: dict[str, asyncio.Future[GenerateResult]] = {}
         self._tells: dict[str, Tell] = {}
@@ -113,7 +117,7 @@ class LocalEngine:
         self._thread.start()
 
         def build() -> None:
-            model = LocalModel(self._directory, device=self._device, dtype=self._dtype)
+            model = LocalModel(self._directory, device=self._device, dtype=self._dtype, mixture=self._mixture)
             core = EngineCore(
                 model, slots=self._slots, max_model_len=self._max_model_len, update_mode=self._update_mode
             )

@@ -34,7 +34,7 @@ class DecodeGraphs:
     def __init__(self, model: LocalModel, kv: SlotKV) -> None:
         self._model, self._kv = model, kv
         self._ids_and_position = torch.zeros(2, kv.rows, dtype=torch.long, device=kv.device)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]] | None] = {}
         """By rows and length; None for a shape that has run once. Its second pass is recorded: by then its
         kernels are loaded, and a shape that comes once is not worth recording."""
         self._kv_length = 0
@@ -60,7 +60,7 @@ class DecodeGraphs:
             recorded = self._graphs[shape] or self._record(rows, length)
             if recorded is not None:
                 self._graphs[shape] = recorded
-                graph, hidden = recorded
+                graph, hidden, self._model.experts = recorded
                 graph.replay()
                 return hidden[:n]
         self._graphs.setdefault(shape)
@@ -70,7 +70,7 @@ class DecodeGraphs:
         ids, position = self._ids_and_position[:, :rows]
         return self._model.hidden(ids[:, None], position[:, None], Decode(self._kv, position, length))
 
-    def _record(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+    def _record(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]] | None:
         graph = torch.cuda.CUDAGraph()
         try:
             with _RECORDING, torch.cuda.stream(self._stream):
@@ -83,7 +83,7 @@ class DecodeGraphs:
             log.warning("decode passes are not recorded as CUDA graphs", error=str(error).splitlines()[0])
             self._able = False
             return None
-        return graph, hidden
+        return graph, hidden, self._model.experts
 
 
 def few(count: int) -> int:

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.modelfiles import Mixture
+from areal_async.routers import routers_of, tried
+from areal_async.runtime.log import get_logger
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV, Slots
+
+log = get_logger("engine")
 
 _LOADING = threading.Lock()
 """transformers patches torch's globals while it loads: two engines of one process take turns."""
@@ -26,12 +31,21 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 class LocalModel:
     """The model of a directory. All methods run on the engine's thread, in inference mode."""
 
-    def __init__(self, directory: Path, *, device: str = "cpu", dtype: str = "float32") -> None:
-        """Raises `EngineError` when the directory holds no causal language model."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        mixture: Mixture | None = None,
+    ) -> None:
+        """Where it is given the `mixture` that the model is, each pass leaves in `experts` where routers sent
+        the tokens. Raises `EngineError` when the directory holds no causal language model."""
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         try:
-            with _LOADING:
+            # Parameters that take over a snapshot's tensors must be tensors of the same kind.
+            with _LOADING, torch.inference_mode(mode=False):
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     directory, dtype=self.dtype, attn_implementation=ATTENTION, local_files_only=True
                 )
@@ -47,14 +61,30 @@ class LocalModel:
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self.experts: list[Tensor] = []
+        """Of the last pass over n tokens, padding included: i64 [n, K] of each layer of experts."""
+        self.mixture = mixture if mixture is not None and self._watched() else None
+        """What the model is made of, where `experts` are known."""
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._storage: Mapping[str, Storage] = {}  # Of snapshots with tensors of these shapes
 
     def hidden(self, ids_BT: Tensor, position_BT: Tensor, slots: Slots) -> Tensor:
         """Last hidden states `[B, T, E]` of a pass that reads and writes the cache through `slots`."""
+        self.experts = []
         out = self._decoder(input_ids=ids_BT, position_ids=position_BT, use_cache=False, slots=slots)
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def _watched(self) -> bool:
+        """Have the routers leave what they choose, where that is understood."""
+        routers, config = routers_of(self.model), self.model.config.get_text_config()
+        kinds = {type(router): router for router in routers}
+        if not routers or any(tried(router, config) is None for router in kinds.values()):
+            log.warning("the model's routes are not told: its routers are of an unknown kind")
+            return False
+        for router in routers:
+            router.register_forward_hook(lambda module, inputs, said: self.experts.append(said[2]))
+        return True
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 `[N, V]`."""

@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from areal_async.modelfiles import Mixture
+from areal_async.trajectory.routes import route_type, stored_routes
 from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult, stop_window
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -113,7 +115,8 @@ Slots = npt.NDArray[np.int64]
 class RequestTable:
     """State of up to `slots` requests of at most `max_model_len` tokens each."""
 
-    def __init__(self, slots: int, max_model_len: int) -> None:
+    def __init__(self, slots: int, max_model_len: int, mixture: Mixture | None = None) -> None:
+        """Of a `mixture` the table has routes too."""
         self.max_model_len = max_model_len
         self.requests: list[GenerateRequest | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))
@@ -123,6 +126,10 @@ class RequestTable:
         self.logprobs = np.empty((slots, max_model_len), np.float32)
         self.versions = np.empty((slots, max_model_len), np.int32)
         self.epochs = np.empty((slots, max_model_len), np.int32)
+        self._mixture = mixture
+        width = 0 if mixture is None else len(mixture.layers) * mixture.chosen
+        self.routes = np.empty((slots, max_model_len, width), route_type(mixture.experts if mixture else 1))
+        """Of each token those of the pass that fed it first; the newest was not fed yet."""
         self.length = np.zeros(slots, np.int64)
         """Tokens known. The newest is not in the KV cache yet: position length - 1 is the next to compute."""
         self.prompt_len = np.zeros(slots, np.int64)
@@ -183,6 +190,14 @@ class RequestTable:
         self.epochs[slots, at] = epoch
         self.length[slots] = at + 1
 
+    def went(self, slots: Slots, start: Slots, n: Slots, experts: npt.NDArray[np.int64]) -> None:
+        """Tokens `start` to `start + n` of each slot went to `experts` [slots, T, L, K], of which the first
+        `n` count."""
+        if self._mixture is None:
+            return
+        for slot, begin, count, found in zip(slots, start, n, experts, strict=True):
+            self.routes[slot, begin : begin + count] = stored_routes(found[:count], self._mixture.experts)
+
     def tail(self, slot: int, count: int) -> list[int]:
         """The newest `count` sampled ids, or as many as there are."""
         end = int(self.length[slot])
@@ -195,6 +210,8 @@ class RequestTable:
 
     def result(self, slot: int, finish_reason: FinishReason, text: str) -> GenerateResult:
         span = slice(int(self.prompt_len[slot]), int(self.length[slot]))
+        request = self.requests[slot]
+        start = None if self._mixture is None or request is None else request.routes_from
         return GenerateResult(
             token_ids=self.ids[slot, span].copy(),
             logprobs=self.logprobs[slot, span].copy(),
@@ -203,6 +220,7 @@ class RequestTable:
             finish_reason=finish_reason,
             text=text,
             logprobs_of="raw" if self.temperature[slot] == 0 else "sampled",
+            routes=None if start is None else self.routes[slot, start : span.stop - 1].copy(),
         )
 
 

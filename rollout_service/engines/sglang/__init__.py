@@ -23,6 +23,7 @@ class SGLang(EnginePart):
     update_modes = frozenset({"recompute", "keep", "session"})
     logprob_bounds = LOGPROB_BOUNDS
     no_group = ""
+    no_routes = ""
     stale_flags: ClassVar[Mapping[str, str]] = {
         "quantization": QUANTISED,
         "modelopt-quant": QUANTISED,

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import VersionTag
@@ -38,6 +40,7 @@ from rollout_service.engines.sglang.messages import (
     Generated,
     SglangInfo,
     SglangStream,
+    expert_ids,
     generate_body,
     logprobs_of,
     parse,
@@ -64,6 +67,8 @@ RESERVED = {
     "speculative-algorithm": "the versions of drafted tokens are not known",
 }
 """Flags that a job file may not give, and why or what to do instead."""
+INSIDE = Path(__file__).with_name("inside")
+"""A plugin without which a server on a CPU keeps no routes."""
 DROPPED_VARIABLES = frozenset(
     {
         "PROMETHEUS_MULTIPROC_DIR",
@@ -94,6 +99,7 @@ def command(launch: Launch) -> list[str]:
         # Else each part of a stream repeats everything before it.
         "incremental-streaming-output": True,
         "log-level": "warning",
+        "enable-return-routed-experts": settings.mixture is not None,
         "device": settings.device.partition(":")[0],
     }
     if settings.device == "cpu":
@@ -127,6 +133,8 @@ def variables(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
     }
     if launch.settings.device == "cpu":
         found["SGLANG_USE_CPU_ENGINE"] = "1"
+        if launch.settings.mixture is not None:
+            found["PYTHONPATH"] = str(INSIDE)
         found.setdefault("OMP_NUM_THREADS", "1")
         found.setdefault("GLOO_SOCKET_IFNAME", launch.settings.interface or "lo")
     elif launch.settings.interface:
@@ -195,6 +203,7 @@ class SGLangAdapter(ServerAdapter):
             max_model_len=self.max_model_len,
             vocab_size=self.facts.vocab_size,
             dtype=settings.dtype,
+            routes=settings.mixture is not None and settings.must_route,
         )
         if self._receiver is not None:
             await self._receiver.opened(client, settings.python)
@@ -213,13 +222,21 @@ class SGLangAdapter(ServerAdapter):
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
     ) -> dict[str, Any]:
         key = None if self._flush else tag.label
-        return generate_body(rid, prompt, request.sampling, room, cache_key=key)
+        body = generate_body(rid, prompt, request.sampling, room, cache_key=key)
+        tells = self._info is not None and self._info.enable_return_routed_experts
+        if tells and self.settings.mixture is not None and request.routes_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+        return body
 
     def heard(self, tell: Tell) -> SglangStream:
         return SglangStream(self._info is not None and self._info.incremental_streaming_output, tell)
 
     def parse(self, answer: Generated, sampling: Sampling) -> GenerateResult:
         return parse(answer, logprobs_of(sampling))
+
+    def expert_ids(self, answer: Generated) -> NDArray[np.integer] | None:
+        assert self.settings.mixture is not None
+        return expert_ids(answer, self.settings.mixture, self.facts.layers)
 
     async def abort(self, client: ServerClient, rid: str) -> None:
         await client.request("POST", "/abort_request", {"rid": rid})

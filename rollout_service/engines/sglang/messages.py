@@ -5,13 +5,16 @@ Each error of the probe names what is missing and what to do.
 
 from __future__ import annotations
 
+import binascii
 import math
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from areal_async.config.engines import flag_name, flags_that_are_on
+from areal_async.modelfiles import Mixture
 from areal_async.trajectory.layout import LogprobsOf, Sampling
 from rollout_service.engines.base import EngineError, GenerateResult, RequestError, Tell, UpdateMode
 from rollout_service.engines.http.client import ServerClient, VersionSpan, result_of
@@ -38,6 +41,8 @@ class AnswerMeta(msgspec.Struct):
     cached_tokens: int | None = None
     output_token_logprobs: list[UnitLogprob] | None = None
     output_token_ids_logprobs: list[list[UnitLogprob]] | None = None
+    routed_experts: str | None = None
+    """i32 [tokens fed, layers, experts of a token] in base64; in the last part of a stream."""
 
 
 class Generated(msgspec.Struct):
@@ -155,6 +160,18 @@ def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
     )
 
 
+def expert_ids(answer: Generated, mixture: Mixture, layers: int) -> NDArray[np.int32] | None:
+    """i32 [tokens, layers, experts] of an answer that has them. A model's layers without experts have a place
+    too. Raises `EngineError`."""
+    said = answer.meta_info.routed_experts
+    if said is None:
+        return None
+    try:
+        return np.frombuffer(binascii.a2b_base64(said), np.int32).reshape(-1, layers, mixture.chosen)
+    except ValueError as error:
+        raise EngineError(f"the SGLang server's routes are of another form: {error}") from error
+
+
 def logprobs_of(sampling: Sampling) -> LogprobsOf:
     """What the log-probs are of: the temperature is in them, and no top-k or top-p."""
     truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
@@ -193,11 +210,18 @@ class SglangInfo(msgspec.Struct):
     tokenizer_worker_num: int = 1
     dtype: str = ""
     incremental_streaming_output: bool = False
+    enable_return_routed_experts: bool = False
     max_total_num_tokens: int | None = None
 
 
 async def probe(
-    client: ServerClient, *, update_mode: UpdateMode, max_model_len: int, vocab_size: int, dtype: str
+    client: ServerClient,
+    *,
+    update_mode: UpdateMode,
+    max_model_len: int,
+    vocab_size: int,
+    dtype: str,
+    routes: bool = False,
 ) -> SglangInfo:
     """Raises `EngineError` for a server that cannot do what the engine promises."""
     told = await client.get("/server_info", dict[str, Any])
@@ -208,6 +232,11 @@ async def probe(
         )
     for problem in _settings(info, update_mode, max_model_len, dtype):
         raise EngineError(f"{client.name} {problem}")
+    if routes and not info.enable_return_routed_experts:
+        raise EngineError(
+            f"{client.name} tells no routes: start it with --enable-return-routed-experts, or set "
+            "rollout.routes to off"
+        )
     for name, how in flags_that_are_on(told, PART.stale_flags):
         raise EngineError(f"{client.name} was started with --{flag_name(name)}: start it without, {how}")
     await _check_answers(client, vocab_size)

@@ -20,6 +20,7 @@ class Vllm(EnginePart):
     needs = "directory"
     update_modes = frozenset({"recompute", "keep", "session"})
     logprob_bounds = LOGPROB_BOUNDS
+    no_routes = "vLLM does so in its second model runner alone, which a CPU has not and no test here has seen"
     no_group = "only SGLang's servers can be joined here (vLLM's way of it exists only in its GPU builds)"
     stale_flags: ClassVar[Mapping[str, str]] = {
         "calculate-kv-scales": "the scales of the KV cache are calculated once, under the first weights",

@@ -55,6 +55,7 @@ from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
+from replay_buffer.routes import RouteFiles
 from replay_buffer.server import main
 from tests.contexts import context_for_test
 
@@ -328,11 +329,13 @@ async def front_of(
     dataset: str = "cafe0123",
     folder: Path | None = None,
     confirmed: int = 0,
+    routes: RouteFiles | None = None,
     **options: Any,
 ) -> AsyncIterator[Coordinator]:
     """A front of the job on that Redis; `clock` is the local one, `folder` where large episodes go."""
     time_of_redis = RedisClock(clock)
-    store = Store(url, job, dataset, rules.durability, time_of_redis, folder=folder, confirmed=confirmed)
+    where: dict[str, Any] = {"folder": folder, "routes": routes, "confirmed": confirmed}
+    store = Store(url, job, dataset, rules.durability, time_of_redis, **where)
     front = Coordinator(store, rules, CountedTasks(), time_of_redis, **options)
     try:
         await front.start()

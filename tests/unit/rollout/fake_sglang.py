@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from rollout_service.engines.http.client import ServerClient
@@ -37,6 +39,8 @@ class FakeServer:
         self.info = {"version": "0.5.23", "context_length": 72, "disable_overlap_schedule": True} | info
         self.versions: Any = ONE_UNIT
         self.original_logprobs = False
+        self.routes = np.zeros((0, 0, 0), np.int32)
+        """Of each token of a prompt, layer by layer."""
         self.version = ""
         self.loads: list[Callable[[], bool]] = []
         """What becomes of the next loads; the ones after succeed."""
@@ -103,4 +107,7 @@ class FakeServer:
         else:
             await self.held.wait()
             meta["output_token_logprobs"] = [[-0.5, 1, None]]
+            if body.get("return_routed_experts"):
+                told = self.routes[body["routed_experts_start_len"] : len(body["input_ids"])]
+                meta["routed_experts"] = binascii.b2a_base64(told.tobytes()).decode()
         return web.json_response({"text": "", "output_ids": [1], "meta_info": meta})

@@ -54,13 +54,13 @@ class Offer:
 
 @asynccontextmanager
 async def serving_engine(
-    tmp_path: Path, update_mode: UpdateMode = "recompute"
+    tmp_path: Path, update_mode: UpdateMode = "recompute", *, info: Any = None, **more: Any
 ) -> AsyncIterator[tuple[HttpEngine, FakeServer]]:
     write_model(tmp_path / "model", seed=0)
-    server = FakeServer()
+    server = FakeServer(**(info or {}))
     async with server.serving() as client:
         settings = ServerSettings(
-            slots=4, max_model_len=64, update_mode=update_mode, url=client.url, patience=PATIENCE
+            slots=4, max_model_len=64, update_mode=update_mode, url=client.url, patience=PATIENCE, **more
         )
         engine = HttpEngine(SGLangAdapter(tmp_path / "model", settings))
         try:

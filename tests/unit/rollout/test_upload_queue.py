@@ -86,3 +86,16 @@ def test_every_episode_travels_exactly_once_unless_its_lease_is_dropped(events: 
     kept = {(lease, s) for lease, last in added.items() if lease not in dropped for s in range(last + 1)}
     assert kept <= set(sent)
     assert box.episodes == 0
+
+
+def test_routes_travel_with_their_episodes_and_count_in_a_message() -> None:
+    box = queue_of("L", max_bytes=10)
+    for sample, routes in enumerate((b"r" * 9, None, b"s" * 3)):
+        box.add("L", sample, b"e", 0.0, routes)
+    box.complete("L")
+    taken = []
+    while batch := box.take(0.0):
+        taken.append((batch.episodes, batch.routes))
+        box.settled(batch, len(batch.episodes))
+    assert taken == [({0: b"e"}, {0: b"r" * 9}), ({1: b"e", 2: b"e"}, {2: b"s" * 3})]
+    assert box.episodes == 0

@@ -78,6 +78,7 @@ def job_of(
 def trainer_of(job: JobConfig, out: Path, ranks: Ranks | None = None) -> FileTrainer:
     out.mkdir(parents=True, exist_ok=True)
     ranks = ranks or join_ranks(0, 1)
+    job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"ranks": ranks.world})})
     run_log = RunLog(out / "metrics.jsonl") if ranks.first else None
     backend = load_backend(job, ranks)
     return FileTrainer(job, ranks, backend, run_dir=out, run_log=run_log, stopping=threading.Event())

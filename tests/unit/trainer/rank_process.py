@@ -60,8 +60,11 @@ class RecordedBuffer:
                 return self.next_batch(epoch, step), []
             case Fetch(episode_ids=episode_ids):
                 self.calls.append(("fetch", len(episode_ids)))
-                blobs = read_step(self.root, int(episode_ids[0].split("#")[1].split(".")[0])).blobs
-                return Fetched(episode_ids), [memoryview(blobs[name]) for name in episode_ids]
+                recorded = read_step(self.root, int(episode_ids[0].split("#")[1].split(".")[0]))
+                routed = [name for name in episode_ids if request.routes and name in recorded.routes]
+                held = [recorded.blobs[name] for name in episode_ids]
+                told = [recorded.routes[name] for name in routed]
+                return Fetched(episode_ids, routed), [memoryview(each) for each in (*held, *told)]
             case ExportLedger("policy", step=step):
                 self.calls.append(("export", step))
                 return LedgerCopy(step), [b"ledger of %d" % step]
@@ -128,7 +131,7 @@ def run(
     torch.set_num_threads(1)
     ranks = join_ranks(rank, world, meeting=Meeting.from_environment())
     buffer = RecordedBuffer(batches)
-    made = trainer_of(job_of(model, out, **trainer), out, buffer, ranks=ranks)
+    made = trainer_of(job_of(model, out, **{"ranks": world} | trainer), out, buffer, ranks=ranks)
     assert made.run(name="trainer", ready=lambda: None, restored=restored)
     return buffer
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal_async.config.job import OptimizerSection
+from areal_async.config.parallel import RankGrid
 from areal_async.runtime.group import Meeting
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -97,7 +98,7 @@ def run(rank: int, world: int, meeting: Meeting, replicate: int, model: Path, ou
     ranks = join_ranks(rank, world, meeting=meeting)
     held: list[int] = []
     for dtype in ("bfloat16", "float32"):
-        backend = backend_of(model, ranks, dtype, replicate=replicate)
+        backend = backend_of(model, ranks, dtype, grid=RankGrid(data=replicate, shard=world // replicate))
         root = backend._models["policy"].module
         norms = train(
             backend, rank, world, range(2), before=lambda by=root: held.append(unsharded_gradient_bytes(by))
@@ -110,7 +111,7 @@ def run(rank: int, world: int, meeting: Meeting, replicate: int, model: Path, ou
     figures = {"norms": torch.tensor(norms), "held": torch.tensor(held, dtype=torch.int64)}
     save_file({**figures, **pieces}, out / f"rank{rank}.safetensors")
     # The checkpoint brings back what this rank was.
-    again = backend_of(model, ranks, replicate=replicate)
+    again = backend_of(model, ranks, grid=RankGrid(data=replicate, shard=world // replicate))
     again.load(out / "checkpoint", {"policy": 2})
     assert train(again, rank, world, range(2, 3)) == norms[2:]
     ranks.barrier()

@@ -12,7 +12,7 @@ from tests.unit.trainer.conftest import write_model
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import memory
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.backends.fsdp.head import Head, columns_of_units
+from trainer_service.backends.head import Head, columns_of_units
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import row_of
 from trainer_service.errors import ModelError

@@ -188,7 +188,7 @@ def test_a_host_has_the_copies_of_all_ranks_and_what_evaluations_hold(tmp_path):
             "job": "j",
             "model": str(tmp_path),
             "tasks": {"train": "t.jsonl", "evaluation": "t.jsonl"},
-            "trainer": {"ranks": 4, "backend_args": {"offload_optimizer": True, "replicate": 2}},
+            "trainer": {"ranks": 4, "parallel": {"data": 2}, "backend_args": {"offload_optimizer": True}},
         }
     )
     model, rank = job_memory(job)
@@ -251,6 +251,20 @@ def test_the_tokens_that_fit_are_the_most_whose_peak_does():
     fits = rank.tokens_that_fit(room)
     assert rank.peak(fits) <= room < rank.peak(fits + 1)
     assert rank.tokens_that_fit(rank.state) == 0
+
+
+def test_ranks_that_share_rows_have_a_part_of_the_tokens_each_and_of_the_weights():
+    """The last of three has its keys and values twice, and a ring sends them as they are."""
+    model = shape_of(CONFIG, tensors())
+    apart, shared = MemoryOptions(ranks=8), MemoryOptions(ranks=8, sequence=2)
+    one, two = rank_memory(model, apart), rank_memory(model, shared)
+    assert two.state == one.state
+    assert two.peak(200_001) == two.peak(200_002) == one.peak(100_001)
+    assert two.peak(200_000, 120_000) == one.peak(100_000, 100_000)
+    assert two.tokens_that_fit(1 << 30) == 2 * one.tokens_that_fit(1 << 30)
+    four = rank_memory(model, replace(shared, sequence=4))
+    assert four.activations_per_token == one.activations_per_token + 2 * 2 * 4 * 32
+    assert four.peak(400_000) == one.peak(100_000) + 100_000 * 2 * 2 * 4 * 32
 
 
 def test_a_model_without_decoder_blocks_cannot_be_planned():
@@ -376,6 +390,17 @@ def test_a_row_that_is_too_long_is_shortened_with_the_micro_batch():
     assert tokens[1] == tokens[2]
     lines = lines_for(large(trainer=trainer, rollout={"max_model_len": 2048}), 60 << 30)
     assert lines[0] == f"trainer.micro_batch_tokens={tokens[1]}"
+
+
+def test_a_row_that_is_too_long_is_shared_by_the_ranks_that_there_are():
+    everything = {"recompute": "full", "offload_optimizer": True}
+    trainer = {"dtype": "bfloat16", "ranks": 16, "backend_args": everything, "lora": {"rank": 16}}
+    row = {"max_model_len": 262_144}
+    (line, *_) = lines_for(large(trainer=trainer, rollout=row), 40 << 30)
+    assert line == "trainer.parallel.sequence=4"
+    fixed = trainer | {"parallel": {"shard": 16}}
+    lines = lines_for(large(trainer=fixed, rollout=row), 40 << 30)
+    assert not any("sequence" in line or "ranks" in line for line in lines)
 
 
 def test_a_job_that_sends_by_nccl_is_offered_more_ranks_with_another_channel_only(job):

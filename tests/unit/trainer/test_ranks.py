@@ -48,12 +48,12 @@ import torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 import rank_process
 rank_process.run(0, 1, *map(Path, sys.argv[2:]))
-print([c for c in psutil.Process().net_connections("inet")])
 assert dist.is_initialized()
-try:
-    dist.all_reduce(torch.ones(1))
-except RuntimeError:
-    print("no collective")
+summed, gathered = torch.ones(2), torch.zeros(2)
+dist.all_reduce(summed)
+dist.all_gather_into_tensor(gathered, 3 * summed)
+print(summed.tolist(), gathered.tolist())
+print([c for c in psutil.Process().net_connections("inet")])
 """
 
 
@@ -62,7 +62,7 @@ def test_one_rank_alone_opens_no_socket(tmp_path, model_dir, batches):
     here = Path(__file__).parent
     command = [sys.executable, "-c", ALONE, here, model_dir, batches, tmp_path / "out"]
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
-    assert ended.stdout.splitlines() == ["[]", "no collective"], ended.stderr
+    assert ended.stdout.splitlines() == ["[1.0, 1.0] [3.0, 3.0]", "[]"], ended.stderr
 
 
 def _steps(out):
@@ -114,6 +114,25 @@ def test_two_ranks_match_one(tmp_path, model_dir, batches, one_rank):
     said = Console(file=StringIO(), width=300)
     replay(run, Recording(run.folder), None, 3, exact=True, out=None, console=said)
     assert "All steps are within 1e-06 of the recording of 2 ranks" in said.file.getvalue()
+
+
+def test_two_ranks_that_share_rows_match_one(tmp_path, model_dir, batches, one_rank):
+    """Both fetch every episode, and one records it; each counts once. A single rank goes on from their
+    checkpoint."""
+    section = {"ranks": 2, "parallel": {"sequence": 2}}
+    for status, errors in two_ranks(model_dir, batches, tmp_path / "two", TRAINER=json.dumps(section)):
+        assert status == 0, errors
+    _same_training(one_rank, tmp_path / "two")
+    for mine, other in zip(_steps(one_rank), _steps(tmp_path / "two"), strict=True):
+        assert _fed(mine) == _fed(other)
+        assert mine["tokens"] == other["tokens"]
+    recorded = Recording(tmp_path / "two").read(2)
+    folder = tmp_path / "two" / "batches" / "step-000002"
+    sizes = [(folder / f"episodes-{rank}.bin").stat().st_size for rank in range(2)]
+    assert sizes == [sum(map(len, recorded.blobs.values())), 0]
+    checkpoint = open_checkpoint(tmp_path / "two" / "checkpoints" / "step-000002", job="job", policy="policy")
+    rank_process.run(0, 1, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
+    _same_weights(one_rank, tmp_path / "resumed")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from areal_async.config.errors import Mistake
+from areal_async.config.parallel import RankGrid
+from areal_async.config.parts import part_mistakes
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process, sharded_process
 from tests.unit.trainer.sharded_process import backend_of, train
-from trainer_service.backends.fsdp import fsdp, optimizer
+from trainer_service.backends.fsdp import optimizer
 from trainer_service.backends.fsdp.shards import HostCopies
 from trainer_service.errors import ModelError
 from trainer_service.loop.learner import load_backend
@@ -66,19 +68,32 @@ def test_copies_of_the_sharded_model_compute_what_one_rank_does(copies, model_di
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicate", "said"),
-    [(4, 2, []), (4, 3, ["trainer.backend_args.replicate"]), (1, 2, ["trainer.backend_args.replicate"])],
+    ("ranks", "sizes", "said"),
+    [
+        (4, {"data": 2}, []),
+        (4, {"data": 2, "shard": 2}, []),
+        (4, {"data": 3}, ["trainer.parallel"]),
+        (1, {"data": 2}, ["trainer.parallel"]),
+        (4, {"shard": 2}, ["trainer.parallel"]),
+        (4, {"sequence": 2}, []),
+        (8, {"data": 2, "shard": 2, "sequence": 2}, []),
+        (4, {"sequence": 3}, ["trainer.parallel"]),
+        (4, {"tensor": 2}, ["trainer.parallel.tensor"]),
+        (4, {"expert": 2}, ["trainer.parallel.expert"]),
+    ],
 )
-def test_copies_that_do_not_divide_the_ranks_are_a_mistake(tmp_path, ranks, replicate, said):
-    job = rank_process.job_of(tmp_path, tmp_path, ranks=ranks, backend_args={"replicate": replicate})
-    found: list[Mistake] = list(fsdp.check_job(job, job.trainer.backend_args, "trainer.backend_args"))
-    assert [mistake.field for mistake in found if "replicate" in mistake.field] == said
+def test_sizes_that_do_not_share_the_ranks_or_that_the_back_end_lacks_are_mistakes(
+    tmp_path, ranks, sizes, said
+):
+    job = rank_process.job_of(tmp_path, tmp_path, ranks=ranks, parallel=sizes)
+    found: list[Mistake] = list(part_mistakes(job))
+    assert [mistake.field for mistake in found if "parallel" in mistake.field] == said
 
 
 def test_one_rank_reads_what_copies_have_trained(tmp_path, model_dir, copies):
     """As tools do, with the section of the job that had the copies."""
     out, found = copies
-    job = rank_process.job_of(model_dir, tmp_path, ranks=4, backend_args={"replicate": 2})
+    job = rank_process.job_of(model_dir, tmp_path, ranks=4, parallel={"data": 2})
     backend = load_backend(job, join_ranks(0, 1))
     backend.load(out / "checkpoint", {"policy": 2})
     weights = whole_tensors(backend.export("policy"))
@@ -88,8 +103,8 @@ def test_one_rank_reads_what_copies_have_trained(tmp_path, model_dir, copies):
 
 
 def test_the_back_end_itself_refuses_copies_that_do_not_divide_the_ranks(model_dir):
-    with pytest.raises(ModelError, match=r"replicate: 2 copies .* do not share 1 ranks evenly"):
-        backend_of(model_dir, join_ranks(0, 1), replicate=2)
+    with pytest.raises(ModelError, match=r"trainer\.parallel: 2 places do not share 1 ranks evenly"):
+        backend_of(model_dir, join_ranks(0, 1), grid=RankGrid(data=2))
 
 
 class _Operators(TorchDispatchMode):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
+from areal_async.config.parallel import RankGrid
 from trainer_service.backends.fsdp.memory import (
     ModelShape,
     RankMemory,
@@ -22,7 +20,7 @@ from trainer_service.backends.fsdp.memory import (
 if TYPE_CHECKING:
     import torch
 
-    from areal_async.config.job import JobConfig, LoraSection, TrainerSection
+    from areal_async.config.job import LoraSection, TrainerSection
     from trainer_service.backends.base import ModelUse, TrainingBackend
     from trainer_service.ranks import Ranks
 
@@ -34,6 +32,8 @@ class Fsdp:
     """The part; `backend.py` is what it makes."""
 
     trains_adapters = True
+    replays_routes = True
+    axes = ("data", "shard", "sequence")
 
     class Arguments(Section):
         recompute: Literal["none", "selective", "full"] = "none"
@@ -42,20 +42,6 @@ class Fsdp:
         offload_optimizer: bool = False
         """Keep AdamW's moments, 8 bytes for each parameter, in the host's memory; an update takes them to the
         device and back."""
-        replicate: int = Field(default=1, ge=1)
-        """Copies of the sharded model: each is spread over `trainer.ranks` / `replicate` ranks that follow
-        each other, and gradients are summed over the copies."""
-
-    def check_job(self, job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
-        """Copies of the model share the ranks evenly."""
-        copies = self.Arguments.model_validate(arguments).replicate
-        if job.trainer.ranks % copies:
-            yield Mistake(
-                f"{field}.replicate",
-                f"{copies} copies of the model do not share {job.trainer.ranks} ranks evenly",
-                "Set it to a divisor of trainer.ranks",
-                ("trainer.ranks",),
-            )
 
     def memory(
         self, trainer: TrainerSection, models: Mapping[str, ModelUse], read: ReadShapes
@@ -76,11 +62,12 @@ class Fsdp:
         dtype: torch.dtype,
         recompute: str = "none",
         offload_optimizer: bool = False,
-        replicate: int = 1,
+        grid: RankGrid | None = None,
         lora: LoraSection | None = None,
         seed: int = 0,
     ) -> TrainingBackend:
-        """See `FsdpBackend`. One rank alone has no copies: a tool reads with it what copies have trained."""
+        """See `FsdpBackend`. One rank alone has no others to share with: a tool reads with it what many have
+        trained."""
         from trainer_service.backends.fsdp.backend import FsdpBackend
 
         return FsdpBackend(
@@ -89,7 +76,7 @@ class Fsdp:
             dtype=dtype,
             recompute=recompute,
             offload_optimizer=offload_optimizer,
-            replicate=replicate if ranks.world > 1 else 1,
+            grid=grid if grid is not None and ranks.world > 1 else RankGrid(shard=ranks.world),
             lora=lora,
             seed=seed,
         )

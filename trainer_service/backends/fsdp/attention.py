@@ -13,14 +13,18 @@ spread: K different lengths hold at least K (K + 1) / 2 tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface
 
+from trainer_service.backends.fsdp.ring import ring_attention
+from trainer_service.backends.fsdp.sequence import SequencePart
 from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
 
 PACKED_ATTENTION = "areal_packed"
@@ -36,6 +40,7 @@ def packed_attention(
     *,
     packed_runs: Runs | None = None,
     branching: Sequence[Branching] | None = None,
+    sequence_part: SequencePart | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -46,10 +51,44 @@ def packed_attention(
     query [1, H, T, D], key and value [1, H_kv, T, D] with H a multiple of H_kv; returns [1, T, H, D] and no
     attention weights. The model must be called with `packed_runs=…` and `use_cache=False`: with a cache,
     transformers treats the pack as one sequence and is silently wrong. Without `branching` all sequences are
-    plain rows. ValueError when the runs are missing or do not add up to T.
+    plain rows. With `sequence_part` the T tokens are a rank's stretch of the micro-batch that the runs
+    describe. ValueError when the runs are missing or do not add up to its tokens.
     """
+    if sequence_part is not None and sequence_part.ring is not None:
+        if dropout:
+            raise ValueError(
+                "attention in a ring of ranks has no dropout: set attention_dropout: 0 in the model's "
+                "config.json, or trainer.parallel.sequence to a divisor of its heads"
+            )
+        attend = partial(ring_attention, part=sequence_part, scaling=scaling, window=sliding_window)
+    else:
+        attend = partial(
+            _attention,
+            runs=packed_runs or (),
+            branching=branching,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+        )
+    if sequence_part is None:
+        return attend(query, key, value), None
+    return sequence_part.attend(query, key, value, attend), None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    runs: Sequence[tuple[int, int]],
+    branching: Sequence[Branching] | None,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """[1, T, H, D]: see `packed_attention`."""
     n_tokens = query.shape[2]
-    sizes = [count * length for count, length in packed_runs or ()]
+    sizes = [count * length for count, length in runs]
     if sum(sizes) != n_tokens or key.shape[2] != n_tokens:
         raise ValueError(
             f"packed attention got {key.shape[2]} keys for {n_tokens} tokens, and runs that hold "
@@ -63,7 +102,8 @@ def packed_attention(
         if seen is None and sliding_window is not None and n_keys > sliding_window:
             seen = _band(n_queries, n_keys, sliding_window, q.device)
         elif seen is None and 1 < n_queries < n_keys:
-            seen = causal_lower_right(n_queries, n_keys)
+            with _disable_current_modes():  # in which such a tensor, of a kind of its own, cannot be made
+                seen = causal_lower_right(n_queries, n_keys)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -78,7 +118,7 @@ def packed_attention(
     outputs = []
     parts = (packed.split(sizes, 2) for packed in (query, key, value))
     described = branching or [None] * len(sizes)
-    for run, trees, *parts_of_run in zip(packed_runs or (), described, *parts, strict=True):
+    for run, trees, *parts_of_run in zip(runs, described, *parts, strict=True):
         q, k, v = (_unpack(part, run) for part in parts_of_run)
         if isinstance(trees, list):
             found = [_of_tree(attend, tree, *each) for tree, *each in zip(trees, q, k, v, strict=True)]
@@ -87,7 +127,7 @@ def packed_attention(
             out = attend(q, k, v, None if trees is None else _within(trees, sliding_window))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return packed.unsqueeze(0), None
+    return packed.unsqueeze(0)
 
 
 def _of_tree(attend: Any, tree: Branches, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

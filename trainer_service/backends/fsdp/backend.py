@@ -4,14 +4,18 @@ Promises: n ranks compute what one computes (losses are summed over ranks, never
 optimizer and random state come back from a checkpoint on any number of ranks; between two micro-batches a
 rank holds gradients of its own shard alone, in fp32.
 
-With `replicate` copies of the model, rank r has shard r mod (ranks / replicate), and gradients are summed
+With several copies of the model (`data`), each is on ranks that follow each other, and gradients are summed
 over the copies too. Copies are equal bit by bit: what is counted, written or given out is the first's.
+
+With `sequence`, neighbouring ranks have a stretch of each row (`sequence.py`), and shards of the weights
+each, as ranks with rows of their own have: a copy is spread over `shard` x `sequence` of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,11 +25,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.config.job import LoraSection
+from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
-from trainer_service.backends.fsdp.head import packed_columns
 from trainer_service.backends.fsdp.model import HeldModel
+from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard, write_tensors
+from trainer_service.backends.fsdp.window import packed_columns
+from trainer_service.backends.shared_loss import shared_loss
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.disk import FileEntry
 from trainer_service.errors import CheckpointError, ModelError
@@ -45,25 +52,31 @@ class FsdpBackend:
         dtype: torch.dtype,
         recompute: str = "none",
         offload_optimizer: bool = False,
-        replicate: int = 1,
+        grid: RankGrid | None = None,
         lora: LoraSection | None = None,
         seed: int = 0,
     ) -> None:
-        """The options are those of `Fsdp.Arguments`, for all models that are trained; with `lora` the
-        adapters of `policy` are trained, whose first values come of `seed`. Raises `ModelError`."""
-        if ranks.world % replicate:
+        """The options are those of `Fsdp.Arguments`. `grid` has the axes `data`, `shard` and `sequence`, and
+        is that of all models; with `lora` the adapters of `policy` are trained, whose first values come of
+        `seed`. Raises `ModelError`."""
+        grid = grid or RankGrid(shard=ranks.world)
+        if grid.ranks != ranks.world:
             raise ModelError(
-                f"trainer.backend_args.replicate: {replicate} copies of the model do not share {ranks.world} "
-                "ranks evenly. Set it to a divisor of trainer.ranks."
+                f"trainer.parallel: {grid.ranks} places do not share {ranks.world} ranks evenly. Set sizes "
+                "whose product is trainer.ranks."
             )
-        self.place = RankPlace(ranks.rank, ranks.world)
+        replicate = grid.data
+        shared = SequenceRanks.of(ranks, grid.sequence) if grid.sequence > 1 else None
+        self.place = RankPlace(
+            ranks.rank // grid.sequence, grid.data_ranks, owns=shared is None or shared.index == 0
+        )
         self._shards_count = ranks.world // replicate
         self._shard_rank = ranks.rank % self._shards_count
         self._first_copy = ranks.rank < self._shards_count
         if replicate > 1:
-            grid = torch.arange(ranks.world).view(replicate, self._shards_count)
+            numbers = torch.arange(ranks.world).view(replicate, self._shards_count)
             ranks = replace(
-                ranks, mesh=DeviceMesh(ranks.device.type, grid, mesh_dim_names=("replicate", "shard"))
+                ranks, mesh=DeviceMesh(ranks.device.type, numbers, mesh_dim_names=("data", "shard"))
             )
         self._ranks = ranks
         self._copies = HostCopies()
@@ -79,6 +92,7 @@ class FsdpBackend:
                 offload_optimizer=offload_optimizer,
                 lora=lora if name == TRAINED_MODEL else None,
                 seed=seed,
+                shared=shared,
             )
             for name, use in models.items()
         }
@@ -99,8 +113,13 @@ class FsdpBackend:
         *,
         columns: Sequence[str] = ("logp",),
     ) -> list[T]:
-        module = self._models[model].module
-        return [fn(index, packed_columns(module, batch, columns)) for index, batch in enumerate(batches)]
+        of, found = self._models[model], []
+        for index, batch in enumerate(batches):
+            with of.routed(batch):
+                given = packed_columns(of.module, batch, columns, of.sequence)
+                if self.place.owns:
+                    found.append(fn(index, given))
+        return found
 
     def train(
         self,
@@ -110,11 +129,14 @@ class FsdpBackend:
         *,
         columns: Sequence[str] = ("logp",),
     ) -> None:
-        module = self._models[model].module
+        of, rank = self._models[model], self._ranks.rank
+        group, owner = (of.sequence.group, of.sequence.owner) if of.sequence is not None else (None, rank)
         for index, batch in enumerate(batches):
-            loss = loss_of(index, packed_columns(module, batch, columns))
-            # FSDP takes the mean over ranks; the objective is a sum over them.
-            (loss * self._ranks.world).backward()
+            with of.routed(batch):
+                given = packed_columns(of.module, batch, columns, of.sequence)
+                loss = shared_loss(given, partial(loss_of, index), group=group, owner=owner)
+                # FSDP takes the mean over ranks; the objective is a sum over them.
+                (loss * self._ranks.world).backward()
 
     def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
         return self._models[model].gradient_norm()

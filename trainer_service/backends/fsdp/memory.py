@@ -19,10 +19,13 @@ What a pass adds, at the worst of its moments (`_moments`):
   input and output of the reduce-scatter (`foreach_reduce`), whose input is kept until the next block's. The
   root's gradients, c P_root, live from the output layer's backward to the end.
 - activations: what autograd keeps of each linear layer, norm, rotation, attention and activation function as
-  transformers writes them (`_block_activations`), after the manner of Korthikanti et al. (arXiv:2205.05198
+  transformers writes them (`block_activations`), after the manner of Korthikanti et al. (arXiv:2205.05198
   section 4), whose count is of a block with dropout and GeLU. With recomputation a block keeps its input,
   c h per token (`selective`: and what its matrix products and attention give), and what it keeps otherwise is
   there for one block at a time (Chen et al., arXiv:1604.06174).
+- sequence parallelism: of a micro-batch's tokens a rank has one in `sequence`, and all of this is of those.
+  Where heads are shared (`sharing.py`) all tokens of some heads are as many numbers, but for keys and values
+  that are sent several times.
 - head: log-probs are taken of a tile of the vocabulary at a time (`head.py`), whose buffers together have
   `logits_bytes`; below fp32 the gradient of the hidden states is summed up in fp32 beside its last summand.
 """
@@ -36,7 +39,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from areal_async.config.parallel import RankGrid
 from trainer_service.backends.base import TRAINED_MODEL, ModelHead, ModelUse
+from trainer_service.backends.fsdp.sharing import share_heads
 
 if TYPE_CHECKING:
     from areal_async.config.job import TrainerSection
@@ -53,7 +58,7 @@ STREAMED_BYTES = 1 << 28
 BLOCK = re.compile(r"^.*\blayers\.(\d+)\.(.+)$")
 EXPERT = re.compile(r"experts\.\d+\.")
 COUNTED = re.compile(r"(^|\.)([qkvo]_proj|gate_proj|up_proj|down_proj|gate|shared_expert_gate)\.weight$")
-"""Matrices of a block whose activations `_block_activations` counts."""
+"""Matrices of a block whose activations `block_activations` counts."""
 
 
 def logits_bytes(units: int, vocabulary: int) -> int:
@@ -84,6 +89,11 @@ class DecoderBlock:
             if len(shape) == 2 and layer != ["gate"] and (not targets or layer[0] in targets):
                 found += [(rank, shape[1]), (shape[0], rank)]
         return found
+
+    @property
+    def kv_heads(self) -> int:
+        queries, keys = self.width("q_proj.weight"), self.width("k_proj.weight")
+        return max(1, self.heads * keys // max(1, queries))
 
     def width(self, name: str) -> int:
         """Rows of a linear layer of this name, 0 where the block has none."""
@@ -177,6 +187,8 @@ class MemoryOptions:
     ranks: int = 1
     replicate: int = 1
     """Copies of the model: each is shared by ranks / replicate ranks."""
+    sequence: int = 1
+    """Ranks that have a part each of a micro-batch's tokens."""
     compute_bytes: int = 4
     """Bytes of a number in `trainer.dtype`."""
     recompute: Recompute = "none"
@@ -214,10 +226,11 @@ class MemoryOptions:
 
 def options_of(trainer: TrainerSection) -> MemoryOptions:
     """What a job's `trainer` section says of it."""
-    arguments = trainer.backend_args
+    arguments, grid = trainer.backend_args, RankGrid.of(trainer)
     return MemoryOptions(
         ranks=trainer.ranks,
-        replicate=arguments.get("replicate", 1),
+        replicate=grid.data,
+        sequence=grid.sequence,
         compute_bytes=2 if trainer.dtype == "bfloat16" else 4,
         recompute=arguments.get("recompute", "none"),
         offload_optimizer=arguments.get("offload_optimizer", False),
@@ -268,6 +281,8 @@ class RankMemory:
     """Those of the block that is gone through backwards: gradients, and what it recomputes."""
     moments: tuple[Moment, ...]
     """What may be the worst moments of a step."""
+    sequence: int
+    """Ranks that share each micro-batch: what is said per token is of the tokens that a rank has."""
 
     @property
     def state(self) -> int:
@@ -275,13 +290,15 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer
 
     def peak(self, tokens: int, units: int | None = None) -> int:
-        """Largest number of bytes on the device in a pass of `tokens` with `units` sampled ones (all)."""
-        units = tokens if units is None else units
+        """Largest number of bytes on the device in a pass of `tokens` with `units` sampled ones (all). Of
+        ranks that share it each has its part of the tokens, and at worst all of the units there."""
+        tokens = -(-tokens // self.sequence)
+        units = tokens if units is None else units if self.sequence == 1 else min(units, tokens)
         return self.state + round(max(moment.bytes(tokens, units) for moment in self.moments))
 
     def tokens_that_fit(self, memory_bytes: int) -> int:
         """Most tokens of one micro-batch, all of them sampled; 0 where the model itself does not fit."""
-        most = max(0, int((memory_bytes - self.state) / self.activations_per_token))
+        most = max(0, int((memory_bytes - self.state) / self.activations_per_token)) * self.sequence
         return bisect_right(range(1, most + 1), memory_bytes, key=self.peak)
 
 
@@ -311,6 +328,7 @@ def rank_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
         + _outside(model, c),
         passing_per_token=max(_passing(each, model.hidden, options) for each in model.blocks),
         moments=tuple(_moments(model, options)),
+        sequence=options.sequence,
     )
 
 
@@ -339,6 +357,7 @@ def _frozen_memory(model: ModelShape, options: MemoryOptions) -> RankMemory:
             Moment(working, passing),
             Moment(working, hidden, hidden, model.vocabulary, _wide_bytes(c)),
         ),
+        sequence=options.sequence,
     )
 
 
@@ -356,6 +375,7 @@ def together(models: Collection[RankMemory]) -> RankMemory:
         **{name: largest(name) for name in ("working", "unreduced", "head")},
         **{name: largest(name) for name in ("activations_per_token", "passing_per_token")},
         moments=tuple(moment for each in models for moment in each.moments),
+        sequence=largest("sequence"),
     )
 
 
@@ -424,7 +444,7 @@ def _outside(model: ModelShape, c: int) -> int:
 def _kept(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     c = options.compute_bytes
     if options.recompute == "none":
-        return _block_activations(block, hidden, options)
+        return block_activations(block, hidden, options)
     return c * hidden + (_block_products(block, hidden, c) if options.recompute == "selective" else 0)
 
 
@@ -437,7 +457,7 @@ def _passing(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     if routed:
         wide += block.experts_per_token * (2 * routed + 2 * hidden)
     transient = c * (wide + 2 * hidden)
-    again = 0 if options.recompute == "none" else _block_activations(block, hidden, options)
+    again = 0 if options.recompute == "none" else block_activations(block, hidden, options)
     return transient + max(0, again - (_kept(block, hidden, options) - c * hidden))
 
 
@@ -450,7 +470,7 @@ def _block_products(block: DecoderBlock, hidden: int, c: int) -> int:
     return size
 
 
-def _block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
+def block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) -> int:
     """Bytes per token that autograd keeps of one block.
 
     A norm of n numbers keeps its input in fp32 and the normalised numbers; the linear layers behind it share
@@ -461,7 +481,8 @@ def _block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions)
     c = options.compute_bytes
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     size = 2 * _norm(hidden, c) + 2 * c * hidden
-    size += c * (queries + 2 * keys) + 2 * c * queries + FLOAT32_BYTES * block.heads
+    sent = keys * share_heads(block.heads, options.sequence).repeats(block.kv_heads) if keys else 0
+    size += c * (queries + 2 * sent) + 2 * c * queries + FLOAT32_BYTES * block.heads
     if "self_attn.q_norm.weight" in block.parameters:
         size += _norm(queries, c) + _norm(keys, c)
     for name, shape in block.parameters.items():

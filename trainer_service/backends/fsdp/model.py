@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from areal_async.config.job import LoraSection, OptimizerSection
+from areal_async.modelfiles import looks_beyond_tokens
+from areal_async.runtime.log import get_logger
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, learning_rate
-from trainer_service.backends.fsdp.head import open_window
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
+from trainer_service.backends.fsdp.routing import RouteReplay
+from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import read_shard
+from trainer_service.backends.fsdp.window import open_window
+from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
 from trainer_service.ranks import Ranks
+
+log = get_logger("trainer")
 
 Kinds = dict[str, Mapping[str, Tensor]]
 """Tensors of a rank by what they are, which names the files of a checkpoint, and by parameter."""
@@ -43,6 +52,7 @@ class HeldModel:
         offload_optimizer: bool,
         lora: LoraSection | None,
         seed: int,
+        shared: SequenceRanks | None = None,
     ) -> None:
         """See `FsdpBackend`. Raises `ModelError`."""
         self._name, self._use = name, use
@@ -54,8 +64,11 @@ class HeldModel:
         self.module = self.loaded.module
         if use.optimizer is None:
             self.module.requires_grad_(False)
+        self.sequence = None
+        if shared is not None:
+            self.sequence = _for_model(self.module, shared, ranks, name)
         # The first forward of FSDP may move the local shards; the optimizer must see them after it.
-        open_window(self.module, ranks.device)
+        open_window(self.module, ranks, self.sequence)
         self.updates = 0
         changing = {
             name: parameter
@@ -68,6 +81,17 @@ class HeldModel:
         if use.optimizer is not None:
             recompute_blocks(self.module, recompute)
             self._adamw = ShardedAdamW(self.shards, use.optimizer, offload=offload_optimizer)
+        self._replay: RouteReplay | None = None
+
+    def routed(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        """For the passes over a batch: the policy's routers replay its routes. Other models' choose for
+        themselves: they are the policy's routes. Raises `ModelError`."""
+        if batch.routes is None or self._name != TRAINED_MODEL:
+            return nullcontext()
+        if self._replay is None:
+            self._replay = RouteReplay(self.module)
+        routes = batch.routes
+        return self._replay.using(routes if self.sequence is None else self.sequence.stretch(routes))
 
     @property
     def memory(self) -> Kinds:
@@ -174,6 +198,19 @@ class HeldModel:
         squared = torch.stack(norms).square().sum().cpu() * self._first_copy
         self._ranks.sum(squared)
         return float(squared.sqrt())
+
+
+def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str) -> SequenceRanks:
+    """How ranks share the rows of a model. Raises `ModelError` for one of which they cannot."""
+    config = module.config.get_text_config()
+    if why := looks_beyond_tokens(config.to_dict()):
+        raise ModelError(f"trainer.parallel.sequence: the model {name!r} {why}. Set it to 1.")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    found = shared.for_heads(heads, ranks)
+    if ranks.first:
+        how = found.sharing.describe(kv_heads or heads)
+        log.info("ranks share rows", model=name, sequence=found.size, heads=heads, attention=how)
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,34 +11,28 @@ those are written once, in the weight's dtype; the gradient of the hidden states
 taken in fp32 (also where the layer computes in bf16, whose 8 bits would lose the later tiles). That costs one
 more product of hidden states and weight than keeping the logits, a quarter of the layer's work.
 
-The output layer's parameters belong to the root of the sharded model and are whole only inside its forward
-pass: so the root's forward is replaced by one that runs the function it is given.
+Where ranks have a part of the vocabulary each, the same rule is applied once more: a rank's part is a tile.
+Every rank ends with the same columns, and with the whole gradient of the hidden states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer_service.backends.base import Columns
 from trainer_service.backends.fsdp.memory import logits_bytes
-from trainer_service.data.microbatch import MicroBatch, build_micro_batch
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 
 ALIGNED = 64
 """Tiles wider than this are a multiple of it wide: products are slower on rows that begin anywhere."""
-VALUES = {"value", "score"}
-"""Columns of the value layer."""
-AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Largest difference of a logit from the model's own, as a share of the largest of those."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +41,15 @@ class Head:
     s · (h Wᵀ + b) without the cap c."""
 
     weight: Tensor
-    """[V, H]"""
-    bias: Tensor | None
+    """[V, H], or the rows that this rank has of it"""
+    bias: Tensor | None = None
     """[V]"""
     scale: float = 1.0
     cap: float | None = None
+    first: int = 0
+    """Token id of the first row."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that have the rows together; None: they are all here."""
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -118,7 +116,7 @@ class _Columns(torch.autograd.Function):
         sums, entropies = [], []
         for tile, out in head.tiles(hidden, spare=int(with_entropy)):
             z = head.logits(hidden, tile, out).div_(temperature[:, None])
-            local, inside = _within(target, tile)
+            local, inside = _within(target - head.first, tile)
             chosen = torch.where(inside, z.gather(1, local)[:, 0], chosen)
             highest = z.amax(1, keepdim=True)
             z.sub_(highest)
@@ -131,13 +129,14 @@ class _Columns(torch.autograd.Function):
                 total = z.exp_().sum(1)
             sums.append(highest[:, 0] + total.log())
             del z  # In bf16 it is a tensor of its own, and the next tile's would be made beside it
-        log_sum = torch.stack(sums).logsumexp(0)
-        entropy = torch.empty_like(log_sum[:0])
-        if with_entropy:
-            log_share = torch.stack(sums) - log_sum
-            entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
+        log_sum, entropy = _joined_tiles(sums, entropies)
+        if head.group is not None:
+            dist.all_reduce(chosen, group=head.group)
+            log_sum, entropy = _joined_tiles(
+                _of_all_ranks(log_sum, head.group), _of_all_ranks(entropy, head.group) if entropies else []
+            )
         ctx.save_for_backward(hidden, weight, bias, target, temperature, log_sum, entropy)
-        ctx.scale, ctx.cap = head.scale, head.cap
+        ctx.head = replace(head, weight=weight[:0], bias=None)
         ctx.set_materialize_grads(False)
         return chosen - log_sum, entropy
 
@@ -145,7 +144,7 @@ class _Columns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_logp: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, temperature, log_sum, entropy = ctx.saved_tensors
-        head = Head(weight, bias, ctx.scale, ctx.cap)
+        head = replace(ctx.head, weight=weight, bias=bias)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
@@ -165,7 +164,7 @@ class _Columns(torch.autograd.Function):
                 z.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(g[:, None])
                 z.mul_(p).neg_()
                 del p
-            local, inside = _within(target, tile)
+            local, inside = _within(target - head.first, tile)
             z.scatter_add_(1, local, (g * inside)[:, None])
             z.mul_(head.scale / temperature[:, None])
             if slope is not None:
@@ -180,15 +179,46 @@ class _Columns(torch.autograd.Function):
             if grad_weight is not None:
                 torch.mm(narrow.T, hidden, out=grad_weight[tile])
             del z, narrow, slope
+        if head.group is not None and grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=head.group)
         if product is not None and grad_hidden is not None:
             grad_hidden = product.copy_(grad_hidden)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _joined_tiles(sums: Sequence[Tensor], entropies: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Log of the sum of exponentials, and the entropy, of all tiles from those of each ([S] all); without
+    `entropies` an empty one."""
+    log_sum = torch.stack([*sums]).logsumexp(0)
+    if not entropies:
+        return log_sum, torch.empty_like(log_sum[:0])
+    log_share = torch.stack([*sums]) - log_sum
+    return log_sum, (log_share.exp() * (torch.stack([*entropies]) - log_share)).sum(0)
+
+
+def _of_all_ranks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(found, tensor, group=group)
+    return found
 
 
 def _within(target: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
     """The column of each target in a tile ([S, 1], any where it is elsewhere), and whether it is there."""
     inside = (target >= tile.start) & (target < tile.stop)
     return (target - tile.start).clamp_(0, tile.stop - tile.start - 1)[:, None], inside
+
+
+VALUES = frozenset({"value", "score"})
+"""Columns of the value layer."""
+
+
+def value_places(batch: MicroBatch, name: str, *, has_layer: bool) -> Tensor:
+    """Where in the pack a column of `VALUES` is read. Raises ValueError for one that there is not."""
+    places = batch.predict if name == "value" else batch.own
+    if places is None or not has_layer:
+        lacks = "no value head" if places is not None else "the last token of a row not fed"
+        raise ValueError(f"there is no column {name}: the model has {lacks}")
+    return places
 
 
 def columns_of_units(head: Head, hidden: Tensor, batch: MicroBatch, names: Sequence[str]) -> Columns:
@@ -213,97 +243,9 @@ def _greedy(head: Head, hidden: Tensor, target: Tensor) -> Tensor:
     token = torch.zeros_like(target)
     for tile, out in head.tiles(hidden):
         highest, index = head.logits(hidden, tile, out).max(1)
-        token = torch.where(highest > best, index + tile.start, token)
+        token = torch.where(highest > best, index + tile.start + head.first, token)
         best = torch.maximum(best, highest)
+    if head.group is not None:  # of equal ones the first, as above
+        of_ranks = torch.stack(_of_all_ranks(best, head.group)).argmax(0)
+        token = torch.stack(_of_all_ranks(token, head.group)).gather(0, of_ranks[None])[0]
     return token == target
-
-
-def packed_columns(model: nn.Module, batch: MicroBatch, names: Sequence[str]) -> Columns:
-    """The columns of a micro-batch by a model that `open_window` was called with. Raises ValueError for one
-    that the model does not give."""
-
-    def run(inside: Any) -> Columns:
-        states = _states(inside, batch)
-        found: dict[str, Tensor] = {}
-        for name in VALUES & set(names):
-            places = batch.predict if name == "value" else batch.own
-            if places is None or not hasattr(inside, "score"):
-                lacks = "no value head" if places is not None else "the last token of a row not fed"
-                raise ValueError(f"there is no column {name}: the model has {lacks}")
-            found[name] = _values(inside, states, places)
-        if of_tokens := [name for name in names if name not in VALUES]:
-            found |= columns_of_units(Head.of(inside), _at(states, batch.predict), batch, of_tokens)
-        return {name: found[name] for name in names}
-
-    columns: Columns = model(run)
-    return columns
-
-
-def _values(model: Any, states: Tensor, places: Tensor) -> Tensor:
-    """f32 [S]: the value layer's numbers at `places`; in fp32, since a sum of 8 bits would lose them."""
-    # No view comes out, whose change in place would lose FSDP's hook.
-    return torch.mv(_at(states, places).float(), model.score.weight[0].float())
-
-
-def open_window(model: nn.Module, device: torch.device) -> None:
-    """Let `model(run)` return `run(model)` while all of the root's parameters are there.
-
-    All ranks call it, after the weights were loaded. Raises `ModelError` for a model whose logits are not
-    those of its `Head`, or whose score is not that of its value layer."""
-    model.forward = lambda run: run(model)
-    kind: Any = model.config
-    batch = build_micro_batch(_probe_rows(kind.get_text_config().vocab_size), device=device)
-
-    def difference(inside: Any) -> tuple[Tensor, Tensor, torch.dtype]:
-        states = _states(inside, batch)
-        if inside.get_output_embeddings() is None:
-            # Its own score is that of the last token that is no padding.
-            values = _values(inside, states, torch.arange(len(states), device=device))
-            score = type(inside).forward(inside, **_inputs(batch)).logits.float()
-            return (values - score).abs().min(), values.abs().max(), inside.score.weight.dtype
-        head = Head.of(inside)
-        hidden = _at(states, batch.predict)
-        own = torch.cat([head.logits(hidden, tile, out).clone() for tile, out in head.tiles(hidden)], 1)
-        plain = type(inside).forward(inside, **_inputs(batch), logits_to_keep=batch.predict).logits[0].float()
-        return (own - plain).abs().max(), plain.abs().max(), head.weight.dtype
-
-    with torch.no_grad():
-        gap, largest, dtype = model(difference)
-    if not bool(gap <= AGREEMENT[dtype] * largest):
-        raise ModelError(
-            f"the logits of {kind.model_type} are not those of its output layer (they differ by "
-            f"{float(gap):.3g} of {float(largest):.3g}): it changes them in a way that this trainer does not "
-            "know."
-        )
-
-
-def _probe_rows(vocabulary: int) -> list[TrainingRow]:
-    """A row of several tokens: that of the padding alone may be embedded as zeros, and have no logits."""
-    ids = (np.arange(1, 17) * 7919 % vocabulary).astype(np.int32)
-    mask = np.ones(16, np.uint8)
-    mask[0] = 0
-    row = row_of(0, ids, mask, np.zeros(16, np.float32), np.zeros(16, np.int32))
-    return [] if row is None else [row]
-
-
-def _states(model: Any, batch: MicroBatch) -> Tensor:
-    """[T, H]: what the output layer gets for each token."""
-    states: Tensor = model.base_model(**_inputs(batch)).last_hidden_state[0]
-    return states
-
-
-def _at(states: Tensor, places: Tensor) -> Tensor:
-    """[S, H]: the states at the places of units. Units may share one; as an embedding its gradient is summed
-    in one order, so that steps repeat."""
-    return F.embedding(places, states)
-
-
-def _inputs(batch: MicroBatch) -> dict[str, Any]:
-    """The model's arguments. The cache must be off: with it transformers takes the pack for one sequence."""
-    return {
-        "input_ids": batch.input_ids,
-        "position_ids": batch.position_ids,
-        "use_cache": False,
-        "packed_runs": batch.runs,
-        "branching": batch.branching,
-    }

@@ -1,0 +1,47 @@
+"""The routers of a transformers model that is a mixture of experts: what chooses the experts of each token.
+
+A router is called with hidden states and returns `(logits [T, E], weights [T, K], experts i64 [T, K])`, in
+whatever part of a block it sits; transformers names its class where it says what a model can record.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PROBED = 64  # Tokens that a router is tried with
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """The routers of `model` in the order of its layers; none where it has no experts, or does not say."""
+    classes: set[type[nn.Module]] = set()
+    for module in model.modules():
+        said = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        for each in said if isinstance(said, list) else [said]:
+            if (kind := getattr(each, "target_class", None)) is not None:
+                classes.add(kind)
+    return [module for module in model.modules() if isinstance(module, tuple(classes))] if classes else []
+
+
+def tried(router: nn.Module, config: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What a router of this kind, with random weights, says of random tokens: logits, weights and experts.
+    None for one that is called otherwise or says something else."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        made = type(router)(config).float()
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+                )
+            said = made(torch.randn(PROBED, config.hidden_size, generator=generator))
+        logits, weights, experts = said
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return None
+    if not all(isinstance(each, Tensor) and each.ndim == 2 and len(each) == PROBED for each in said):
+        return None
+    if experts.dtype != torch.int64 or weights.shape != experts.shape or logits.shape[1] < experts.shape[1]:
+        return None
+    return logits, weights, experts

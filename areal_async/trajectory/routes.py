@@ -1,0 +1,87 @@
+"""Routes: of each unit that was fed to a mixture of experts, the experts that the engine sent it to.
+
+An episode carries them as the optional column `routes`, u8 or u16 [T, L * K]: of each of L layers of experts
+the ids of the K experts, in the order of the layers. The largest value of the type means none: of a unit that
+was not fed, of one whose engine did not tell, and in the place of an expert that was left out.
+
+Routes are far larger than the rest of an episode (48 layers of 8 experts are 384 bytes a unit, the rest is
+13), and only the trainer reads them. So they are no part of its blob: `pack_routes` gives bytes of their own,
+which travel beside it, and `with_routes` puts them back. Little-endian: magic `ARTE`, u16 1, u16 bytes of a
+value, u32 units, u32 width, u32 CRC-32 of the episode's token ids, u32 CRC-32 of the values; the values.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from copy import copy
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_async.trajectory.episode import Episode
+from areal_async.trajectory.layout import COLUMN_DTYPES, ROUTES, CodecError, Units
+
+ROUTES_MAGIC = b"ARTE"
+_HEAD = struct.Struct("<4sHHIIII")
+_TYPES = {dtype.itemsize: dtype for dtype in (COLUMN_DTYPES["u8"], COLUMN_DTYPES["u16"])}
+
+Routes = NDArray[np.uint8] | NDArray[np.uint16]
+
+
+def route_type(experts: int) -> np.dtype:
+    """The smallest type that holds the ids of so many experts, and none."""
+    return COLUMN_DTYPES["u8" if experts < 256 else "u16"]
+
+
+def no_route(dtype: np.dtype) -> int:
+    """The value that means none."""
+    return int(np.iinfo(dtype).max)
+
+
+def stored_routes(ids: NDArray, experts: int) -> Routes:
+    """[T, L * K] of expert ids [T, L, K] of any integer type; what is no id of an expert is none."""
+    dtype = route_type(experts)
+    flat = ids.reshape(len(ids), -1)
+    found: Routes = np.where((flat >= 0) & (flat < experts), flat, no_route(dtype)).astype(dtype)
+    return found
+
+
+def routes_of(episode: Episode) -> Routes | None:
+    """u8 or u16 [T, width] of the episode's units; None where it carries none."""
+    return episode.units.columns.get(ROUTES)
+
+
+def pack_routes(episode: Episode) -> bytes | None:
+    """The routes of an episode as bytes of their own; None where it has none."""
+    routes = routes_of(episode)
+    if routes is None:
+        return None
+    values = routes.tobytes()
+    head = _HEAD.pack(ROUTES_MAGIC, 1, routes.itemsize, *routes.shape, _crc_of(episode), zlib.crc32(values))
+    return b"".join((head, values))
+
+
+def with_routes(episode: Episode, packed: memoryview | bytes) -> Episode:
+    """The episode with routes that `pack_routes` made. Raises `CodecError` for bytes that are not its."""
+    view = memoryview(packed)
+    if len(view) < _HEAD.size:
+        raise CodecError(f"{len(view)} bytes are no routes")
+    magic, schema, size, n_units, width, crc_of_ids, crc = _HEAD.unpack_from(view)
+    dtype = _TYPES.get(size)
+    if magic != ROUTES_MAGIC or schema != 1 or dtype is None:
+        raise CodecError("the bytes are no routes that this process reads")
+    if n_units != episode.n_units or crc_of_ids != _crc_of(episode):
+        raise CodecError(f"the routes are of another episode than {episode.episode_id}")
+    body = view[_HEAD.size :]
+    if len(body) != n_units * width * size or zlib.crc32(body) != crc:
+        raise CodecError(f"the routes of episode {episode.episode_id} were cut or altered")
+    held = episode.units
+    columns = {**held.columns, ROUTES: np.frombuffer(body, dtype).reshape(n_units, width)}
+    found = copy(episode)
+    found.units = Units(held.token_id, held.mask, held.logprob, held.version, columns)
+    return found
+
+
+def _crc_of(episode: Episode) -> int:
+    return zlib.crc32(episode.units.token_id.tobytes())

@@ -1,0 +1,163 @@
+"""Routes of held episodes: files beside the buffer, whatever their size and wherever its Redis is.
+
+Promises: no byte of them is in Redis; those of an episode that is stored are there until its own bytes are
+freed, and a little longer (`GRACE_S`), since whoever was just told where they lie may still open them.
+
+Nothing refers to the files: the name says whose routes are in it, and where in it they begin. So the ledger
+and Redis know nothing of them. What a crash leaves over is removed when the store is opened, and an episode
+whose routes are gone, after a move of the front to another host for example, is trained without. A file that
+came from a client of this host holds the routes of a group: each of its episodes has a link to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from areal_async.rpc.by_file import Filed, FilePart
+
+PREFIX = "routes-"
+"""Of their names, which lie in one folder with those of episodes."""
+GRACE_S = 3.0
+
+Place = tuple[str, int]
+"""(group id, sample)"""
+Given = Filed | Sequence[memoryview]
+"""Routes as attachments: in a file of a client of this host, or as bytes."""
+
+
+class RoutesFile(NamedTuple):
+    """The file `name` holds the routes of an episode, so many bytes from `at` on."""
+
+    name: str
+    at: int
+    size_bytes: int
+
+
+class RouteFiles:
+    """The files of one job in `folder`. Used from one event loop."""
+
+    def __init__(self, folder: Path, grace_s: float = GRACE_S) -> None:
+        self._folder = folder
+        self._grace_s = grace_s
+        self._held: dict[str, dict[int, RoutesFile]] = {}
+        self._removing: dict[str, asyncio.TimerHandle] = {}
+
+    async def open(self, groups: Collection[str]) -> None:
+        """Take in what is there, and remove those of other `groups`. May be called again."""
+        self._stop_removing()
+        self._held = await asyncio.to_thread(self._found, frozenset(groups))
+
+    async def write(self, group_id: str, samples: Sequence[int], given: Given) -> dict[int, RoutesFile]:
+        """Put the routes of these samples into files, which must be given to `settled` once it is decided
+        which of them are stored. Raises OSError, having left nothing: the disk is full, or fails."""
+        files = {
+            sample: self._named(group_id, sample, number, given) for number, sample in enumerate(samples)
+        }
+        await asyncio.to_thread(self._write, [*files.values()], given)
+        return files
+
+    def settled(self, group_id: str, files: Mapping[int, RoutesFile], *, stored: Collection[int]) -> None:
+        """The routes of the samples that are `stored` are held from now on, the others' are removed."""
+        gone = [file.name for sample, file in files.items() if sample not in stored]
+        for sample in files.keys() & set(stored):
+            held = self._held.setdefault(group_id, {})
+            before, held[sample] = held.get(sample), files[sample]
+            if before is not None and before != files[sample]:
+                gone.append(before.name)
+        self._remove(gone)
+
+    def free(self, freed: Mapping[str, Sequence[int] | None]) -> None:
+        """The bytes of these groups' samples, None for all, are freed."""
+        for group_id, samples in freed.items():
+            held = self._held.get(group_id, {})
+            gone = [held.pop(sample, None) for sample in (list(held) if samples is None else samples)]
+            if not held:
+                self._held.pop(group_id, None)
+            self._remove([file.name for file in gone if file is not None])
+
+    async def read(self, wanted: Sequence[Place], *, by_file: bool) -> list[memoryview | FilePart | None]:
+        """The routes of these episodes, read from their files, or `by_file` where they lie; None for one that
+        has none."""
+        files = [self._held.get(group_id, {}).get(sample) for group_id, sample in wanted]
+        if by_file:
+            return [None if file is None else FilePart(*file) for file in files]
+        return await asyncio.to_thread(lambda: [file and self._bytes(file) for file in files])
+
+    def close(self) -> None:
+        """Remove what is left to remove: nobody asks for it any more."""
+        for name in self._stop_removing():
+            self._unlink(name)
+
+    def _stop_removing(self) -> list[str]:
+        names = [*self._removing]
+        for handle in self._removing.values():
+            handle.cancel()
+        self._removing.clear()
+        return names
+
+    def _remove(self, names: Sequence[str]) -> None:
+        loop = asyncio.get_running_loop()
+        for name in names:
+            late = partial(loop.run_in_executor, None, self._unlink, name)
+            self._removing[name] = loop.call_later(self._grace_s, late)
+
+    def _named(self, group_id: str, sample: int, number: int, given: Given) -> RoutesFile:
+        at, size = (given.offsets[number], given.sizes[number]) if isinstance(given, Filed) else (0, 0)
+        size = size or len(given[number])
+        token = secrets.token_hex(4)  # No name is used twice: one that was freed may still be removed
+        return RoutesFile(f"{PREFIX}{quote(group_id, safe='')},{sample},{at},{size},{token}", at, size)
+
+    # --- in a thread ---
+
+    def _write(self, named: Sequence[RoutesFile], given: Given) -> None:
+        try:
+            for file, routes in zip(named, given, strict=True):
+                if isinstance(given, Filed):
+                    os.link(given.path, self._folder / file.name, follow_symlinks=False)
+                else:
+                    (self._folder / file.name).write_bytes(routes)
+        except BaseException:
+            for file in named:
+                (self._folder / file.name).unlink(missing_ok=True)
+            raise
+
+    def _found(self, groups: frozenset[str]) -> dict[str, dict[int, RoutesFile]]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found: dict[str, dict[int, RoutesFile]] = {}
+        written = sorted(
+            (entry.stat().st_mtime_ns, entry.name)
+            for entry in os.scandir(self._folder)
+            if entry.name.startswith(PREFIX)
+        )
+        for _, name in written:
+            group, sample, at, size, _ = name.removeprefix(PREFIX).split(",")
+            samples = found.setdefault(unquote(group), {})
+            older = samples.get(int(sample))
+            samples[int(sample)] = RoutesFile(name, int(at), int(size))
+            if older is not None:
+                self._unlink(older.name)
+        for group_id in found.keys() - groups:
+            for file in found.pop(group_id).values():
+                self._unlink(file.name)
+        return found
+
+    def _bytes(self, file: RoutesFile) -> memoryview | None:
+        try:
+            with (self._folder / file.name).open("rb") as opened:
+                found = os.pread(opened.fileno(), file.size_bytes, file.at)
+        except OSError:
+            return None
+        return memoryview(found) if len(found) == file.size_bytes else None
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._folder / name)
+        self._removing.pop(name, None)

@@ -1,0 +1,148 @@
+"""Rows shared by several ranks: all that comes of them is what one rank computes."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from areal_async.config.files import check_config
+from tests.unit.trainer import rank_process, sequence_process
+from tests.unit.trainer.sequence_process import CASES, MODELS, VOCABULARY
+from trainer_service.backends.fsdp import ring
+from trainer_service.backends.fsdp.sharing import HeadSharing, share_heads
+from trainer_service.data import prefixes
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, changes in MODELS.items():
+        torch.manual_seed(0)
+        options = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 1 if name in ("repeated", "experts") else 2,
+            "initializer_range": 0.2,
+            "tie_word_embeddings": name == "repeated",
+            "pad_token_id": 0,
+            **changes,
+        }
+        if name == "experts":
+            config = Qwen3MoeConfig(
+                **options, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+            )
+        else:
+            config = Qwen2Config(**options)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, models):
+    """By case what each of its ranks found."""
+    out = tmp_path_factory.mktemp("shared")
+    command = [sys.executable, sequence_process.__file__, models, out]
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return {
+        name: [load_file(out / name / f"rank{rank}.safetensors") for rank in range(case.ranks)]
+        for name, case in CASES.items()
+    }
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    for module, name in ((prefixes, "DENSE_TOKENS"), (prefixes, "LEAST_BRANCH"), (ring, "TILE")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    sequence_process.small_tiles()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_share_rows_compute_what_one_does(name, shared, models, small_tiles):
+    """Columns, gradient norms, weights after an update, and all of it again after that."""
+    case = CASES[name]
+    torch.set_num_threads(1)
+    want = sequence_process.alone(case, models)
+    owners = shared[name][:: case.sequence]
+    for each in shared[name]:
+        for step in range(2):
+            assert each[f"{step}.norms"].tolist() == pytest.approx(want[f"{step}.norms"].tolist(), rel=1e-5)
+    for key, tensor in want.items():
+        if "/" in key:
+            torch.testing.assert_close(shared[name][0][key], tensor, atol=1e-5, rtol=1e-5)
+        elif not key.endswith("norms"):
+            columns = torch.cat([each[key] for each in owners])
+            torch.testing.assert_close(columns, tensor, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_who_sees_a_token_follows_from_where_it_is_left(turns):
+    """As the mask of a small tree has it, for one tree and for a pack of several."""
+    position, trees = [], []
+    for turn in turns:
+        tree = [*range(turn[0] + 1)]
+        for at in turn[1:]:
+            begin = min(at, tree[-1] + 1) or 1
+            tree += [*range(begin, begin + 2)]
+        position += tree
+        trees.append(len(tree))
+    leaves = prefixes.leaves_of(np.array(position))
+    at = np.arange(len(position))
+    seen = (at[None] <= at[:, None]) & (at[:, None] < leaves[None])
+    want = np.zeros_like(seen)
+    start = 0
+    for length in trees:
+        tree = np.array(position[start : start + length])
+        want[start : start + length, start : start + length] = prefixes._mask(tree[None])[0]
+        start += length
+    assert np.array_equal(seen, want)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "by_heads", "ring", "repeats"),
+    [(32, 8, 4, 4, 1, 1), (32, 4, 8, 8, 1, 2), (28, 4, 8, 4, 2, 1), (15, 5, 2, 1, 2, 1), (12, 3, 4, 4, 1, 4)],
+)
+def test_heads_are_shared_as_far_as_they_go_and_a_ring_is_the_rest(
+    heads, kv_heads, ranks, by_heads, ring, repeats
+):
+    sharing = share_heads(heads, ranks)
+    assert sharing == HeadSharing(by_heads, ring)
+    assert sharing.repeats(kv_heads) == repeats
+    said = sharing.describe(kv_heads)
+    assert (f"ring of {ring}" in said, "all-to-all" in said) == (ring > 1, by_heads > 1)
+    assert (f"{kv_heads} key/value heads each {repeats} times" in said) == (repeats > 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_parameters": {"rope_type": "yarn"},
+            },
+            "",
+        ),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention, which look at several"),
+        ({"text_config": {"layer_types": ["conv", "mamba"]}}, "conv, mamba, which look at several"),
+        ({"rope_scaling": {"type": "longrope"}}, "longrope, which depend on the longest row"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic, which depend"),
+        ({"rope_scaling": None}, ""),
+    ],
+)
+def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_before_the_start(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for sequence in (1, 2):
+        job = rank_process.job_of(tmp_path, tmp_path, ranks=2, parallel={"sequence": sequence})
+        found = [mistake for mistake in check_config(job) if mistake.field == "trainer.parallel.sequence"]
+        assert len(found) == (sequence > 1 and said != "")
+        assert all(said in mistake.problem for mistake in found)

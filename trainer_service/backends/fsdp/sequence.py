@@ -1,0 +1,203 @@
+"""Rows shared by several ranks: each has a stretch of a micro-batch's tokens, and attention sees all of them.
+
+The ranks of a group build the same micro-batch. Its T tokens, padded to a multiple of the group with one more
+row that nothing is predicted in, are cut into as many equal stretches, and everything in the model but
+attention is of a rank's own. Attention gets what it needs of the other stretches as `sharing.py` says.
+
+Columns come of the rank whose stretch has the place of their units. All ranks end with the columns of all
+units, so that the loss is that of one rank (`shared_loss`); gradients go back to the stretch they came of.
+What a rank's parameters get is its part of the gradient: the sum over the group is that of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer_service.backends.fsdp.sharing import HeadSharing, share_heads
+from trainer_service.data.microbatch import MicroBatch
+from trainer_service.data.prefixes import Branching, Runs, leaves_of
+from trainer_service.ranks import Ranks
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""[1, L, H, D] of query [1, H, L, D], key [1, H_kv, L, D] and value."""
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The ranks that have a stretch of each row, and this one's place among them. They follow each other."""
+
+    group: dist.ProcessGroup
+    index: int
+    size: int
+    owner: int
+    """Number of the first of them among all ranks."""
+    sharing: HeadSharing
+    heads: dist.ProcessGroup
+    """Those that share heads with this one."""
+    ring: dist.ProcessGroup
+    """Those among which this one's keys and values go round."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, size: int) -> SequenceRanks:
+        """`size` neighbours; all of `ranks` call it. For a model's attention see `for_heads`."""
+        group = _groups(ranks, lambda rank: rank // size)
+        index = ranks.rank % size
+        return cls(group, index, size, ranks.rank - index, HeadSharing(size, 1), group, group)
+
+    def for_heads(self, heads: int, ranks: Ranks) -> SequenceRanks:
+        """The same for a model with so many query heads; all of `ranks` call it."""
+        sharing = share_heads(heads, self.size)
+        n = sharing.by_heads
+        return replace(
+            self,
+            sharing=sharing,
+            heads=self.group if sharing.ring == 1 else _groups(ranks, lambda rank: rank // n),
+            ring=self.group if n == 1 else _groups(ranks, lambda rank: (rank // self.size, rank % n)),
+        )
+
+    def part_of(self, batch: MicroBatch) -> SequencePart:
+        """This rank's stretch of a micro-batch that all of the group have."""
+        length = -(-batch.n_tokens // self.size)
+        padding = length * self.size - batch.n_tokens
+        ids, positions = batch.input_ids, batch.position_ids
+        runs, branching = list(batch.runs), list(batch.branching)
+        if padding:
+            ids = torch.cat([ids, ids[:, -1:].expand(1, padding)], 1)
+            positions = torch.cat([positions, torch.arange(padding, device=ids.device)[None]], 1)
+            runs.append((1, padding))
+            branching.append(None)
+        own = slice(self.index * length, (self.index + 1) * length)
+        ring = None
+        if self.sharing.ring > 1:
+            leaves = leaves_of(positions[0].cpu().numpy())
+            ring = RingTokens(
+                leaves, torch.from_numpy(leaves).to(ids.device), positions[0], length * self.sharing.by_heads
+            )
+        return SequencePart(self, ids[:, own], positions[:, own], own, runs, branching, ring)
+
+    def stretch(self, routes: Tensor) -> Tensor:
+        """Of routes [layers, T, K] those of this rank's stretch of the padded micro-batch; -1 for padding."""
+        length = -(-routes.shape[1] // self.size)
+        whole = F.pad(routes, (0, 0, 0, length * self.size - routes.shape[1]), value=-1)
+        return whole[:, self.index * length : (self.index + 1) * length]
+
+
+def _groups(ranks: Ranks, color: Callable[[int], Any]) -> dist.ProcessGroup:
+    """The group of the ranks that have this one's color."""
+    members: dict[Any, list[int]] = {}
+    for rank in range(ranks.world):
+        members.setdefault(color(rank), []).append(rank)
+    own, _ = dist.new_subgroups_by_enumeration(
+        [*members.values()], timeout=timedelta(seconds=ranks.timeout_s)
+    )
+    return own
+
+
+@dataclass(frozen=True)
+class RingTokens:
+    """Who sees whom among all tokens of a padded micro-batch: token i sees token j if j ≤ i < leaves[j], and
+    with a window if position[i] - position[j] is below it."""
+
+    leaves: np.ndarray
+    """i64 [T]: see `prefixes.leaves_of`."""
+    leaves_there: Tensor
+    """The same on the device."""
+    position: Tensor
+    """i64 [T]"""
+    block: int
+    """Tokens of each place in the ring."""
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """A rank's stretch of L tokens of a micro-batch, and what attention has to know of the others."""
+
+    ranks: SequenceRanks
+    input_ids: Tensor
+    """i64 [1, L]"""
+    position_ids: Tensor
+    """i64 [1, L]"""
+    own: slice
+    """Where they are in the padded micro-batch."""
+    runs: Runs
+    """Of the padded micro-batch."""
+    branching: list[Branching]
+    ring: RingTokens | None
+
+    def units_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Of places [S] in the pack those in this stretch: i64 [N], which they are, and where in it."""
+        chosen = ((places >= self.own.start) & (places < self.own.stop)).nonzero()[:, 0]
+        return chosen, places[chosen] - self.own.start
+
+    def column(self, values: Tensor, chosen: Tensor, n_units: int) -> Tensor:
+        """[S]: the values [N] of all stretches' units, on every rank."""
+        whole = torch.zeros(n_units, device=values.device).index_copy(0, chosen, values.float())
+        return _Summed.apply(whole, self.ranks.group).to(values.dtype)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+        """[1, L, H, D] of this stretch's queries [1, H, L, D], keys [1, H_kv, L, D] and values, by `attend`,
+        which gets those of some heads of all tokens that are to be had without a ring. ValueError for heads
+        that the ranks cannot share."""
+        n = self.ranks.sharing.by_heads
+        if query.shape[1] % n:
+            raise ValueError(
+                f"a layer has {query.shape[1]} heads, which {n} ranks cannot share: set "
+                "trainer.parallel.sequence to a divisor of the heads of every layer"
+            )
+        if n == 1:
+            return attend(query, key, value)
+        if (times := self.ranks.sharing.repeats(key.shape[1])) > 1:
+            key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+        parts = [_by_rank(each[0], n) for each in (query, key, value)]
+        found = _AllToAll.apply(torch.cat(parts, 2), self.ranks.heads).flatten(0, 1)
+        sizes = [part.shape[2] for part in parts]
+        split = zip(found.split(sizes, 1), (query, key, value), strict=True)
+        out = attend(*(part.unflatten(1, (-1, of.shape[3])).transpose(0, 1)[None] for part, of in split))
+        heads, width = out.shape[2:]
+        back = _AllToAll.apply(out[0].unflatten(0, (n, -1)).flatten(2), self.ranks.heads)
+        return back.unflatten(2, (heads, width)).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _by_rank(tensor: Tensor, n: int) -> Tensor:
+    """[n, L, H / n · D] of [H, L, D]: the heads that each rank gets."""
+    return tensor.unflatten(0, (n, -1)).transpose(1, 2).flatten(2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Of [n, …] row i goes to rank i of the group, and row j of the result came from rank j."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.contiguous()
+        found = torch.empty_like(tensor)
+        dist.all_to_all_single(found, tensor, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradient, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the group, whose gradient, the same on all ranks, goes to each rank's summand."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        found = tensor.clone()
+        if found.numel():
+            dist.all_reduce(found, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

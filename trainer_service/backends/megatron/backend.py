@@ -1,0 +1,204 @@
+"""Megatron-Core: named models over tensor, pipeline, expert and data ranks, AdamW with distributed state.
+
+Promises: a grid computes what one rank computes (losses are summed over data ranks, never averaged); weights,
+optimizer and random state come back from a checkpoint on any grid; no rank holds more of a tensor than its
+own part of it, while it loads, trains or gives out.
+
+A model's ranks are Megatron's: tensor ranks follow each other, then come data ranks, then stages. All ranks
+of a share read its rows; the columns come out on the first tensor rank of the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from areal_async.config.parallel import RankGrid
+from areal_async.weights.pieces import TensorPiece
+from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
+from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
+from trainer_service.backends.megatron.held import MegatronModel
+from trainer_service.backends.megatron.passes import owns_columns
+from trainer_service.data.microbatch import MicroBatch
+from trainer_service.disk import FileEntry
+from trainer_service.errors import CheckpointError, ModelError
+from trainer_service.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class MegatronBackend:
+    """See `backends.base.TrainingBackend`."""
+
+    adapted: Sequence[str] = ()
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelUse],
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        grid: RankGrid,
+        recompute: str = "none",
+        virtual_stages: int = 1,
+    ) -> None:
+        """The options are those of `Megatron.Arguments`, for all models. Raises `ModelError`."""
+        if grid.ranks != ranks.world:
+            raise ModelError(
+                f"trainer.parallel: {grid.ranks} places do not share {ranks.world} ranks evenly. Set sizes "
+                "whose product is trainer.ranks."
+            )
+        _initialize(grid, virtual_stages, ranks)
+        self.place = RankPlace(
+            parallel_state.get_data_parallel_rank(), grid.data_ranks, reads=True, owns=owns_columns()
+        )
+        self._ranks, self._dtype = ranks, dtype
+        self._copies = HostCopies()
+        self._models = {
+            name: MegatronModel(
+                name, use, ranks, grid, dtype=dtype, recompute=recompute, virtual_stages=virtual_stages
+            )
+            for name, use in models.items()
+        }
+        policy = self._models.get(TRAINED_MODEL)
+        tied = policy is not None and policy.stages.dimensions.tied and models[TRAINED_MODEL].head != "value"
+        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+
+    @property
+    def updates(self) -> dict[str, int]:
+        return {name: model.updates for name, model in self._models.items() if model.changes}
+
+    def evaluate(
+        self,
+        model: str,
+        batches: Sequence[MicroBatch],
+        fn: Callable[[int, Columns], T],
+        *,
+        columns: Sequence[str] = ("logp",),
+    ) -> list[T]:
+        return self._models[model].passes.evaluate(batches, fn, columns)
+
+    def train(
+        self,
+        model: str,
+        batches: Sequence[MicroBatch],
+        loss_of: Callable[[int, Columns], Tensor],
+        *,
+        columns: Sequence[str] = ("logp",),
+    ) -> None:
+        self._models[model].passes.train(batches, loss_of, columns)
+
+    def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
+        return self._models[model].gradient_norm()
+
+    def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
+        return self._models[model].step()
+
+    def discard(self, model: str = TRAINED_MODEL) -> None:
+        self._models[model].discard()
+
+    def follow(self, model: str, source: str, share: float) -> None:
+        self._models[model].follow(self._models[source], share)
+
+    def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
+        pieces = self._models[model].pieces(self._dtype)
+        return self._gathered(pieces) if gather and self._ranks.world > 1 else pieces
+
+    def _gathered(self, pieces: Iterator[TensorPiece]) -> Iterator[TensorPiece]:
+        """All ranks' pieces on rank 0, rank after rank, each received when it is asked for."""
+        side = self._ranks.side()
+        if not self._ranks.first:
+            for piece in pieces:
+                data = piece.tensor.cpu().reshape(-1).view(torch.uint8)
+                kind = str(piece.tensor.dtype).removeprefix("torch.")
+                told = msgspec.json.encode(
+                    [piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), kind]
+                )
+                side.send(torch.tensor([len(told)]).view(torch.uint8), to=0)
+                side.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), to=0)
+                side.send(data, to=0)
+            side.send(torch.tensor([0]).view(torch.uint8), to=0)
+            return
+        yield from pieces
+        for rank in range(1, self._ranks.world):
+            while True:
+                length = torch.zeros(1, dtype=torch.int64)
+                side.receive(length.view(torch.uint8), source=rank)
+                if not int(length):
+                    break
+                said = torch.empty(int(length), dtype=torch.uint8)
+                side.receive(said, source=rank)
+                name, shape, offset, sizes, kind = msgspec.json.decode(said.numpy().tobytes())
+                tensor = torch.empty(sizes, dtype=getattr(torch, kind))
+                side.receive(tensor.view(-1).view(torch.uint8), source=rank)
+                yield TensorPiece(name, tuple(shape), tuple(offset), tensor)
+
+    def prepare_save(self) -> None:
+        self._copies.prepare(self._state())
+
+    def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
+        state = self._state()
+        copies = self._copies.fill(state)
+        random_state = torch.get_rng_state()
+
+        def write() -> Mapping[str, FileEntry]:
+            rank = self._ranks.rank
+            written = write_tensors(_rng_file(folder, rank), {"cpu": random_state}, {})
+            for kind, values in copies.items():
+                if kind in state:
+                    path = folder / f"{kind}-ranges-{rank:05d}.safetensors"
+                    written |= write_tensors(path, {key: values[key] for key in state[kind]}, {})
+            return written
+
+        return write
+
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        for model in self._models.values():
+            model.load(folder, updates)
+        if (file := _rng_file(folder, self._ranks.rank)).exists():
+            try:
+                torch.set_rng_state(load_file(file)["cpu"])
+            except (KeyError, RuntimeError) as error:
+                raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
+
+    def reads(self, files: Collection[str]) -> Collection[str]:
+        return files
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        return {kind: values for model in self._models.values() for kind, values in model.state().items()}
+
+
+def _initialize(grid: RankGrid, virtual_stages: int, ranks: Ranks) -> None:
+    """Make Megatron-Core's process groups, which are of the whole process. Raises `ModelError` where they are
+    of another grid."""
+    sizes = (grid.tensor, grid.pipeline, grid.expert, virtual_stages)
+    if parallel_state.is_initialized():
+        if _initialized != [sizes]:
+            raise ModelError("Megatron-Core has one grid of ranks in a process, and that has another already")
+        return
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tensor,
+        pipeline_model_parallel_size=grid.pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
+        expert_model_parallel_size=grid.expert,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, round(ranks.timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    _initialized[:] = [sizes]
+
+
+_initialized: list[tuple[int, ...]] = []
+
+
+def _rng_file(folder: Path, rank: int) -> Path:
+    return folder / f"rng-{rank:05d}.safetensors"

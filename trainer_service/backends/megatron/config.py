@@ -1,0 +1,152 @@
+"""What Megatron-Core is told of a Hugging Face model, and which models and grids are refused.
+
+A configuration that would compute something else than the model does, without an error, is refused with its
+reason: `reasons_against` is pure and asked when the job file is read, and again where the model is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_async.config.parallel import RankGrid
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type` of what can be loaded."""
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What the layers of a model are, from its `config.json`."""
+
+    kind: str
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_width: int
+    mlp: int
+    vocabulary: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    experts: int = 0
+    """0: every layer has one MLP."""
+    experts_per_token: int = 0
+    expert_mlp: int = 0
+    norm_topk: bool = False
+    """Whether the weights of a token's experts are made to sum to 1."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Dimensions:
+        """Raises ValueError for a model that is not of `FAMILIES`, or whose config lacks a dimension."""
+        if not isinstance(config, Mapping):
+            raise ValueError("its config.json is no mapping")
+        kind = str(config.get("model_type"))
+        if kind not in FAMILIES:
+            raise ValueError(
+                f"its model_type is {kind}: the back end megatron loads {', '.join(FAMILIES)}. Use the back "
+                "end fsdp, which loads every causal language model of transformers"
+            )
+        try:
+            heads, hidden = (_positive(config, name) for name in ("num_attention_heads", "hidden_size"))
+            experts = 0
+            if "moe" in kind:  # files call it by either name
+                experts = _positive(config, "num_experts" if "num_experts" in config else "num_local_experts")
+            return cls(
+                kind=kind,
+                layers=_positive(config, "num_hidden_layers"),
+                hidden=hidden,
+                heads=heads,
+                key_heads=_positive(config, "num_key_value_heads", heads),
+                head_width=_positive(config, "head_dim", hidden // heads),
+                mlp=_positive(config, "intermediate_size"),
+                vocabulary=_positive(config, "vocab_size"),
+                norm_eps=float(config["rms_norm_eps"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
+                qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+                qk_norm=kind in ("qwen3", "qwen3_moe"),
+                experts=experts,
+                experts_per_token=_positive(config, "num_experts_per_tok") if experts else 0,
+                expert_mlp=_positive(config, "moe_intermediate_size") if experts else 0,
+                norm_topk=bool(config.get("norm_topk_prob", False)),
+            )
+        except KeyError as error:
+            raise ValueError(f"its config.json lacks {error.args[0]}") from None
+        except TypeError:
+            raise ValueError("rms_norm_eps of its config.json is no number") from None
+
+
+def _positive(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    """A whole number above 0, `otherwise` where the config has none. Raises KeyError and ValueError."""
+    value = config.get(name)
+    if value is None and otherwise is not None:
+        return otherwise
+    if value is None:
+        raise KeyError(name)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} of its config.json is {value!r} and no whole number above 0")
+    return value
+
+
+def reasons_against(
+    config: Mapping[str, Any], grid: RankGrid, virtual_stages: int = 1
+) -> Iterator[tuple[str, str, str]]:
+    """(field of the job file, what is wrong, what to do) of everything that the back end would not compute as
+    the model does, for a `config.json` that `Dimensions.of` reads. Fields are below `trainer`, or `model`."""
+    found = Dimensions.of(config)
+    stages = grid.pipeline * virtual_stages
+    if config.get("use_sliding_window") or (config.get("layer_types") or []).count("sliding_attention"):
+        yield "model", "it has layers with a sliding window", "Use the back end fsdp"
+    if config.get("attention_bias") and found.kind != "qwen2":
+        yield "model", "its attention has biases on the output projection", "Use the back end fsdp"
+    if config.get("hidden_act", "silu") != "silu":
+        yield "model", f"its activation is {config['hidden_act']}", "Use the back end fsdp"
+    if config.get("mlp_bias"):
+        yield "model", "its MLPs have biases", "Use the back end fsdp"
+    if config.get("attention_dropout"):
+        yield "model", "its attention has dropout, which training here does without", "Set it to 0"
+    if found.experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        yield "model", "some of its layers have experts and others not", "Use the back end fsdp"
+    if found.key_heads % grid.tensor:
+        yield (
+            "parallel.tensor",
+            f"{grid.tensor} ranks do not share {found.key_heads} key and value heads evenly",
+            "Set it to a divisor of num_key_value_heads",
+        )
+    width = found.expert_mlp if found.experts else found.mlp
+    if width % grid.tensor:
+        yield (
+            "parallel.tensor",
+            f"{grid.tensor} ranks do not share {width} rows of an MLP evenly",
+            "Set it to a divisor of them",
+        )
+    if found.layers % stages:
+        yield (
+            "parallel.pipeline",
+            f"{stages} stages do not share {found.layers} layers evenly",
+            "Set it, or backend_args.virtual_stages, so that their product divides the number of layers",
+        )
+    if virtual_stages > 1 and grid.pipeline == 1:
+        yield (
+            "backend_args.virtual_stages",
+            "stages are interleaved on several ranks alone",
+            "Set it to 1, or trainer.parallel.pipeline to 2 or more",
+        )
+    if found.tied and grid.pipeline > 1:
+        yield (
+            "parallel.pipeline",
+            "the model's output layer is its embedding: the first and the last stage would each hold one, "
+            "and nothing but the sum of their gradients would keep them equal",
+            "Set it to 1, or use a model whose tie_word_embeddings is false",
+        )
+    if grid.expert > 1 and not found.experts:
+        yield "parallel.expert", "the model has no experts", "Set it to 1"
+    elif found.experts % grid.expert:
+        yield (
+            "parallel.expert",
+            f"{grid.expert} ranks do not share {found.experts} experts evenly",
+            "Set it to a divisor of num_experts",
+        )

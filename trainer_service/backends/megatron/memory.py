@@ -1,0 +1,144 @@
+"""The memory that a rank of the Megatron-Core back end needs, from a model's dimensions alone, without torch.
+
+The worst rank is meant, which is of the first or the last stage (t: tensor ranks, p: stages, v: interleaved
+ones on each rank, e: expert ranks, d: data ranks; c: bytes of a number in `trainer.dtype`):
+
+- its parameters are those of L / p layers, cut by t, experts by e as well, and of the first stage the
+  embedding, of the last the output layer, cut by t: P. They take c P, their summed gradients 4 P, and where c
+  is 2 the main copies 4 P / d, or of experts 4 P / (d / e). AdamW's moments take twice that.
+- a layer keeps what it does on one rank alone (`fsdp/memory.py`), cut by t: sequence parallelism cuts what
+  tensor parallelism does not (Korthikanti et al., arXiv:2205.05198 section 4.2). The first of p stages keeps
+  it of p micro-batches at once, and with interleaving of p (1 + (p - 1) / (p v)), each of L / p layers
+  (Narayanan et al., arXiv:2104.04473 section 2.2).
+- the head has tiles of logits and the gradient of the output layer, c V H / t, on the last stage, and the
+  hidden states of all tokens there, of every tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from areal_async.config.parallel import RankGrid
+from trainer_service.backends.base import ModelUse
+from trainer_service.backends.fsdp.memory import (
+    FLOAT32_BYTES,
+    LEAST_LOGITS_BYTES,
+    DecoderBlock,
+    MemoryOptions,
+    ModelShape,
+    Moment,
+    RankMemory,
+    block_activations,
+)
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a job spreads and computes one of its models."""
+
+    grid: RankGrid
+    virtual_stages: int = 1
+    compute_bytes: int = 2
+    recompute: str = "none"
+    frozen: bool = False
+    follows: bool = False
+
+    @classmethod
+    def of(
+        cls, grid: RankGrid, use: ModelUse, *, dtype: str, recompute: str, virtual_stages: int
+    ) -> StageOptions:
+        """Of one model of a job."""
+        return cls(
+            grid,
+            virtual_stages,
+            2 if dtype == "bfloat16" else 4,
+            recompute,
+            use.optimizer is None,
+            use.follows,
+        )
+
+
+def stage_memory(model: ModelShape, options: StageOptions) -> RankMemory:
+    """What the worst rank needs; see the module's text for the formulas."""
+    grid, c = options.grid, options.compute_bytes
+    layers = [*model.blocks][: max(1, len(model.blocks) // grid.pipeline)]
+    dense = sum(_numbers(block, experts=False) for block in layers) / grid.tensor
+    experts = sum(_numbers(block, experts=True) for block in layers) / (grid.tensor * grid.expert)
+    table = model.vocabulary * model.hidden / grid.tensor
+    dense += table if grid.pipeline > 1 or model.tied else 2 * table
+    shared = dense / grid.data_ranks + experts * grid.expert / grid.data_ranks
+    trained = not options.frozen
+    main = FLOAT32_BYTES * shared if trained and c < FLOAT32_BYTES else 0
+    followed = FLOAT32_BYTES * (dense + experts) if options.follows else 0
+    moments = 2 * FLOAT32_BYTES * shared if trained else 0
+    saved = moments + FLOAT32_BYTES * shared if trained else followed
+    kept = sum(_kept(block, model.hidden, options) for block in layers) / grid.tensor if trained else 0
+    passing = max(_passing(block, model.hidden, options) for block in layers) / grid.tensor
+    return RankMemory(
+        parameters=round(c * (dense + experts) + main + followed),
+        gradients=round(FLOAT32_BYTES * (dense + experts)) if trained else 0,
+        saved=round(saved),
+        optimizer=round(moments),
+        host_optimizer=0,
+        working=0,
+        unreduced=0,
+        head=LEAST_LOGITS_BYTES + round(c * table if trained else 0) if model.vocabulary else 0,
+        activations_per_token=max(1, round(kept * _in_flight(options))),
+        passing_per_token=round(passing),
+        moments=tuple(_moments(model, options, kept, passing, table)),
+        sequence=1,
+    )
+
+
+def _moments(
+    model: ModelShape, options: StageOptions, kept: float, passing: float, table: float
+) -> Iterator[Moment]:
+    grid, c = options.grid, options.compute_bytes
+    wide = FLOAT32_BYTES if c == FLOAT32_BYTES else FLOAT32_BYTES + c
+    yield Moment(0, kept * _in_flight(options) + passing)
+    # The head is on the last stage, which has one micro-batch at a time, before its layers go backwards.
+    own = _in_flight(options) if grid.pipeline == 1 else 1
+    whole = c * model.hidden * (1 if grid.tensor == 1 else 2)
+    yield Moment(
+        fixed=0 if options.frozen else c * table,
+        per_token=kept * own + whole,
+        per_unit=(c + wide) * model.hidden,
+        vocabulary=-(-model.vocabulary // grid.tensor),
+        logit_bytes=wide,
+    )
+
+
+def _in_flight(options: StageOptions) -> float:
+    """Micro-batches of which the first stage keeps what the backward pass needs."""
+    stages, virtual = options.grid.pipeline, options.virtual_stages
+    return stages * (1 + (stages - 1) / (stages * virtual)) if virtual > 1 else stages
+
+
+def _numbers(block: DecoderBlock, *, experts: bool) -> int:
+    shapes = (shape for shape in block.parameters.values() if (len(shape) == 3) == experts)
+    return sum(map(prod, shapes))
+
+
+def _everything(block: DecoderBlock, hidden: int, options: StageOptions) -> int:
+    return block_activations(block, hidden, MemoryOptions(compute_bytes=options.compute_bytes))
+
+
+def _kept(block: DecoderBlock, hidden: int, options: StageOptions) -> int:
+    if options.recompute == "full":
+        return options.compute_bytes * hidden
+    everything = _everything(block, hidden, options)
+    if options.recompute == "none":
+        return everything
+    # Of attention its inputs alone: not its rotated queries and keys, its output and its log-sums.
+    queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
+    return everything - options.compute_bytes * (queries + keys) - FLOAT32_BYTES * block.heads
+
+
+def _passing(block: DecoderBlock, hidden: int, options: StageOptions) -> int:
+    wide = 2 * block.width("mlp.gate_proj.weight")
+    if routed := block.width("experts.gate_proj.weight"):
+        wide += block.experts_per_token * (2 * routed + 2 * hidden)
+    again = _everything(block, hidden, options) if options.recompute == "full" else 0
+    return options.compute_bytes * (wide + 2 * hidden) + again

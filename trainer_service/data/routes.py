@@ -1,0 +1,129 @@
+"""Replayed routes: what a router's choice becomes where the engine's is known.
+
+A router gives each expert a score, takes the best K, and weighs what they compute by their scores. A replay
+takes the engine's K instead, and weighs them by the scores of the trainer's own router: the gradient of the
+weights reaches that router, and the choice, which has none, is the one under which the token was sampled.
+
+The arithmetic is here for every back end: `rules_of` finds the rules of a model's routers from what they say
+of some tokens, `replayed` applies one. `mixture_to_replay` says whether a job's trainer replays at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from areal_async.config.job import JobConfig
+from areal_async.config.routes import replayed_mixture
+from areal_async.modelfiles import Mixture
+from areal_async.routers import routers_of, tried
+from areal_async.runtime.log import get_logger
+from trainer_service.errors import ModelError
+
+log = get_logger("trainer")
+
+AGREES = 1e-4
+"""Largest relative difference of a rule's weights from the router's own, in f32."""
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How the weights of chosen experts come of a router's logits."""
+
+    score: Literal["softmax", "sigmoid"]
+    """Over all experts, or of each."""
+    normalise: bool
+    """Whether the weights of a token are divided by their sum."""
+    scale: float = 1.0
+
+    def weights(self, logits: Tensor, experts: Tensor, present: Tensor | None = None) -> Tensor:
+        """f32 [T, K] of logits [T, E] and the chosen experts i64 [T, K]; 0 where not `present` (bool
+        [T, K])."""
+        scores = logits.float()
+        scores = scores.softmax(-1) if self.score == "softmax" else scores.sigmoid()
+        chosen = scores.gather(1, experts)
+        if present is not None:
+            chosen = chosen.masked_fill(~present, 0.0)
+        if self.normalise:
+            chosen = chosen / chosen.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        return chosen * self.scale
+
+
+def rule_of(logits: Tensor, weights: Tensor, experts: Tensor) -> RouterRule | None:
+    """The rule of a router that gave these; None where it is none of them. Rules of which all agree (with one
+    expert a token) are alike."""
+    for score in ("softmax", "sigmoid"):
+        for normalise in (False, True):
+            rule = RouterRule(score, normalise)
+            plain = rule.weights(logits, experts)
+            scale = float((weights.float() / plain).detach().median())
+            rule = rule if abs(scale - 1) < AGREES else replace(rule, scale=scale)
+            if torch.allclose(weights.float(), plain * rule.scale, rtol=AGREES, atol=0):
+                return rule
+    return None
+
+
+def rules_of(model: Any) -> dict[type[nn.Module], RouterRule]:
+    """The rule of each kind of router of a transformers model. Raises `ModelError`, which names the kind,
+    where there is none, or none of the rules is theirs."""
+    kind, found = type(model).__name__, dict[type[nn.Module], RouterRule]()
+    for router in routers_of(model):
+        if type(router) in found:
+            continue
+        said = tried(router, model.config.get_text_config())
+        rule = None if said is None else rule_of(*said)
+        if rule is None:
+            raise ModelError(
+                f"the weights that {type(router).__name__} of {kind} gives to experts are no softmax or "
+                "sigmoid of its logits, so routes cannot be replayed in it: set rollout.routes to off."
+            )
+        found[type(router)] = rule
+    if not found:
+        raise ModelError(f"{kind} does not say where its routers are: set rollout.routes to off.")
+    return found
+
+
+def mixture_to_replay(job: JobConfig) -> Mixture | None:
+    """What the model is made of whose routes the job's trainer replays; None where it replays none, as with
+    `auto` for a model whose routers have another rule. Raises `ModelError` for such a one that is to be
+    replayed."""
+    mixture = replayed_mixture(job)
+    if mixture is None or not _has_rules(job.model, must=job.rollout.routes == "replay"):
+        return None
+    return mixture
+
+
+@cache
+def _has_rules(folder: Path, *, must: bool) -> bool:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    try:
+        rules_of(model)
+    except ModelError as error:
+        if must:
+            raise
+        log.warning("routes are not replayed", why=str(error))
+        return False
+    return True
+
+
+def replayed(logits: Tensor, own: Tensor, routes: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
+    """Weights f32 [T, K] and experts i64 [T, K] of tokens whose router gives `logits` [T, E] and would choose
+    `own` i64 [T, K]. `routes` [T, K], of any integer type, are the engine's; -1 is none.
+
+    A token without any keeps its own. Of one with fewer than K (the engine masked an expert, or dropped the
+    token there), and of an expert that is named twice, what is left out weighs 0, and the weights are
+    normalised over the rest."""
+    routes = routes.to(own.dtype)
+    known = (routes >= 0).any(-1, keepdim=True)
+    same = routes[:, :, None] == routes[:, None, :]
+    present = (routes >= 0) & ~same.tril(-1).any(-1)
+    experts = torch.where(present, routes, routes.amax(-1, keepdim=True))
+    experts = torch.where(known, experts, own)
+    return rule.weights(logits, experts, present | ~known), experts
