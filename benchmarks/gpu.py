@@ -11,7 +11,7 @@ kept.
 
 - `train-none`, `train-selective`, `train-full`: a random Qwen2.5-1.5B in bf16, rows of 8k tokens, by
   recomputation: tokens/s, MFU, peak memory beside the plan's figure. `train-offload`: `full`, with AdamW's
-  moments on the host.
+  moments on the host. `train-megatron`: as `train-none`, by Megatron-Core, on CUDA alone.
 - `decode`: tokens/s of the local engine, beside what the memory's bandwidth allows.
 - `update`: how long publication and an update of the engine take, and how long generation stands still.
 - `nccl`: broadcasts in buckets between two processes on the one device, as weights go to engines.
@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARES = {
     "model": 1.0,
     "train-none": 1.2,
+    "train-megatron": 1.2,
     "train-full": 1.2,
     "decode": 1.5,
     "update": 1.0,

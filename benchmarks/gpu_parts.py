@@ -25,6 +25,7 @@ import transformers
 from memory import packed_rows, train_once
 
 from areal_async.config.job import OptimizerSection
+from areal_async.config.parallel import RankGrid
 from areal_async.quickstart.main import prepare
 from areal_async.quickstart.model import make_tokenizer
 from areal_async.registry import BACKENDS
@@ -38,6 +39,7 @@ from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local.engine import LocalEngine
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, ModelShape, rank_memory, shape_of
+from trainer_service.backends.megatron.memory import StageOptions, stage_memory
 from trainer_service.disk import companion_files
 from trainer_service.ranks import join_ranks
 from trainer_service.tools.gpus import Gpu, gpu_of_device
@@ -146,18 +148,25 @@ def flops_per_step(model: ModelShape, lengths: list[int], units: int) -> float:
     return products + head + attention * sum(length * length for length in lengths)
 
 
-def train(setting: Setting, arguments: Mapping[str, Any]) -> None:
+def train(setting: Setting, arguments: Mapping[str, Any], name: str = "fsdp") -> None:
     """Updates of micro-batches of 8k tokens in one row: rate, MFU, peak beside the plan's."""
     tokens = 256 if setting.tiny else 8192
     model = setting.shape()
-    planned = rank_memory(
-        model, MemoryOptions(compute_bytes=2, on_host=setting.device.type == "cpu", **arguments)
-    )
+    if name == "megatron":
+        if setting.device.type != "cuda":
+            setting.note(skipped="Megatron-Core computes on CUDA devices alone")
+            return
+        planned = stage_memory(model, StageOptions(RankGrid(), **arguments))
+    else:
+        planned = rank_memory(
+            model, MemoryOptions(compute_bytes=2, on_host=setting.device.type == "cpu", **arguments)
+        )
     device = str(setting.device)
-    backend: TrainingBackend = BACKENDS.find("fsdp")(
+    backend: TrainingBackend = BACKENDS.find(name)(
         {TRAINED_MODEL: ModelUse(setting.model, OptimizerSection(), 1000)},
         join_ranks(0, 1, device=device),
         dtype=torch.bfloat16,
+        grid=RankGrid(),
         **arguments,
     )
     batches = [
@@ -439,6 +448,7 @@ PARTS: dict[str, Callable[[Setting], Any]] = {
     "train-selective": lambda setting: train(setting, {"recompute": "selective"}),
     "train-full": lambda setting: train(setting, {"recompute": "full"}),
     "train-offload": lambda setting: train(setting, {"recompute": "full", "offload_optimizer": True}),
+    "train-megatron": lambda setting: train(setting, {}, "megatron"),
     "decode": lambda setting: asyncio.run(decode(setting)),
     "update": lambda setting: asyncio.run(update(setting)),
     "nccl": nccl,

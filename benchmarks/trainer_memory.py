@@ -35,7 +35,7 @@ from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp import backend as backend_module
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.backends.fsdp.head import Head, columns_of_units
+from trainer_service.backends.head import Head, columns_of_units
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.ranks import join_ranks
 
