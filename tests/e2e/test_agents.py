@@ -101,6 +101,7 @@ def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(
     assert any(record["accuracy"] != 0 for record in agents.evaluations)
 
 
+@pytest.mark.nightly
 def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path):
     files = prepare("recipes/tool-use", tmp_path)
     shorten(files / "shown_held_out.jsonl", 48)
