@@ -7,8 +7,9 @@ python sequence_process.py MODELS OUT
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class Case:
     data: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     with_values: bool = False
+    routed: bool = False
+    """Whether the tokens of its one layer of four experts go where an engine sent them."""
 
     @property
     def ranks(self) -> int:
@@ -58,6 +61,7 @@ CASES = {
     "repeated": Case("repeated", 2, options={"recompute": "full"}),
     "ring": Case("ring", 2, with_values=True, options={"recompute": "selective"}),
     "experts": Case("experts", 2, options={"offload_optimizer": True}),
+    "routes": Case("experts", 2, options={"recompute": "full"}, routed=True),
     "shards": Case("heads", 2, shard=2),
     "adapters": Case("repeated", 2, data=2, options={"lora": LoraSection(rank=2, alpha=4.0)}),
     "mixed": Case("mixed", 4, options={"recompute": "full"}),
@@ -119,6 +123,21 @@ def share_of(step: int, share: int) -> list[MicroBatch]:
         build_micro_batch(uneven),
         build_micro_batch([_row(rng, 0, ids(2), 1)] if share else []),
     ]
+
+
+def batches_of(case: Case, step: int, shares: Sequence[int]) -> list[MicroBatch]:
+    """The micro-batches of these shares, some of whose tokens have no route, and some one expert alone."""
+    found = [batch for share in shares for batch in share_of(step, share)]
+    if not case.routed:
+        return found
+    rng = np.random.default_rng(step)
+    routed = []
+    for batch in found:
+        routes = rng.permuted(np.tile(np.arange(4), (1, batch.n_tokens, 1)), axis=-1)[:, :, :2]
+        routes[:, ::3, 1] = -1
+        routes[:, ::7] = -1
+        routed.append(replace(batch, routes=torch.from_numpy(routes.astype(np.int16))))
+    return routed
 
 
 def backend_of(case: Case, models: Path, ranks: Ranks, grid: RankGrid | None) -> FsdpBackend:
@@ -183,7 +202,7 @@ def alone(case: Case, models: Path) -> dict[str, torch.Tensor]:
     backend = backend_of(case, models, join_ranks(0, 1), None)
 
     def both(step: int) -> list[MicroBatch]:
-        return share_of(step, 0) + share_of(step, 1)
+        return batches_of(case, step, (0, 1))
 
     found = trained(backend, case, range(1), both) | weights_of(backend)
     return found | trained(backend, case, range(1, 2), both)
@@ -219,8 +238,8 @@ def run(rank: int, world: int, meeting: Meeting, models: Path, out: Path) -> Non
         assert (backend.place.data_rank, backend.place.data_ranks) == (share, grid.data_ranks)
         assert backend.place.owns == (place == 0)
 
-        def mine(step: int, n: int = grid.data_ranks, share: int = share) -> list[MicroBatch]:
-            return share_of(step, share) if n > 1 else share_of(step, 0) + share_of(step, 1)
+        shares = (share,) if grid.data_ranks > 1 else (0, 1)
+        mine = partial(batches_of, case, shares=shares)
 
         found = trained(backend, case, range(1), mine) | weights_of(backend)
         folder = out / name
