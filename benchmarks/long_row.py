@@ -6,10 +6,10 @@ One row goes forwards and backwards through the model and is followed by an upda
 with `trainer.parallel.sequence: 4`, once with four heads, which an all-to-all shares, and once with three,
 where keys and values go round a ring. Of each rank, per row:
 
-- `kept_mib`: storages of all tensors that autograd has kept when the loss is known, the parameters left out,
-  by `torch.autograd.graph.saved_tensors_hooks`.
-- `peak_mib`: most bytes that torch's CPU allocator had given out at once, above those before, by its
-  profiler: with all that lives for a moment, the gathered parameters and gradients.
+- `kept_mib`: bytes that torch's CPU allocator has given out and not got back when the forward pass is over,
+  above those before it, by its profiler: what autograd keeps for the backward pass, and the columns.
+- `peak_mib`: most of them at once until the end of the update: with all that lives for a moment, the gathered
+  parameters and gradients.
 
 The ratios are those of the largest rank to the one rank of the same run. Losses and gradient norms are
 printed too: they are those of one rank.
@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from memory import allocated_peak
+from memory import allocated
 from started_ranks import start_ranks
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from areal_async.config.job import OptimizerSection
 from areal_async.config.parallel import RankGrid
@@ -50,6 +50,7 @@ SAMPLED = 1024
 HEADS = {"all-to-all": 4, "ring": 3}
 SEQUENCE = 4
 DEADLINE_S = 7200.0
+FORWARD_IS_OVER = "forward is over"
 
 
 def write_model(folder: Path, heads: int, layers: int) -> None:
@@ -88,16 +89,13 @@ def measure(rank: int, world: int, tokens: int, folder: Path, out: Path) -> None
         grid=RankGrid(sequence=world),
     )
     module, batch = backend._models[TRAINED_MODEL].module, long_row(tokens)
-    kept: dict[int, int] = {}
     found: dict[str, Any] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        gathered = (each for each in module.parameters() if not isinstance(each, DTensor))
-        own = {each.untyped_storage().data_ptr() for each in gathered}
-        storage = tensor.untyped_storage()
-        if not isinstance(tensor, torch.nn.Parameter) and storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def forward_is_over(*_: Any) -> None:
+        with record_function(FORWARD_IS_OVER):
+            pass
+
+    module.register_forward_hook(forward_is_over)
 
     def loss_of(index: int, columns: Any) -> Tensor:
         loss: Tensor = -columns["logp"].mean()
@@ -105,12 +103,11 @@ def measure(rank: int, world: int, tokens: int, folder: Path, out: Path) -> None
         return loss
 
     def update() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            backend.train(TRAINED_MODEL, [batch], loss_of)
+        backend.train(TRAINED_MODEL, [batch], loss_of)
         found["grad_norm"] = backend.optimizer_step()
 
-    found["peak_mib"] = allocated_peak(update) / MIB
-    found["kept_mib"] = sum(kept.values()) / MIB
+    given_out = allocated(update, mark=FORWARD_IS_OVER)
+    found["peak_mib"], found["kept_mib"] = given_out.peak / MIB, given_out.at_mark / MIB
     out.write_text(json.dumps(found))
 
 
@@ -153,10 +150,11 @@ def compared(way: str, tokens: int, layers: int) -> dict[str, Any]:
         "peak_share": round(several["peak_mib"] / one["peak_mib"], 4),
     }
     print(
-        f"{way}: autograd keeps {one['kept_mib']:.1f} MiB on one rank, {several['kept_mib']:.1f} on each of "
-        f"{SEQUENCE} ({row['kept_share']:.1%}); peak of the allocator {one['peak_mib']:.1f} and "
-        f"{several['peak_mib']:.1f} MiB ({row['peak_share']:.1%}); loss {one['loss']:.6f} and "
-        f"{several['loss']:.6f}, gradient norm {one['grad_norm']:.6g} and {several['grad_norm']:.6g}",
+        f"{way}: kept after the forward pass {one['kept_mib']:.1f} MiB on one rank, "
+        f"{several['kept_mib']:.1f} on each of {SEQUENCE} ({row['kept_share']:.1%}); peak of the allocator "
+        f"{one['peak_mib']:.1f} and {several['peak_mib']:.1f} MiB ({row['peak_share']:.1%}); "
+        f"loss {one['loss']:.6f} and {several['loss']:.6f}, "
+        f"gradient norm {one['grad_norm']:.6g} and {several['grad_norm']:.6g}",
         flush=True,
     )
     return row

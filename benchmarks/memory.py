@@ -17,6 +17,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +102,30 @@ def held_bytes() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in plain)}.values())
 
 
-def allocated_peak(action: Callable[[], None]) -> int:
-    """Most bytes that the CPU allocator gave out at once during `action`, above those before it."""
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes that the CPU allocator gave out, above those before."""
+
+    peak: int
+    """Most at once."""
+    at_mark: int
+    """When the mark was made last; 0 without one."""
+
+
+def allocated(action: Callable[[], None], *, mark: str = "") -> Allocated:
+    """What was given out during `action`, of which the `mark` is an event of the profiler."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()
     recorded: Any = profiler.profiler
-    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
+    events = [event for event in recorded.kineto_results.events() if event.name() in ("[memory]", mark)]
+    now = peak = at_mark = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+        if event.name() == mark:
+            at_mark = now
+        else:
+            now += event.nbytes()
+            peak = max(peak, now)
+    return Allocated(peak, at_mark)
 
 
 def measure(
@@ -142,7 +156,7 @@ def measure(
             for _ in range(UPDATES):
                 train_once(backend, batches)
 
-        measured = at_rest + allocated_peak(train)
+        measured = at_rest + allocated(train).peak
     expected = planned.peak(tokens, batches[0].n_units) + planned.host_optimizer
     return {
         "model": name,

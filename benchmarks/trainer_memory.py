@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from memory import allocated_peak, measure, packed_rows, train_once, write_random_model
+from memory import allocated, measure, packed_rows, train_once, write_random_model
 from torch import Tensor
 
 from areal_async.config.job import OptimizerSection
@@ -129,7 +129,7 @@ def head_pass(
         sum(column.sum() for column in columns.values()).backward()
         told.update(logp=columns["logp"].detach(), seconds=time.perf_counter() - begun_s)
 
-    peak = allocated_peak(passes)
+    peak = allocated(passes).peak
     gradients = {"hidden": h.grad, "weight": w.grad}
     left = sum(g.nbytes for g in gradients.values() if g is not None)
     return Pass(told["logp"], gradients, (peak - left) / MIB, told["seconds"])

@@ -13,7 +13,9 @@ spread: K different lengths hold at least K (K + 1) / 2 tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface
 
+from trainer_service.backends.fsdp.exchange import AttentionResults
 from trainer_service.backends.fsdp.ring import ring_attention
 from trainer_service.backends.fsdp.sequence import SequencePart
 from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
@@ -71,7 +74,7 @@ def packed_attention(
             sliding_window=sliding_window,
         )
     if sequence_part is None:
-        return attend(query, key, value), None
+        return attend(query, key, value, results=None), None
     return sequence_part.attend(query, key, value, attend), None
 
 
@@ -85,8 +88,9 @@ def _attention(
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
+    results: AttentionResults | None,
 ) -> Tensor:
-    """[1, T, H, D]: see `packed_attention`."""
+    """[1, T, H, D]: see `packed_attention`; `results` as in `exchange.Attend`."""
     n_tokens = query.shape[2]
     sizes = [count * length for count, length in runs]
     if sum(sizes) != n_tokens or key.shape[2] != n_tokens:
@@ -95,52 +99,65 @@ def _attention(
             f"{sum(sizes)}: call the model with packed_runs= and use_cache=False"
         )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-        """[…, L, D] of queries [C, H, L, D] at the end of keys [C, H_kv, M, D]; `seen` instead of all that
-        are not after them."""
+    def attend(q: Tensor, k: Tensor, v: Tensor, first: int, seen: Tensor | None = None) -> Tensor:
+        """[C, H, L, D] of queries [C, H, L, D], whose first token has the place `first`, at the end of keys
+        [C, H_kv, M, D]; `seen` instead of all that are not after them."""
         n_queries, n_keys = q.shape[2], k.shape[2]
         if seen is None and sliding_window is not None and n_keys > sliding_window:
             seen = _band(n_queries, n_keys, sliding_window, q.device)
         elif seen is None and 1 < n_queries < n_keys:
             with _disable_current_modes():  # in which such a tensor, of a kind of its own, cannot be made
                 seen = causal_lower_right(n_queries, n_keys)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=seen,
-            dropout_p=dropout,
-            is_causal=seen is None and n_queries == n_keys,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        with nullcontext() if results is None else results.kept():
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=seen,
+                dropout_p=dropout,
+                is_causal=seen is None and n_queries == n_keys,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        if results is not None:
+            count, _, length, _ = out.shape
+            end = first + count * length
+            results.are(out, lambda whole: whole[first:end].unflatten(0, (count, length)).transpose(1, 2))
+        return out
 
-    outputs = []
+    outputs, first = [], 0
     parts = (packed.split(sizes, 2) for packed in (query, key, value))
     described = branching or [None] * len(sizes)
     for run, trees, *parts_of_run in zip(runs, described, *parts, strict=True):
         q, k, v = (_unpack(part, run) for part in parts_of_run)
         if isinstance(trees, list):
-            found = [_of_tree(attend, tree, *each) for tree, *each in zip(trees, q, k, v, strict=True)]
+            places = range(first, first + run[0] * run[1], run[1])
+            found = [
+                _of_tree(attend, tree, at, *each)
+                for tree, at, *each in zip(trees, places, q, k, v, strict=True)
+            ]
             out = torch.cat(found)
         else:
-            out = attend(q, k, v, None if trees is None else _within(trees, sliding_window))
+            out = attend(q, k, v, first, None if trees is None else _within(trees, sliding_window))
         outputs.append(out.transpose(1, 2).flatten(0, 1))
+        first += run[0] * run[1]
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return packed.unsqueeze(0)
 
 
-def _of_tree(attend: Any, tree: Branches, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[1, H, length, D] of one tree [H, length, D]."""
+def _of_tree(attend: Any, tree: Branches, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[1, H, length, D] of one tree [H, length, D], whose first token has the place `first`."""
     keys, values = key.split(tree.cuts, 1), value.split(tree.cuts, 1)
-    branches = zip(query.split(tree.queries, 1), tree.sees, strict=True)
+    places = accumulate(tree.queries, initial=first)
+    branches = zip(query.split(tree.queries, 1), tree.sees, places, strict=False)
     found = [
         attend(
             q[None],
             torch.cat([keys[n] for n in sees], 1)[None],
             torch.cat([values[n] for n in sees], 1)[None],
+            at,
         )
-        for q, sees in branches
+        for q, sees, at in branches
     ]
     return torch.cat(found, 2)
 

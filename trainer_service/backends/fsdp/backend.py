@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,20 +27,26 @@ from areal_async.config.job import LoraSection
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
+from trainer_service.backends.changing import (
+    NamedModels,
+    random_state_file,
+    random_state_writer,
+    read_random_state,
+)
 from trainer_service.backends.fsdp.model import HeldModel
 from trainer_service.backends.fsdp.sequence import SequenceRanks
-from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard, write_tensors
+from trainer_service.backends.fsdp.shards import HostCopies, shard_end, write_shard
 from trainer_service.backends.fsdp.window import packed_columns
 from trainer_service.backends.shared_loss import shared_loss
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.disk import FileEntry
-from trainer_service.errors import CheckpointError, ModelError
+from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")
 
 
-class FsdpBackend:
+class FsdpBackend(NamedModels[HeldModel]):
     """See `backends.base.TrainingBackend`."""
 
     def __init__(
@@ -138,18 +143,6 @@ class FsdpBackend:
                 # FSDP takes the mean over ranks; the objective is a sum over them.
                 (loss * self._ranks.world).backward()
 
-    def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
-        return self._models[model].gradient_norm()
-
-    def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
-        return self._models[model].step()
-
-    def discard(self, model: str = TRAINED_MODEL) -> None:
-        self._models[model].discard()
-
-    def follow(self, model: str, source: str, share: float) -> None:
-        self._models[model].follow(self._models[source], share)
-
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         return self._models[model].loaded.pieces(self._ranks, self._dtype, gather=gather)
 
@@ -163,10 +156,10 @@ class FsdpBackend:
         rank, shards_count = self._shard_rank, self._shards_count
         states = [(model.rows, model.state) for model in self._models.values() if self._first_copy]
         copies = self._copies.fill({kind: state[kind] for _, state in states for kind in state})
-        random_state = torch.get_rng_state()
+        write_random_state = random_state_writer(folder, self._ranks.rank)
 
         def write() -> Mapping[str, FileEntry]:
-            written = write_tensors(_rng_file(folder, self._ranks.rank), {"cpu": random_state}, {})
+            written = write_random_state()
             for rows, state in states:
                 for kind in state:
                     written |= write_shard(folder, kind, copies[kind], rows, rank, shards_count)
@@ -177,20 +170,11 @@ class FsdpBackend:
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         for model in self._models.values():
             model.load(folder, updates, self._shard_rank, self._shards_count)
-        rank = self._ranks.rank
-        if _rng_file(folder, rank).exists():
-            try:
-                torch.set_rng_state(load_file(_rng_file(folder, rank))["cpu"])
-            except (KeyError, RuntimeError) as error:
-                raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
+        read_random_state(folder, self._ranks.rank)
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         end = shard_end(self._shard_rank, self._shards_count)
         mine = {name for name in files if name.endswith(end)}
         if not mine:  # another number of ranks wrote them
             return files
-        return mine | ({_rng_file(Path(), self._ranks.rank).name} & {*files})
-
-
-def _rng_file(folder: Path, rank: int) -> Path:
-    return folder / f"rng-{rank:05d}.safetensors"
+        return mine | ({random_state_file(self._ranks.rank)} & {*files})

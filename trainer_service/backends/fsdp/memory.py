@@ -25,7 +25,7 @@ What a pass adds, at the worst of its moments (`_moments`):
   there for one block at a time (Chen et al., arXiv:1604.06174).
 - sequence parallelism: of a micro-batch's tokens a rank has one in `sequence`, and all of this is of those.
   Where heads are shared (`sharing.py`) all tokens of some heads are as many numbers, but for keys and values
-  that are sent several times.
+  that are sent several times, and for attention's result, which is kept once (`exchange.py`).
 - head: log-probs are taken of a tile of the vocabulary at a time (`head.py`), whose buffers together have
   `logits_bytes`; below fp32 the gradient of the hidden states is summed up in fp32 beside its last summand.
 """
@@ -475,14 +475,17 @@ def block_activations(block: DecoderBlock, hidden: int, options: MemoryOptions) 
 
     A norm of n numbers keeps its input in fp32 and the normalised numbers; the linear layers behind it share
     one input. Attention keeps queries, keys, values (after the rotation, whose factors need no gradient), its
-    output twice (once packed again for the next layer) and a log-sum per head. A gated layer of width w keeps
-    gate, up, the activated gate and their product. An expert adds its input and its output, which is
-    multiplied by the router's weight. A frozen norm keeps its input alone; an adapter keeps what A gives."""
+    output twice (once packed again for the next layer; of heads that ranks share once, see `exchange.py`) and
+    a log-sum per head. A gated layer of width w keeps gate, up, the activated gate and their product. An
+    expert adds its input and its output, which is multiplied by the router's weight. A frozen norm keeps its
+    input alone; an adapter keeps what A gives."""
     c = options.compute_bytes
     queries, keys = block.width("q_proj.weight"), block.width("k_proj.weight")
     size = 2 * _norm(hidden, c) + 2 * c * hidden
-    sent = keys * share_heads(block.heads, options.sequence).repeats(block.kv_heads) if keys else 0
-    size += c * (queries + 2 * sent) + 2 * c * queries + FLOAT32_BYTES * block.heads
+    sharing = share_heads(block.heads, options.sequence)
+    sent = keys * sharing.repeats(block.kv_heads) if keys else 0
+    results = 1 if sharing.by_heads > 1 and options.recompute == "none" else 2
+    size += c * (queries + 2 * sent) + results * c * queries + FLOAT32_BYTES * block.heads
     if "self_attn.q_norm.weight" in block.parameters:
         size += _norm(queries, c) + _norm(keys, c)
     for name, shape in block.parameters.items():

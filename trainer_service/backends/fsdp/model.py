@@ -6,7 +6,6 @@ another has its shards moved; a frozen one has neither, and takes the dtype that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from areal_async.config.job import LoraSection, OptimizerSection
+from areal_async.config.job import LoraSection
 from areal_async.modelfiles import looks_beyond_tokens
 from areal_async.runtime.log import get_logger
-from trainer_service.backends.base import TRAINED_MODEL, ModelUse, learning_rate
+from trainer_service.backends.base import TRAINED_MODEL, ModelUse
+from trainer_service.backends.changing import ChangingModel
 from trainer_service.backends.fsdp.loading import load_sharded
 from trainer_service.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from trainer_service.backends.fsdp.recompute import recompute_blocks
@@ -28,7 +28,7 @@ from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import read_shard
 from trainer_service.backends.fsdp.window import open_window
 from trainer_service.data.microbatch import MicroBatch
-from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
+from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
 log = get_logger("trainer")
@@ -37,8 +37,8 @@ Kinds = dict[str, Mapping[str, Tensor]]
 """Tensors of a rank by what they are, which names the files of a checkpoint, and by parameter."""
 
 
-class HeldModel:
-    """The model `name`. Its `updates` are those of the protocol, 0 for a frozen one."""
+class HeldModel(ChangingModel):
+    """See `ChangingModel`."""
 
     def __init__(
         self,
@@ -55,9 +55,7 @@ class HeldModel:
         shared: SequenceRanks | None = None,
     ) -> None:
         """See `FsdpBackend`. Raises `ModelError`."""
-        self._name, self._use = name, use
-        section = "trainer" if name == TRAINED_MODEL else f"trainer.{name}"
-        self._fix = f"Lower {section}.optimizer.lr, or start from an earlier checkpoint."
+        super().__init__(name, use)
         self._ranks, self._first_copy = ranks, first_copy
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
         self.loaded = load_sharded(use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=seed)
@@ -66,10 +64,9 @@ class HeldModel:
             self.module.requires_grad_(False)
         self.sequence = None
         if shared is not None:
-            self.sequence = _for_model(self.module, shared, ranks, name)
+            self.sequence = _for_model(self.module, shared, ranks, name, recompute)
         # The first forward of FSDP may move the local shards; the optimizer must see them after it.
         open_window(self.module, ranks, self.sequence)
-        self.updates = 0
         changing = {
             name: parameter
             for name, parameter in self.module.named_parameters()
@@ -86,7 +83,7 @@ class HeldModel:
     def routed(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """For the passes over a batch: the policy's routers replay its routes. Other models' choose for
         themselves: they are the policy's routes. Raises `ModelError`."""
-        if batch.routes is None or self._name != TRAINED_MODEL:
+        if batch.routes is None or self.name != TRAINED_MODEL:
             return nullcontext()
         if self._replay is None:
             self._replay = RouteReplay(self.module)
@@ -96,7 +93,7 @@ class HeldModel:
     @property
     def memory(self) -> Kinds:
         """Tensors of the kinds, shapes and dtypes that `state` has after an update."""
-        kinds = [self._name, *(self._moment(each) for each in MOMENTS if self._adamw is not None)]
+        kinds = [self.name, *(self._moment(each) for each in MOMENTS if self._adamw is not None)]
         return dict.fromkeys(kinds, self.shards) if self.shards else {}
 
     @property
@@ -107,19 +104,13 @@ class HeldModel:
 
     def load(self, folder: Path, updates: Mapping[str, int], rank: int, shards_count: int) -> None:
         """See `TrainingBackend.load`; `rank` is that of the shard."""
-        if not self.shards or (self._adamw is None and not updates):
+        if not self.begin_at(folder, updates):
             return
-        if updates and self._name not in updates:
-            raise CheckpointError(
-                f"checkpoint {folder} holds no model {self._name!r}, which the job trains: begin a new run"
-            )
-        self.updates = updates.get(self._name, 0)
         kinds = self._kinds(self._adamw.restart(self.updates) if self._adamw is not None else {})
         for kind, values in kinds.items():
             read_shard(folder, kind, values, self.rows, rank, shards_count)
 
-    def gradient_norm(self) -> float:
-        """See `TrainingBackend.gradient_norm`."""
+    def _norm_of_gradient(self) -> float:
         for name, parameter in self.module.named_parameters():
             if (shard := self.shards.get(name)) is not None:
                 if parameter.grad is not None:
@@ -128,68 +119,36 @@ class HeldModel:
                     shard.grad is None
                 ):  # what no loss has used has one too, so that moments are those of all
                     shard.grad = torch.zeros_like(shard)
-        norm = self._norm(self._gradients)
-        if not math.isfinite(norm):
-            self.discard()
-            raise GradientNotFinite(
-                f"the gradient's norm is {norm} in optimizer update {self.updates} of {self._name}: training "
-                f"has diverged. {self._fix}",
-                self._name,
-            )
-        return norm
+        return self._norm(self._gradients)
 
-    def step(self) -> float:
-        """See `TrainingBackend.optimizer_step`."""
-        adamw, settings = self._trained()
-        norm = self.gradient_norm()
-        scale = min(1.0, settings.clip_grad_norm / (norm + 1e-6))
+    def _update(self, norm: float, rate: float) -> float:
+        assert self._adamw is not None
+        scale = min(1.0, self._trained().clip_grad_norm / (norm + 1e-6))
         if scale < 1:
             torch._foreach_mul_(self._gradients, scale)
-        adamw.step(learning_rate(settings, self.updates, self._use.total_updates))
-        if not math.isfinite(size := self._norm([shard.detach() for shard in self.shards.values()])):
-            raise DivergenceError(
-                f"the norm of the weights is {size} after optimizer update {self.updates} of {self._name}: "
-                f"they are not published. {self._fix}"
-            )
-        self.updates += 1
-        return norm
+        self._adamw.step(rate)
+        return self._norm([shard.detach() for shard in self.shards.values()])
 
     def discard(self) -> None:
         """See `TrainingBackend.discard`."""
         for parameter in (*self.module.parameters(), *self.shards.values()):
             parameter.grad = None
 
-    @torch.no_grad()
-    def follow(self, source: HeldModel, share: float) -> None:
-        """See `TrainingBackend.follow`."""
-        if not self._use.follows:
-            raise ValueError(f"the model {self._name!r} was not made to follow another one")
-        theirs = dict(source.module.named_parameters())
+    def _move(self, source: HeldModel, share: float) -> None:
+        theirs = {name: _local(parameter) for name, parameter in source.module.named_parameters()}
         for name, shard in self.shards.items():
-            found = theirs.get(name)
-            if found is None or _local(found).shape != shard.shape:
-                raise ModelError(
-                    f"the model {self._name!r} cannot follow {source._name!r}, which has no {name} of its "
-                    "shape: both must come of one directory, and adapters cannot be followed."
-                )
-            shard.lerp_(_local(found).float(), share)
-        self.updates += 1
+            shard.lerp_(self.found_in(source, name, theirs.get(name), shard.shape).float(), share)
 
     def _kinds(self, moments: Mapping[str, Mapping[str, Tensor]]) -> Kinds:
         found: Kinds = {self._moment(moment): values for moment, values in moments.items()}
-        return {self._name: self.shards, **found} if self.shards else {}
+        return {self.name: self.shards, **found} if self.shards else {}
 
     def _moment(self, moment: str) -> str:
-        return f"{self._name}.{moment}"
+        return f"{self.name}.{moment}"
 
     @property
     def _gradients(self) -> list[Tensor]:
         return [shard.grad for shard in self.shards.values() if shard.grad is not None]
-
-    def _trained(self) -> tuple[ShardedAdamW, OptimizerSection]:
-        if self._adamw is None or self._use.optimizer is None:
-            raise ValueError(f"the model {self._name!r} is not trained")
-        return self._adamw, self._use.optimizer
 
     def _norm(self, parts: list[Tensor]) -> float:
         """2-norm over the shards of one copy, summed up in f64: on a CPU a sum of a million squares in f32 is
@@ -200,13 +159,13 @@ class HeldModel:
         return float(squared.sqrt())
 
 
-def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str) -> SequenceRanks:
+def _for_model(module: Any, shared: SequenceRanks, ranks: Ranks, name: str, recompute: str) -> SequenceRanks:
     """How ranks share the rows of a model. Raises `ModelError` for one of which they cannot."""
     config = module.config.get_text_config()
     if why := looks_beyond_tokens(config.to_dict()):
         raise ModelError(f"trainer.parallel.sequence: the model {name!r} {why}. Set it to 1.")
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    found = shared.for_heads(heads, ranks)
+    found = shared.for_heads(heads, ranks, recompute=recompute)
     if ranks.first:
         how = found.sharing.describe(kv_heads or heads)
         log.info("ranks share rows", model=name, sequence=found.size, heads=heads, attention=how)

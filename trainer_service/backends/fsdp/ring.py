@@ -13,6 +13,7 @@ left out. Kernels of a GPU that give log-sums know no masks like these, so none 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer_service.backends.fsdp.exchange import AttentionResults
 from trainer_service.backends.fsdp.sequence import RingTokens, SequencePart
 
 TILE = 1024
@@ -36,15 +38,20 @@ def ring_attention(
     *,
     scaling: float | None = None,
     window: int | None = None,
+    results: AttentionResults | None = None,
 ) -> Tensor:
     """[1, B, H, D] of this rank's block of B queries [1, H, B, D], each attending to the keys
-    [1, H_kv, B, D] and values of all blocks that it sees; with a `window` to so many of its row at most."""
+    [1, H_kv, B, D] and values of all blocks that it sees; with a `window` to so many of its row at most.
+    `results` as in `exchange.Attend`."""
     assert part.ring is not None
     sharing = part.ranks.sharing
     blocks = _Blocks(part.ring, part.ranks.ring, part.ranks.index // sharing.by_heads, sharing.ring, window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = query[0].unflatten(0, (key.shape[1], -1))
-    out: Tensor = _Ring.apply(grouped, torch.cat([key[0], value[0]], -1), key.shape[-1], blocks, scale)
+    with nullcontext() if results is None else results.kept():
+        out: Tensor = _Ring.apply(grouped, torch.cat([key[0], value[0]], -1), key.shape[-1], blocks, scale)
+    if results is not None:
+        results.are(out, lambda whole: whole.unflatten(1, grouped.shape[:2]).permute(1, 2, 0, 3))
     return out.flatten(0, 1).transpose(0, 1)[None]
 
 

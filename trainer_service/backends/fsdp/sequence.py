@@ -22,13 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer_service.backends.fsdp.exchange import Attend, attend_by_heads
 from trainer_service.backends.fsdp.sharing import HeadSharing, share_heads
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.data.prefixes import Branching, Runs, leaves_of
 from trainer_service.ranks import Ranks
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""[1, L, H, D] of query [1, H, L, D], key [1, H_kv, L, D] and value."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,9 @@ class SequenceRanks:
     """Those that share heads with this one."""
     ring: dist.ProcessGroup
     """Those among which this one's keys and values go round."""
+    results_once: bool = True
+    """Whether autograd keeps what attention gives once where heads are shared (`exchange.py`). Recomputation
+    keeps it once by itself, or not at all, and must see all that autograd would keep."""
 
     @classmethod
     def of(cls, ranks: Ranks, size: int) -> SequenceRanks:
@@ -53,8 +54,8 @@ class SequenceRanks:
         index = ranks.rank % size
         return cls(group, index, size, ranks.rank - index, HeadSharing(size, 1), group, group)
 
-    def for_heads(self, heads: int, ranks: Ranks) -> SequenceRanks:
-        """The same for a model with so many query heads; all of `ranks` call it."""
+    def for_heads(self, heads: int, ranks: Ranks, *, recompute: str = "none") -> SequenceRanks:
+        """The same for a model with so many query heads and this recomputation; all of `ranks` call it."""
         sharing = share_heads(heads, self.size)
         n = sharing.by_heads
         return replace(
@@ -62,6 +63,7 @@ class SequenceRanks:
             sharing=sharing,
             heads=self.group if sharing.ring == 1 else _groups(ranks, lambda rank: rank // n),
             ring=self.group if n == 1 else _groups(ranks, lambda rank: (rank // self.size, rank % n)),
+            results_once=recompute == "none",
         )
 
     def part_of(self, batch: MicroBatch) -> SequencePart:
@@ -147,45 +149,16 @@ class SequencePart:
         """[1, L, H, D] of this stretch's queries [1, H, L, D], keys [1, H_kv, L, D] and values, by `attend`,
         which gets those of some heads of all tokens that are to be had without a ring. ValueError for heads
         that the ranks cannot share."""
-        n = self.ranks.sharing.by_heads
-        if query.shape[1] % n:
+        sharing = self.ranks.sharing
+        if query.shape[1] % sharing.by_heads:
             raise ValueError(
-                f"a layer has {query.shape[1]} heads, which {n} ranks cannot share: set "
+                f"a layer has {query.shape[1]} heads, which {sharing.by_heads} ranks cannot share: set "
                 "trainer.parallel.sequence to a divisor of the heads of every layer"
             )
-        if n == 1:
-            return attend(query, key, value)
-        if (times := self.ranks.sharing.repeats(key.shape[1])) > 1:
-            key, value = (each.repeat_interleave(times, 1) for each in (key, value))
-        parts = [_by_rank(each[0], n) for each in (query, key, value)]
-        found = _AllToAll.apply(torch.cat(parts, 2), self.ranks.heads).flatten(0, 1)
-        sizes = [part.shape[2] for part in parts]
-        split = zip(found.split(sizes, 1), (query, key, value), strict=True)
-        out = attend(*(part.unflatten(1, (-1, of.shape[3])).transpose(0, 1)[None] for part, of in split))
-        heads, width = out.shape[2:]
-        back = _AllToAll.apply(out[0].unflatten(0, (n, -1)).flatten(2), self.ranks.heads)
-        return back.unflatten(2, (heads, width)).transpose(0, 1).flatten(1, 2)[None]
-
-
-def _by_rank(tensor: Tensor, n: int) -> Tensor:
-    """[n, L, H / n · D] of [H, L, D]: the heads that each rank gets."""
-    return tensor.unflatten(0, (n, -1)).transpose(1, 2).flatten(2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Of [n, …] row i goes to rank i of the group, and row j of the result came from rank j."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        tensor = tensor.contiguous()
-        found = torch.empty_like(tensor)
-        dist.all_to_all_single(found, tensor, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(gradient, ctx.group), None
+        if sharing.by_heads == 1:
+            return attend(query, key, value, results=None)
+        repeats, once = sharing.repeats(key.shape[1]), self.ranks.results_once
+        return attend_by_heads(query, key, value, attend, group=self.ranks.heads, repeats=repeats, once=once)
 
 
 class _Summed(torch.autograd.Function):

@@ -17,24 +17,24 @@ from typing import TypeVar
 import msgspec
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_async.config.parallel import RankGrid
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import TRAINED_MODEL, Columns, ModelUse, RankPlace
+from trainer_service.backends.changing import NamedModels, random_state_writer, read_random_state
 from trainer_service.backends.fsdp.shards import HostCopies, write_tensors
 from trainer_service.backends.megatron.held import MegatronModel
 from trainer_service.backends.megatron.passes import owns_columns
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.disk import FileEntry
-from trainer_service.errors import CheckpointError, ModelError
+from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
 T = TypeVar("T")
 
 
-class MegatronBackend:
+class MegatronBackend(NamedModels[MegatronModel]):
     """See `backends.base.TrainingBackend`."""
 
     adapted: Sequence[str] = ()
@@ -95,18 +95,6 @@ class MegatronBackend:
     ) -> None:
         self._models[model].passes.train(batches, loss_of, columns)
 
-    def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
-        return self._models[model].gradient_norm()
-
-    def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
-        return self._models[model].step()
-
-    def discard(self, model: str = TRAINED_MODEL) -> None:
-        self._models[model].discard()
-
-    def follow(self, model: str, source: str, share: float) -> None:
-        self._models[model].follow(self._models[source], share)
-
     def export(self, model: str, *, gather: bool = False) -> Iterator[TensorPiece]:
         pieces = self._models[model].pieces(self._dtype)
         return self._gathered(pieces) if gather and self._ranks.world > 1 else pieces
@@ -146,11 +134,11 @@ class MegatronBackend:
     def save(self, folder: Path) -> Callable[[], Mapping[str, FileEntry]]:
         state = self._state()
         copies = self._copies.fill(state)
-        random_state = torch.get_rng_state()
+        write_random_state = random_state_writer(folder, self._ranks.rank)
 
         def write() -> Mapping[str, FileEntry]:
             rank = self._ranks.rank
-            written = write_tensors(_rng_file(folder, rank), {"cpu": random_state}, {})
+            written = write_random_state()
             for kind, values in copies.items():
                 if kind in state:
                     path = folder / f"{kind}-ranges-{rank:05d}.safetensors"
@@ -162,11 +150,7 @@ class MegatronBackend:
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         for model in self._models.values():
             model.load(folder, updates)
-        if (file := _rng_file(folder, self._ranks.rank)).exists():
-            try:
-                torch.set_rng_state(load_file(file)["cpu"])
-            except (KeyError, RuntimeError) as error:
-                raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
+        read_random_state(folder, self._ranks.rank)
 
     def reads(self, files: Collection[str]) -> Collection[str]:
         return files
@@ -198,7 +182,3 @@ def _initialize(grid: RankGrid, virtual_stages: int, ranks: Ranks) -> None:
 
 
 _initialized: list[tuple[int, ...]] = []
-
-
-def _rng_file(folder: Path, rank: int) -> Path:
-    return folder / f"rng-{rank:05d}.safetensors"

@@ -1,0 +1,147 @@
+"""What is alike in every back end: when a model may change, what is said when it may not; random state."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from areal_async.config.job import OptimizerSection
+from trainer_service.backends.base import TRAINED_MODEL, ModelUse, learning_rate
+from trainer_service.backends.fsdp.shards import write_tensors
+from trainer_service.disk import FileEntry
+from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
+
+
+class ChangingModel(ABC):
+    """The model `name` of a rank. Its `updates` are those of the protocol, 0 for a frozen one."""
+
+    def __init__(self, name: str, use: ModelUse) -> None:
+        self.name, self.use = name, use
+        self.updates = 0
+        section = "trainer" if name == TRAINED_MODEL else f"trainer.{name}"
+        self._fix = f"Lower {section}.optimizer.lr, or start from an earlier checkpoint."
+
+    @abstractmethod
+    def discard(self) -> None:
+        """See `TrainingBackend.discard`."""
+
+    @abstractmethod
+    def _norm_of_gradient(self) -> float:
+        """Of all ranks' gradients, summed where they belong by the first call."""
+
+    @abstractmethod
+    def _update(self, norm: float, rate: float) -> float:
+        """Clip gradients of this norm, update at this rate and clear them; the norm of all weights that were
+        updated, or what is as little finite."""
+
+    @abstractmethod
+    def _move(self, source: Self, share: float) -> None:
+        """Move its weights to (1 - share) of themselves + `share` of those of `source`."""
+
+    def gradient_norm(self) -> float:
+        """See `TrainingBackend.gradient_norm`."""
+        self._trained()
+        norm = self._norm_of_gradient()
+        if not math.isfinite(norm):
+            self.discard()
+            raise GradientNotFinite(
+                f"the gradient's norm is {norm} in optimizer update {self.updates} of {self.name}: training "
+                f"has diverged. {self._fix}",
+                self.name,
+            )
+        return norm
+
+    def step(self) -> float:
+        """See `TrainingBackend.optimizer_step`."""
+        norm = self.gradient_norm()
+        size = self._update(norm, learning_rate(self._trained(), self.updates, self.use.total_updates))
+        if not math.isfinite(size):
+            raise DivergenceError(
+                f"the norm of the weights is {size} after optimizer update {self.updates} of {self.name}: "
+                f"they are not published. {self._fix}"
+            )
+        self.updates += 1
+        return norm
+
+    def begin_at(self, folder: Path, updates: Mapping[str, int]) -> bool:
+        """Take over how often the model of a checkpoint in `folder` had changed; whether anything of it is to
+        be read. Raises `CheckpointError` where it is not in there."""
+        if self.use.optimizer is None and not (self.use.follows and updates):
+            return False
+        if updates and self.name not in updates:
+            raise CheckpointError(
+                f"checkpoint {folder} holds no model {self.name!r}, which the job trains: begin a new run"
+            )
+        self.updates = updates.get(self.name, 0)
+        return True
+
+    @torch.no_grad()
+    def follow(self, source: Self, share: float) -> None:
+        """See `TrainingBackend.follow`."""
+        if not self.use.follows:
+            raise ValueError(f"the model {self.name!r} was not made to follow another one")
+        self._move(source, share)
+        self.updates += 1
+
+    def found_in(self, source: ChangingModel, name: str, found: Tensor | None, shape: torch.Size) -> Tensor:
+        """What the model to follow has as the tensor `name`. Raises `ModelError` unless it has this shape."""
+        if found is None or found.shape != shape:
+            raise ModelError(
+                f"the model {self.name!r} cannot follow {source.name!r}, which has no {name} of its shape: "
+                "both must come of one directory, and adapters cannot be followed."
+            )
+        return found
+
+    def _trained(self) -> OptimizerSection:
+        if self.use.optimizer is None:
+            raise ValueError(f"the model {self.name!r} is not trained")
+        return self.use.optimizer
+
+
+M = TypeVar("M", bound=Any)
+
+
+class NamedModels(Generic[M]):
+    """The part of `TrainingBackend` that asks one of its models."""
+
+    _models: dict[str, M]
+
+    def gradient_norm(self, model: str = TRAINED_MODEL) -> float:
+        return float(self._models[model].gradient_norm())
+
+    def optimizer_step(self, model: str = TRAINED_MODEL) -> float:
+        return float(self._models[model].step())
+
+    def discard(self, model: str = TRAINED_MODEL) -> None:
+        self._models[model].discard()
+
+    def follow(self, model: str, source: str, share: float) -> None:
+        self._models[model].follow(self._models[source], share)
+
+
+def random_state_writer(folder: Path, rank: int) -> Callable[[], dict[str, FileEntry]]:
+    """Takes this rank's random state as it is now; what is returned writes it into `folder`."""
+    state = torch.get_rng_state()
+    return lambda: write_tensors(folder / random_state_file(rank), {"cpu": state}, {})
+
+
+def read_random_state(folder: Path, rank: int) -> None:
+    """Restore it, where the rank has written one. Raises `CheckpointError`."""
+    if not (file := folder / random_state_file(rank)).exists():
+        return
+    try:
+        torch.set_rng_state(load_file(file)["cpu"])
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {folder}: the random state cannot be restored") from error
+
+
+def random_state_file(rank: int) -> str:
+    """Name of the file of a rank's random state."""
+    return f"rng-{rank:05d}.safetensors"

@@ -1,0 +1,158 @@
+"""Attention over the tokens of several ranks by an exchange of heads (arXiv:2309.14509).
+
+Each rank has all heads of its stretch of tokens. It gives the others their heads of it, attends with its own
+heads over all tokens, and gives back what the others' tokens have of the result.
+
+Attention's backward pass needs its result as it was before it was given back, the layer after it as it is
+afterwards. Those are the same numbers in other places: with `once` a rank keeps the latter alone and gets the
+former back by one more exchange in the backward pass, an eighth more than its exchanges are otherwise where
+there are as many heads of keys as of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Place = Callable[[Tensor], Tensor]
+"""Of the results [T, H, D] of all tokens those of one operator, shaped as it gave them."""
+
+
+class Attend(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, results: AttentionResults | None
+    ) -> Tensor:
+        """[1, L, H, D] of query [1, H, L, D], key [1, H_kv, L, D] and value. Each call of an operator is
+        inside of `results.kept()` and told by `results.are`."""
+        ...
+
+
+def attend_by_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Attend,
+    *,
+    group: dist.ProcessGroup,
+    repeats: int,
+    once: bool,
+) -> Tensor:
+    """[1, L, H, D] of a rank's queries [1, H, L, D], keys [1, H_kv, L, D] and values, by `attend`, which gets
+    the heads of this rank's share of all tokens of `group`. Keys and values are sent `repeats` times."""
+    n = group.size()
+    if repeats > 1:
+        key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
+    parts = [_by_rank(each[0].transpose(0, 1), n) for each in (query, key, value)]
+    found = _AllToAll.apply(torch.cat(parts, 2), group).flatten(0, 1)
+    sizes = [part.shape[2] for part in parts]
+    split = zip(found.split(sizes, 1), (query, key, value), strict=True)
+    heads = [part.unflatten(1, (-1, of.shape[3])).transpose(0, 1)[None] for part, of in split]
+    results = AttentionResults(group) if once and torch.is_grad_enabled() else None
+    out = attend(*heads, results=results)
+    back = _AllToAll.apply(out[0].unflatten(0, (n, -1)).flatten(2), group)
+    # In one piece, also with a head for each rank: the layer after it keeps these numbers and no copy.
+    result: Tensor = back.unflatten(2, out.shape[2:]).transpose(0, 1).flatten(1, 2).contiguous()[None]
+    if results is not None:
+        results.given_back = result.detach()
+    return result
+
+
+def _by_rank(tensor: Tensor, n: int) -> Tensor:
+    """[n, L, H / n · D] of [L, H, D]: the heads that each rank gets."""
+    return tensor.unflatten(1, (n, -1)).transpose(0, 1).flatten(2)
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that autograd keeps, or where it is among the results."""
+
+    tensor: Tensor | None
+    place: Place | None = None
+    strides: tuple[int, ...] = ()
+
+
+class AttentionResults:
+    """The results of attention's operators, which autograd does not keep: it gets them of `given_back`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.given_back: Tensor | None = None
+        """[1, L, H, D]: all heads of the rank's own tokens, without a gradient."""
+        self._group = group
+        self._packed: list[_Saved] = []
+        self._replaced = self._asked = 0
+        self._again: Tensor | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around the call of an operator."""
+        self._packed = []
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def are(self, out: Tensor, place: Place) -> None:
+        """The operator has given `out`, which is at `place` among the results."""
+        for kept in self._packed:
+            tensor = kept.tensor
+            if tensor is not None and _same_numbers(tensor, out):
+                kept.tensor, kept.place, kept.strides = None, place, tensor.stride()
+                self._replaced += 1
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        self._packed.append(kept := _Saved(tensor))
+        return kept
+
+    def _unpack(self, kept: _Saved) -> Tensor:
+        """In the backward pass, whose order is that of all ranks."""
+        if kept.tensor is not None:
+            return kept.tensor
+        assert kept.place is not None
+        assert self.given_back is not None
+        if self._again is None:
+            mine = _by_rank(self.given_back[0], self._group.size())
+            heads_width = self.given_back.shape[2] // self._group.size(), self.given_back.shape[3]
+            self._again = _all_to_all(mine, self._group).flatten(0, 1).unflatten(1, heads_width)
+        found = kept.place(self._again)
+        self._asked += 1
+        if self._asked == self._replaced:  # until a graph that is retained asks once more
+            self._again, self._asked = None, 0
+        if found.stride() != kept.strides:
+            found = torch.empty_strided(
+                found.shape, kept.strides, dtype=found.dtype, device=found.device
+            ).copy_(found)
+        return found
+
+
+def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
+    """Whether both are the same view of one memory; the stride of a dimension of 1 is any."""
+    steps = zip(tensor.shape, tensor.stride(), other.stride(), strict=False)
+    return (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.shape == other.shape
+        and all(size == 1 or mine == theirs for size, mine, theirs in steps)
+    )
+
+
+class _AllToAll(torch.autograd.Function):
+    """Of [n, …] row i goes to rank i of the group, and row j of the result came from rank j."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradient, ctx.group), None
+
+
+def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    tensor = tensor.contiguous()
+    found = torch.empty_like(tensor)
+    dist.all_to_all_single(found, tensor, group=group)
+    return found
