@@ -67,7 +67,7 @@ packages:
 # A worker that crashes ends the run: xdist would start another and then wait for ever for the tests of the first.
 # Files are handed out in the order of tests/conftest.py; xdist's own order has the long ones last.
 # Three at once on two cores: a job under test waits about half of its time.
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 30 --durations-min 20
 
 test: $(STAMP) packages
 	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not nightly" $(ARGS)

@@ -73,6 +73,7 @@ def test_a_redis_that_lost_the_end_of_its_log_costs_at_most_two_seconds_of_work(
 
 
 @pytest.mark.timeout(660)
+@pytest.mark.nightly
 def test_malformed_messages_at_every_socket_leave_a_job_with_exact_counts(tmp_path):
     messages = 60
     kinds = ("redis", "buffer", "weights", "control", "chunks", "gateway", "metrics", "reward")
@@ -90,6 +91,7 @@ def test_malformed_messages_at_every_socket_leave_a_job_with_exact_counts(tmp_pa
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.nightly
 def test_ranks_that_die_or_hang_bring_their_group_back_and_an_outage_of_the_buffer_ends_none(tmp_path):
     """The outage is longer than any collective may last."""
     rng = random.Random(7)

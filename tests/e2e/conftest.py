@@ -141,10 +141,15 @@ class RunningJob:
 
 @contextmanager
 def started(workspace: Workspace, verb: str, job_file: Path, **environment: str) -> Iterator[RunningJob]:
-    """A running job; what is left of it is killed."""
+    """A running job; what is left of it is killed. Where the test fails, what it said is shown."""
     job = RunningJob(workspace, verb, job_file, **environment)
     try:
         yield job
+    except BaseException:
+        job.process.kill()
+        print(f"{job_file.stem} ended with {job.process.wait()}:\n{job.told}{job.read_all()}")
+        print(FinishedRun(job.folder, workspace).logs())
+        raise
     finally:
         if job.process.poll() is None:
             job.process.kill()

@@ -135,6 +135,7 @@ def test_a_job_with_a_tool_reads_its_answers_over_several_turns(tmp_path):
     assert agents.evaluations[-1]["n"] == 32
 
 
+@pytest.mark.nightly
 def test_a_coder_and_a_tester_are_trained_by_the_programs_and_tests_of_one_another(tmp_path):
     files = prepare("examples/coder_tester", tmp_path)
     models = [f"policies.{policy}.model={policy}" for policy in ("coder", "tester")]

@@ -26,6 +26,7 @@ async def slow_tool(ctx, task):
 """
 
 
+@pytest.mark.nightly
 def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, tmp_path):
     # The job must not be over before all that is to happen has happened, and soon after.
     hurry = tmp_path / "hurry"

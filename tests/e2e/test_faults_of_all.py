@@ -39,6 +39,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.nightly
 def test_a_fault_of_every_episode_ends_the_job_with_its_reason_and_burns_no_task(workspace, running):
     """First the workflow is at fault, then the reward, then neither."""
     (workspace.folder / "talks.py").write_text(WORKFLOW, encoding="utf-8")

@@ -31,6 +31,7 @@ def faulty(given: RewardInput):
 """
 
 
+@pytest.mark.nightly
 def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(workspace, running):
     (workspace.folder / "faulty.py").write_text(REWARD, encoding="utf-8")
     broken = workspace.folder / "broken"

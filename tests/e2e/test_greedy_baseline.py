@@ -17,6 +17,7 @@ async def late(ctx, task):
 """
 
 
+@pytest.mark.nightly
 def test_a_remax_job_trains_and_counts_the_groups_whose_greedy_answer_did_not_come(workspace, running):
     (workspace.folder / "late.py").write_text(LATE, encoding="utf-8")
     job_file = workspace.job(

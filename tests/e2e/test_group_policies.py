@@ -20,6 +20,7 @@ async def stragglers(ctx, task):
 """
 
 
+@pytest.mark.nightly
 def test_groups_are_whole_or_partial_by_policy_and_a_stopped_worker_hands_over(workspace, running):
     steps = 8
     (workspace.folder / "stragglers.py").write_text(STRAGGLERS, encoding="utf-8")

@@ -260,11 +260,22 @@ def test_a_ctrl_c_ends_the_run_in_order_and_it_is_resumed_inline(workspace, inli
 @pytest.mark.parametrize(
     ("change", "typed"),
     [
-        ({"trainer__objective": {"advantage": "parts.py:stopping_advantage"}}, "\x03"),
-        ({"rollout__workflow": "parts.py:stopping_workflow"}, "\x03"),
-        ({"reward": {"name": "parts.py:stopping_reward"}}, "q\n"),
+        pytest.param(
+            {"trainer__objective": {"advantage": "parts.py:stopping_advantage"}},
+            "\x03",
+            marks=pytest.mark.nightly,
+            id="ctrl-c in the advantage",
+        ),
+        pytest.param(
+            {"rollout__workflow": "parts.py:stopping_workflow"}, "\x03", id="ctrl-c in the workflow"
+        ),
+        pytest.param(
+            {"reward": {"name": "parts.py:stopping_reward"}},
+            "q\n",
+            marks=pytest.mark.nightly,
+            id="q in the reward",
+        ),
     ],
-    ids=["ctrl-c in the advantage", "ctrl-c in the workflow", "q in the reward"],
 )
 def test_a_run_is_ended_from_the_prompt(workspace, inline, change, typed):
     name = f"inline-prompt-{next(iter(change)).partition('__')[0]}"
@@ -290,6 +301,7 @@ def test_a_second_ctrl_c_ends_what_hangs_at_once(workspace, inline):
     assert '"at_once":true' in (run.folder / "logs" / "inline.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_profile_of_an_inline_run_has_the_users_function(workspace, inline, tmp_path):
     objective = {"advantage": "parts.py:third_fails"}
     job_file = workspace.job("inline-profiled", trainer__objective=objective, trainer__steps=2)
@@ -320,6 +332,7 @@ for value in ("0.25", "0.75"):
 """
 
 
+@pytest.mark.nightly
 def test_a_python_process_runs_a_job_inline_again_with_its_edited_file(workspace, tmp_path):
     for name in ("model", "train.jsonl"):
         (tmp_path / name).symlink_to(workspace.folder / name)

@@ -43,6 +43,7 @@ def test_a_recorded_run_is_replayed_bit_by_bit_to_the_same_weights(kind, request
     assert same_weights(run.folder / "model", tmp_path / "again" / kind / "model")
 
 
+@pytest.mark.nightly
 def test_a_part_of_a_run_is_replayed_from_the_checkpoint_before_it(copied_run, tmp_path):
     file = tmp_path / "batches.parquet"
     assert buffer("export", copied_run, file, "--batches", "--steps", "3:6").returncode == 0
@@ -78,6 +79,7 @@ def test_a_recording_that_the_trainer_does_not_reproduce_is_an_error_that_names_
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
 
 
+@pytest.mark.nightly
 def test_another_learning_rate_is_tried_on_the_recorded_batches_and_its_differences_reported(synchronous_run):
     done = buffer("replay", synchronous_run.folder, "trainer.optimizer.lr=2e-3", "--steps", ":3")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,6 +20,7 @@ STEPS = 60
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(unusable()), reason=unusable())
+@pytest.mark.nightly
 def test_a_job_on_three_hosts_outlives_two_of_them_a_cut_link_and_its_controller(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()

@@ -38,6 +38,7 @@ def end_of_trained_once(job, job_file):
     return summary
 
 
+@pytest.mark.nightly
 def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whichever_it_is(workspace, running):
     """Each is stopped for longer than a lease lives, as a stall has its name only after three seconds; then
     each is killed."""
