@@ -184,8 +184,9 @@ def make_e2e_workspace(folder: Path) -> Workspace:
     return workspace
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """Of one file of tests: another's may have jobs of the same names."""
     return make_e2e_workspace(tmp_path_factory.mktemp("e2e"))
 
 

@@ -38,8 +38,8 @@ def test_workers_join_die_and_leave_and_nothing_is_lost(workspace, running, tmp_
         rollout__max_concurrent=8,
         rollout__sampling={"temperature": 0.9, "max_new_tokens": 6},
         buffer__lease_s=5,
-        trainer__steps=30,
-        checkpoint={"every_steps": 10, "keep": 2},
+        trainer__steps=120,
+        checkpoint={"every_steps": 40, "keep": 2},
         observe={"metrics_port": 0, "event_log": True},
         supervisor={"restarts": 10, "first_pause_s": 0.1},
     )

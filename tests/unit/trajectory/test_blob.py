@@ -333,7 +333,8 @@ def test_a_size_claimed_in_the_head_allocates_nothing(episode):
                 for head in (claim, b"\x81" + msgspec.msgpack.encode("header") + header):
                     with pytest.raises(CodecError):
                         read([head, *frames[1:]])
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        # Threads that other tests of the process left may take some; a claim is of gigabytes.
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
     finally:
         tracemalloc.stop()
 

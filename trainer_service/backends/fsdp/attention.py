@@ -148,8 +148,8 @@ def _attention(
 def _of_tree(attend: Any, tree: Branches, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[1, H, length, D] of one tree [H, length, D], whose first token has the place `first`."""
     keys, values = key.split(tree.cuts, 1), value.split(tree.cuts, 1)
-    places = accumulate(tree.queries, initial=first)
-    branches = zip(query.split(tree.queries, 1), tree.sees, places, strict=False)
+    places = accumulate(tree.queries[:-1], initial=first)
+    branches = zip(query.split(tree.queries, 1), tree.sees, places, strict=True)
     found = [
         attend(
             q[None],
