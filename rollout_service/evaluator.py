@@ -24,7 +24,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from areal_async.config.devices import evaluation_rollout
-from areal_async.config.engines import engine_part
+from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.control_messages import ServiceFigures
@@ -457,7 +457,7 @@ async def main(ctx: ServiceContext) -> None:
     job = ctx.job
     if job.tasks.evaluation is None:
         raise EvaluationError("there is nothing to evaluate on: set tasks.evaluation in the job file")
-    prepare(job.evaluation.torch_threads)
+    prepare(job.evaluation.torch_threads, computes=not engine_part(evaluation_engine(job)).is_server)
     tasks = list(read_tasks(job.tasks.evaluation))
     workflow = workflow_of(job)
     renders = make_renderers(job)

@@ -1,5 +1,7 @@
-"""What the worker's process and the evaluator's have in common: torch, the tokenizer, sampling, the first
-snapshot."""
+"""Set-up shared by the processes of the worker and of the evaluator: threads, tokenizer, sampling, first
+snapshot.
+
+Torch is imported only for an engine that computes in the process itself."""
 
 from __future__ import annotations
 
@@ -9,13 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer
-from transformers.utils import logging as transformers_logging
-
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
-from areal_async.errors import ArealError, RpcTimeout
+from areal_async.errors import RpcTimeout
+from areal_async.models.tokenizer import load_tokenizer
 from areal_async.prompts import with_template_args
 from areal_async.runtime.context import ServiceContext
 from areal_async.runtime.log import get_logger
@@ -33,42 +32,36 @@ GARBAGE_OBJECTS = 10_000
 """New objects between two searches for garbage. An episode leaves none, unless it fails."""
 
 
-class ModelFilesError(ArealError):
-    """The job's model directory cannot be used."""
-
-
-def prepare(torch_threads: int) -> None:
-    """Native threads as the job says, and no progress bars in the log."""
-    torch.set_num_threads(torch_threads)
+def prepare(torch_threads: int, *, computes: bool) -> None:
+    """Set the number of native threads, and keep progress bars out of the log. `computes`: the engine runs
+    torch in this process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not computes:
+        return
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(torch_threads)
     transformers_logging.disable_progress_bar()
 
 
 def settle() -> None:
-    """To be called when all is loaded. The garbage collector passes over what there is by now: torch and
-    transformers live as long as the process, and looking through them again and again takes a worker longer
-    than some of its own work."""
+    """Exempt everything loaded so far from garbage collection. Call it once the process serves: modules live
+    as long as the process, and searching them again and again costs a worker more than its own work."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
 
 
 def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -> Renderer:
-    """Prompts as the tokenizer of the job's model renders them, its chat template given `template_args`.
-    Raises `ModelFilesError`."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        return Renderer(with_template_args(tokenizer, template_args or {}))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelFilesError(
-            f"{model} has no usable tokenizer: {error}. `model` must name a Hugging Face directory with its "
-            "tokenizer files."
-        ) from error
+    """Return a renderer of prompts with the tokenizer of the job's model, whose chat template is given
+    `template_args`. Raises `TokenizerError`."""
+    return Renderer(with_template_args(load_tokenizer(model), template_args or {}))
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
     """One for each policy of the job; policies of one tokenizer and chat template share theirs, and with it
-    paths. Raises `ModelFilesError`."""
+    paths. Raises `TokenizerError`."""
     renderers: dict[str, Renderer] = {}
     for policy, view in job.views.items():
         made = make_renderer(view.model, view.rollout.template_args)

@@ -150,7 +150,8 @@ class _PolicyServer:
 
 async def _serve(ctx: ServiceContext) -> None:
     job = ctx.job
-    prepare(first_threads(job.rollout.torch_threads))
+    computes = not engine_part(job.rollout.engine).is_server
+    prepare(first_threads(job.rollout.torch_threads), computes=computes)
     workflow = workflow_of(job)
     renders = make_renderers(job)
     gateway = make_gateway(ctx, trains=True)

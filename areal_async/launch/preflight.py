@@ -29,6 +29,7 @@ import msgspec
 import psutil
 from safetensors import SafetensorError, safe_open
 
+from areal_async import chats, examples, prompts, tasks
 from areal_async.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
@@ -46,10 +47,12 @@ from areal_async.config.rewardcheck import asked, programs_run
 from areal_async.examples import Example, read_examples, tools_of
 from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
 from areal_async.modelfiles import stored_tensors, weight_files
+from areal_async.models.tokenizer import keep_class, tokenizer_files
 from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.topology import ServicePlace
 from areal_async.storage.content import in_urls
+from areal_async.storage.known import digest_of, keep, recall
 from areal_async.tasks import TaskFileError, task_rows
 from areal_async.weights.channels import channel_of, shared_copies
 
@@ -291,6 +294,7 @@ SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
 TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
 UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
 SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
+CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/known.py`)
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
 
@@ -300,7 +304,7 @@ def check_contents(job: JobConfig, *, source: str) -> None:
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
         mistakes += _tried(view, "parts", own.field) if own is not None else installed_mistakes(view)
-        mistakes += _tried(view, "tokenizer", "model")
+        mistakes += _tokenizer_checked(view)
         mistakes += _weight_mistakes(view)
     if job.kind == "rl":
         mistakes += [*reward_load_mistakes(job), *_server_mistakes(job)]
@@ -353,6 +357,24 @@ def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
         return [Mistake(field, f"trying its {what} failed: {error}", "Correct it")]
 
 
+def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
+    """Mistakes that the model's tokenizer shows, tried in a process of its own. Files and settings that were
+    found in order once are not tried again."""
+    settings = job.model_dump_json(include={"kind", "rollout", "evaluation", "sft"})
+    sources = [Path(module.__file__ or "") for module in (chats, examples, prompts, tasks)]
+    try:
+        data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
+        key = digest_of([*tokenizer_files(job.model), *data, *sources, Path(__file__)], settings)
+    except OSError:  # the process says what is wrong with it
+        return _tried(job, "tokenizer", "model")
+    if recall(CHECKED, key) is not None:
+        return []
+    mistakes = _tried(job, "tokenizer", "model")
+    if not mistakes:
+        keep(CHECKED, key, b"in order")
+    return mistakes
+
+
 class TrialFailed(Exception):
     """A process that tries something did not answer."""
 
@@ -383,6 +405,7 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
     try:
         config = AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+        keep_class(job.model, tokenizer)
         tokenizer = with_template_args(tokenizer, job.rollout.template_args)
     except Exception as error:  # whatever a broken file makes the library raise
         return [_not_loaded(job.model, error)]

@@ -128,9 +128,13 @@ class AskTensors(Request[SendsTensors | SendsNothing], frozen=True):
     ranks: int
 
 
+JOIN = -1
+"""Number of the step before the first bucket: the member joins the group."""
+
+
 class TakeBucket(Request[Ok | NoNews | SendsNothing], frozen=True):
     """An engine has taken all buckets of `tag` before this `number`, from 0, and asks whether it may take
-    this one; -1 stands for joining a group that is yet to be formed.
+    this one; `JOIN` stands for joining a group that is yet to be formed.
 
     `Ok`: all members of the group are ready for it, and take it now. `NoNews`: not all are after `wait_ms`;
     ask again. `SendsNothing`: the group is broken. The number after the last bucket's is answered at once."""

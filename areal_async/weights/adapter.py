@@ -19,23 +19,25 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from areal_async.errors import SnapshotError
 from areal_async.modelfiles import model_identity, weight_files
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.channels.chunks import PARTIAL_PREFIX
 from areal_async.weights.channels.host_cache import HostCache
-from areal_async.weights.layout import DTYPE_OF, box_of, plan_layout
+from areal_async.weights.layout import box_of, plan_layout, torch_dtype
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, Manifest
 from areal_async.weights.pieces import whole_piece
 from areal_async.weights.snapshot import MODEL_FILE, Snapshot
 from areal_async.weights.tensor_file import MappedFile, fill
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 PREFIX = "base_model.model."
 """What peft puts before the name of the module that an adapter changes."""
@@ -89,7 +91,7 @@ class BaseWeights:
                 file = self._files.enter_context(safe_open(path, framework="pt"))
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     part = file.get_slice(name)
-                    self._tensors[name] = _BaseTensor(file, part.get_shape(), DTYPE_OF[part.get_dtype()])
+                    self._tensors[name] = _BaseTensor(file, part.get_shape(), torch_dtype(part.get_dtype()))
         except (OSError, ValueError, SafetensorError, KeyError) as error:
             raise SnapshotError(f"the base model {folder} cannot be read: {error}") from error
         if not self._tensors:
@@ -103,6 +105,8 @@ class BaseWeights:
 
     def empty(self) -> dict[str, Tensor]:
         """Each tensor of the merged model by name: its shape and dtype, on the meta device."""
+        import torch
+
         return {
             name: torch.empty(found.shape, dtype=self._published(found.dtype), device="meta")
             for name, found in self._tensors.items()
@@ -112,6 +116,8 @@ class BaseWeights:
         """Every tensor of the base by name, those that `adapter` changes merged with it, one at a time.
 
         `adapter` has peft's names. Raises `SnapshotError` where it changes what the base does not have."""
+        import torch
+
         targets = self._targets(adapter)
         for name, found in self._tensors.items():
             tensor = found.file.get_tensor(name)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from areal_async.errors import SnapshotError
 from areal_async.weights.collectives import ByteCollectives
-from areal_async.weights.layout import DTYPE_OF, Box, Layout, box_of
+from areal_async.weights.layout import ITEM_BYTES, Box, Layout, box_of, torch_dtype
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.tensor_file import MappedFile, fill
 
@@ -73,7 +73,7 @@ class StagedPieces:
     def send(self, group: ByteCollectives, to: int) -> None:
         """Hand all of them over. Raises the group's error where `to` does not come."""
         for box in self._boxes:
-            for cut in cuts(box.extent, DTYPE_OF[box.dtype].itemsize):
+            for cut in cuts(box.extent, ITEM_BYTES[box.dtype]):
                 part = self._copies[_key(box)][cut].contiguous()
                 group.send(part.reshape(-1).view(torch.uint8), to)
 
@@ -118,7 +118,7 @@ def cuts(extent: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
 def _messages(rank: int, boxes: Sequence[Box]) -> Iterator[tuple[int, TensorPiece]]:
     """What comes from a rank: pieces of tensors without memory."""
     for box in boxes:
-        dtype = DTYPE_OF[box.dtype]
+        dtype = torch_dtype(box.dtype)
         for cut in cuts(box.extent, dtype.itemsize):
             offset = tuple(at + each.start for at, each in zip(box.offset, cut, strict=True))
             shape = [each.stop - each.start for each in cut]

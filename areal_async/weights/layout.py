@@ -8,34 +8,42 @@ weights have equal manifests, however many ranks wrote them and whatever each of
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from areal_async.errors import SnapshotError
 from areal_async.weights.manifest import Part
 from areal_async.weights.pieces import TensorPiece
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+if TYPE_CHECKING:
+    import torch  # a process whose engine reads the files itself verifies them without it
+
+TORCH_NAMES: dict[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-DTYPE_OF: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
+"""Torch's name of each dtype that a snapshot can hold, by the name in safetensors."""
+ITEM_BYTES: dict[str, int] = {name: int(re.sub(r"_.*|\D", "", name) or 8) // 8 for name in TORCH_NAMES}
+"""Bytes of one element, by the name of the dtype in safetensors."""
+TORCH_BYTES: dict[str, int] = {torch: ITEM_BYTES[name] for name, torch in TORCH_NAMES.items()}
+"""Bytes of one element, by torch's name of the dtype."""
+_FILE_NAMES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 HEADER_ALIGN_BYTES = 64
 PART_BYTES = 16 << 20
 """Bytes of the rows that are hashed as one: few enough that threads share even one tensor, so many that the
@@ -60,12 +68,26 @@ class Box(msgspec.Struct, frozen=True):
     extent: list[int]
 
 
+def file_dtype(dtype: torch.dtype) -> str | None:
+    """Return the name of `dtype` in safetensors; None for a dtype that a snapshot cannot hold."""
+    return _FILE_NAMES.get(str(dtype))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype for the name in safetensors. Raises `KeyError` for an unknown one."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
+    return dtype
+
+
 def box_of(piece: TensorPiece) -> Box:
     """Raises `SnapshotError` for a dtype that a snapshot cannot hold."""
     tensor = piece.tensor
-    if tensor.dtype not in DTYPES:
+    dtype = file_dtype(tensor.dtype)
+    if dtype is None:
         raise SnapshotError(f"{piece.name} has dtype {tensor.dtype}, which a snapshot cannot hold")
-    return Box(piece.name, DTYPES[tensor.dtype], list(piece.shape), list(piece.offset), list(tensor.shape))
+    return Box(piece.name, dtype, list(piece.shape), list(piece.offset), list(tensor.shape))
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,7 @@ def plan_layout(held: Sequence[Iterable[Box]], file: str) -> Layout:
     for name, found in by_tensor.items():
         _check_cover(name, [box for _, box in found])
     # In order of falling element size each tensor is aligned to its element once the data is.
-    width = {name: DTYPE_OF[found[0][1].dtype].itemsize for name, found in by_tensor.items()}
+    width = {name: ITEM_BYTES[found[0][1].dtype] for name, found in by_tensor.items()}
     entries: dict[str, TensorEntry] = {}
     at = 0
     for name in sorted(by_tensor, key=lambda name: (-width[name], name)):

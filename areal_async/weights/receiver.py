@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
-
 from areal_async.errors import SnapshotError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
@@ -111,6 +109,8 @@ def make_receiver(ctx: ServiceContext, purpose: Purpose, *, name: str = "", tens
     name = name or ctx.name
     merger = None
     if ctx.job.trainer.lora.rank:
+        import torch  # adapters are merged here
+
         root = ctx.shm_dir / "merged" / ctx.node_id
         merger = Merger(ctx.job.model, getattr(torch, ctx.job.trainer.dtype), root, tensors=tensors)
     return Receiver(

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError
@@ -49,6 +49,9 @@ from areal_async.weights.manifest import (
 from areal_async.weights.pieces import whole_piece
 from areal_async.weights.tensor_file import MappedFile, TensorFile, fill, hash_ranges, parts_of_file
 from areal_async.weights.verified import HostRecords
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL_FILE = "model.safetensors"
 

@@ -17,18 +17,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from areal_async.errors import SnapshotError
-from areal_async.weights.layout import DTYPE_OF, DTYPES, HashedRange, Layout, TensorEntry
+from areal_async.weights.layout import ITEM_BYTES, HashedRange, Layout, TensorEntry, file_dtype, torch_dtype
 from areal_async.weights.manifest import Manifest, Part, Shard, hash_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.verified import FileIdentity
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 256 << 20
@@ -98,10 +100,12 @@ def fill(mapped: MappedFile, layout: Layout, piece: TensorPiece) -> None:
     layout."""
     entry = layout.entries.get(piece.name)
     tensor = piece.tensor.detach()
-    if entry is None or (entry.dtype, entry.shape) != (DTYPES.get(tensor.dtype), list(piece.shape)):
+    if entry is None or (entry.dtype, entry.shape) != (file_dtype(tensor.dtype), list(piece.shape)):
         raise SnapshotError(f"{piece.name} is not what the layout was planned for")
     if not tensor.numel():
         return
+    import torch
+
     whole = torch.from_numpy(mapped.view(*layout.place(piece.name))).view(tensor.dtype).view(entry.shape)
     box = whole[tuple(slice(o, o + e) for o, e in zip(piece.offset, tensor.shape, strict=True))]
     if box.shape != tensor.shape:
@@ -157,7 +161,7 @@ class TensorFile:
                 )
             begin = shard.header_bytes + entry.data_offsets[0]
             for part in found:
-                end = begin + math.prod(part.extent) * DTYPE_OF[part.dtype].itemsize
+                end = begin + math.prod(part.extent) * ITEM_BYTES[part.dtype]
                 self.places.append((part, begin, end))
                 begin = end
 
@@ -188,9 +192,11 @@ class TensorFile:
                 self._check(part, copy.data)
 
         in_threads(read, self.places, len(self.data))
+        import torch
+
         tensors = {}
         for name, entry in self.entries.items():
-            data, dtype = copies[name], DTYPE_OF[entry.dtype]
+            data, dtype = copies[name], torch_dtype(entry.dtype)
             flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
             tensors[name] = flat.view(entry.shape)
         return tensors
@@ -237,10 +243,10 @@ def parse_header(data: bytes) -> dict[str, TensorEntry]:
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
-        dtype = DTYPE_OF.get(entry.dtype)
-        if dtype is None:
+        item_bytes = ITEM_BYTES.get(entry.dtype)
+        if item_bytes is None:
             raise SnapshotError(f"{name} has the unknown dtype {entry.dtype!r}")
-        size = math.prod(entry.shape) * dtype.itemsize
+        size = math.prod(entry.shape) * item_bytes
         if begin != at or end - begin != size or min(entry.shape, default=1) < 0:
             raise SnapshotError(f"{name} does not lie where its shape puts it")
         at = end

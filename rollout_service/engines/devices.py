@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from areal_async.config.devices import engine_gpus, names_of
 from areal_async.config.job import JobConfig
 from areal_async.runtime.context import ServiceContext
@@ -32,12 +30,16 @@ def own_gpus(
         # What it sees is its own alone, counted from 0.
         whole = whole.model_copy(update={"rollout": job.rollout}) if evaluates else whole
         worker, beside_trainer = 0, False
+    if visible is None:
+        import torch
+
+        visible = torch.cuda.device_count()
     try:
         return engine_gpus(
             whole,
             worker=worker,
             replica=replica,
-            visible=torch.cuda.device_count() if visible is None else visible,
+            visible=visible,
             beside_trainer=beside_trainer,
         )
     except ValueError as error:

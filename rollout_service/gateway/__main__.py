@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
+from pathlib import Path
 
 from areal_async.runtime.spare import loading
 
 if __name__ == "__main__":
-    # transformers would load torch, which takes most of a start; a tokenizer needs none, and no advice of it.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with loading():
         import msgspec
-        from transformers import AutoTokenizer
 
+        from areal_async.models.tokenizer import load_tokenizer
         from areal_async.prompts import with_template_args
         from areal_async.runtime.log import setup_logging
         from rollout_service.gateway.access import GatewaySetup
@@ -25,9 +22,7 @@ if __name__ == "__main__":
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=GatewaySetup)
     setup_logging(setup.job, f"{setup.name}-gateway")
     tokenizers = {
-        policy: with_template_args(
-            AutoTokenizer.from_pretrained(model.folder, local_files_only=True), model.template_args
-        )
+        policy: with_template_args(load_tokenizer(Path(model.folder)), model.template_args)
         for policy, model in setup.models.items()
     }
     front = Front(setup, tokenizers)

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from areal_async.rpc.schema import VersionTag
+from areal_async.rpc.weights_messages import JOIN
 
-JOIN = -1  # The number of the step before the first bucket: the group is formed
 POLL_S = 0.0005
 
 T = TypeVar("T")

@@ -19,16 +19,18 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import suppress
+from importlib import metadata as packages
 from pathlib import Path
 
 import msgspec
-import torch
 
 from areal_async.errors import ArealError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import (
+    JOIN,
     AskTensors,
     BreakGroup,
     NoNews,
@@ -39,7 +41,7 @@ from areal_async.rpc.weights_messages import (
 )
 from areal_async.runtime.log import get_logger
 from areal_async.weights import metrics
-from areal_async.weights.channels.tensor_group import JOIN
+from areal_async.weights.layout import TORCH_BYTES
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory
 from rollout_service.engines.http.client import ServerClient, words
@@ -130,7 +132,7 @@ class TensorReceiver:
                 )
         self._ranks, self._group = sizes.tp_size, ""
         if python is not None:
-            check_releases(torch.__version__, await torch_of(python))
+            check_releases(packages.version("torch"), await torch_of(python))
         else:
             # An update may be open that a client before us began. Where none is, the refusal says just that.
             await client.request("POST", "/end_weight_update", {})
@@ -291,7 +293,7 @@ async def torch_of(python: Path) -> str:
 
 def bytes_of(bucket: TensorBucket) -> int:
     pairs = zip(bucket.dtypes, bucket.shapes, strict=True)
-    return sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for dtype, shape in pairs)
+    return sum(math.prod(shape) * TORCH_BYTES[dtype] for dtype, shape in pairs)
 
 
 async def _post(client: ServerClient, path: str, body: object, timeout_s: float) -> None:

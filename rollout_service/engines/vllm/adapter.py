@@ -24,6 +24,7 @@ import msgspec
 
 from areal_async.config.engines import flag_name
 from areal_async.modelfiles import is_mixture
+from areal_async.models.tokenizer import load_tokenizer
 from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
@@ -294,9 +295,7 @@ class VllmAdapter(ServerAdapter):
 
     @cached_property
     def _text(self) -> Detokenizer:
-        from transformers import AutoTokenizer  # takes seconds to import
-
-        return Detokenizer(AutoTokenizer.from_pretrained(self.model))
+        return Detokenizer(load_tokenizer(self.model))
 
     async def _name(self, client: ServerClient, tag: VersionTag) -> None:
         name = {"new_version": label(tag, self._owner)}

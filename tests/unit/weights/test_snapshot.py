@@ -21,7 +21,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_every_dtype_and_shape_comes_back(tmp_path):
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 2, (3, 5), generator=generator)
-    tensors = {str(dtype): values.to(dtype) for dtype in layout.DTYPES}
+    tensors = {str(dtype): values.to(dtype) for dtype in map(layout.torch_dtype, layout.TORCH_NAMES)}
     tensors |= {
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),

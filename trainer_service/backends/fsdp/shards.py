@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from areal_async.weights.tensor_file import DTYPES
+from areal_async.weights.layout import file_dtype
 from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
 from trainer_service.ranks import in_thread
@@ -101,7 +101,11 @@ def write_tensors(
     at = 0
     for name, tensor in tensors.items():
         end = at + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[name] = {
+            "dtype": file_dtype(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -1,0 +1,1 @@
+"""Files of models and their tokenizers, read without torch."""
