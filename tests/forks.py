@@ -94,13 +94,15 @@ def start_fork_server() -> None:
 
 
 class ForkedCommand:
-    """`areal-async` with these arguments, in a session of its own. It has what tests use of `Popen`; with
-    `piped` its output can be read from `stdout`, and otherwise it goes where that of this process goes."""
+    """`areal-async` with these arguments, in a session of its own. It has what tests use of `Popen`. Its
+    output goes to the descriptor `output`; None: to the pipe `stdout`."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], *, piped: bool) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None
+    ) -> None:
         start_fork_server()
         self.stdout: IO[bytes] | None = None
-        read_fd, write_fd = os.pipe() if piped else (-1, os.dup(1))
+        read_fd, write_fd = os.pipe() if output is None else (-1, os.dup(output))
         try:
             self._process = FORKS.Process(
                 target=_run_command,
@@ -109,7 +111,7 @@ class ForkedCommand:
             self._process.start()
         finally:
             os.close(write_fd)
-        if piped:
+        if output is None:
             self.stdout = os.fdopen(read_fd, "rb", buffering=0)
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -138,18 +140,21 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
-def start_command(arguments: Sequence[object], **environment: str) -> subprocess.Popen[bytes] | ForkedCommand:
-    """Start `areal-async` with these arguments, its output in `stdout`; `environment` is added to ours."""
+def start_command(
+    arguments: Sequence[object], output: int | None = None, **environment: str
+) -> subprocess.Popen[bytes] | ForkedCommand:
+    """Start `areal-async` with these arguments and with `environment` beside ours. What it prints goes to the
+    descriptor `output`; None: to the pipe `stdout` of the result."""
     words, variables = [str(argument) for argument in arguments], os.environ | environment
     if os.environ.get(CLEAN_VARIABLE):
         return subprocess.Popen(
             [sys.executable, "-m", CLI, *words],
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if output is None else output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=variables,
         )
-    return ForkedCommand(words, variables, piped=True)
+    return ForkedCommand(words, variables, output)
 
 
 # --- in the fork of the command --------------------------------------------------------------------------

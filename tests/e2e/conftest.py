@@ -22,6 +22,7 @@ import pytest
 
 from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
+from tests.forks import start_command
 from tests.jobs import Workspace, make_workspace
 from tests.processes import processes_of
 from tests.waiting import LIMIT_S
@@ -66,13 +67,7 @@ class RunningJob:
     def __init__(self, workspace: Workspace, verb: str, job_file: Path, **environment: str) -> None:
         self.workspace = workspace
         self.folder = workspace.folder / "runs" / job_file.stem
-        self.process = subprocess.Popen(
-            command(verb, job_file, "--plain"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | environment,
-        )
+        self.process = start_command([verb, job_file, "--plain"], **environment)
         self.told = ""
 
     def read_until(self, pattern: str, limit_s: float = LIMIT_S) -> str:
