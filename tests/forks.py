@@ -146,7 +146,7 @@ def start_command(
     """Start `areal-async` with these arguments and with `environment` beside ours. What it prints goes to the
     descriptor `output`; None: to the pipe `stdout` of the result."""
     words, variables = [str(argument) for argument in arguments], os.environ | environment
-    if os.environ.get(CLEAN_VARIABLE):
+    if variables.get(CLEAN_VARIABLE):
         return subprocess.Popen(
             [sys.executable, "-m", CLI, *words],
             stdout=subprocess.PIPE if output is None else output,

@@ -1,0 +1,46 @@
+"""A job whose processes start as a user's do, by command: other tests fork them (`tests/forks.py`)."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.forks import CLEAN_VARIABLE
+
+pytestmark = pytest.mark.slow
+
+TORCH = {"trainer", "rollout-0", "evaluator"}
+
+
+def loads_torch(process: psutil.Process) -> bool:
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def test_processes_start_cleanly_without_torch_where_there_are_no_tensors_and_are_started_again(
+    workspace, running
+):
+    changes = {"trainer__steps": 12, "supervisor": {"spare_after_s": 0, "first_pause_s": 0.1}}
+    job_file = workspace.job("clean", evaluated=True, **changes)
+    with running("run", job_file, **{CLEAN_VARIABLE: "1"}) as job:
+        job.wait_for_steps(2)
+        names = ("buffer", "reward", "trainer", "rollout-0", "evaluator")
+        services = {name: job.service(name) for name in names}
+        supervisor = psutil.Process(job.process.pid)
+        assert {process.ppid() for process in services.values()} == {supervisor.pid}
+        assert {name for name, process in services.items() if loads_torch(process)} == TORCH
+        assert not loads_torch(supervisor)
+        for name in ("trainer", "buffer"):
+            services[name].send_signal(signal.SIGKILL)
+            job.wait_for(lambda name=name: started_again(job, name, services[name]), f"another {name}")
+        run = job.end()
+    assert len({record["step"] for record in run.records("step")}) == 12
+
+
+def started_again(job, name: str, before: psutil.Process) -> bool:
+    try:
+        return job.service(name).pid != before.pid
+    except (StopIteration, psutil.Error):
+        return False
