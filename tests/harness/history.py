@@ -1,7 +1,7 @@
 """History of test runs: one JSON line per run and per flaky test, appended at once.
 
 The file is `.pytest-history/runs.jsonl` in the repository. `AREAL_ASYNC_TEST_HISTORY` names another one,
-which fresh clones can share. `python -m tests.harness.history` prints the tests that were flaky in recent runs.
+which fresh clones can share. `python -m tests.harness.history` prints the tests that were flaky recently.
 """
 
 from __future__ import annotations
