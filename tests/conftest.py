@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.stores import S3Server
 
 pytest_plugins = [
-    f"tests.harness.{name}" for name in ("calibration", "slot", "profiles", "lanes", "rerun", "breakdown")
+    f"tests.harness.{name}" for name in ("deadlines", "slot", "profiles", "lanes", "rerun", "breakdown")
 ]
 
 

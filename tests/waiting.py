@@ -8,7 +8,7 @@ from tests.harness.calibration import Deadline, deadline_s
 
 __all__ = ["LIMIT_S", "deadline_s", "until", "wait_for"]
 
-LIMIT_S = deadline_s(400)
+LIMIT_S = deadline_s(600)
 
 
 async def until(holds: Callable[[], object], what: str = "what is waited for") -> None:

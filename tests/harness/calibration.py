@@ -11,8 +11,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 VARIABLE = "AREAL_ASYNC_TEST_SLOWNESS"
 REFERENCE_S = 0.5
 """Seconds that `measure_s` takes on an idle machine."""
@@ -25,8 +23,6 @@ for number in range(3_000_000):
 MOST_PROCESSES = 8
 LEAST, MOST = 1.0, 6.0
 """Bounds of the slowness: a hang is found in minutes, and no measurement stretches a run without end."""
-TEST_FACTOR = 900.0
-"""Deadline of one test with its fixtures."""
 
 
 def measure_s() -> float:
@@ -74,11 +70,3 @@ class Deadline:
         before, self._slowness = self._slowness, measure_again()
         self.seconds *= self._slowness / before
         return time.monotonic() >= self._begun_s + self.seconds
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
-    """Measure before the first worker starts; the deadline of a test that names none follows."""
-    limit_s = deadline_s(TEST_FACTOR)
-    if getattr(config.option, "timeout", 0) is None and "PYTEST_TIMEOUT" not in os.environ:
-        config.option.timeout = limit_s

@@ -3,11 +3,12 @@
 import fcntl
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from tests.harness import calibration
-from tests.harness.slot import VARIABLE, job_slot, jobs_started
+from tests.harness.slot import VARIABLE, in_job_slot, job_slot, jobs_started
 
 
 def test_a_measurement_is_held_within_bounds():
@@ -42,11 +43,17 @@ def test_another_process_waits_for_the_slot_and_its_holder_does_not(tmp_path, mo
     path = tmp_path / "slot"
     monkeypatch.setenv(VARIABLE, str(path))
     asks = f"import fcntl; fcntl.flock(open({str(path)!r}), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    with job_slot():
+
+    @in_job_slot
+    @contextmanager
+    def job(name):
+        yield name
+
+    with job("outer") as outer:
         with job_slot():
             pass
         refused = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True)
         assert "BlockingIOError" in refused.stderr
-    assert jobs_started() == 2
+    assert (outer, jobs_started()) == ("outer", 2)
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
