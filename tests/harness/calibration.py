@@ -21,7 +21,7 @@ for number in range(3_000_000):
     total += number * number % 7
 """
 MOST_PROCESSES = 8
-LEAST, MOST = 1.0, 6.0
+LEAST, MOST = 1.0, 3.0
 """Bounds of the slowness: a hang is found in minutes, and no measurement stretches a run without end."""
 
 
