@@ -11,13 +11,14 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines lint format clean
+.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines flaky lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
 	@echo "make test              set up, then every test but the nightly ones and those of the SGLang and vLLM environments"
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
 	@echo "make test-nightly      the tests that are worth their time once a night"
+	@echo "make flaky             tests that failed once and then passed in recent runs, with count and dates"
 	@echo "make engines           make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
 	@echo "make test-engines      make them, then run the tests against the real servers"
 	@echo "make recipes-check     train the small size of every recipe (some minutes)"
@@ -65,9 +66,9 @@ packages:
 	fi
 
 # A worker that crashes ends the run: xdist would start another and then wait for ever for the tests of the first.
-# Files are handed out in the order of tests/conftest.py; xdist's own order has the long ones last.
-# Three at once on two cores: a job under test waits about half of its time.
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 30 --durations-min 20
+# tests/harness/lanes.py hands out files: whole jobs to one worker, the rest to the others. `auto` is one worker more
+# than cores: the worker with the jobs waits for them most of its time.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 30 --durations-min 20
 
 test: $(STAMP) packages
 	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not nightly" $(ARGS)
@@ -99,7 +100,10 @@ test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not slow and not nightly" $(ARGS)
 
 test-nightly: $(STAMP) packages
-	$(BIN)/python -m pytest $(WORKERS) -m "nightly" $(ARGS)
+	AREAL_ASYNC_TEST_PROFILE=nightly $(BIN)/python -m pytest $(WORKERS) -m "nightly" $(ARGS)
+
+flaky: $(STAMP)
+	@$(BIN)/python -m tests.harness.history
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

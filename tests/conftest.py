@@ -1,5 +1,5 @@
-"""What holds for all tests: a coroutine function is a test too, and a run ends with which tests were skipped
-and what they would have needed. No example of hypothesis has a deadline: a busy machine takes its time."""
+"""Rules for all tests: a coroutine function is a test too, and a run ends with the reasons of skipped tests.
+The plugins of `tests/harness` schedule test files, set deadlines and run a failed test again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 
 # What is imported and collected stays; to look through it again and again takes a good part of the time.
 gc.disable()
@@ -26,8 +25,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 if TYPE_CHECKING:
     from tests.stores import S3Server
 
-settings.register_profile("any_machine", deadline=None)
-settings.load_profile("any_machine")
+pytest_plugins = [
+    f"tests.harness.{name}" for name in ("deadlines", "slot", "profiles", "lanes", "rerun", "breakdown")
+]
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +44,6 @@ def s3(_s3_server: S3Server) -> Iterator[S3Server]:
     _s3_server.start()
     yield _s3_server
     _s3_server.start()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with whole jobs come first: what is left for the end is short, and none waits long."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

@@ -1,17 +1,21 @@
-"""How tests wait for what raises no event: within a deadline."""
+"""How tests wait for something that raises no event: within a deadline (`tests/harness/calibration.py`)."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-LIMIT_S = 900.0
+from tests.harness.calibration import Deadline, deadline_s
+
+__all__ = ["LIMIT_S", "deadline_s", "until", "wait_for"]
+
+LIMIT_S = deadline_s(600)
 
 
 async def until(holds: Callable[[], object], what: str = "what is waited for") -> None:
     """Let other tasks run until it holds."""
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline = Deadline(LIMIT_S)
     while not holds():
-        assert time.monotonic() < deadline_s, f"{what} did not come in time"
+        assert not deadline.is_over(), f"{what} did not come within {deadline.seconds:g} s"
         await asyncio.sleep(0.002)
 
 
@@ -23,7 +27,7 @@ def wait_for(
     every_s: float = 0.01,
 ) -> None:
     """The same for what other processes do."""
-    deadline_s = time.monotonic() + limit_s
+    deadline = Deadline(limit_s)
     while not holds():
-        assert time.monotonic() < deadline_s, f"{what} did not come within {limit_s:g} s"
+        assert not deadline.is_over(), f"{what} did not come within {deadline.seconds:g} s"
         time.sleep(every_s)

@@ -23,6 +23,7 @@ import pytest
 from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
 from tests.forks import start_command
+from tests.harness.slot import in_job_slot
 from tests.jobs import Workspace, make_workspace
 from tests.processes import processes_of
 from tests.waiting import LIMIT_S
@@ -134,6 +135,7 @@ class RunningJob:
         return next(one for one in processes_of(self.record["run_id"]) if name in one.cmdline())
 
 
+@in_job_slot
 @contextmanager
 def started(workspace: Workspace, verb: str, job_file: Path, **environment: str) -> Iterator[RunningJob]:
     """A running job; what is left of it is killed. Where the test fails, what it said is shown."""

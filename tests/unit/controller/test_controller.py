@@ -12,6 +12,7 @@ from areal_async.controller import store as store_module
 from areal_async.controller.resources import Resources
 from areal_async.controller.states import JobRefused, UnknownJob
 from areal_async.controller.store import JobStore, JobStoreError
+from tests.harness.profiles import examples
 from tests.unit.controller.world import World, submission
 
 
@@ -309,7 +310,7 @@ def test_a_controller_killed_at_any_step_loses_no_job_and_starts_none_twice(tmp_
 
 
 @given(deaths=st.lists(st.tuples(st.integers(0, 25), st.booleans()), min_size=2, max_size=6))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_so_does_one_after_another(tmp_path_factory, deaths):
     world = World(tmp_path_factory.mktemp("world"))
     waiting = list(deaths)

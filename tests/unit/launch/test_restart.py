@@ -9,6 +9,7 @@ from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.service import restart_may_help
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
+from tests.harness.profiles import examples
 from tests.unit.launch.launching import NAMES, PLACES, serving
 from trainer_service.errors import CheckpointError, DiskFull, StalenessViolation
 
@@ -96,7 +97,7 @@ def test_a_stop_starts_nothing_that_was_to_be_started_again():
     assert life.tick(20.0) == []
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.sampled_from([-9, -11, 0, 75, 143])), max_size=30)
 )
