@@ -41,7 +41,7 @@ from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import BufferServer, main
 from tests.callers import put
-from tests.unit.buffer.conftest import reasons, serving
+from tests.unit.buffer.conftest import serving
 from tests.waiting import until
 
 
@@ -188,23 +188,6 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
         assert not (await client.call(Heartbeat("w0", []))).drain
 
 
-async def test_group_deadlines_hold_over_the_wire(context, blob, job_name):
-    """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
-    partial = {"policy": "deadline_partial", "deadline_s": 1.0, "min_samples": 1}
-    async with serving(context(group=partial, batch_groups=1)) as client:
-        tag, (group,) = await opened(client, 1)
-        await put(client, group.lease_id, group.group_id, {1: blob(job_name, group.group_id, 1)})
-        await score(client)
-        batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=10_000))
-        assert [e.sample for e in batch.groups[0].episodes] == [1]
-        assert (await client.call(Heartbeat("w0", [group.lease_id]))).lost == [group.lease_id]
-        late = await put(client, group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
-        assert reasons(late) == ["given_up"]
-        figures = await client.call(Stats())
-        assert figures.episodes["ABSENT"] == 1
-        assert figures.reasons["absent"] == 1
-
-
 async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_the_next(
     context, blob, job_name
 ):
@@ -260,17 +243,6 @@ async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
                 assert caught.value.kind == "invalid"
         with pytest.raises(FaultError, match="is not an episode id"):
             await client.exchange(Fetch(["nonsense"]))
-
-
-async def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name):
-    """The client does not notice more than a pause."""
-    ctx = context()
-    async with serving(ctx) as client:
-        tag, groups = await opened(client, 2)
-        await generate(client, blob, job_name, groups)
-    async with serving(context()) as client:
-        await score(client)
-        assert isinstance(await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000)), Batch)
 
 
 async def test_its_own_redis_starts_and_ends_with_it_and_is_started_again_when_it_dies(

@@ -14,6 +14,7 @@ from replay_buffer.server import read_arrival
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.worker import Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
+from tests.unit.buffer.conftest import Driver
 from tests.unit.rollout.fakes import FakeEngine, LetterTokenizer, eventually
 
 DEADLINE_S = 20.0
@@ -49,6 +50,13 @@ class LedgerBuffer:
             await self.changed.wait_for(condition)
 
 
+def opened(**rules: Any) -> Driver:
+    """A ledger with these rules, its trainer opened at step 0."""
+    ledger = Driver(**rules)
+    ledger.open()
+    return ledger
+
+
 def gated() -> tuple[FakeEngine, dict[int, asyncio.Event]]:
     """An engine of version 0 that answers once the gate of the sample is open."""
     engine, gates = FakeEngine(), {sample: asyncio.Event() for sample in range(4)}
@@ -73,10 +81,10 @@ def a_worker(buffer: LedgerBuffer, engine: FakeEngine, name: str) -> Worker:
     return Worker(buffer, engine, workflow, render, job=job, name=name, timing=WorkerTiming(drain_s=0.3))
 
 
-async def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_generated_again(drive) -> None:
+async def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_generated_again() -> None:
     """`SIGTERM` sets the stop signal. Samples 0 and 1 are stored by then, 2 finishes within the grace, 3 does
     not."""
-    ledger = drive(group_size=4, batch_groups=2, max_staleness=0)
+    ledger = opened(group_size=4, batch_groups=2, max_staleness=0)
     buffer = LedgerBuffer(ledger)
     (first, first_gates), (second, second_gates) = gated(), gated()
     for sample in (0, 1):
@@ -105,8 +113,8 @@ async def test_trained_effectively_once_what_a_stopped_worker_stored_is_not_gene
     assert len(ledger.batch().groups) == 2
 
 
-async def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up(drive) -> None:
-    ledger = drive(
+async def test_groups_are_whole_a_worker_aborts_what_its_groups_deadline_gave_up() -> None:
+    ledger = opened(
         group_size=4,
         batch_groups=1,
         max_staleness=0,
