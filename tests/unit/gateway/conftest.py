@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from tests.unit.gateway.fakes import make_tokenizer, write_chat_model
 
-torch.set_num_threads(1)
-transformers_logging.disable_progress_bar()
-
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     return make_tokenizer()
 
 
