@@ -189,15 +189,6 @@ async def test_connecting_to_nobody_says_so_in_time(endpoint):
     await client.close()
 
 
-async def test_a_client_may_come_before_its_server(ipc):
-    client = client_of(ipc)
-    connecting = asyncio.create_task(client.connect(20))
-    await asyncio.sleep(0)
-    async with serving(ipc, echo, service="test"):
-        assert (await connecting).service == "test"
-        await client.close()
-
-
 async def test_calls_of_a_closed_client_end_with_peer_gone(ipc):
     gate = Gate()
     async with serving(ipc, gate):

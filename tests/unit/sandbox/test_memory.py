@@ -111,8 +111,11 @@ for _ in range(16):
 }
 
 
-@pytest.mark.parametrize("name", EATERS)
-@pytest.mark.parametrize("limits", [LIMITS, NO_ADDRESS_SPACE], ids=["address space", "no address space"])
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [*((name, NO_ADDRESS_SPACE) for name in EATERS), ("page tables", LIMITS), ("many processes", LIMITS)],
+    ids=str,
+)
 def test_memory_is_held_whoever_maps_it(isolated, attempt, name, limits):
     outcome = attempt(EATERS[name], limits, ok=False)
     assert outcome.kind in ("memory", "exit", "timeout") or name == "pages lent to pipes", outcome.describe()
