@@ -35,8 +35,7 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.rpc.weights_messages import WaitSnapshot
-from replay_buffer import coordinator, metrics
-from replay_buffer.ledger.decide import decide
+from replay_buffer import metrics
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import BufferServer, main
@@ -136,36 +135,6 @@ async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(
         for waiting in (other, newer):
             waiting.cancel()
         await asyncio.gather(other, newer, return_exceptions=True)
-
-
-async def test_many_workers_that_ask_again_do_not_have_all_that_wait_looked_at(context, monkeypatch):
-    """At each new version every worker asks again: one look at all of them for each of them is too much."""
-    looks = []
-
-    def counting(index, command, now_ms):
-        looks.append(command)
-        return decide(index, command, now_ms)
-
-    monkeypatch.setattr(coordinator, "decide", counting)
-    async with serving(context()) as client:
-
-        def leasing(number, version):
-            lease = Lease(f"w{number}", 1, [VersionTag("policy", 0, version)], wait_ms=60_000)
-            return asyncio.create_task(client.call(lease))
-
-        while (await client.call(Lease("w0", 4, [VersionTag("policy", 0, 0)]))).groups:
-            pass  # until there is no more room
-        older = [leasing(number, 0) for number in range(20)]
-        await client.call(Stats())  # all were sent before this one, and wait by the time it is answered
-        looks.clear()
-        newer = []
-        for number, waiting in enumerate(older):
-            newer.append(leasing(number, 1))
-            await asyncio.wait_for(waiting, 60)
-        assert 20 <= sum(isinstance(command, Lease) for command in looks) <= 60
-        for waiting in newer:
-            waiting.cancel()
-        await asyncio.gather(*newer, return_exceptions=True)
 
 
 async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_missing_samples_leased_on(

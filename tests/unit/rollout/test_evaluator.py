@@ -95,36 +95,6 @@ def greedy(made: Any, version: int, prompts: Sequence[str]) -> list[str]:
 PROMPTS = [f"{a}+{b}=" for a in range(5) for b in range(4)]
 
 
-async def test_an_evaluation_says_how_far_it_is(endless: Any, tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Asking(Exact):
-        async def score(self, inputs: Sequence[Any], groups: Any = None) -> list[Verdict]:
-            told.append(evaluator.doing())
-            return await super().score(inputs, groups)
-
-    answer = load_workflow("single_turn")
-
-    async def workflow(ctx: Any, task: Task) -> None:
-        told.append(evaluator.doing())
-        await answer(ctx, task)
-
-    tasks = [Task(f"t{n}", prompt, ground_truth="5") for n, prompt in enumerate(PROMPTS[:6])]
-    replicas = ReplicaSet(lambda _: endless.engine(slots=4), stuck_s=60)
-    render = Renderer(AutoTokenizer.from_pretrained(endless.directory))
-    evaluator = Evaluator(replicas, Asking(), workflow, render, job=job(endless, max_concurrent=1))
-    try:
-        await evaluator.evaluate(endless.weights(0), tasks)
-    finally:
-        await replicas.stop()
-    assert told[0] == "0 of 6 answers"
-    assert [text.partition(", left 0:")[0] for text in told[1:6]] == [
-        f"{n} of 6 answers" for n in range(1, 6)
-    ]
-    assert told[6] == "scoring 6 answers"
-    assert not evaluator.doing()
-
-
 async def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: Any, tmp_path: Path) -> None:
     weights = {v: endless.weights(v) for v in (0, 5, 9)}
     truth = greedy(endless, 5, PROMPTS)
