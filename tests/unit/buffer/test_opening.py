@@ -63,6 +63,21 @@ def test_a_copy_that_does_not_fit_is_refused_with_the_reason(drive):
         assert ledger.index.consumer("policy").epoch == 1
 
 
+def test_the_first_version_that_differs_ends_all_that_came_of_it(drive):
+    """At once: what is not going to be trained must not keep others from being generated."""
+    ledger = drive(batch_groups=1, max_staleness=4)
+    ledger.steps(3)
+    ledger.scored()
+    ledger.open(step=0)
+    ledger.batch(0)
+    ledger.commit(0, [1])
+    assert ledger.count("dropped:abandoned") == 0
+    ledger.batch(1)
+    ledger.commit(1, [])
+    assert ledger.count("dropped:abandoned") == 2, "the batch of step 2, and what waited for step 3"
+    assert ledger.lease(10) != []
+
+
 def test_episodes_whose_bytes_are_held_survive_when_the_copy_wins(drive):
     ledger = drive(batch_groups=1, max_staleness=3, group_size=3)
     ledger.steps(1)
