@@ -357,17 +357,6 @@ async def test_stop_ends_what_runs_and_what_waits() -> None:
 # --- what is told on the way ------------------------------------------------------------------------------
 
 
-async def test_a_set_passes_the_pieces_on() -> None:
-    async with driven() as fleet:
-        fleet.pieces, told = 2, list[int]()
-        asking = fleet.ask("r", lambda piece: told.extend(piece.tolist()))
-        await eventually(lambda: fleet.where("r"))
-        assert told == [0, 1]
-        assert not asking.done()
-        fleet.let_go()
-        await asking
-
-
 async def test_an_engine_that_is_lost_before_the_first_piece_is_not_noticed() -> None:
     async with driven() as fleet:
         told: list[Any] = []
