@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import product
+from itertools import combinations_with_replacement, product
 
 import pytest
 from msgspec.structs import replace
@@ -228,13 +228,19 @@ def recorded(folder, job, *records):
     return Run(folder, job, None)
 
 
+def sums_of(passes):
+    """What an engine keeps of its passes, (sampled, prompt tokens, seconds) each: see its `PassSums`."""
+    rows = [(1.0, float(n), float(p > 0), float(p), seconds) for n, p, seconds in passes]
+    pairs = [*combinations_with_replacement(range(4), 2), *((term, 4) for term in range(4))]
+    return [sum(row[i] * row[j] for row in rows) for i, j in pairs]
+
+
 def measured_run(folder, job):
     """A run of two steps whose parts cost what the tests below say."""
-    from rollout_service.engines.local.engine import PassSums  # needs torch
-
-    sums = PassSums()
-    for sampled, prompts in [(10, 0), (50, 40), (200, 0), (120, 8), (1, 0)]:
-        sums.add(sampled, prompts, 0.004 + 3e-5 * sampled + (0.002 if prompts else 0) + 1e-4 * prompts)
+    passes = [
+        (sampled, prompts, 0.004 + 3e-5 * sampled + (0.002 if prompts else 0) + 1e-4 * prompts)
+        for sampled, prompts in [(10, 0), (50, 40), (200, 0), (120, 8), (1, 0)]
+    ]
     spent = sum((0.004 * 5, 3e-5 * 381, 0.002 * 2, 1e-4 * 48))
     step = {
         "kind": "step", "time_s": 7.0, "episodes": 32, "tokens": 96, "units": 288, "wait_s": 0.01,
@@ -243,7 +249,7 @@ def measured_run(folder, job):
     }  # fmt: skip
     before = load(1, episodes=32, passes=[0.0] * 14, at_s=5.0)
     after = load(
-        3, episodes=96, passes=list(sums.sums), at_s=10.0,
+        3, episodes=96, passes=sums_of(passes), at_s=10.0,
         trainer=0.6, buffer=0.064, reward=0.192, **{"rollout-0": spent + 0.128},
     )  # fmt: skip
     return recorded(folder, job, before, step, after)

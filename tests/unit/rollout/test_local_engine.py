@@ -15,7 +15,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, RequestError
 from rollout_service.engines.local.core import EngineCore
-from rollout_service.engines.local.engine import LocalEngine
+from rollout_service.engines.local.engine import LocalEngine, PassSums
 from rollout_service.engines.local.model import LocalModel
 from tests.unit.rollout.fakes import eventually
 
@@ -210,3 +210,9 @@ async def test_a_piece_is_told_at_every_step_and_updates_fall_between(
     assert np.concatenate(pieces).tolist() == result.token_ids[:19].tolist()
     assert result.versions.tolist() == [0] * 2 + [1] * 4 + [5] * 4 + [9] * 10
     endless.assert_true(asked, result)
+
+
+def test_the_costs_of_passes_are_kept_as_the_sums_that_least_squares_need() -> None:
+    passes = PassSums()
+    passes.add(3, 5, 2.0)
+    assert passes.sums == (1, 3, 1, 5, 9, 3, 15, 1, 5, 25, 2, 6, 2, 10)
