@@ -25,7 +25,7 @@ from tests.scoring import scored
 # A collection of garbage on the way may swallow an interruption; the next one follows a second later.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-CPU_LIMIT_S = 30
+CPU_LIMIT_S = 25
 """Many times what reading takes; a pattern that is worse than linear takes hours."""
 
 COSTLY = [
