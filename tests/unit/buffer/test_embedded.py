@@ -82,7 +82,7 @@ PAIR = "redis.call('HSET', KEYS[1], 'a', ARGV[1]) redis.call('HSET', KEYS[1], 'b
 """A decision in small: two commands, which come true together or not at all."""
 
 
-@pytest.mark.parametrize("lost_bytes", [1, 13, 15, 40, 60, 101], ids="without the last {} bytes".format)
+@pytest.mark.parametrize("lost_bytes", [1, 15, 60], ids="without the last {} bytes".format)
 async def test_half_a_transaction_at_the_end_of_the_log_never_comes_to_life(folder, lost_bytes):
     """A power failure cuts the log inside a transaction; what was lost with it stays lost, also after another
     start, when newer writes lie behind it."""

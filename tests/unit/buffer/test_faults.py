@@ -99,17 +99,6 @@ def test_one_task_that_always_fails_is_dropped_and_the_job_goes_on(drive):
     assert all(group.attempt == 0 for group in ledger.index.groups.values())
 
 
-def test_episodes_that_fail_beside_others_that_do_not_never_end_the_job(drive):
-    ledger = drive(batch_groups=4, max_staleness=1, group_size=4)
-    for number in range(100):
-        for lease in ledger.lease(3):
-            if number % 10 == 0:
-                ledger.put(lease, samples=lease.missing[:1])
-            hand_back(ledger, lease)
-        ledger.now_ms += 5000
-        assert not ledger.index.meta.failed
-
-
 def test_an_outage_after_a_success_is_waited_out_and_costs_no_task(drive):
     ledger = drive(batch_groups=3, max_staleness=1)
     ledger.step()

@@ -283,14 +283,3 @@ def test_groups_are_whole_or_follow_their_policy(seed, policy, filtering):
             assert due_ms is None or due_ms > ledger.now_ms, "what is due is dealt with at once"
         act()
         check()
-
-
-@pytest.mark.parametrize("policy", ["deadline_drop", "deadline_partial"])
-def test_nothing_is_unbounded_no_group_outlives_its_deadline_ungenerated(drive, policy):
-    ledger = partial(drive, policy, lease_ms=1_000, batch_groups=8)
-    ledger.lease(8)
-    for _ in range(20):
-        ledger.now_ms += 700
-        ledger.lease(1)
-        for group in ledger.index.groups.values():
-            assert group.state > GroupState.LEASED or ledger.now_ms < group.begun_ms + ENDED

@@ -7,8 +7,7 @@ import pytest
 from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.rewards import Routing
 from areal_async.rpc.messages import Claim
-from areal_async.rpc.verdicts import Abstain, Failure, Score
-from replay_buffer.ledger.rules import Rules, VerdictPolicy
+from replay_buffer.ledger.rules import Rules
 from tests.unit.buffer.conftest import CountedTasks, sums_job
 
 
@@ -45,21 +44,6 @@ def test_a_large_group_is_given_the_time_of_its_episodes(drive):
     ledger.send(Claim("reward-0", 1))
     (held,) = ledger.index.claims.values()
     assert held.last_ms - ledger.now_ms == 1000 + 3 * 100
-
-
-def test_a_retry_scores_the_whole_group_again(drive):
-    ledger = as_one(drive, on_error=VerdictPolicy(1))
-    (group,) = ledger.generated()
-    first, second, third = ledger.claim()
-    ledger.judge_each([(first, Score(1.0)), (second, Failure("exception", "no")), (third, Abstain())])
-    assert ledger.states(group) == ["STORED"] * 3
-    assert ledger.index.claims == {}
-    again = ledger.claim()
-    assert [item.tries for item in again] == [1, 1, 1]
-    ledger.judge_each((item, Score(0.5)) for item in again)
-    assert ledger.state(group) == "SCORED"
-    assert ledger.count("verdict:score") == 4
-    assert ledger.count("tried_again:error") == 1
 
 
 def test_samples_given_up_are_not_in_the_call(drive):

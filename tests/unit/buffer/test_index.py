@@ -42,19 +42,3 @@ def test_edges_say_what_has_become_possible(drive):
     (group,) = ledger.lease()
     ledger.release(group)
     assert ledger.fired == {"lease", "batch"}
-
-
-def test_figures_are_those_of_the_records(drive):
-    ledger = drive(batch_groups=2, max_staleness=3, group_size=3)
-    ledger.step()
-    ledger.scored(1)
-    (group,) = ledger.lease()
-    ledger.put(group, [0], size_bytes=40)
-    index = ledger.index
-    assert index.consumers["policy"].outstanding == 2
-    assert index.generating == 2
-    assert index.payload_bytes == 3 * 300 + 40
-    assert index.mean_episode_bytes == 94.0
-    assert index.next_step("policy") == 1
-    assert index.group_counts == [0, 1, 0, 1, 0, 2, 0, 0]
-    assert index.episode_counts == [2, 1, 0, 9, 0, 0]

@@ -53,18 +53,6 @@ def test_a_lease_of_another_worker_cannot_be_renewed_or_released(drive):
     assert ledger.state(group) == "LEASED"
 
 
-def test_one_death_is_local_an_expired_lease_is_granted_again_for_the_missing_samples_only(drive):
-    ledger = drive(group_size=4, lease_ms=1000)
-    (first,) = ledger.lease()
-    ledger.put(first, [1, 3])
-    ledger.now_ms += 1000
-    (second,) = ledger.lease(worker="rollout-1")
-    assert second.group_id == first.group_id
-    assert second.lease_id != first.lease_id
-    assert second.missing == [0, 2]
-    assert second.attempt == first.attempt
-
-
 def test_groups_and_bytes_held_limit_new_leases_but_not_what_is_held_already(drive):
     ledger = drive(max_groups=2, max_bytes=350, max_staleness=8)
     first, second = ledger.lease(5)

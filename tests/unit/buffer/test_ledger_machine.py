@@ -134,7 +134,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(name, two):
     eta, rules = RULES[name]
-    run(ReturningMachine, examples=15, consumers=consumers_of(eta, two), ledger_rules=rules)
+    run(ReturningMachine, examples=12 if two else 6, consumers=consumers_of(eta, two), ledger_rules=rules)
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_staleness_is_bounded_and_every_other_promise_of_the_ledger(name, two):
 def test_trained_effectively_once_with_every_write_in_redis(redis_url, name, two):
     eta, rules = RULES[name]
     consumers = consumers_of(eta, two)
-    run(OnRedis, examples=8, consumers=consumers, ledger_rules=rules, redis_url=redis_url)
+    run(OnRedis, examples=4, consumers=consumers, ledger_rules=rules, redis_url=redis_url)

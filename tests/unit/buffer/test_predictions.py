@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import product
+from itertools import combinations_with_replacement, product
 
 import pytest
 from msgspec.structs import replace
 
 from areal_async.cli.tools import AdviseRequest, SimulateRequest
 from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
 from areal_async.config.yamlfile import dump_yaml
 from areal_async.errors import RunFolderError
 from areal_async.launch.runs import Run
@@ -23,7 +24,6 @@ from replay_buffer.simulation.measured import measured
 from replay_buffer.simulation.world import MeasuredWorld, Shape, predicted
 from replay_buffer.tools import advise as advise_tool
 from replay_buffer.tools import simulate
-from rollout_service.engines.local.engine import PassSums
 
 GROUP, BATCH, TOKENS, PASS_S = 4, 8, 100, 0.01
 
@@ -64,52 +64,34 @@ def test_at_eta_0_a_step_takes_what_its_parts_take_one_after_the_other():
     assert found.rollout_idle == pytest.approx(1 - 1.0 / found.step_s, rel=0.01)
 
 
-def test_generation_that_is_the_slower_side_never_waits():
-    found = run(4)
-    assert found.steps_per_s == pytest.approx(2.0, rel=0.01), "64 episodes a second are two batches"
-    assert found.rollout_idle == pytest.approx(0, abs=0.01)
-    assert found.trainer_idle == pytest.approx(1 - 0.32 * 2, abs=0.01)
+SLOW_SCORING = {"reward": {"episode_s": {"mean": 0.1}, "computes": False}}
+FOUR_RANKS = Shape(group_size=GROUP, workers=2, replicas=2, max_concurrent=32, ranks=4)
+SHARED = {"pass_s": 0, "request_s": 0.5 / (GROUP * BATCH * TOKENS)}
+"""One core does the work of both sides in turns: 0.5 s for a batch, and 1 s for a step."""
 
 
-def test_a_trainer_that_is_the_slower_side_never_waits():
-    found = run(4, costs(train_s=2.0))
-    assert found.step_s == pytest.approx(2.0, rel=0.01)
-    assert found.trainer_idle == pytest.approx(0, abs=0.01)
-    assert found.staleness_mean > 3.9
-    fresh = run(4, costs(train_s=2.0), pacing="fresh")
-    assert fresh.step_s == pytest.approx(2.0, rel=0.02)
-    assert fresh.staleness_mean < 1.5
-
-
-def test_scoring_by_few_workers_is_a_limit_of_its_own():
-    found = run(4, costs(reward={"episode_s": {"mean": 0.1}, "computes": False}))
-    assert found.episodes_per_s == pytest.approx(10, rel=0.01)
-    assert found.reward_idle == pytest.approx(0, abs=0.01)
-
-
-def test_a_pass_takes_longer_with_more_requests():
-    engine = {"pass_s": 0.01, "request_s": 0.001}
-    found = run(4, costs(engine=engine), concurrent=64)
-    assert found.tokens_per_s == pytest.approx(64 / (0.01 + 0.064), rel=0.02)
-
-
-def test_ranks_share_a_step_and_engines_add_up():
-    shape = Shape(group_size=GROUP, workers=2, replicas=2, max_concurrent=32, ranks=4)
-    found = run(4, costs(train_s=8.0), shape=shape)
-    assert found.step_s == pytest.approx(2.0, rel=0.01)
-
-
-@pytest.mark.parametrize("cores", [1, 2])
-def test_cores_are_shared(cores):
-    """One core does the work of both sides in turns: 0.5 s for a batch and 1 s for a step."""
-    engine = {"pass_s": 0, "request_s": 0.5 / (GROUP * BATCH * TOKENS)}
-    found = run(4, costs(train_s=1.0, engine=engine, machine={"cores": cores}))
-    assert found.step_s == pytest.approx(1.5 if cores == 1 else 1.0, rel=0.02)
+@pytest.mark.parametrize(
+    ("given", "how", "figures"),
+    [
+        ({}, {}, {"steps_per_s": 2.0, "rollout_idle": 0, "trainer_idle": 1 - 0.32 * 2}),
+        ({"train_s": 2.0}, {}, {"step_s": 2.0, "trainer_idle": 0, "staleness_mean": 4.0}),
+        ({"train_s": 2.0}, {"pacing": "fresh"}, {"step_s": 2.0, "staleness_mean": 1.0}),
+        (SLOW_SCORING, {}, {"episodes_per_s": 10, "reward_idle": 0}),
+        ({"engine": {"pass_s": 0.01, "request_s": 0.001}}, {}, {"tokens_per_s": 64 / (0.01 + 0.064)}),
+        ({"train_s": 8.0}, {"shape": FOUR_RANKS}, {"step_s": 2.0}),
+        ({"train_s": 1.0, "engine": SHARED, "machine": {"cores": 1}}, {}, {"step_s": 1.5}),
+        ({"train_s": 1.0, "engine": SHARED, "machine": {"cores": 2}}, {}, {"step_s": 1.0}),
+    ],
+)
+def test_the_slower_side_never_waits_and_sets_the_pace(given, how, figures):
+    found = run(4, costs(**given), **how)
+    for name, value in figures.items():
+        assert getattr(found, name) == pytest.approx(value, rel=0.01, abs=0.01), name
 
 
 @pytest.mark.parametrize(("eta", "pacing"), [*product([0, 1, 4], ["full", "fresh"])])
 def test_staleness_is_bounded_whatever_things_cost(eta, pacing):
-    for train_s, concurrent in product((0.1, 1.0, 5.0), (8, 32, 128)):
+    for train_s, concurrent in ((0.1, 128), (1.0, 32), (5.0, 8)):
         given = costs(train_s=train_s, answers={"mean": TOKENS, "sigma": 1.0, "most": 500})
         found = run(eta, given, concurrent=concurrent, pacing=pacing, steps=20)
         assert found.steps == 20
@@ -178,15 +160,15 @@ def test_work_on_too_few_cores_takes_longer_and_waits_do_not():
     ],
 )
 def test_advice_names_what_holds_the_job_up(change, part):
-    advice = advise(rules(4), Shape(group_size=GROUP, max_concurrent=32), costs(**change), steps=20)
+    advice = advise(rules(4), Shape(group_size=GROUP, max_concurrent=32), costs(**change), steps=5)
     assert advice.bottleneck == part
 
 
 def test_advice_moves_gpus_to_the_slower_side_and_calls_no_noise_a_gain():
     shape = Shape(group_size=GROUP, workers=6, ranks=2, max_concurrent=32)
-    advice = advise(rules(4), shape, costs(train_s=4.0), steps=20)
+    advice = advise(rules(4), shape, costs(train_s=4.0), steps=5)
     assert advice.better[0].change == "rollout.workers=2 trainer.ranks=6"
-    certain = advise(rules(4), shape, costs(train_s=4.0), steps=20, off=10.0)
+    certain = advise(rules(4), shape, costs(train_s=4.0), steps=5, off=10.0)
     assert not certain.bottleneck
     assert all(certain.gain(each) < 0.01 for each in certain.better)
 
@@ -246,11 +228,19 @@ def recorded(folder, job, *records):
     return Run(folder, job, None)
 
 
+def sums_of(passes):
+    """What an engine keeps of its passes, (sampled, prompt tokens, seconds) each: see its `PassSums`."""
+    rows = [(1.0, float(n), float(p > 0), float(p), seconds) for n, p, seconds in passes]
+    pairs = [*combinations_with_replacement(range(4), 2), *((term, 4) for term in range(4))]
+    return [sum(row[i] * row[j] for row in rows) for i, j in pairs]
+
+
 def measured_run(folder, job):
     """A run of two steps whose parts cost what the tests below say."""
-    sums = PassSums()
-    for sampled, prompts in [(10, 0), (50, 40), (200, 0), (120, 8), (1, 0)]:
-        sums.add(sampled, prompts, 0.004 + 3e-5 * sampled + (0.002 if prompts else 0) + 1e-4 * prompts)
+    passes = [
+        (sampled, prompts, 0.004 + 3e-5 * sampled + (0.002 if prompts else 0) + 1e-4 * prompts)
+        for sampled, prompts in [(10, 0), (50, 40), (200, 0), (120, 8), (1, 0)]
+    ]
     spent = sum((0.004 * 5, 3e-5 * 381, 0.002 * 2, 1e-4 * 48))
     step = {
         "kind": "step", "time_s": 7.0, "episodes": 32, "tokens": 96, "units": 288, "wait_s": 0.01,
@@ -259,7 +249,7 @@ def measured_run(folder, job):
     }  # fmt: skip
     before = load(1, episodes=32, passes=[0.0] * 14, at_s=5.0)
     after = load(
-        3, episodes=96, passes=list(sums.sums), at_s=10.0,
+        3, episodes=96, passes=sums_of(passes), at_s=10.0,
         trainer=0.6, buffer=0.064, reward=0.192, **{"rollout-0": spent + 0.128},
     )  # fmt: skip
     return recorded(folder, job, before, step, after)
@@ -307,12 +297,11 @@ def test_a_job_is_predicted_from_a_costs_file_and_what_is_missing_is_said(tmp_pa
 def test_advice_on_a_run_says_what_it_saw_and_how_far_off_the_simulation_is(
     tmp_path, job, monkeypatch, capsys
 ):
-    run = measured_run(tmp_path / "run", job)
+    small = {"rollout": {"group_size": GROUP}, "buffer": {"batch_groups": 2}}
+    run = measured_run(tmp_path / "run", JobConfig.model_validate(job.model_dump() | small))
     monkeypatch.setattr(advise_tool, "find_run", lambda path: run)
-    advise_tool.main(AdviseRequest("run", 10))
+    advise_tool.main(AdviseRequest("run", 3))
     said = capsys.readouterr().out
     assert "the run" in said
     assert "0.4" in said, "two steps in five seconds"
     assert "no ground" in said or "too much to go by" in said, "these records are made up"
-    advise_tool.main(AdviseRequest("run", 10, as_json=True))
-    assert json.loads(capsys.readouterr().out)["seen"]["steps_per_s"] == pytest.approx(0.4)

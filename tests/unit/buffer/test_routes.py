@@ -138,7 +138,7 @@ async def test_what_is_refused_dropped_or_left_by_a_crash_leaves_no_routes(
         for leftover in (f"{PREFIX}nobody,0,0,3,ab", f"{PREFIX}{'x' * 8}%23,1,0,3,cd"):
             (folder / leftover).write_bytes(b"abc")
         # As if it had died between the files and the ledger.
-        await front._store.routes.write(group.group_id, (0,), [memoryview(given[0])])
+        await RouteFiles(folder, grace_s=0.0).write(group.group_id, (0,), [memoryview(given[0])])
     async with a_front(RULES, routes=RouteFiles(folder, grace_s=0.0)) as front:
         assert len(files_in(folder)) == 4
         assert [bytes(each) for each in await held_of(front, third)] == given

@@ -24,15 +24,6 @@ def test_a_claim_is_limited_and_takes_the_oldest_version_first(drive):
     assert len({item.claim_id for item in first}) == 2
 
 
-def test_verdicts_are_final_and_a_repeated_one_changes_nothing(drive):
-    ledger = drive(group_size=1)
-    (group,) = ledger.generated()
-    items = ledger.claim()
-    ledger.judge(items, Score(1.0))
-    assert ledger.judge(items, Score(0.0)).refused == []
-    assert ledger.index.groups[group.group_id].episodes[0].reward == 1.0
-
-
 @pytest.mark.parametrize(
     ("verdict", "reason"),
     [

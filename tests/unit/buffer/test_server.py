@@ -35,13 +35,12 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
 from areal_async.rpc.weights_messages import WaitSnapshot
-from replay_buffer import coordinator, metrics
-from replay_buffer.ledger.decide import decide
+from replay_buffer import metrics
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import BufferServer, main
 from tests.callers import put
-from tests.unit.buffer.conftest import reasons, serving
+from tests.unit.buffer.conftest import serving
 from tests.waiting import until
 
 
@@ -138,36 +137,6 @@ async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(
         await asyncio.gather(other, newer, return_exceptions=True)
 
 
-async def test_many_workers_that_ask_again_do_not_have_all_that_wait_looked_at(context, monkeypatch):
-    """At each new version every worker asks again: one look at all of them for each of them is too much."""
-    looks = []
-
-    def counting(index, command, now_ms):
-        looks.append(command)
-        return decide(index, command, now_ms)
-
-    monkeypatch.setattr(coordinator, "decide", counting)
-    async with serving(context()) as client:
-
-        def leasing(number, version):
-            lease = Lease(f"w{number}", 1, [VersionTag("policy", 0, version)], wait_ms=60_000)
-            return asyncio.create_task(client.call(lease))
-
-        while (await client.call(Lease("w0", 4, [VersionTag("policy", 0, 0)]))).groups:
-            pass  # until there is no more room
-        older = [leasing(number, 0) for number in range(20)]
-        await client.call(Stats())  # all were sent before this one, and wait by the time it is answered
-        looks.clear()
-        newer = []
-        for number, waiting in enumerate(older):
-            newer.append(leasing(number, 1))
-            await asyncio.wait_for(waiting, 60)
-        assert 20 <= sum(isinstance(command, Lease) for command in looks) <= 60
-        for waiting in newer:
-            waiting.cancel()
-        await asyncio.gather(*newer, return_exceptions=True)
-
-
 async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_missing_samples_leased_on(
     context, blob, job_name
 ):
@@ -186,23 +155,6 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
         assert (handed_over.group_id, handed_over.missing) == (groups[0].group_id, [0])
         await client.call(Arrived("w0"))
         assert not (await client.call(Heartbeat("w0", []))).drain
-
-
-async def test_group_deadlines_hold_over_the_wire(context, blob, job_name):
-    """groups_are_whole: a partial group reaches the trainer as what it is, by Redis's clock."""
-    partial = {"policy": "deadline_partial", "deadline_s": 1.0, "min_samples": 1}
-    async with serving(context(group=partial, batch_groups=1)) as client:
-        tag, (group,) = await opened(client, 1)
-        await put(client, group.lease_id, group.group_id, {1: blob(job_name, group.group_id, 1)})
-        await score(client)
-        batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=10_000))
-        assert [e.sample for e in batch.groups[0].episodes] == [1]
-        assert (await client.call(Heartbeat("w0", [group.lease_id]))).lost == [group.lease_id]
-        late = await put(client, group.lease_id, group.group_id, {0: blob(job_name, group.group_id, 0)})
-        assert reasons(late) == ["given_up"]
-        figures = await client.call(Stats())
-        assert figures.episodes["ABSENT"] == 1
-        assert figures.reasons["absent"] == 1
 
 
 async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_the_next(
@@ -260,17 +212,6 @@ async def test_a_message_that_makes_no_sense_is_invalid(context, job_name):
                 assert caught.value.kind == "invalid"
         with pytest.raises(FaultError, match="is not an episode id"):
             await client.exchange(Fetch(["nonsense"]))
-
-
-async def test_one_death_is_local_a_service_started_again_goes_on(context, blob, job_name):
-    """The client does not notice more than a pause."""
-    ctx = context()
-    async with serving(ctx) as client:
-        tag, groups = await opened(client, 2)
-        await generate(client, blob, job_name, groups)
-    async with serving(context()) as client:
-        await score(client)
-        assert isinstance(await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000)), Batch)
 
 
 async def test_its_own_redis_starts_and_ends_with_it_and_is_started_again_when_it_dies(

@@ -5,10 +5,10 @@ Simulated time knows no flukes: each of these runs always gives the same figures
 from __future__ import annotations
 
 from dataclasses import replace as changed
-from itertools import cycle, product
+from itertools import cycle
 
 import pytest
-from staleness_simulation import CONDITIONS, DISTRIBUTIONS, REGIMES, UNBOUNDED, Scenario, Simulation
+from staleness_simulation import CONDITIONS, DISTRIBUTIONS, REGIMES, Scenario, Simulation
 from staleness_sweep import Cell, Sweep, broken_promises
 
 from replay_buffer.ledger import admission
@@ -24,7 +24,7 @@ def simulated(eta, distribution="lognormal 0.5", regime="balanced", condition="p
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_staleness_is_bounded_whatever_the_durations(eta, regime):
     kinds = zip(cycle(DISTRIBUTIONS), CONDITIONS, strict=False)
-    for (distribution, condition), running in product(kinds, (0.5, 2.0)):
+    for (distribution, condition), running in zip(kinds, cycle((0.5, 2.0))):
         figures = simulated(eta, distribution, regime, condition, running)
         assert figures.steps == STEPS
         assert figures.max_staleness <= eta
@@ -70,28 +70,6 @@ def test_a_broken_line_is_named():
         (broken,) = broken_promises([bad])
         assert words in broken
     assert broken_promises([changed(good, scenario=Scenario(4, running=1.0), waste=0.5)]) == []
-
-
-def test_asynchrony_pays():
-    """At η=0 the trainer and the workers of a balanced job take turns; at η=4 they do not."""
-    assert simulated(4).throughput > 2 * simulated(0).throughput
-    assert simulated(4).throughput > 0.99 * simulated(UNBOUNDED).throughput
-
-
-def test_without_the_lag_term_work_is_wasted(monkeypatch):
-    """A seeded bug: admission that takes every worker for up to date."""
-    right = admission.steps_allowed
-    good = simulated(1, regime="trainer-bound", condition="lagging worker")
-    monkeypatch.setattr(admission, "steps_allowed", lambda demand, _: right(demand, demand.v_train))
-    bad = simulated(1, regime="trainer-bound", condition="lagging worker")
-    assert bad.waste > 0.05 > 0.01 > good.waste, (bad, good)
-
-
-def test_without_the_plus_one_nothing_runs_at_eta_0(monkeypatch):
-    """A seeded bug: no group may be outstanding."""
-    right = admission.steps_allowed
-    monkeypatch.setattr(admission, "steps_allowed", lambda *seen: max(0, right(*seen) - 1))
-    assert simulated(0).steps == 0
 
 
 def test_the_hard_check_bounds_staleness_whatever_admission_does(monkeypatch):

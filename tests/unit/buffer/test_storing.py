@@ -17,18 +17,6 @@ def test_the_bytes_to_keep_are_named_by_attachment_and_a_sample_that_comes_twice
     assert ledger.index.payload_bytes == 200
 
 
-def test_trained_effectively_once_a_zombie_s_late_results_are_refused(drive):
-    ledger = drive(group_size=2, lease_ms=1000)
-    (zombie,) = ledger.lease()
-    ledger.now_ms += 1000
-    (living,) = ledger.lease(worker="rollout-1")
-    assert reasons(ledger.put(zombie, [0])) == ["lease_lost"]
-    ledger.put(living, [0])
-    assert reasons(ledger.put(zombie, [0, 1])) == ["stored_by_another_lease", "lease_lost"]
-    assert ledger.index.groups[living.group_id].missing == [1]
-    assert ledger.count("refused:lease_lost") == 2
-
-
 def test_what_is_no_episode_is_refused_and_the_rest_stored(drive):
     ledger = drive(group_size=2)
     (group,) = ledger.lease()

@@ -32,31 +32,6 @@ def masking(drive, **rules):
 DEADLINE = {"group_policy": "deadline_partial", "group_deadline_ms": 1000, "lease_ms": 10**6}
 
 
-@pytest.mark.parametrize("retries", [0, 1, 3])
-def test_an_episode_is_tried_again_as_often_as_the_policy_of_the_verdict_says(drive, retries):
-    ledger = drive(group_size=1, on_timeout=VerdictPolicy(retries))
-    (group,) = ledger.generated()
-    for tries in range(retries):
-        (item,) = ledger.claim()
-        assert item.tries == tries
-        ledger.judge([item], Timeout(100))
-        assert ledger.state(group) == "GENERATED"
-    ledger.judge(ledger.claim(), Timeout(100))
-    assert ledger.state(group) is None
-    assert ledger.count("tried_again:timeout") == retries
-    assert ledger.count("dropped:verdict_timeout") == 1
-
-
-def test_an_episode_that_is_tried_again_keeps_its_bytes(drive):
-    ledger = drive(group_size=1, on_error=VerdictPolicy(1))
-    (group,) = ledger.generated()
-    ledger.judge(ledger.claim(), Failure("exception", "no"))
-    ledger.claim()
-    assert ledger.index.payload_bytes == 100
-    assert not any(decision.writes.freed for decision in ledger.decisions if decision.writes)
-    assert ledger.state(group) == "GENERATED"
-
-
 @pytest.mark.parametrize(
     ("verdict", "kind"), [(Timeout(100), "timeout"), (Failure("x", "y"), "error"), (Abstain(), "abstain")]
 )
@@ -79,39 +54,6 @@ def test_a_masked_episode_is_given_up_and_its_group_goes_on(drive, verdict, kind
     ledger.checkpointed()
     assert ledger.index.episode_counts == [0] * len(EpisodeState)
     assert ledger.index.meta.episodes_dropped == 1
-
-
-def test_nothing_becomes_0_by_itself(drive):
-    """Whatever a verdict is that is no score, no batch holds a reward that no scorer gave."""
-    for policy in (MASK, DROP, VerdictPolicy(1, "mask"), VerdictPolicy(1, "drop_group")):
-        ledger = following(drive, policy, group_size=3, min_scored=1)
-        verdicts = [Timeout(9), Failure("exception", ""), Abstain(), Score(0.25)]
-        for turn in range(24):
-            (group,) = ledger.generated()
-            while items := ledger.claim():
-                for place, item in enumerate(items):
-                    ledger.judge([item], verdicts[(turn + place * 2 + item.tries) % 4])
-            if ledger.state(group) == "SCORED":
-                rewards = [e.reward for g in ledger.batch().groups for e in g.episodes]
-                assert rewards
-                assert set(rewards) == {0.25}
-                ledger.commit()
-                ledger.checkpointed()
-
-
-def test_a_group_with_too_few_scores_left_is_dropped_at_once(drive):
-    ledger = masking(drive, min_scored=3)
-    (group,) = ledger.lease()
-    ledger.put(group, [0, 1])
-    items = ledger.claim()
-    ledger.judge(items[:1], Abstain())
-    assert ledger.state(group) == "LEASED"
-    ledger.judge(items[1:], Timeout(5))
-    assert ledger.state(group) is None
-    assert ledger.heartbeat(group) == [group.lease_id], "the worker is told to stop"
-    assert ledger.count("dropped:verdict_timeout") == 1
-    assert ledger.index.meta.episodes_dropped == 4
-    assert (ledger.index.payload_bytes, ledger.index.claims, ledger.index.leases) == (0, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -156,17 +98,6 @@ def test_the_version_of_a_group_is_that_of_what_is_left_of_it(drive):
     assert ledger.index.groups[group.group_id].training["policy"].min_version == 1
 
 
-def test_each_kind_follows_its_own_policy(drive):
-    ledger = drive(group_size=3, on_timeout=DROP, on_error=MASK, on_abstain=VerdictPolicy(1, "mask"))
-    first, second = ledger.generated(2)
-    items = {item.episode_id: item for item in ledger.claim()}
-    ledger.judge([items[f"{first.group_id}.0"]], Failure("exception", "no"))
-    ledger.judge([items[f"{first.group_id}.1"]], Abstain())
-    assert ledger.states(first) == ["MASKED", "STORED", "CLAIMED"]
-    ledger.judge([items[f"{second.group_id}.2"]], Timeout(5))
-    assert ledger.state(second) is None
-
-
 def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
     ledger = drive(group_size=2, on_error=FAIL, on_timeout=FAIL)
     (group,) = ledger.generated()
@@ -181,22 +112,6 @@ def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
     assert ledger.state(group) == "GENERATED", "nothing is lost by it"
     assert ledger.count("job_failed:error") == 1
     assert stats(ledger.index, ledger.now_ms).failed == reply.message
-
-
-def test_a_job_that_failed_gets_no_more_scores_until_it_is_resumed(drive):
-    """On resume the very episode is scored again, with all its tries."""
-    ledger = drive(group_size=2, on_error=VerdictPolicy(1, "fail_job"), batch_groups=1)
-    (group,) = ledger.generated()
-    ledger.judge(ledger.claim(), Failure("exception", "no"))
-    ledger.judge(ledger.claim(), Failure("exception", "no"))
-    assert ledger.claim() == []
-    ledger.open(0)
-    assert ledger.ask().kind == "failed", "a trainer that comes back does not lift it"
-    ledger.send(BufferStarted())
-    items = ledger.claim()
-    assert [item.tries for item in items] == [0, 0]
-    ledger.judge(items)
-    assert ledger.batch().groups[0].group_id == group.group_id
 
 
 def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive):
@@ -306,25 +221,3 @@ def test_verdicts_are_final(drive):
 
 def counted(ledger):
     return {name: n for name, n in ledger.index.meta.counts.items() if not name.startswith("refused:")}
-
-
-def test_verdicts_of_all_kinds_count_against_the_tries_of_the_kind_that_comes(drive):
-    """So that a reward that fails in turns does not go on for ever."""
-    ledger = drive(group_size=1, on_timeout=VerdictPolicy(1), on_error=VerdictPolicy(2))
-    (group,) = ledger.generated()
-    for verdict in (Failure("exception", "no"), Failure("exception", "no")):
-        ledger.judge(ledger.claim(), verdict)
-        assert ledger.state(group) == "GENERATED"
-    ledger.judge(ledger.claim(), Timeout(100))
-    assert ledger.state(group) is None
-    assert ledger.count("dropped:verdict_timeout") == 1
-
-
-def test_a_failure_comes_before_a_drop_of_the_same_group(drive):
-    """What fails the job must be there when it is resumed."""
-    ledger = drive(group_size=2, on_error=FAIL, on_timeout=DROP)
-    (group,) = ledger.generated()
-    first, second = ledger.claim()
-    ledger.judge_each([(first, Timeout(5)), (second, Failure("exception", "no"))])
-    assert ledger.states(group) == ["STORED", "STORED"]
-    assert ledger.index.meta.failed

@@ -15,9 +15,6 @@ import httpx
 import msgspec
 import numpy as np
 import openai
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_async.config.rollout import GatewaySection
 from areal_async.launch.one_host import make_host
@@ -67,7 +64,11 @@ SHORTENING = TEMPLATE.replace("CONTENT", "m.content.split('</think>')[-1]")
 """Drops thinking even in the newest answer."""
 
 
-def make_tokenizer(template: str = KEEPING) -> PreTrainedTokenizerFast:
+def make_tokenizer(template: str = KEEPING) -> Any:
+    # Imported where they are needed, so that a folder is collected without them.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate(VOCAB)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -82,6 +83,9 @@ def make_tokenizer(template: str = KEEPING) -> PreTrainedTokenizerFast:
 
 def write_chat_model(folder: Path, *, hidden_size: int = 32) -> None:
     """A random model with the chat tokenizer, as a Hugging Face directory."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
     torch.manual_seed(11)
     config = Qwen2Config(
         vocab_size=len(VOCAB),

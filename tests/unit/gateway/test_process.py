@@ -22,15 +22,15 @@ from tests.unit.gateway.fakes import (
     http_of,
     made_gateway,
     make_context,
-    make_tokenizer,
 )
 from tests.waiting import until
 
 
 async def test_a_killed_gateway_loses_its_open_calls_only_and_comes_back(
-    chat_model: Path, capfd: pytest.CaptureFixture[str]
+    tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer, processes, held = make_tokenizer(), list[Any](), asyncio.Event()
+    tokenizer.save_pretrained(tmp_path)
+    processes, held = list[Any](), asyncio.Event()
     engine = Talking(tokenizer, ["one{END}", "lost{END}", "two{END}", "new{END}"])
 
     async def hold(request: Any) -> None:
@@ -43,7 +43,7 @@ async def test_a_killed_gateway_loses_its_open_calls_only_and_comes_back(
         return processes[-1]
 
     engine.gate = hold
-    with made_gateway(tokenizer, model=chat_model, start=start) as gateway:
+    with made_gateway(tokenizer, model=tmp_path, start=start) as gateway:
         ctx, other = (make_context(engine, tokenizer, gateway) for _ in range(2))
 
         async def failing() -> None:

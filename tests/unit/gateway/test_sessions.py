@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import socket
 import weakref
@@ -197,39 +196,6 @@ async def test_a_client_that_goes_away_ends_its_call(stream: bool, tokenizer: An
         episode, log = ctx.builder.build(), engine.log
     assert_recorded_is_what_the_engine_said(episode, log)
     assert len(episode.segments) == 2, "of the abandoned call not even the prompt is recorded"
-
-
-async def test_a_client_that_goes_away_in_mid_stream_ends_its_call(tokenizer: Any) -> None:
-    class Slow(Gated):
-        async def generate(self, request: Any, tell: Any = None) -> Any:
-            self.begun.append(request)
-            result = self.result(request, "some text{END}")
-            self.log.pop()
-            tell(result.token_ids[:4])
-            await self.hold(request)
-
-    engine = Slow(tokenizer)
-    async with serving(engine, tokenizer) as (_, _ctx, session), http_of(session) as http:
-        async with http.stream("POST", ROUTE, json=CHAT | {"stream": True}) as reply:
-            async for line in reply.aiter_lines():
-                if "some" in line:
-                    break
-        await until(lambda: not session.running)
-        assert session.calls == 0
-
-
-async def test_clients_that_never_end_their_request_are_closed(tokenizer: Any) -> None:
-    async with serving(Scripted(tokenizer), tokenizer, header_s=1.0) as (_, _ctx, session):
-        port = int(session.origin.rpartition(":")[2])
-        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-        for _, writer in slow:
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
-        for reader, writer in slow:
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == b""
-            writer.close()
-        async with http_of(session) as http:
-            assert (await http.post(ROUTE, json=CHAT)).status_code == 200
 
 
 async def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,12 @@ def test_calls_are_parsed_and_malformed_ones_are_text(family: Any, text: str, pa
     assert parse(text, family, TOOLS) == parsed
 
 
-TEMPLATE = ChatTemplate(make_tokenizer())
 PARTS = ["a", "é", " ", "\n", "#", "##", "<", "<tool", "<tool_call>", *CALLS, "<|im_start|>", "x y"]
+
+
+@functools.cache
+def chat_template() -> ChatTemplate:
+    return ChatTemplate(make_tokenizer())
 
 
 @settings(max_examples=150)
@@ -83,14 +88,15 @@ PARTS = ["a", "é", " ", "\n", "#", "##", "<", "<tool", "<tool_call>", *CALLS, "
 def test_what_is_streamed_is_a_beginning_of_what_is_said(
     parts: list[str], cuts: list[int], stops: bool
 ) -> None:
-    ids = np.asarray(encoded(TEMPLATE.tokenizer, "".join(parts)), np.int32)
+    template = chat_template()
+    ids = np.asarray(encoded(template.tokenizer, "".join(parts)), np.int32)
     stop = ("##",) if stops else ()
-    body = TEMPLATE.body(ids)
+    body = template.body(ids)
     if stops:
         body = body.partition("##")[0]
     parsed = parse(body, "hermes")
     content = parsed.text if parsed.text.strip() or not parsed.calls else ""
-    growing, told, at = StreamedText(TEMPLATE, stop, MARKERS["hermes"]), "", 0
+    growing, told, at = StreamedText(template, stop, MARKERS["hermes"]), "", 0
     for size in [*cuts, len(ids)]:
         told += growing.grow(ids[at : at + size])
         at += size

@@ -90,25 +90,6 @@ def test_verdicts_are_final_when_the_protocol_itself_is_attacked(section, call):
     assert isinstance(garbled, Failure)
 
 
-def test_verdicts_are_final_for_a_crowd_in_which_some_misbehave(section, call):
-    names = ["true"] * 400
-    for place, name in [(3, "segfault"), (50, "spin"), (51, "os._exit"), (200, "raise"), (399, "nan")]:
-        names[place] = name
-    verdicts = scored(section(timeout_s=1.0), [call(name) for name in names], workers=2)
-    kinds = [type(verdict) for verdict in verdicts]
-    assert [i for i, kind in enumerate(kinds) if kind is not Score] == [3, 50, 51, 200, 399]
-    assert [kinds[i] for i in (3, 50, 51, 200, 399)] == [Failure, Timeout, Failure, Failure, Failure]
-
-
-async def test_an_elapsed_time_comes_with_each_verdict(section, call):
-    async with LocalScorer(section(timeout_s=0.5), workers=1) as scorer:
-        seen = await scorer.score_timed([call("nap", seconds=0.1), call("spin"), call("true")])
-    napped_ms, spun_ms, quick_ms = (elapsed_ms for _, elapsed_ms in seen)
-    assert 100 <= napped_ms < 450
-    assert 500 <= spun_ms < 2000
-    assert quick_ms < 100
-
-
 def test_a_good_call_is_not_run_again_when_nothing_dies(section, call, tmp_path):
     log = tmp_path / "calls"
     verdicts = scored(section(), [call("count", log=str(log), value=i) for i in range(300)], workers=2)
@@ -187,23 +168,6 @@ def test_a_reward_that_kills_its_process_on_import_ends_the_start(tmp_path, sect
     file.write_text("import os\nprint('the last words', flush=True)\nos._exit(9)\n")
     with pytest.raises(RewardLoadError, match=r"exit status 9.*the last words"):
         scored(section().model_copy(update={"name": f"{file}:f"}), [])
-
-
-async def test_a_reward_that_can_be_loaded_no_longer_ends_what_scores_it_with_verdicts(tmp_path, section):
-    file, needed = tmp_path / "fragile.py", tmp_path / "needed"
-    needed.touch()
-    file.write_text(
-        "import os\nfrom reward_service.sdk import reward\n"
-        f"open({str(needed)!r})\n"
-        f"@reward\ndef f(given):\n    os.remove({str(needed)!r})\n    os._exit(1)\n"
-    )
-    async with Router(section().model_copy(update={"name": f"{file}:f"}), workers=1) as router:
-        submit = partial(router.submit, router.specs[0])
-        first, *others = await verdicts_of(submit, texts(*range(20)))
-        assert "FileNotFoundError" in str(await asyncio.wait_for(router.broken, 60))
-    assert first.kind == "process_died"
-    assert {other.kind for other in others} == {"pool"}
-    assert "FileNotFoundError" in others[0].message
 
 
 async def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_given_up(tmp_path, section):

@@ -95,36 +95,6 @@ def greedy(made: Any, version: int, prompts: Sequence[str]) -> list[str]:
 PROMPTS = [f"{a}+{b}=" for a in range(5) for b in range(4)]
 
 
-async def test_an_evaluation_says_how_far_it_is(endless: Any, tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Asking(Exact):
-        async def score(self, inputs: Sequence[Any], groups: Any = None) -> list[Verdict]:
-            told.append(evaluator.doing())
-            return await super().score(inputs, groups)
-
-    answer = load_workflow("single_turn")
-
-    async def workflow(ctx: Any, task: Task) -> None:
-        told.append(evaluator.doing())
-        await answer(ctx, task)
-
-    tasks = [Task(f"t{n}", prompt, ground_truth="5") for n, prompt in enumerate(PROMPTS[:6])]
-    replicas = ReplicaSet(lambda _: endless.engine(slots=4), stuck_s=60)
-    render = Renderer(AutoTokenizer.from_pretrained(endless.directory))
-    evaluator = Evaluator(replicas, Asking(), workflow, render, job=job(endless, max_concurrent=1))
-    try:
-        await evaluator.evaluate(endless.weights(0), tasks)
-    finally:
-        await replicas.stop()
-    assert told[0] == "0 of 6 answers"
-    assert [text.partition(", left 0:")[0] for text in told[1:6]] == [
-        f"{n} of 6 answers" for n in range(1, 6)
-    ]
-    assert told[6] == "scoring 6 answers"
-    assert not evaluator.doing()
-
-
 async def test_every_pinned_snapshot_is_evaluated_with_its_own_weights(endless: Any, tmp_path: Path) -> None:
     weights = {v: endless.weights(v) for v in (0, 5, 9)}
     truth = greedy(endless, 5, PROMPTS)
@@ -232,22 +202,27 @@ async def test_samples_of_a_task_are_drawn_with_seeds_of_their_own(endless: Any,
 
 
 class Failing:
-    """An engine that samples nothing: it stands still, or is lost."""
+    """An engine that samples nothing: it stands still, is lost, or does not even start."""
 
-    def __init__(self, engine: Any, *, lost: bool) -> None:
+    def __init__(self, engine: Any, how: str) -> None:
         self._engine = engine
-        self._lost = lost
+        self._how = how
         self._taken = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def alive(self) -> bool:
-        return not (self._lost and self._taken)
+        return not (self._how == "lost" and self._taken)
+
+    async def start(self, snapshot: Any) -> None:
+        if self._how == "no start":
+            raise EngineError("the server ended before it served")
+        await self._engine.start(snapshot)
 
     async def generate(self, request: Any) -> Any:
         self._taken += 1
-        if self._lost:
+        if self._how == "lost":
             raise EngineLost("the server is gone")
         await asyncio.Event().wait()
 
@@ -256,39 +231,22 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    ("lost", "says"), [(True, "the server is gone"), (False, r"no token .* 1 requests .*rollout\.stuck_s")]
+    ("how", "error", "says"),
+    [
+        ("lost", ReplicaGone, "the server is gone"),
+        ("still", ReplicaGone, r"no token .* 1 requests .*rollout\.stuck_s"),
+        ("no start", EngineError, "ended before it served"),
+    ],
 )
-async def test_an_engine_that_dies_or_stands_still_leaves_no_record_and_no_acknowledgement(
-    lost: bool, says: str, endless: Any, tmp_path: Path
+async def test_an_engine_that_fails_leaves_no_record_and_its_snapshot_to_the_next_process(
+    how: str, error: type[EngineError], says: str, endless: Any, tmp_path: Path
 ) -> None:
     source = ScriptedSource(notice(0, final=True), opens={0: endless.weights(0)})
-    engine, tasks = Failing(endless.engine(slots=4), lost=lost), [Task("a", "1+1=")]
-    with pytest.raises(ReplicaGone, match=says):
+    engine, tasks = Failing(endless.engine(slots=4), how), [Task("a", "1+1=")]
+    with pytest.raises(error, match=says):
         await run(endless, tmp_path, source, tasks, engine=engine, rollout={"stuck_s": 0.6})
     assert source.acks == []
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-class NoStart:
-    """An engine whose server does not come up."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def start(self, snapshot: Any) -> None:
-        raise EngineError("the server ended before it served")
-
-
-async def test_an_engine_that_does_not_start_leaves_its_snapshot_for_the_next_process(
-    endless: Any, tmp_path: Path
-) -> None:
-    source = ScriptedSource(notice(0), opens={0: endless.weights(0)})
-    with pytest.raises(EngineError, match="ended before it served"):
-        await run(endless, tmp_path, source, [Task("a", "1+1=")], engine=NoStart(endless.engine(slots=4)))
-    assert source.acks == []
 
 
 async def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothing_up(

@@ -86,19 +86,6 @@ def test_what_a_seed_samples_does_not_depend_on_its_neighbours(tiny: Any) -> Non
     assert other["0"].token_ids.tolist() != alone["0"].token_ids.tolist()
 
 
-def test_samples_of_one_prompt_share_its_prefill(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = tiny.core(slots=16)
-    widths = []
-    hidden = core.model.hidden
-    monkeypatch.setattr(
-        core.model, "hidden", lambda ids, *rest: (widths.append(ids.shape), hidden(ids, *rest))[1]
-    )
-    same = [request(i, [5, 6, 7], max_new_tokens=1, seed=i) for i in range(15)]
-    done = run(core, *same, request("other", [5, 6], max_new_tokens=1))
-    assert widths == [(2, 3)]
-    assert len({int(r.token_ids[0]) for r in done.values()}) > 1
-
-
 def crowded() -> list[GenerateRequest]:
     """Samples of three prompts, of which many go on in the same way for a while, of different lengths."""
     near = [{"temperature": 0.3}, {"temperature": 0.0}, {"temperature": 0.5}]
@@ -255,20 +242,6 @@ def test_an_answer_ends_at_the_models_length(endless: Any) -> None:
     done = run(core, request("a", [3] * 15, max_new_tokens=50), request("b", [3] * 19, max_new_tokens=50))
     assert [len(done[n].token_ids) for n in "ab"] == [5, 1]
     assert done["a"].finish_reason == "length"
-
-
-def test_abort_ends_waiting_and_running_requests_with_what_they_have(endless: Any) -> None:
-    core = endless.core(slots=2)
-    submit(core, *(request(i, [4, 5, 6], max_new_tokens=30, seed=i) for i in range(4)))
-    with torch.inference_mode():
-        for _ in range(3):
-            assert core.step() == []
-    done = {f.request_id: f.outcome for f in core.abort(["1", "3", "unknown"])}
-    assert set(done) == {"1", "3"}
-    assert [len(done[n].token_ids) for n in "13"] == [4, 0]
-    assert {r.finish_reason for r in done.values()} == {"abort"}
-    rest = run(core)
-    assert {name: len(r.token_ids) for name, r in rest.items()} == {"0": 30, "2": 30}
 
 
 @pytest.mark.parametrize(
@@ -446,9 +419,3 @@ def test_extreme_uniforms_never_pick_an_impossible_id() -> None:
     ids, logprobs = draw(logits, parameters([Sampling()] * 2, np.array([2.0**-33, 1 - 2.0**-33])))
     assert ids.tolist() == [1, 2]
     assert np.isfinite(logprobs).all()
-
-
-def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
-    logits = torch.tensor([[0.0, 1.0], [torch.nan, 1.0]])
-    _, logprobs = draw(logits, parameters([Sampling()] * 2))
-    assert np.isfinite(logprobs).tolist() == [True, False]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -62,24 +61,20 @@ def test_graphs_change_no_answer(family: str, tmp_path: Path) -> None:
     config = FAMILIES[family]()
     config.eos_token_id = None
     made = save_model(tmp_path, config)
-    graphed, plain = core_of(made), core_of(made)
-    plain._graphs = None
-    requests = asked([0.0, 1.0, 0.3])
-    want = run(plain, requests)
+    core, requests = core_of(made), asked([0.0, 1.0, 0.3])
     for _ in range(2):  # shapes are recorded, then all are
-        got = run(graphed, requests)
-        for name, one in want.items():
-            assert got[name].token_ids.tolist() == one.token_ids.tolist()
-            np.testing.assert_allclose(got[name].logprobs, one.logprobs, atol=1e-4)
-    assert graphed._graphs is not None
-    recorded = sum(graph is not None for graph in graphed._graphs._graphs.values())
-    # The experts' float32 kernels look at numbers on the host.
-    assert recorded > 5 or hasattr(config, "num_experts_per_tok")
+        done = run(core, requests)
+        for one in requests:
+            made.assert_true(one, done[one.request_id])
 
 
 @on_a_gpu
-def test_a_graph_computes_with_the_newest_weights(endless: Any) -> None:
+@pytest.mark.parametrize("able", [True, False], ids=["recorded", "not to be recorded"])
+def test_a_graph_computes_with_the_newest_weights(endless: Any, able: bool) -> None:
     core, requests = core_of(endless), asked([1.0, 0.0])
+    if not able:  # a number on the host is what cannot be recorded
+        hidden = core.model.hidden
+        core.model.hidden = lambda ids, *rest: (ids.sum().item(), hidden(ids, *rest))[1]
     run(core, requests)
     done = run(core, requests, [endless.weights(version) for version in range(1, 6)])
     assert len({int(version) for got in done.values() for version in got.versions}) > 3
@@ -93,33 +88,8 @@ def test_a_graph_computes_with_the_newest_weights(endless: Any) -> None:
         endless.assert_true(one, again[one.request_id])
 
 
-@on_a_gpu
-def test_a_model_that_cannot_be_recorded_runs_as_it_is(endless: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(endless)
-    hidden = core.model.hidden
-    # A number on the host is what cannot be recorded.
-    monkeypatch.setattr(core.model, "hidden", lambda ids, *rest: (ids.sum().item(), hidden(ids, *rest))[1])
-    requests = asked([0.0, 1.0])
-    done = run(core, requests)
-    for one in requests:
-        endless.assert_true(one, done[one.request_id])
-    assert core._graphs is not None
-    assert not core._graphs._able
-
-
 def test_shapes_are_few_and_never_below() -> None:
-    assert [few(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 17, 100, 129)] == [
-        1,
-        2,
-        3,
-        4,
-        6,
-        8,
-        12,
-        16,
-        24,
-        128,
-        192,
-    ]
+    shapes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 128, 192]
+    assert [few(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 17, 100, 129)] == shapes
     assert all(n <= few(n) < 2 * n for n in range(1, 3000))
     assert len({few(n) for n in range(1, 257)}) == 16

@@ -312,21 +312,6 @@ async def test_an_engine_that_dies_during_an_update_does_not_stop_it() -> None:
         assert len(fleet.made) == 3
 
 
-async def test_a_set_tells_the_first_error_of_an_update() -> None:
-    async with driven() as fleet:
-
-        async def broken() -> None:
-            raise EngineError("it does not go on")
-
-        fleet.misfits.add(1)
-        fleet.server(0).resume = broken  # type: ignore[method-assign]
-        with pytest.raises(EngineError, match="does not fit"):
-            await fleet.set.exchange(Snapshot(1))
-        # It holds nothing back: the next update is begun.
-        with pytest.raises(EngineError, match="does not go on"):
-            await fleet.set.exchange(Snapshot(2))
-
-
 async def test_start_failures_after_a_death_count_and_the_last_words_are_told() -> None:
     async with driven() as fleet:
         (waits,) = await fleet.begin("r")
@@ -370,17 +355,6 @@ async def test_stop_ends_what_runs_and_what_waits() -> None:
 
 
 # --- what is told on the way ------------------------------------------------------------------------------
-
-
-async def test_a_set_passes_the_pieces_on() -> None:
-    async with driven() as fleet:
-        fleet.pieces, told = 2, list[int]()
-        asking = fleet.ask("r", lambda piece: told.extend(piece.tolist()))
-        await eventually(lambda: fleet.where("r"))
-        assert told == [0, 1]
-        assert not asking.done()
-        fleet.let_go()
-        await asking
 
 
 async def test_an_engine_that_is_lost_before_the_first_piece_is_not_noticed() -> None:

@@ -90,17 +90,6 @@ def test_an_interval_is_the_seeds_and_moves_with_scale_and_shift() -> None:
     np.testing.assert_allclose(moved, 3 * np.array([low, high]) - 1)
 
 
-def test_a_large_set_is_drawn_in_parts_and_more_tasks_narrow_the_interval() -> None:
-    rng = np.random.default_rng(1)
-    widths = []
-    for n in (100, 1600):
-        low, high = intervals((rng.random((n, 1)) < 0.4).astype(float), seed=0)
-        widths.append(float(high[0] - low[0]))
-    assert widths[0] / widths[1] == pytest.approx(4, rel=0.2)
-    whole = intervals(rng.random((9000, 1)), seed=0, resamples=1000)
-    assert 0.48 < whole[0][0] < 0.5 < whole[1][0] < 0.52
-
-
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(2)
     hits = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from typing import Any
 
 import msgspec
@@ -64,13 +63,6 @@ async def test_the_first_of_a_group_is_answered_greedily_and_not_trained_where_a
     assert sorted(buffer.stored["t1#0"]) == [1, 2]
     sampled = {sample: unpack(blob).n_sampled for sample, blob in buffer.stored["t0#0"].items()}
     assert sampled == {0: 0, 1: 3, 2: 3, 3: 3}
-
-
-async def test_only_the_missing_samples_are_made() -> None:
-    async with working(FakeBuffer([group(0, missing=[1, 3])])) as (_worker, buffer, engine):
-        await buffer.until(lambda: buffer.puts)
-    assert sorted(buffer.stored["t0#0"]) == [1, 3]
-    assert len(engine.seen) == 2
 
 
 async def test_leases_are_taken_by_free_capacity() -> None:
@@ -279,15 +271,11 @@ async def test_a_new_version_is_asked_with_at_once_beside_the_older_request() ->
     assert [serving.version for _, serving in buffer.asked[:3]] == [0, 1, 2]
 
 
-async def test_leases_are_renewed_well_before_their_end() -> None:
+async def test_leases_are_renewed_until_the_worker_ends_and_handed_back_then() -> None:
     async with working() as (_worker, buffer, engine):
         engine.hold()
-        times, loop = [], asyncio.get_running_loop()
         await buffer.add(group(0, life_ms=200))
-        for count in range(1, 5):
-            await buffer.until(lambda n=count: len(buffer.beats) >= n)
-            times.append(loop.time())
-        assert all(b - a < 0.2 for a, b in itertools.pairwise(times))
+        await buffer.until(lambda: len(buffer.beats) >= 4)
     assert buffer.beats[-1] == ["L0"]
     assert buffer.released == {"L0": "drained"}
 

@@ -13,7 +13,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.errors import FaultError, ProtocolError, RpcTimeout
+from areal_async.errors import FaultError, ProtocolError
 from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
@@ -91,33 +91,6 @@ async def test_a_lost_reply_is_asked_for_again(ipc):
         await call
     await client.close()
     router.close()
-
-
-async def test_a_client_outlives_a_restart_of_its_server(ipc):
-    runs: list[str] = []
-    asked = asyncio.Event()
-
-    def serve(name):
-        async def handle(peer, message, attachments):
-            runs.append(name)
-            asked.set()
-            if name == "first":
-                await asyncio.Event().wait()
-            return Ok()
-
-        return serving(ipc, handle, service=name)
-
-    async with serve("first"):
-        client = client_of(ipc)
-        await client.connect(5)
-        calls = [asyncio.create_task(client.call(Arrived("t"), timeout_s=60)) for _ in range(5)]
-        await asyncio.wait_for(asked.wait(), 60)
-    with pytest.raises(RpcTimeout, match="there is no connection"):
-        await client.call(Commit("policy", 1, 1), timeout_s=0.5)
-    async with serve("second!"):
-        assert [(await call) for call in calls] == [Ok()] * 5
-        assert runs.count("second!") == 5
-        await client.close()
 
 
 async def test_a_server_of_another_job_at_the_same_address_ends_the_calls(ipc):

@@ -16,14 +16,6 @@ def test_the_floor_frees_replies_and_makes_late_duplicates_stale():
     assert b.admit(7, 1, 1) is Admission.STALE
 
 
-def test_an_answer_nobody_waits_for_any_more_is_not_kept():
-    b = ReplyBook(4, 8, 1000, 3)
-    b.admit(7, 1, 1)
-    b.admit(7, 2, 2)
-    assert not b.finish(7, 1, [b"late"])
-    assert len(b) == 0
-
-
 def test_an_idle_client_makes_room_for_a_new_one():
     b = ReplyBook(4, 8, 1000, max_clients=2)
     b.admit(1, 1, 1)

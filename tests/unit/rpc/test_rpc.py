@@ -7,10 +7,10 @@ import pytest
 
 from areal_async.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc.client import SyncClient
-from areal_async.rpc.frames import MAX_ATTACHMENTS
+from areal_async.rpc.frames import MAX_ATTACHMENTS, Kind
 from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched
-from areal_async.rpc.schema import SCHEMA, Hello, Message, Ok
-from areal_async.rpc.server import Answer, Peer, by_type
+from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Ok
+from areal_async.rpc.server import STOP_RETRY_MS, Answer, Peer, by_type
 from tests.unit.rpc.peers import SECRET, Gate, Wire, client_of, pair, server_of, serving
 
 
@@ -189,15 +189,6 @@ async def test_connecting_to_nobody_says_so_in_time(endpoint):
     await client.close()
 
 
-async def test_a_client_may_come_before_its_server(ipc):
-    client = client_of(ipc)
-    connecting = asyncio.create_task(client.connect(20))
-    await asyncio.sleep(0)
-    async with serving(ipc, echo, service="test"):
-        assert (await connecting).service == "test"
-        await client.close()
-
-
 async def test_calls_of_a_closed_client_end_with_peer_gone(ipc):
     gate = Gate()
     async with serving(ipc, gate):
@@ -235,12 +226,12 @@ async def test_a_message_that_cannot_be_sent_fails_its_own_call_only(ipc):
 
 async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc):
     gate = Gate()
-    async with pair(ipc, gate) as (server, client):
-        call = asyncio.create_task(client.call(Arrived("t"), timeout_s=60))
+    async with serving(ipc, gate) as server, Wire(ipc) as wire:
+        await wire.hello()
+        await wire.ask(2, Arrived("t"))
         await asyncio.wait_for(gate.started.acquire(), 60)
         await asyncio.wait_for(server.stop(grace_s=0.05), 60)
-        with pytest.raises(RpcTimeout, match="unavailable: t stops"):
-            await call
+        assert await wire.reply() == (Kind.REPLY, 2, Fault("unavailable", "t stops", STOP_RETRY_MS))
 
 
 def descriptors() -> int:

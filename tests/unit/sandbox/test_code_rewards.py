@@ -207,7 +207,7 @@ def test_fuzzed_responses_and_answers_crash_nothing():
     pieces = ["```", "~~~", "python", "tests", "\n", " ", "assert f(1) == ", "(", ")", "[", "{", "\0", "é"]
     pieces += ["1e999", "nan", "0.1", "<think>", "\r\n", "def test_a():", "    ", "'", '"', "\ud800", "\\"]
     pieces += ["9" * 400, "```tests"]
-    for _ in range(10_000):
+    for _ in range(2_000):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 25)))
         for extract in ("fence", "whole"):
             program_of(text, extract=extract)

@@ -111,28 +111,6 @@ def test_a_job_with_a_code_reward_is_refused_before_anything_starts():
     assert (none, other) == ("accepted", "accepted")
 
 
-def test_a_reward_that_is_tried_or_served_is_refused_likewise(tmp_path):
-    data = tmp_path / "answers.jsonl"
-    row = {
-        "prompt": [{"role": "user", "content": "Say 1."}],
-        "data_source": "x",
-        "reward_model": {"ground_truth": {"inputs": [""], "outputs": ["1"]}},
-        "response": "```\nprint(1)\n```",
-    }
-    data.write_text(json.dumps(row) + "\n")
-    cli = (sys.executable, "-m", "areal_async.cli.main", "reward")
-    tried = where_none_can_be_isolated(*cli, "test", "code_stdio", "--data", str(data))
-    served = where_none_can_be_isolated(*cli, "serve", "code_stdio", "--listen", "127.0.0.1:0")
-    for done in (tried, served):
-        assert done.returncode != 0
-        assert "cannot isolate programs" in " ".join(done.stderr.split())
-    unprotected = where_none_can_be_isolated(
-        *cli, "test", "code_stdio", "--data", str(data), "args={sandbox: none}"
-    )
-    assert unprotected.returncode == 0, unprotected.stderr
-    assert unprotected.stdout.rstrip().endswith("ok")
-
-
 def test_a_job_without_protection_is_warned_of():
     written = {"job": "test", "model": "model", "tasks": {"train": "train.jsonl"}}
     written["reward"] = {"name": "code_stdio", "args": {"sandbox": "none"}}

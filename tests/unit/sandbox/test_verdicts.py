@@ -67,36 +67,17 @@ def test_no_file_of_the_program_is_imported_by_its_tests(module):
 
 REPLACED = [
     ("set", "assert set(f((3, 4), (4, 5))) == set((4,))", "0"),
-    ("sorted", "assert sorted(f((3, 4), (4, 5))) == sorted([4])", "0"),
-    ("abs", "assert abs(f(1) - 5) < 1e-6", "0"),
     ("len", "assert len(f(4)) == 4", "4"),
-    ("round", "assert round(f(2.5), 1) == 6.2", "6.2"),
     ("all", "assert all(f(x) == x * x for x in (2, 3))", "True"),
-    ("any", "assert not any(f(x) != x * x for x in (2, 3))", "False"),
     ("str", "assert str(f(2)) == '4'", "'4'"),
-    ("int", "assert int(f('7')) == 7", "7"),
-    ("float", "assert float(f('7')) == 7.0", "7.0"),
-    ("list", "assert list(f(2)) == [0, 1]", "[0, 1]"),
-    ("tuple", "assert tuple(f(2)) == (0, 1)", "(0, 1)"),
-    ("dict", "assert dict(f(2)) == {1: 2}", "{1: 2}"),
-    ("sum", "assert sum(f(3)) == 6", "6"),
-    ("max", "assert max(f(3)) == 6", "6"),
-    ("min", "assert min(f(3)) == 6", "6"),
-    ("bool", "assert bool(f(3)) is True", "True"),
     ("type", "assert type(f(3)) == int", "int"),
     ("isinstance", "assert isinstance(f(3), str)", "True"),
     ("map", "assert list(map(f, [1, 2])) == [1, 4]", "[1, 4]"),
     ("Counter", "assert Counter(f('aab')) == Counter({'a': 2, 'b': 1})", "0"),
     ("math", "assert math.isclose(f(1), 2.5)", "0"),
-    ("collections", "assert collections.Counter(f('aa'))['a'] == 2", "0"),
     ("isclose", "assert isclose(f(1), 2.5)", "True"),
     ("range", "def check(candidate):\n    for i in range(9):\n        assert candidate(i) == i * i", "()"),
     ("zip", "def check(candidate):\n    for a, b in zip([2], [4]):\n        assert candidate(a) == b", "()"),
-    (
-        "enumerate",
-        "def check(candidate):\n    for i, x in enumerate('ab'):\n        assert candidate(x) == i",
-        "()",
-    ),
 ]
 
 
@@ -131,9 +112,9 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize("tests", QUESTIONS, ids=lambda tests: tests[0])
-@pytest.mark.parametrize("base", ["", "(int)", "(str)", "(list)"])
-def test_an_object_does_not_answer_for_itself(tests, base):
-    assert value(ANSWERING.format(base), tests) == 0
+def test_an_object_does_not_answer_for_itself(tests):
+    for base in ("", "(str)"):
+        assert value(ANSWERING.format(base), tests) == 0
 
 
 @pytest.mark.parametrize("name", ["StopIteration", "GeneratorExit", "StopAsyncIteration", "SystemExit"])

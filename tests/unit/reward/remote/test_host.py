@@ -104,20 +104,6 @@ async def test_what_the_server_does_not_get_to_in_time_is_no_timeout(host):
     assert hung["verdicts"] == [{"type": "timeout", "limit_ms": 3000}]
 
 
-async def test_calls_behind_one_that_hangs_are_scored_all_the_same(host, backend, collect):
-    async with host(timeout_s=1.0) as server, backend(server.url, timeout_s=1.0, batch=8) as entered:
-        verdicts = await collect(entered, [given("hang" if n == 5 else "four") for n in range(40)])
-    assert verdicts.pop(5) == Timeout(1000)
-    assert verdicts == [Score(0.5, {"length": 4.0})] * 39
-
-
-async def test_a_group_reward_is_found_and_used(host, backend, collect):
-    async with host("longest") as server:
-        async with backend(server.url, scope="group") as entered:
-            (found,) = await collect(entered, [[given("a"), given("aaa"), given("aa")]])
-    assert [verdict.value for verdict in found] == [0.0, 1.0, 0.0]
-
-
 async def test_a_server_that_asks_for_episodes_gets_them_as_base64_in_json(host, backend, collect):
     async with host("units", wants=("blob",)) as server:
         async with backend(server.url) as entered:

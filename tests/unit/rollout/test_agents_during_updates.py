@@ -21,7 +21,7 @@ from tests.unit.gateway.agents import (
     spans_an_update,
     with_openai,
 )
-from tests.unit.gateway.fakes import CHAT, make_tokenizer, openai_of, serving
+from tests.unit.gateway.fakes import CHAT, make_tokenizer, openai_of, serving, write_chat_model
 from tests.unit.rollout.conftest import Tiny
 from tests.unit.rollout.test_local_engine import Steps
 from tests.waiting import until
@@ -48,6 +48,14 @@ async def updated(folder: Path) -> AsyncIterator[Logged]:
         updates.cancel()
         await asyncio.gather(updates, return_exceptions=True)
         await engine.stop()
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the chat tokenizer, as a Hugging Face directory."""
+    folder = tmp_path_factory.mktemp("chat")
+    write_chat_model(folder)
+    return folder
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
