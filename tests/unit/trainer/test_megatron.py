@@ -1,8 +1,6 @@
 """Megatron-Core on a CPU: every grid of ranks trains what one rank of FSDP2 trains."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from transformers import (
 from areal_async.config.job import TrainerSection
 from areal_async.modelfiles import stored_tensors
 from tests.unit.trainer import megatron_process as process
+from tests.unit.trainer.forked_ranks import run_script
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.megatron import megatron
 from trainer_service.ranks import join_ranks
@@ -95,9 +94,7 @@ def of_one_rank(models):
 
 def grids(world: int, out: Path, asked: list[dict]) -> list[tuple]:
     """What each grid is told, as `of_one_rank` has it, of ranks that go through all of them."""
-    script = [sys.executable, process.__file__, str(world), str(out), *map(json.dumps, asked)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_script(process.__file__, world, out, *map(json.dumps, asked))
     found = []
     for number in range(len(asked)):
         of_ranks = [json.loads((out / f"told-{number}-{rank}.json").read_text()) for rank in range(world)]

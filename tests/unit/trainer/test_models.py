@@ -1,8 +1,5 @@
 """A back end with several models: what a value head gives, which are trained, and what is kept of them."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +12,7 @@ from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelScorer
 from tests.unit.trainer import models_process
 from tests.unit.trainer.conftest import SYMBOLS
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.models_process import backend_of, exported, train
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -261,9 +259,7 @@ def test_a_reference_follows_the_policy(model_dir, untied_model_dir, classifier_
 def two_ranks(tmp_path_factory, model_dir, classifier_dir):
     """Folder of two ranks that trained all models, with their checkpoint."""
     out = tmp_path_factory.mktemp("two")
-    command = [sys.executable, models_process.__file__, model_dir, classifier_dir, out]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    run_script(models_process.__file__, model_dir, classifier_dir, out)
     return out
 
 

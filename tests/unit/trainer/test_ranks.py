@@ -1,10 +1,7 @@
 """Two ranks compute what one does, and each reads the other's checkpoint."""
 
 import json
-import subprocess
-import sys
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from safetensors.torch import load_file
 from areal_async.launch.runs import Run
 from areal_async.status.record import read_run_log
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.two_ranks import two_ranks
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import Recording, write_step
@@ -45,9 +43,8 @@ import sys
 from pathlib import Path
 import psutil, torch
 import torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-import rank_process
-rank_process.run(0, 1, *map(Path, sys.argv[2:]))
+from tests.unit.trainer import rank_process
+rank_process.run(0, 1, *map(Path, sys.argv[1:]))
 assert dist.is_initialized()
 summed, gathered = torch.ones(2), torch.zeros(2)
 dist.all_reduce(summed)
@@ -59,10 +56,9 @@ print([c for c in psutil.Process().net_connections("inet")])
 
 def test_one_rank_alone_opens_no_socket(tmp_path, model_dir, batches):
     """A listener of gloo's, to which any user of the machine may connect, can end the process."""
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", ALONE, here, model_dir, batches, tmp_path / "out"]
-    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
-    assert ended.stdout.splitlines() == ["[1.0, 1.0] [3.0, 3.0]", "[]"], ended.stderr
+    (tmp_path / "alone.py").write_text(ALONE)
+    said = run_script(tmp_path / "alone.py", model_dir, batches, tmp_path / "out")
+    assert said.splitlines() == ["[1.0, 1.0] [3.0, 3.0]", "[]"]
 
 
 def _steps(out):

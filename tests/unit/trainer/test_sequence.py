@@ -1,8 +1,6 @@
 """Rows shared by several ranks: all that comes of them is what one rank computes."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from areal_async.config.files import check_config
 from tests.unit.trainer import rank_process, sequence_process
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.sequence_process import CASES, MODELS, VOCABULARY
 from trainer_service.backends.fsdp import ring
 from trainer_service.backends.fsdp.sharing import HeadSharing, share_heads
@@ -49,9 +48,7 @@ def models(tmp_path_factory):
 def shared(tmp_path_factory, models):
     """By case what each of its ranks found."""
     out = tmp_path_factory.mktemp("shared")
-    command = [sys.executable, sequence_process.__file__, models, out]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    run_script(sequence_process.__file__, models, out)
     return {
         name: [load_file(out / name / f"rank{rank}.safetensors") for rank in range(case.ranks)]
         for name, case in CASES.items()

@@ -1,7 +1,5 @@
 """Memory and copies of the FSDP back end: what is computed is the same whatever is kept where."""
 
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -15,6 +13,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import part_mistakes
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process, sharded_process
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.sharded_process import backend_of, train
 from trainer_service.backends.fsdp import optimizer
 from trainer_service.backends.fsdp.shards import HostCopies
@@ -37,9 +36,7 @@ def alone(model_dir):
 def copies(tmp_path_factory, model_dir):
     """Folder of four ranks that trained as two copies of two shards, and what each rank wrote."""
     out, world = tmp_path_factory.mktemp("copies"), 4
-    command = [sys.executable, sharded_process.__file__, world, 2, model_dir, out]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    run_script(sharded_process.__file__, world, 2, model_dir, out)
     return out, [load_file(out / f"rank{rank}.safetensors") for rank in range(world)]
 
 
