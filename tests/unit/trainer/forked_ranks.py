@@ -16,7 +16,7 @@ from typing import Any
 
 from started_ranks import start_ranks
 
-SCRIPTS = ("rank", "hosts", "files", "group", "names", "sharded", "models", "sequence")
+SCRIPTS = ("rank", "hosts", "files", "group", "names", "sequence")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
