@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
+from trainer_service.data.rows import TrainingRow, row_of
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=-* "]
 
@@ -60,6 +61,23 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def untied_model_dir(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
+
+
+def plain_row(
+    ids: Sequence[int] | np.ndarray,
+    sampled: Any,
+    *,
+    episode: int = 0,
+    temperature: float | np.ndarray = 1.0,
+    feeds_last: bool = False,
+) -> TrainingRow:
+    """A row of version 0 whose tokens are sampled with log-prob 0 where `sampled`, places or a mask, says."""
+    tokens = np.asarray(ids, np.int32)
+    mask, zeros = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int32)
+    mask[sampled] = 1
+    row = row_of(episode, tokens, mask, zeros.astype(np.float32), zeros, temperature, feeds_last=feeds_last)
+    assert row is not None
+    return row
 
 
 PARTS = (

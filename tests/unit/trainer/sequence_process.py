@@ -27,6 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.parallel import RankGrid
 from areal_async.runtime.group import Meeting
+from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.sharded_process import forked
 from tests.waiting import wait_for
 from trainer_service.backends.base import ModelUse
@@ -35,7 +36,7 @@ from trainer_service.backends.fsdp import exchange, ring
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data import prefixes
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks, join_ranks
 
@@ -104,13 +105,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _row(rng: Any, episode: int, ids: np.ndarray, sampled: int) -> TrainingRow:
-    n = len(ids)
-    mask = np.zeros(n, np.uint8)
-    mask[n - sampled :] = 1
-    at = rng.choice(np.array([0.7, 1.0], np.float32), n)
-    row = row_of(episode, ids, mask, np.zeros(n, np.float32), np.zeros(n, np.int32), at, feeds_last=True)
-    assert row is not None
-    return row
+    at = rng.choice(np.array([0.7, 1.0], np.float32), len(ids))
+    return plain_row(ids, slice(-sampled, None), episode=episode, temperature=at, feeds_last=True)
 
 
 def share_of(step: int, share: int) -> list[MicroBatch]:

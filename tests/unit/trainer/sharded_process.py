@@ -15,10 +15,10 @@ import torch
 
 from areal_async.config.job import OptimizerSection
 from areal_async.runtime.group import Meeting
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
-from trainer_service.data.rows import row_of
 from trainer_service.ranks import Ranks
 
 OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5)
@@ -33,11 +33,8 @@ def shares(step: int) -> list[MicroBatch]:
         rows = []
         for episode in range(0 if (step, share) == (0, SHARES - 1) else 3):
             n = int(rng.integers(3, 20))
-            mask = np.ones(n, np.uint8)
-            mask[0] = 0
-            ids = rng.integers(0, 17, n).astype(np.int32)
-            rows.append(row_of(episode, ids, mask, np.zeros(n, np.float32), np.zeros(n, np.int32)))
-        made.append(build_micro_batch([row for row in rows if row is not None]))
+            rows.append(plain_row(rng.integers(0, 17, n), slice(1, None), episode=episode))
+        made.append(build_micro_batch(rows))
     return made
 
 

@@ -8,13 +8,12 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from areal_async.config.job import OptimizerSection
 from tests.unit.families import VOCABULARY
-from tests.unit.trainer.conftest import write_model
+from tests.unit.trainer.conftest import plain_row, write_model
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import memory
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.head import Head, columns_of_units
 from trainer_service.data.microbatch import build_micro_batch
-from trainer_service.data.rows import row_of
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 
@@ -25,12 +24,9 @@ def _batch(n_units, vocabulary, *, seed=0):
     rng = np.random.default_rng(seed)
     rows = []
     for episode, n in enumerate((n_units // 3, n_units - n_units // 3)):
-        mask = np.ones(n + 1, np.uint8)
-        mask[0] = 0
-        ids = rng.integers(0, vocabulary, n + 1).astype(np.int32)
+        ids = rng.integers(0, vocabulary, n + 1)
         temperature = rng.uniform(0.5, 1.5, n + 1).astype(np.float32)
-        zeros = np.zeros(n + 1)
-        rows.append(row_of(episode, ids, mask, zeros.astype(np.float32), zeros.astype(np.int32), temperature))
+        rows.append(plain_row(ids, slice(1, None), episode=episode, temperature=temperature))
     return build_micro_batch(rows)
 
 

@@ -10,11 +10,10 @@ from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.weights.pieces import whole_tensors
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelScorer
-from tests.unit.trainer.conftest import SYMBOLS
+from tests.unit.trainer.conftest import SYMBOLS, plain_row
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import build_micro_batch, plan_passes
-from trainer_service.data.rows import row_of
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import CheckpointError, DivergenceError, GradientNotFinite, ModelError
 from trainer_service.ranks import join_ranks
@@ -64,18 +63,9 @@ def _rows(seed=0, *, feeds_last=False):
     rows = []
     for episode in range(7):
         start = starts[episode % 2]
-        ids = np.concatenate([start, rng.integers(2, 16, int(rng.integers(2, 9)))]).astype(np.int32)
-        mask = np.arange(len(ids)) >= len(start) - 2 * (episode % 3)
-        nothing = np.zeros(len(ids))
-        row = row_of(
-            episode,
-            ids,
-            mask.astype(np.uint8),
-            nothing.astype(np.float32),
-            nothing.astype(np.int32),
-            feeds_last=feeds_last,
-        )
-        rows.append(row)
+        ids = np.concatenate([start, rng.integers(2, 16, int(rng.integers(2, 9)))])
+        sampled = slice(len(start) - 2 * (episode % 3), None)
+        rows.append(plain_row(ids, sampled, episode=episode, feeds_last=feeds_last))
     return rows
 
 

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.data.flops import RowCost
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
 from trainer_service.data.prefixes import DENSE_TOKENS, LEAST_BRANCH
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.ranks import join_ranks
 
 VOCABULARY = 11
@@ -43,14 +44,7 @@ def _model(**changes):
 
 
 def made(episode: int, ids: list[int], sampled: list[int], temperature: float = 1.0) -> TrainingRow:
-    mask = np.zeros(len(ids), np.uint8)
-    mask[sampled] = 1
-    n = len(ids)
-    row = row_of(
-        episode, np.array(ids, np.int32), mask, np.zeros(n, np.float32), np.zeros(n, np.int32), temperature
-    )
-    assert row is not None
-    return row
+    return plain_row(ids, sampled, episode=episode, temperature=temperature)
 
 
 def passes_of(rows, ranks, groups, budget=1 << 20, **how) -> list[MicroBatch]:

@@ -25,7 +25,7 @@ from areal_async.trajectory import EpisodeBuilder, Sampling, pack, pack_routes, 
 from areal_async.trajectory.layout import ROUTES, Units
 from tests.unit.families import FAMILIES, VOCABULARY, config_of
 from tests.unit.trainer import rank_process
-from tests.unit.trainer.conftest import entry_of
+from tests.unit.trainer.conftest import entry_of, plain_row
 from tests.unit.trainer.test_selfcheck import merged
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -36,7 +36,7 @@ from trainer_service.data.episode_rows import routed
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.data.routes import mixture_to_replay, replayed, rule_of
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 
@@ -64,11 +64,7 @@ def some_rows(lengths: Sequence[int] = (9, 7, 5), seed: int = 0) -> list[Trainin
     rng = np.random.default_rng(seed)
     rows = []
     for episode, n in enumerate(lengths):
-        mask = np.zeros(n, np.uint8)
-        mask[n // 2 :] = 1
-        ids = rng.integers(0, VOCABULARY, n).astype(np.int32)
-        row = row_of(episode, ids, mask, np.zeros(n, np.float32), np.zeros(n, np.int32))
-        assert row is not None
+        row = plain_row(rng.integers(0, VOCABULARY, n), slice(n // 2, None), episode=episode)
         routes = np.array([[rng.permutation(EXPERTS)[:CHOSEN] for _ in range(LAYERS)] for _ in range(n)])
         rows.append(replace(row, routes=routes.astype(np.uint8)))
     return rows
@@ -286,10 +282,8 @@ def recorded(folder: Path, out: Path, *, told: bool = True) -> Path:
         for sample in range(4):
             (row,) = some_rows((14,), seed=4 * g + sample)
             ids = np.concatenate([np.arange(5, 9) + g, row.token_ids[4:]]).astype(np.int32)
-            mask = (np.arange(14) >= 4).astype(np.uint8)
-            like = row_of(0, ids, mask, np.zeros(14, np.float32), np.zeros(14, np.int32))
-            assert like is not None
-            logprobs = logp_of(backend, build_micro_batch([replace(like, routes=row.routes)])).numpy()
+            like = replace(plain_row(ids, slice(4, None)), routes=row.routes)
+            logprobs = logp_of(backend, build_micro_batch([like])).numpy()
             builder = EpisodeBuilder("job", f"data0000:{g}:0", group_id, sample)
             segment = builder.sampled(
                 ids[4:],
