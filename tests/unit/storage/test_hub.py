@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.quickstart.model import write_model
 from areal_async.storage.hub import hub_url, is_of_hub
 
 REPOSITORY = Path(__file__).parents[3]
@@ -36,6 +35,8 @@ else:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
     """A model and a data set, by what the hub calls them."""
+    from areal_async.quickstart.model import write_model  # with torch
+
     folder = tmp_path_factory.mktemp("hub")
     write_model(folder / "model", seed=0, positions=4096)
     (folder / "data" / "data").mkdir(parents=True)

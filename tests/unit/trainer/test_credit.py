@@ -12,7 +12,7 @@ from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack
 from areal_async.trajectory.layout import SegmentFlag
 from tests.unit.trainer.conftest import entry_of
-from tests.unit.trainer.rank_process import job_of
+from tests.unit.trainer.rank_process import job_of, train_batch
 from tests.unit.trainer.test_step import _backend, _train
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -170,8 +170,7 @@ def test_remax_compares_with_the_greedy_answer_and_a_group_that_lacks_it_gives_n
     def trained(episodes, rewards):
         batch, blobs = batch_of(episodes, rewards, (None,) * 3)
         learner = Learner(job, ranks, load_backend(job, ranks))
-        views = {name: memoryview(blob) for name, blob in blobs.items()}
-        return learner.train(batch, learner.plan(batch, 0), views)
+        return train_batch(learner, batch, blobs)
 
     whole = trained([greedy, *sampled], (0.25, 1.0, 0.0))
     assert whole.loss == pytest.approx(-(0.75 - 0.25) / 2, abs=1e-5)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.unit.families import config_of
 from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.data.flops import RowCost
@@ -28,17 +29,11 @@ def ranks():
 
 def _model(**changes):
     torch.manual_seed(0)
-    options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        **changes,
-    }
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.float64)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = config_of(
+        Qwen2Config, **sizes | {"initializer_range": 0.3, "max_position_embeddings": 9999} | changes
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model.set_attn_implementation(PACKED_ATTENTION)
     return model
 

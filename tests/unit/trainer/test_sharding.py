@@ -5,12 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from areal_async.config.errors import Mistake
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import part_mistakes
 from areal_async.weights.pieces import whole_tensors
+from tests.unit.families import FAMILIES
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.sharded_process import backend_of, train
 from trainer_service.backends.fsdp import optimizer
@@ -98,20 +99,7 @@ def test_a_copy_is_made_into_memory_that_was_got_before():
 def moe_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
     torch.manual_seed(4)
-    config = Qwen3MoeConfig(
-        vocab_size=17,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"](), dtype=torch.float32).save_pretrained(folder)
     return folder
 
 
