@@ -103,13 +103,14 @@ def fork_ranks(commands: Sequence[Sequence[str]], **options: Any) -> list[Forked
     return start_ranks(commands, start=ForkedRank, **options)
 
 
-def run_script(path: str | Path, *arguments: object) -> str:
-    """Run a script of ours in a fork and return what it printed. Fails with its errors."""
+def run_script(path: str | Path, *arguments: object, status: int = 0) -> str:
+    """Run a script of ours in a fork and return what it printed. Fails with its errors if it ends otherwise
+    than with `status`."""
     command = [sys.executable, *map(str, (path, *arguments))]
     process = ForkedRank(command, os.environ, {}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         said, errors = process.communicate(timeout=1200)
     finally:
         process.kill()
-    assert process.returncode == 0, (errors or "")[-6000:]
+    assert process.returncode == status, (errors or "")[-6000:]
     return said or ""

@@ -162,6 +162,12 @@ def test_nothing_is_unbounded_old_snapshots_go_and_their_memory_is_used_again(pu
     assert len(inodes) == 2
 
 
+async def evaluated(publisher: Publisher) -> None:
+    e = await receiver(publisher, "evaluate", "e")
+    await e.ack(expect_notice(await e.next(None, 1000), 5).tag)
+    await e.close()
+
+
 def test_a_step_waits_for_no_new_memory_while_an_evaluation_holds_a_version(publisher, place):
     """A file that is not made and touched before takes ten times as long to fill."""
     inodes = set()
@@ -175,7 +181,7 @@ def test_a_step_waits_for_no_new_memory_while_an_evaluation_holds_a_version(publ
         if version == 6:  # from now on one file more is needed
             wait_for(lambda: list((place / "shm").glob(".spare-*")), "a third file")
         if version == 12:
-            publisher._kept.acknowledge("e", "evaluate", tag(5))
+            asyncio.run(evaluated(publisher))
     assert len(inodes) == 3
     assert len(os.listdir(place / "shm")) == 2, "what the evaluation needed besides is given back"
 
