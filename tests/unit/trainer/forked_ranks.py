@@ -114,3 +114,17 @@ def run_script(path: str | Path, *arguments: object, status: int = 0) -> str:
         process.kill()
     assert process.returncode == status, (errors or "")[-6000:]
     return said or ""
+
+
+def run_ranks(path: str | Path, *arguments: Sequence[object], **environment: str) -> list[tuple[Any, ...]]:
+    """Run a script of ours as ranks that meet, each with its arguments. Return the status of each, what it
+    printed and its errors."""
+    commands = [[sys.executable, *map(str, (path, *given))] for given in arguments]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = fork_ranks(commands, **piped, env=os.environ | environment)
+    try:
+        said = [rank.communicate(timeout=600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *both) for rank, both in zip(ranks, said, strict=True)]
