@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.table import EpisodeTable, UnitTable
 from trainer_service.errors import ObjectiveError
 
-N_CASES = 500
+N_CASES = 360
 KL = 0.1
 AGENTS = ("main", "critic")
 
@@ -327,17 +328,18 @@ def of_samples(case, name, group_by, *, penalty, discount=1.0):
     )
 
 
-def ref_gae(case, *, gamma, lam, whiten):
+def ref_gae(case, *, gamma, lam, whiten, critic=True):
     found, returns = {}, {}
     for sequence in sequences(case.segments):
         trained = [unit for segment in sequence for unit in segment.units if unit.mask]
-        after = trained[-1].value if case.truncated[sequence[0].episode] else 0.0
+        value = {id(unit): unit.value if critic else 0.0 for unit in trained}
+        after = value[id(trained[-1])] if case.truncated[sequence[0].episode] else 0.0
         advantage = 0.0
         for unit in reversed(trained):
-            delta = unit.own + gamma * after - unit.value
-            advantage = delta + gamma * lam * advantage
-            after = unit.value
-            found[id(unit)], returns[id(unit)] = advantage, advantage + unit.value
+            own = value[id(unit)]
+            advantage = unit.own + gamma * after - own + gamma * lam * advantage
+            after = own
+            found[id(unit)], returns[id(unit)] = advantage, advantage + own
     every = [unit for segment in case.segments for unit in segment.units]
     values = [found.get(id(unit), 0.0) for unit in every]
     if whiten:
@@ -415,13 +417,18 @@ def masked_cases():
     return [random_case(1000 + seed, masked=True) for seed in range(N_CASES)]
 
 
-@pytest.mark.parametrize("group_by", ["task", "task_agent", "task_agent_turn", "task_turn"])
+GROUPINGS = ("task", "task_agent", "task_agent_turn", "task_turn")
+
+
 @pytest.mark.parametrize("name", [name for name in OF_SAMPLES if name != "remax"])
-def test_an_advantage_of_samples_is_its_formula(name, group_by, cases, masked_cases):
-    several = group_by != "task"
-    for seed, case in enumerate(cases if several else masked_cases):
-        penalty = seed % 2 == 1 and name != "gdpo"
-        discount = 0.9 if seed % 3 and several else 1.0
+def test_an_advantage_of_samples_is_its_formula(name, cases, masked_cases):
+    """Groupings take turns."""
+    for seed in range(N_CASES):
+        turn, group_by = seed // len(GROUPINGS), GROUPINGS[seed % len(GROUPINGS)]
+        several = group_by != "task"
+        case = (cases if several else masked_cases)[seed]
+        penalty = turn % 2 == 1 and name != "gdpo"
+        discount = 0.9 if turn % 3 and several else 1.0
         earn(case, penalty=penalty)
         made = objective(name, penalty=penalty, group_by=group_by, turn_discount=discount)
         table = made.fill(case.table(masked=not several, penalty=penalty), 0)
@@ -447,58 +454,35 @@ def test_gdpo_of_rewards_without_its_components_is_an_error():
         made.fill(random_case(0).table(masked=False, penalty=False), 0)
 
 
-@pytest.mark.parametrize("whiten", [True, False])
-def test_gae_is_its_formula(whiten, masked_cases):
-    for seed, case in enumerate(masked_cases):
-        penalty = seed % 2 == 1
+OF_UNITS = {
+    "gae": ({"gamma": (1.0, 0.9), "lam": (0.95, 1.0, 0.0), "whiten": (True, True, False, False)}, ref_gae),
+    "reinforce_pp": ({"gamma": (1.0, 0.9)}, partial(ref_gae, lam=1.0, whiten=True, critic=False)),
+    "gigpo": ({"omega": (1.0, 0.3), "gamma": (0.95, 1.0), "norm": ("none", "std")}, ref_gigpo),
+    "marti": (
+        {"alpha": (0.5,), "mode": ("margin", "quality"), "history": ("all", "all", "last", "last")},
+        ref_marti,
+    ),
+}
+"""By name the arguments, whose values take turns, and the reference."""
+
+
+@pytest.mark.parametrize("name", OF_UNITS)
+def test_an_advantage_of_units_or_segments_is_its_formula(name, cases, masked_cases):
+    arguments, formula = OF_UNITS[name]
+    of_units = name in ("gae", "reinforce_pp")
+    for seed, case in enumerate(masked_cases if of_units else cases):
+        how = {key: values[seed % len(values)] for key, values in arguments.items()}
+        penalty = of_units and seed // 4 % 2 == 1
         earn(case, penalty=penalty)
-        how = {"gamma": (1.0, 0.9)[seed % 2], "lam": (0.95, 1.0, 0.0)[seed % 3], "whiten": whiten}
-        made = objective("gae", penalty=penalty, advantage_args=how)
-        table = made.fill(case.table(masked=True, penalty=penalty), 0)
-        advantage, returns = ref_gae(case, **how)
-        close(table.advantage, advantage)
-        close(table["return"], returns)
+        made = objective(name, penalty=penalty, advantage_args=how)
+        table = made.fill(case.table(masked=of_units, penalty=penalty), 0)
+        want = formula(case, **how)
+        close(table.advantage, want[0] if of_units else want)
+        if name == "gae":
+            close(table["return"], want[1])
 
 
-def test_reinforce_pp_is_its_formula(masked_cases):
-    for seed, case in enumerate(masked_cases):
-        penalty = seed % 2 == 1
-        earn(case, penalty=penalty)
-        gamma = (1.0, 0.9)[seed % 2]
-        for segment in case.segments:
-            for unit in segment.units:
-                unit.value = 0.0
-        made = objective("reinforce_pp", penalty=penalty, advantage_args={"gamma": gamma})
-        table = made.fill(case.table(masked=True, penalty=penalty), 0)
-        plain = replace(case, truncated=[False] * len(case.truncated))
-        close(table.advantage, ref_gae(plain, gamma=gamma, lam=1.0, whiten=True)[0])
-
-
-def test_gigpo_is_its_formula(cases):
-    for seed, case in enumerate(cases):
-        earn(case, penalty=False)
-        how = {
-            "omega": (1.0, 0.3)[seed % 2],
-            "gamma": (0.95, 1.0)[seed % 2],
-            "norm": ("none", "std")[seed % 2],
-        }
-        table = objective("gigpo", advantage_args=how).fill(case.table(masked=False, penalty=False), 0)
-        close(table.advantage, ref_gigpo(case, **how))
-
-
-def test_marti_is_its_formula(cases):
-    for seed, case in enumerate(cases):
-        earn(case, penalty=False)
-        how = {
-            "alpha": 0.5,
-            "mode": ("margin", "quality")[seed % 2],
-            "history": ("all", "last")[seed // 2 % 2],
-        }
-        table = objective("marti", advantage_args=how).fill(case.table(masked=False, penalty=False), 0)
-        close(table.advantage, ref_marti(case, **how))
-
-
-@pytest.mark.parametrize("name", [*OF_SAMPLES, "gae", "reinforce_pp", "gigpo", "marti"])
+@pytest.mark.parametrize("name", [*OF_SAMPLES, *OF_UNITS])
 def test_an_advantage_depends_neither_on_order_nor_on_ranks(name):
     """Rows of an episode are on one rank where the advantage is of units."""
     for seed in range(12):

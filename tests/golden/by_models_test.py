@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
 from areal_async.config.objective import ObjectiveSection
-from tests.golden.advantages_test import N_CASES, random_case, sequences
+from tests.golden.advantages_test import random_case, sequences
 from tests.golden.tables import table_of
 from trainer_service.algorithms.by_models import process_slopes
 from trainer_service.algorithms.objective import Objective
 
-
-def units_of(case):
-    return [unit for segment in case.segments for unit in segment.units]
+N_CASES = 250
 
 
+@cache
 def made(seed):
     """A case with greedy answers here and there, and the columns of further models."""
     case = random_case(7000 + seed, greedy=seed % 2 == 1, masked=seed % 2 == 0)

@@ -209,7 +209,7 @@ def test_a_whole_objective_is_that_of_the_formula_in_every_combination():
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_the_gradient_of_an_episodes_loss_is_that_of_the_whole_episode(name):
     """By the mean that its formula takes over all of the episode's units, in f64."""
-    for seed in range(100):
+    for seed in range(40):
         units = [u | {"mask": True} for u in case(seed) if u["mask"]]
         first = units[0]["A"]
         units = [u | {"A": first} for u in units]

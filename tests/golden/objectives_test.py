@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
-from math import exp, log, sqrt
+from math import log, sqrt
 
 import pytest
 import torch
@@ -15,12 +15,9 @@ from trainer_service.algorithms import (
     CORRECTIONS,
     LOSSES,
     advantages,
-    corrections,
     losses,
-    normalisers,
 )
 from trainer_service.algorithms.credit import Samples
-from trainer_service.algorithms.normalisers import Totals
 from trainer_service.algorithms.objective import Objective, UnitTerms
 from trainer_service.algorithms.off_policy import StepStatistics
 from trainer_service.algorithms.table import masked
@@ -52,21 +49,6 @@ def test_grpo_by_hand():
     )
 
 
-def test_grpo_of_a_single_episode_and_of_equal_rewards_is_zero():
-    close(grpo(tensor([0.7, 0.1, 0.1, 0.1]), tensor([0, 1, 1, 1])), [0.0, 0.0, 0.0, 0.0], atol=0)
-
-
-def test_groups_are_whole_positions_never_define_groups():
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(24, generator=generator)
-    groups = torch.arange(24) // 6
-    expected = grpo(rewards, groups)
-    shuffled = torch.randperm(24, generator=generator)
-    close(grpo(rewards[shuffled], groups[shuffled]), expected[shuffled], atol=0)
-    relabelled = tensor([90, 7, 13, -4])[groups]
-    close(grpo(rewards, relabelled), expected, atol=0)
-
-
 def test_ppo_by_hand():
     ratio = [1.5, 1.5, 0.5, 0.5, 1.1, 1.0]
     advantage = [2.0, -1.0, 1.0, -2.0, 3.0, -1.0]
@@ -79,102 +61,6 @@ def test_ppo_by_hand():
     assert shares["clip_low_share"].tolist() == [False, False, False, True, False, False]
     loss.sum().backward()
     close(logp.grad, [0.0, 1.5, -0.5, 0.0, -3.3, 1.0])
-
-
-def test_ppo_clamps_the_exponent():
-    logp = tensor([0.0, -500.0], requires_grad=True)
-    u = units([0.0, 0.0], episode=[0, 0], advantage=[-1.0, 1.0], prox=tensor([-500.0, 0.0]))
-    loss, _ = losses.ppo(logp, u)
-    close(loss / tensor([exp(20), exp(-20)]), [1.0, -1.0], atol=1e-5)
-    loss.sum().backward()
-    assert torch.isfinite(logp.grad).all()
-
-
-def test_the_behaviour_weight_by_hand():
-    prox = tensor([log(2.0), 0.0, -1.0], requires_grad=True)
-    weight = corrections.behaviour_weight(prox, tensor([0.0, log(4.0), -1.0]))
-    close(weight, [2.0, 0.25, 1.0])
-    assert not weight.requires_grad
-    close(corrections.decoupled(weight, None, cap=1.5)[0], [1.5, 0.25, 1.0])
-    close(corrections.none(weight, None), [1.0, 1.0, 1.0])
-
-
-def test_normalisers_by_hand():
-    """Of three episodes the second has no unit; the third is of two rows, of one unit and of two."""
-    u = units(
-        [0.0] * 6, episode=[0, 0, 2, 2, 2, 2], advantage=[0.0] * 6, mask=[1, 1, 0, 1, 1, 1]
-    ).with_columns(row_units=tensor([2, 2, 1, 1, 2, 2]))
-    totals = Totals(tensor([2, 0, 3]), rows=3)
-    close(normalisers.token(u, totals), [0.2, 0.2, 0.0, 0.2, 0.2, 0.2])
-    close(normalisers.sequence(u, totals), [1 / 6, 1 / 6, 0.0, 1 / 3, 1 / 6, 1 / 6])
-    close(normalisers.rollout(u, totals), [1 / 4, 1 / 4, 0.0, 1 / 6, 1 / 6, 1 / 6])
-    close(normalisers.constant(u, totals, length=10), [1 / 20, 1 / 20, 0.0, 1 / 20, 1 / 20, 1 / 20])
-
-
-def test_decoupled_ppo_by_hand():
-    # ρ = 1.5 and 0.9; w = 2 (cut to 1.2) and 0.5
-    logp = tensor([log(1.5), log(0.9)], requires_grad=True)
-    prox = tensor([0.0, 0.0])
-    u = units([-log(2.0), log(2.0)], episode=[0, 1], advantage=[1.0, -1.0])
-    objective = Objective(ObjectiveSection(correction_args={"cap": 1.2}), minibatches=2)
-    terms = objective.terms({"logp": logp}, u.with_columns(prox=prox))
-    close(terms.loss, [-1.2 * 1.2, 0.9 * 0.5])
-    assert terms.figures["truncated_share"].tolist() == [True, False]
-    (terms.loss * objective.coefficients(u, totals_of(u))).sum().backward()
-    close(logp.grad, [0.0, 0.9 * 0.5 / 2])
-
-
-def test_reused_prox_is_the_current_log_prob_detached():
-    logp = tensor([-1.0, -2.0], requires_grad=True)
-    u = units([-1.0, -1.0], episode=[0, 0], advantage=[2.0, 1.0])
-    terms = Objective(ObjectiveSection(prox="reuse")).terms({"logp": logp}, u)
-    close(terms.loss, [-2.0, -exp(-1.0)])
-    terms.loss.sum().backward()
-    close(logp.grad, [-2.0, -exp(-1.0)])
-
-
-MATRIX = list(
-    product(
-        ("token", "sequence", "rollout"),
-        (("ppo", "decoupled"), ("ppo", "none"), ("reinforce", "none")),
-        ([1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1], [0, 0, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0]),
-    )
-)
-
-
-@pytest.mark.parametrize(("normaliser", "parts", "mask"), MATRIX)
-def test_a_masked_unit_counts_nowhere(normaliser, parts, mask):
-    """Masked units full of NaN give the loss and gradient of a batch that never had them."""
-    loss_name, correction = parts
-    section = ObjectiveSection(loss=loss_name, correction=correction, normaliser=normaliser)
-    objective = Objective(section, minibatches=2)
-    keep = torch.tensor(mask, dtype=torch.bool)
-    episode = tensor([0, 0, 0, 1, 1, 2])
-    values = {
-        "logp": tensor([-0.3, -1.0, -2.0, -0.7, -0.1, -1.5]),
-        "prox": tensor([-0.5, -1.1, -1.0, -0.9, -0.2, -1.0]),
-        "beh": tensor([-0.4, -3.0, -1.3, -0.2, -0.3, -1.2]),
-        "adv": tensor([1.0, 1.0, 1.0, -0.5, -0.5, 2.0]),
-    }
-
-    def run(logp, prox, beh, adv, eps, mask_):
-        logp = logp.clone().requires_grad_()
-        u = units(beh, episode=eps, advantage=adv, mask=mask_, prox=prox)
-        terms = objective.terms({"logp": logp}, u)
-        loss = (terms.loss * objective.coefficients(u, totals_of(u))).sum()
-        loss.backward()
-        statistics = StepStatistics(0, 0, objective.figures)
-        statistics.add(terms, u)
-        return loss.detach(), logp.grad, statistics.report()
-
-    spoilt = {name: torch.where(keep, v, tensor(NAN)) for name, v in values.items()}
-    loss, gradient, report = run(*spoilt.values(), episode, keep)
-    alone = {name: v[keep] for name, v in values.items()}
-    want_loss, want_gradient, want_report = run(*alone.values(), episode[keep], torch.ones(int(keep.sum())))
-    close(loss, want_loss, atol=1e-6)
-    close(gradient[keep], want_gradient, atol=1e-7)
-    assert torch.equal(gradient[~keep], torch.zeros(int((~keep).sum())))
-    assert report == want_report
 
 
 MASKS = (

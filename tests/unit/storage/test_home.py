@@ -25,7 +25,6 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.storage.home import PIECE_BYTES, HomeFileSystem
 from areal_async.storage.remote import Remote, StorageError
 from areal_async.storage.transfer import fetch, push
-from trainer_service.stored import CheckpointStore
 
 SECRET = RunSecret.generate()
 
@@ -95,6 +94,8 @@ def test_what_the_job_names_comes_whole_and_nothing_else_of_the_home_host_does(h
 
 
 def test_a_trainer_leaves_its_checkpoints_and_its_model_and_reads_them_again(home, run_dir, named, tmp_path):
+    from trainer_service.stored import CheckpointStore  # the others here need no torch
+
     store = f"{with_home_store(named).checkpoint.store}/rhome"
     step = tmp_path / "step"
     step.mkdir()

@@ -5,9 +5,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from areal_async.storage.remote import HalfWritten, Remote, StorageAway, StorageError, StorageMissing
 from areal_async.storage.transfer import MARKER, fetch, push
@@ -181,27 +183,19 @@ def test_a_store_that_stays_away_is_given_up_in_time(s3, tmp_path):
     assert len(away) >= 3
 
 
-def test_who_may_not_is_told_so_at_once(s3, tmp_path, monkeypatch):
-    url = s3.bucket()
-    read = PermissionError("Access Denied")
-
+def test_who_may_not_is_told_so_at_once(monkeypatch):
     def refuse(*_, **__):
-        raise read
+        raise PermissionError("Access Denied")
 
-    remote = Remote(url, Tries(1e9, sleep=lambda pause_s: pytest.fail("it is asked again")))
-    monkeypatch.setattr(remote._fs, "cat_file", refuse)
-    with pytest.raises(StorageError, match=f"{url}/x could not be read: PermissionError: Access Denied"):
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse)
+    remote = Remote("memory://shut", Tries(1e9, sleep=lambda pause_s: pytest.fail("it is asked again")))
+    with pytest.raises(StorageError, match="memory://shut/x could not be read: PermissionError: Access Den"):
         remote.read("x")
 
 
-def test_a_request_without_an_answer_ends(monkeypatch):
-    import threading
-
-    from areal_async.storage import remote
-
+def test_a_request_without_an_answer_ends():
     never = threading.Event()
-    monkeypatch.setattr(remote, "REQUEST_S", 0.01)
-    asked = remote.Remote("memory://silent", Tries(0))
+    asked = Remote("memory://silent", Tries(0))
     with pytest.raises(StorageAway, match="no answer within"):
         asked._ask("read", "memory://silent", never.wait, 0.01)
     never.set()

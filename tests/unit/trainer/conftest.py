@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
 from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
+from tests.unit.families import config_of
+from trainer_service.data.rows import TrainingRow, row_of
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=-* "]
 
@@ -28,20 +30,9 @@ def _one_thread():
 
 def write_model(folder: Path, *, tied: bool = True, layers: int = 2, hidden: int = 32, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(SYMBOLS),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+    more = {"tie_word_embeddings": tied, "initializer_range": 0.2}
+    config = config_of(Qwen2Config, vocab_size=len(SYMBOLS), **sizes, **more)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<pad>"))
@@ -60,6 +51,23 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def untied_model_dir(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
+
+
+def plain_row(
+    ids: Sequence[int] | np.ndarray,
+    sampled: Any,
+    *,
+    episode: int = 0,
+    temperature: float | np.ndarray = 1.0,
+    feeds_last: bool = False,
+) -> TrainingRow:
+    """A row of version 0 whose tokens are sampled with log-prob 0 where `sampled`, places or a mask, says."""
+    tokens = np.asarray(ids, np.int32)
+    mask, zeros = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int32)
+    mask[sampled] = 1
+    row = row_of(episode, tokens, mask, zeros.astype(np.float32), zeros, temperature, feeds_last=feeds_last)
+    assert row is not None
+    return row
 
 
 PARTS = (

@@ -11,17 +11,19 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
+from pathlib import Path
 from typing import Any
 
 from started_ranks import start_ranks
 
+SCRIPTS = ("rank", "hosts", "files", "group", "names", "sequence")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "torch.distributed.fsdp",
         "transformers.models.auto.modeling_auto",
         "transformers.models.qwen2.modeling_qwen2",
-        *(f"tests.unit.trainer.{name}_process" for name in ("rank", "hosts", "files", "group", "names")),
+        *(f"tests.unit.trainer.{name}_process" for name in SCRIPTS),
     ]
 )
 
@@ -99,3 +101,30 @@ def _run(
 def fork_ranks(commands: Sequence[Sequence[str]], **options: Any) -> list[ForkedRank]:
     """As `start_ranks`, of commands that run a script with this Python."""
     return start_ranks(commands, start=ForkedRank, **options)
+
+
+def run_script(path: str | Path, *arguments: object, status: int = 0) -> str:
+    """Run a script of ours in a fork and return what it printed. Fails with its errors if it ends otherwise
+    than with `status`."""
+    command = [sys.executable, *map(str, (path, *arguments))]
+    process = ForkedRank(command, os.environ, {}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said, errors = process.communicate(timeout=1200)
+    finally:
+        process.kill()
+    assert process.returncode == status, (errors or "")[-6000:]
+    return said or ""
+
+
+def run_ranks(path: str | Path, *arguments: Sequence[object], **environment: str) -> list[tuple[Any, ...]]:
+    """Run a script of ours as ranks that meet, each with its arguments. Return the status of each, what it
+    printed and its errors."""
+    commands = [[sys.executable, *map(str, (path, *given))] for given in arguments]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = fork_ranks(commands, **piped, env=os.environ | environment)
+    try:
+        said = [rank.communicate(timeout=600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *both) for rank, both in zip(ranks, said, strict=True)]

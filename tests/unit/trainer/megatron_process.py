@@ -25,11 +25,12 @@ from areal_async.config.parallel import RankGrid
 from areal_async.runtime.group import Meeting
 from areal_async.weights.pieces import TensorPiece
 from tests.megatron_cpu import install
+from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.sharded_process import OPTIMIZER, forked
 from trainer_service.backends.base import ModelUse, TrainingBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
 from trainer_service.data.prefixes import plant
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.ranks import join_ranks
 
 SHARES, STEPS = 4, 2
@@ -49,10 +50,7 @@ def rows_of(step: int, share: int) -> list[TrainingRow]:
         ids = rng.integers(0, 17, int(rng.integers(12, 24)))
         if episode < 3 and share < SHARES - 1:
             ids[: len(prefix) - episode] = prefix[: len(prefix) - episode]
-        mask = (np.arange(len(ids)) >= len(prefix)).astype(np.uint8)
-        zeros = np.zeros(len(ids), np.float32)
-        row = row_of(episode, ids.astype(np.int32), mask, zeros, zeros.astype(np.int32))
-        found += [row] if row is not None else []
+        found.append(plain_row(ids, slice(len(prefix), None), episode=episode))
     return found
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import (
+    Batch,
     Checkpointed,
     Commit,
     ExportLedger,
@@ -37,6 +39,7 @@ from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.recording import read_step
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.loop.rl import RlTrainer
+from trainer_service.loop.step import StepResult
 from trainer_service.ranks import Ranks, join_ranks
 
 
@@ -116,6 +119,12 @@ def learner_of(model: Path, out: Path, **trainer: Any) -> tuple[TrainingBackend,
     job, ranks = job_of(model, out, minibatches=1, **trainer), join_ranks(0, 1)
     backend = load_backend(job, ranks)
     return backend, Learner(job, ranks, backend)
+
+
+def train_batch(learner: Learner, batch: Batch, blobs: Mapping[str, bytes], **options: Any) -> StepResult:
+    """Train `learner` on a batch whose episodes came as `blobs`."""
+    views = {name: memoryview(blob) for name, blob in blobs.items()}
+    return learner.train(batch, learner.plan(batch, batch.step), views, **options)
 
 
 def run(

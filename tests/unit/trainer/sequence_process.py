@@ -1,5 +1,5 @@
-"""Ranks that share rows by their tokens: a script that forks them, first two, then four, and what one rank
-computes of the same rows.
+"""Ranks that share models, rows and tokens of rows: a script that forks them, first two, then four, and what
+one rank computes of the same rows.
 
 python sequence_process.py MODELS OUT
 """
@@ -19,12 +19,15 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.parallel import RankGrid
 from areal_async.runtime.group import Meeting
+from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.sharded_process import forked
 from tests.waiting import wait_for
 from trainer_service.backends.base import ModelUse
@@ -33,7 +36,7 @@ from trainer_service.backends.fsdp import exchange, ring
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data import prefixes
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks, join_ranks
 
@@ -45,23 +48,35 @@ COLUMNS = ("logp", "entropy", "greedy")
 
 @dataclass(frozen=True)
 class Case:
-    """A way to share rows, of the model in the folder `model`."""
+    """A way to share the model in the folder `model` and its rows."""
 
     model: str
-    sequence: int
+    sequence: int = 1
     shard: int = 1
     data: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     with_values: bool = False
+    """Whether there are a value head, a critic and a reference that follows the policy."""
     routed: bool = False
     """Whether the tokens of its one layer of four experts go where an engine sent them."""
+
+    @property
+    def grid(self) -> RankGrid:
+        return RankGrid(data=self.data, shard=self.shard, sequence=self.sequence)
 
     @property
     def ranks(self) -> int:
         return self.sequence * self.shard * self.data
 
+    @property
+    def shares(self) -> range:
+        """Shares of a step's rows, dealt to the ranks that do not share them."""
+        return range(max(2, self.grid.data_ranks))
+
 
 CASES = {
+    "models": Case("heads", shard=2, with_values=True),
+    "copies": Case("heads", shard=2, data=2),
     "heads": Case("heads", 2, with_values=True, options={"recompute": "selective"}),
     "repeated": Case("repeated", 2, options={"recompute": "full"}),
     "ring": Case("ring", 2, with_values=True, options={"recompute": "selective"}),
@@ -90,13 +105,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _row(rng: Any, episode: int, ids: np.ndarray, sampled: int) -> TrainingRow:
-    n = len(ids)
-    mask = np.zeros(n, np.uint8)
-    mask[n - sampled :] = 1
-    at = rng.choice(np.array([0.7, 1.0], np.float32), n)
-    row = row_of(episode, ids, mask, np.zeros(n, np.float32), np.zeros(n, np.int32), at, feeds_last=True)
-    assert row is not None
-    return row
+    at = rng.choice(np.array([0.7, 1.0], np.float32), len(ids))
+    return plain_row(ids, slice(-sampled, None), episode=episode, temperature=at, feeds_last=True)
 
 
 def share_of(step: int, share: int) -> list[MicroBatch]:
@@ -150,7 +160,8 @@ def backend_of(case: Case, models: Path, ranks: Ranks, grid: RankGrid | None) ->
     if case.with_values:
         uses["policy"] = ModelUse(models / case.model, LEARNING, 100, "both")
         uses["critic"] = ModelUse(models / case.model, LEARNING, 100, "value")
-    return FsdpBackend(uses, ranks, dtype=torch.float32, grid=grid, **case.options)
+        uses["ref"] = ModelUse(models / case.model, follows=True)
+    return FsdpBackend(uses, ranks, grid=grid, **{"dtype": torch.float32} | case.options)
 
 
 def trained(backend: FsdpBackend, case: Case, steps: range, batches_of: Callable) -> dict[str, torch.Tensor]:
@@ -161,11 +172,17 @@ def trained(backend: FsdpBackend, case: Case, steps: range, batches_of: Callable
     for step in steps:
         batches = batches_of(step)
         called: list[int] = []
+        reference = "ref" if case.with_values else "policy"
+        kept = backend.evaluate(reference, batches, lambda index, columns: columns["logp"].detach().clone())
 
-        def loss_of(index: int, columns: Any, by: list = batches, calls: list = called) -> torch.Tensor:
+        def loss_of(
+            index: int, columns: Any, by: list = batches, calls: list = called, kept: list = kept
+        ) -> torch.Tensor:
             calls.append(index)
+            if index and case.sequence == 1:  # the backward pass of the micro-batch before is over
+                assert unsharded_gradient_bytes(backend._models["policy"].module) == 0
             slope = torch.cos(3.0 * by[index].episode + by[index].target)
-            loss = (columns["logp"] * slope).sum()
+            loss = ((columns["logp"] - 0.5 * kept[index]) * slope).sum()
             if "entropy" in columns:
                 loss = loss + 0.1 * columns["entropy"].sum()
             if "value" in columns:
@@ -176,7 +193,7 @@ def trained(backend: FsdpBackend, case: Case, steps: range, batches_of: Callable
             return (columns["score"] - by[index].target.float()).square().sum()
 
         for model, names in (("policy", COLUMNS), ("critic", ("value", "score"))):
-            if model in backend._models and step == 0:
+            if step == 0 and (model == "policy" or case.with_values):
                 columns = backend.evaluate(model, batches, lambda index, of: of, columns=names)
                 assert len(columns) == len(batches) * owns
                 for name in names if owns else ():
@@ -185,17 +202,37 @@ def trained(backend: FsdpBackend, case: Case, steps: range, batches_of: Callable
         backend.train("policy", batches, loss_of, columns=trained_columns)
         assert called == [*range(len(batches))] * owns
         norms = [backend.optimizer_step()]
-        if "critic" in backend._models:
+        if case.with_values:
             backend.train("critic", batches, score_loss_of, columns=("score",))
             norms.append(backend.optimizer_step("critic"))
+            backend.follow("ref", "policy", 0.5)
         found[f"{step}.norms"] = torch.tensor(norms)
     return found
+
+
+def unsharded_gradient_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of gradients that FSDP holds beyond the rank's own shards, which must be in fp32."""
+    held = 0
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                gradients = [parameter.unsharded_accumulated_grad]
+                if hasattr(parameter, "_unsharded_param"):
+                    gradients.append(parameter._unsharded_param.grad)
+                held += sum(g.numel() * g.element_size() for g in gradients if g is not None)
+                own = parameter.sharded_param.grad
+                assert isinstance(own, DTensor)
+                assert own.to_local().dtype == torch.float32
+                assert own.to_local().shape == parameter.sharded_param.to_local().shape
+    return held
 
 
 def weights_of(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     return {
         f"{model}/{piece.name}": piece.tensor.clone()
-        for model in backend._models
+        for model in backend.updates
         for piece in backend.export(model, gather=True)
     }
 
@@ -207,7 +244,7 @@ def alone(case: Case, models: Path) -> dict[str, torch.Tensor]:
     backend = backend_of(case, models, join_ranks(0, 1), None)
 
     def both(step: int) -> list[MicroBatch]:
-        return batches_of(case, step, (0, 1))
+        return batches_of(case, step, case.shares)
 
     found = trained(backend, case, range(1), both) | weights_of(backend)
     return found | trained(backend, case, range(1, 2), both)
@@ -285,15 +322,18 @@ def run(rank: int, world: int, meeting: Meeting, models: Path, out: Path) -> Non
     for name, case in CASES.items():
         if case.ranks != world:
             continue
-        grid = RankGrid(data=case.data, shard=case.shard, sequence=case.sequence)
+        grid = case.grid
         backend = backend_of(case, models, ranks, grid)
         share, place = divmod(rank, case.sequence)  # ranks that share rows follow each other
         assert (backend.place.data_rank, backend.place.data_ranks) == (share, grid.data_ranks)
         assert backend.place.owns == (place == 0)
 
-        shares = (share,) if grid.data_ranks > 1 else (0, 1)
+        shares = (share,) if grid.data_ranks > 1 else case.shares
         mine = partial(batches_of, case, shares=shares)
 
+        if name == "copies":  # their gradients are added up in fp32 too where bfloat16 is computed in
+            half = replace(case, options={"dtype": torch.bfloat16})
+            trained(backend_of(half, models, ranks, grid), half, range(1), mine)
         found = trained(backend, case, range(1), mine) | weights_of(backend)
         folder = out / name
         folder.mkdir(exist_ok=True)

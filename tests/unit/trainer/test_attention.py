@@ -6,23 +6,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.unit.families import config_of
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, packed_attention
 from trainer_service.data.prefixes import runs_of
 
 
 def _model(**changes):
     torch.manual_seed(0)
-    options = {
-        "vocab_size": 23,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.1,
-        **changes,
-    }
-    return AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.float32)
+    changes = {"vocab_size": 23, "num_hidden_layers": 2, "initializer_range": 0.1} | changes
+    return AutoModelForCausalLM.from_config(config_of(Qwen2Config, **changes), dtype=torch.float32)
 
 
 def _compare(model, sequences):

@@ -8,7 +8,7 @@ import torch
 
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer.conftest import write_model
-from tests.unit.trainer.rank_process import learner_of
+from tests.unit.trainer.rank_process import learner_of, train_batch
 from trainer_service.algorithms.sequence_losses import LOSSES, pairs
 from trainer_service.backends.base import PROCESS, TRAINED_MODEL
 from trainer_service.data.episode_rows import EpisodeBytes, rows_of_episodes
@@ -23,11 +23,6 @@ PLAIN = {"lr": 1e4, "eps": 1e4, "clip_grad_norm": 1e6}
 
 def weights(backend, model=TRAINED_MODEL):
     return {name: each.clone() for name, each in whole_tensors(backend.export(model, gather=True)).items()}
-
-
-def trained(learner, batch, blobs):
-    plan = learner.plan(batch, batch.step)
-    return learner.train(batch, plan, {name: memoryview(blob) for name, blob in blobs.items()})
 
 
 def test_online_dpo_has_the_gradient_of_dpo_on_the_best_and_the_worst(tmp_path, model_dir, make_batch):
@@ -45,7 +40,7 @@ def test_online_dpo_has_the_gradient_of_dpo_on_the_best_and_the_worst(tmp_path, 
     settings = {"objective": objective, "optimizer": PLAIN, "reference": {"model": str(other)}}
     backend, learner = learner_of(model_dir, tmp_path / "rl", **settings)
     before = weights(backend)
-    trained(learner, batch, blobs)
+    train_batch(learner, batch, blobs)
     online = {name: before[name] - after for name, after in weights(backend).items()}
 
     lessons = []
@@ -79,7 +74,7 @@ def test_distillation_brings_the_policy_to_its_teacher(tmp_path, model_dir, make
     gaps = []
     for _ in range(8):
         batch, blobs = make_batch(0, groups=4)
-        gaps.append(trained(learner, batch, blobs).statistics["kl_teacher"])
+        gaps.append(train_batch(learner, batch, blobs).statistics["kl_teacher"])
     assert gaps[-1] < gaps[0] - 0.1
 
 
@@ -94,7 +89,7 @@ def test_the_process_reward_model_learns_beside_the_policy(tmp_path, model_dir, 
     figures = []
     for _ in range(15):
         batch, blobs = make_batch(0, groups=6)
-        figures.append(trained(learner, batch, blobs).process)
+        figures.append(train_batch(learner, batch, blobs).process)
     assert figures[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert figures[-1]["loss"] < 0.5
     assert figures[-1]["accuracy"] > max(0.75, figures[0]["accuracy"])

@@ -12,7 +12,7 @@ from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack
 from areal_async.trajectory.layout import SegmentFlag
 from tests.unit.trainer.conftest import entry_of
-from tests.unit.trainer.rank_process import job_of
+from tests.unit.trainer.rank_process import job_of, train_batch
 from tests.unit.trainer.test_step import _backend, _train
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.fsdp.backend import FsdpBackend
@@ -121,22 +121,6 @@ def test_gigpo_of_three_turns(advantages, pair):
     assert wrong == spread(-0.5 - 2 * 0.3125, -0.5 - 2 * 0.125, -0.5)
 
 
-def test_gigpo_without_states_is_the_advantage_of_the_episode(advantages):
-    plain = [agents_episode(n, rewards=(0.5, None, None), states=(None,) * 3) for n in range(2)]
-    right, wrong = advantages(*batch_of(plain, (1.0, 0.0)), "gigpo")
-    assert right == spread(0.5, 0.5, 0.5)
-    assert wrong == spread(-0.5, -0.5, -0.5)
-
-
-def test_gigpo_of_one_state_thrice_in_an_episode(advantages):
-    """One that goes in circles: its steps are compared with each other too. Returns at γ = 1 are 1, 1, 1 and
-    0, 0, 0 of the same state: a mean of 0.5."""
-    circles = [agents_episode(n, rewards=(None,) * 3, states=("here",) * 3) for n in range(2)]
-    right, wrong = advantages(*batch_of(circles, (1.0, 0.0)), "gigpo", advantage_args={"gamma": 1.0})
-    assert right == spread(1.0, 1.0, 1.0)
-    assert wrong == spread(-1.0, -1.0, -1.0)
-
-
 @pytest.mark.parametrize("group_by", ["task_agent_turn", "task_turn"])
 def test_credit_of_turns(advantages, pair, group_by):
     section = {"group_by": group_by, "turn_discount": 0.5}
@@ -186,8 +170,7 @@ def test_remax_compares_with_the_greedy_answer_and_a_group_that_lacks_it_gives_n
     def trained(episodes, rewards):
         batch, blobs = batch_of(episodes, rewards, (None,) * 3)
         learner = Learner(job, ranks, load_backend(job, ranks))
-        views = {name: memoryview(blob) for name, blob in blobs.items()}
-        return learner.train(batch, learner.plan(batch, 0), views)
+        return train_batch(learner, batch, blobs)
 
     whole = trained([greedy, *sampled], (0.25, 1.0, 0.0))
     assert whole.loss == pytest.approx(-(0.75 - 0.25) / 2, abs=1e-5)

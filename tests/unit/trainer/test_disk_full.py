@@ -39,23 +39,27 @@ def weights(folder):
     return lambda: write_tensors(folder / "policy.safetensors", {"weight": torch.zeros(LIMIT_BYTES)}, {})
 
 
+def checkpoints_in(folder, ranks=None):
+    return Checkpoints(folder, job="job", policy="policy", keep=1, ranks=ranks or join_ranks(0, 1))
+
+
 def written(checkpoints, step, *, ledger, save=weights):
     checkpoints.begin(step, epoch=1, updates={"policy": 1}, ledger=lambda: ledger, save=save)
     checkpoints.wait()
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_a_later_one_can_be_written(tmp_path):
-    checkpoints = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
+    checkpoints = checkpoints_in(tmp_path)
     written(checkpoints, 1, ledger=b"one")
     for ledger, save in ((b"two", weights), (bytes(2 * LIMIT_BYTES), lambda folder: dict)):
-        checkpoints = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
+        checkpoints = checkpoints_in(tmp_path)
         with no_room(), pytest.raises(DiskFull, match=r"no room for a checkpoint .* `areal-async resume`"):
             written(checkpoints, 2, ledger=ledger, save=save)
         assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "what was begun is gone"
         found = newest_usable(tmp_path, job="job", policy="policy")
         assert (found.manifest.step, found.ledger()) == (1, b"one")
     # As a trainer that comes back does it.
-    again = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=join_ranks(0, 1))
+    again = checkpoints_in(tmp_path)
     again.went_on_from(found)
     written(again, 2, ledger=b"two")
     assert [path.name for path in named_checkpoints(tmp_path)] == ["step-000002"]
@@ -132,7 +136,7 @@ def test_a_disk_that_is_full_for_one_rank_ends_all_of_them_once_none_writes_any_
         return {}
 
     def run(rank):
-        checkpoints = Checkpoints(tmp_path, job="job", policy="policy", keep=1, ranks=ThreadRank(rank, both))
+        checkpoints = checkpoints_in(tmp_path, ThreadRank(rank, both))
         work = full if rank else slow
         with suppress(DiskFull):
             written(checkpoints, 1, ledger=b"", save=lambda folder: lambda: work(folder))

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.unit.families import FAMILIES, VOCABULARY
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.data.microbatch import build_micro_batch
-from trainer_service.data.rows import row_of
 
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.4}
 MEAN_BOUND = {torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -33,11 +33,9 @@ def _rows():
     rng = np.random.default_rng(2)
     rows = []
     for episode, length in enumerate([9, 9, 9, 30, 2, 17, 17, 41, 3]):
-        mask = np.zeros(length, np.uint8)
-        mask[max(1, length // 2) :] = 1
-        mask[1 : length // 4] = 1
-        ids = rng.integers(0, VOCABULARY, length).astype(np.int32)
-        rows.append(row_of(episode, ids, mask, np.zeros(length, np.float32), np.zeros(length, np.int32), 0.7))
+        sampled = [*range(1, length // 4), *range(max(1, length // 2), length)]
+        ids = rng.integers(0, VOCABULARY, length)
+        rows.append(plain_row(ids, sampled, episode=episode, temperature=0.7))
     return rows
 
 

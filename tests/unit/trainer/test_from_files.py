@@ -1,9 +1,6 @@
 """Training from files of preferences and scores: each improves what it is measured by, on any ranks, and goes
 on from a checkpoint as if it had never stopped."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +11,7 @@ from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelScorer
 from tests.unit.trainer import files_process
 from tests.unit.trainer.files_process import job_of, trainer_of
-from tests.unit.trainer.forked_ranks import fork_ranks
+from tests.unit.trainer.forked_ranks import run_ranks
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.errors import BatchError
 
@@ -103,14 +100,8 @@ def test_two_ranks_train_what_one_trains(tmp_path, model_dir):
         assert trainer_of(job, tmp_path / loss / "one").run()
         (tmp_path / loss / "job.json").write_text(job.model_dump_json())
         paths += [str(tmp_path / loss / "job.json"), str(tmp_path / loss / "two")]
-    command = [sys.executable, files_process.__file__]
-    ranks = fork_ranks([[*command, str(rank), "2", *paths] for rank in range(2)], stderr=subprocess.PIPE)
-    try:
-        ended = [(rank.communicate(timeout=600)[1], rank.returncode) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [status for _, status in ended] == [0, 0], ended
+    ended = run_ranks(files_process.__file__, *((rank, 2, *paths) for rank in range(2)))
+    assert [status for status, *_ in ended] == [0, 0], ended
     for loss in ("dpo", "kto"):
         for one, two in zip(told(tmp_path / loss / "one"), told(tmp_path / loss / "two"), strict=True):
             assert two == pytest.approx(one, rel=1e-3, abs=1e-5)

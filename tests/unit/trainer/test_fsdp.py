@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import OptimizerSection
 from areal_async.weights.pieces import whole_tensors
+from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.conftest import write_model as write_tiny_model
+from tests.unit.trainer.sharded_process import train
 from trainer_service.backends.base import ModelUse, learning_rate
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.fsdp.optimizer import ShardedAdamW
 from trainer_service.backends.fsdp.shards import read_shard, row_range, write_shard
 from trainer_service.data.microbatch import build_micro_batch
-from trainer_service.data.rows import row_of
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import CheckpointError, ModelError
 from trainer_service.ranks import join_ranks
@@ -25,9 +26,8 @@ from trainer_service.ranks import join_ranks
 OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5, warmup_steps=3)
 
 
-def _backend(folder, *, dtype=torch.float32, **others):
+def _backend(folder, *, dtype=torch.float32):
     models = {"policy": ModelUse(folder, OPTIMIZER, 100)}
-    models |= {name: ModelUse(other) for name, other in others.items()}
     return FsdpBackend(models, join_ranks(0, 1), dtype=dtype)
 
 
@@ -45,10 +45,9 @@ def _rows(seed=0, temperature=1.0):
     rows = []
     for episode in range(6):
         n = int(rng.integers(4, 9))
-        mask = np.zeros(n, np.uint8)
-        mask[rng.integers(1, n) :] = 1
-        ids = rng.integers(0, 17, n).astype(np.int32)
-        rows.append(row_of(episode, ids, mask, np.zeros(n, np.float32), np.zeros(n, np.int32), temperature))
+        begin = int(rng.integers(1, n))
+        ids = rng.integers(0, 17, n)
+        rows.append(plain_row(ids, slice(begin, None), episode=episode, temperature=temperature))
     return rows
 
 
@@ -116,25 +115,6 @@ def test_the_norm_is_that_of_the_gradients_in_double_precision(model_dir, monkey
     assert norm == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-12)
 
 
-def test_buffers_that_no_file_holds_are_filled(model_dir):
-    """Rotary frequencies are in no state dict; made on the meta device they would be garbage."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    rows = _rows()
-    found = _column(_backend(model_dir), _batch(rows))
-    torch.testing.assert_close(found, _plain_logprobs(model, rows).detach(), atol=1e-5, rtol=0)
-
-
-def test_greedy_marks_the_arg_max(model_dir):
-    rows = _rows()
-    hits = _column(_backend(model_dir), _batch(rows), "greedy")
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    for row, mine in zip(rows, hits.split([len(row.position) for row in rows]), strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(row.token_ids[None].astype(np.int64))).logits
-        best = logits[0].argmax(-1)
-        assert mine.tolist() == (best[row.position - 1].numpy() == row.token_ids[row.position]).tolist()
-
-
 def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir, tmp_path):
     half = _backend(model_dir, dtype=torch.bfloat16)
     full = _backend(model_dir)
@@ -148,16 +128,6 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir, tmp_pat
     half.save(tmp_path)()
     (shard,) = tmp_path.glob("policy-*.safetensors")
     assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.float32}
-
-
-def test_named_models_other_than_the_policy_are_frozen(model_dir, untied_model_dir):
-    backend = _backend(model_dir, ref=untied_model_dir)
-    before = {name: t.clone() for name, t in _weights(backend, "ref").items()}
-    batch = _batch(_rows())
-    ref = _column(backend, batch, model="ref")
-    backend.train("policy", [batch], lambda index, columns: columns["logp"].sum() - ref.sum())
-    backend.optimizer_step()
-    assert all(torch.equal(t, before[name]) for name, t in _weights(backend, "ref").items())
 
 
 def test_an_empty_pass_adds_nothing(model_dir):
@@ -174,17 +144,6 @@ def test_an_empty_pass_adds_nothing(model_dir):
 
 
 def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
-    def train(backend, steps):
-        norms = []
-        for step in steps:
-            batch = _batch(_rows(step))
-            advantage = _slope(batch)
-            backend.train(
-                "policy", [batch], lambda index, columns, by=advantage: (columns["logp"] * by).sum()
-            )
-            norms.append(backend.optimizer_step())
-        return norms
-
     first = _backend(model_dir)
     train(first, range(3))
     first.save(tmp_path)()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +11,7 @@ from torch.distributed import HashStore
 
 from areal_async.config.job import TrainerSection
 from tests.unit.trainer import group_process
-from tests.unit.trainer.forked_ranks import fork_ranks
+from tests.unit.trainer.forked_ranks import run_ranks
 from trainer_service import checkpoint, ranks
 from trainer_service.errors import BatchError, RankError
 from trainer_service.ranks import _await_all, join_ranks, lost_peer
@@ -27,15 +25,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(folder):
     """What each of two ranks saw."""
-    processes = fork_ranks(
-        [[sys.executable, group_process.__file__, str(rank), str(folder)] for rank in range(2)],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        return [json.loads(process.communicate(timeout=600)[0]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    ended = run_ranks(group_process.__file__, *((rank, folder) for rank in range(2)))
+    return [json.loads(printed) for _, printed, _ in ended]
 
 
 def test_a_rank_may_wait_for_something_outside_longer_than_a_collective_waits(seen):

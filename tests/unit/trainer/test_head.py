@@ -7,14 +7,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, PhiConfig
 
 from areal_async.config.job import OptimizerSection
-from tests.unit.families import VOCABULARY
-from tests.unit.trainer.conftest import write_model
+from tests.unit.families import VOCABULARY, config_of
+from tests.unit.trainer.conftest import plain_row, write_model
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import memory
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.head import Head, columns_of_units
 from trainer_service.data.microbatch import build_micro_batch
-from trainer_service.data.rows import row_of
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 
@@ -25,12 +24,9 @@ def _batch(n_units, vocabulary, *, seed=0):
     rng = np.random.default_rng(seed)
     rows = []
     for episode, n in enumerate((n_units // 3, n_units - n_units // 3)):
-        mask = np.ones(n + 1, np.uint8)
-        mask[0] = 0
-        ids = rng.integers(0, vocabulary, n + 1).astype(np.int32)
+        ids = rng.integers(0, vocabulary, n + 1)
         temperature = rng.uniform(0.5, 1.5, n + 1).astype(np.float32)
-        zeros = np.zeros(n + 1)
-        rows.append(row_of(episode, ids, mask, zeros.astype(np.float32), zeros.astype(np.int32), temperature))
+        rows.append(plain_row(ids, slice(1, None), episode=episode, temperature=temperature))
     return build_micro_batch(rows)
 
 
@@ -182,23 +178,12 @@ def _batch_head(batch, n):
     return type("Part", (), {"target": batch.target[:n], "temperature": batch.temperature[:n]})
 
 
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.5,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.5}
 HEADS = {
-    "granite": lambda: GraniteConfig(**SMALL, logits_scaling=8.0),
-    "cohere": lambda: CohereConfig(**SMALL, logit_scale=0.125),
-    "gemma2": lambda: Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=2.0),
-    "phi": lambda: PhiConfig(**SMALL),  # has a bias
+    "granite": (GraniteConfig, {"logits_scaling": 8.0}),
+    "cohere": (CohereConfig, {"logit_scale": 0.125}),
+    "gemma2": (Gemma2Config, {"head_dim": 16, "final_logit_softcapping": 2.0}),
+    "phi": (PhiConfig, {}),  # has a bias
 }
 
 
@@ -220,7 +205,8 @@ def _backend(folder):
 
 @pytest.mark.parametrize("family", HEADS)
 def test_what_a_family_does_to_its_logits_is_in_the_columns(family, tmp_path):
-    model, batch = _saved(tmp_path, HEADS[family]()), _batch(30, VOCABULARY)
+    kind, changes = HEADS[family]
+    model, batch = _saved(tmp_path, config_of(kind, **SMALL, **changes)), _batch(30, VOCABULARY)
     (found,) = _backend(tmp_path).evaluate("policy", [batch], lambda index, columns: columns["logp"])
     alone, start = [], 0
     for count, length in batch.runs:

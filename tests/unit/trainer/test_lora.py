@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.weights.adapter import BaseWeights, adapter_config
 from areal_async.weights.pieces import whole_tensors
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import build_micro_batch
-from trainer_service.data.rows import row_of
 from trainer_service.errors import ModelError
 from trainer_service.ranks import join_ranks
 
@@ -30,12 +30,7 @@ def _backend(folder, *, lora=LORA, dtype=torch.float32, **options):
 
 def _batch(seed=0):
     rng = np.random.default_rng(seed)
-    rows = []
-    for episode in range(4):
-        mask = np.ones(8, np.uint8)
-        mask[:2] = 0
-        ids = rng.integers(0, 17, 8).astype(np.int32)
-        rows.append(row_of(episode, ids, mask, np.zeros(8, np.float32), np.zeros(8, np.int32), 1.0))
+    rows = [plain_row(rng.integers(0, 17, 8), slice(2, 8), episode=episode) for episode in range(4)]
     return build_micro_batch(rows)
 
 

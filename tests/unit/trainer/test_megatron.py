@@ -1,27 +1,18 @@
 """Megatron-Core on a CPU: every grid of ranks trains what one rank of FSDP2 trains."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from areal_async.config.job import TrainerSection
 from areal_async.modelfiles import stored_tensors
+from tests.unit.families import LLAMA3_ROPE, config_of
 from tests.unit.trainer import megatron_process as process
+from tests.unit.trainer.forked_ranks import run_script
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.backends.megatron import megatron
 from trainer_service.ranks import join_ranks
@@ -30,51 +21,30 @@ pytest.importorskip("megatron.core", reason="no Megatron-Core")
 
 SIZES = {
     "vocab_size": 17,  # which two tensor ranks do not share evenly
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
-}
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "pad_token_id": None,  # whose row of the embedding gets no gradient in transformers
 }
 LAYERS = SIZES["num_hidden_layers"]
 ROUTED = "moe with routes"
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 MODELS = {
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=SCALED)
-    ),
-    "moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **SIZES,
-            head_dim=16,
-            moe_intermediate_size=24,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            tie_word_embeddings=False,
-        )
-    ),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}}),
+    "moe": (Qwen3MoeConfig, {"head_dim": 16} | EXPERTS),
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     found = {}
-    for seed, (name, make) in enumerate(MODELS.items()):
+    for seed, (name, (kind, changes)) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
         found[name] = tmp_path_factory.mktemp(name)
-        make().save_pretrained(found[name])
+        config = config_of(kind, **SIZES | {"tie_word_embeddings": False} | changes)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(found[name])
     return found
 
 
@@ -95,9 +65,7 @@ def of_one_rank(models):
 
 def grids(world: int, out: Path, asked: list[dict]) -> list[tuple]:
     """What each grid is told, as `of_one_rank` has it, of ranks that go through all of them."""
-    script = [sys.executable, process.__file__, str(world), str(out), *map(json.dumps, asked)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_script(process.__file__, world, out, *map(json.dumps, asked))
     found = []
     for number in range(len(asked)):
         of_ranks = [json.loads((out / f"told-{number}-{rank}.json").read_text()) for rank in range(world)]
@@ -180,19 +148,13 @@ def test_any_grid_goes_on_from_the_checkpoint_of_another(tmp_path, models, two_r
     """Four ranks from two tensor ranks' and from two stages', with tensor and data ranks and with stages; and
     from the beginning."""
     out, _ = two_ranks
+    qwen3, moe = str(models["qwen3"]), str(models["moe"])
+    four = {"tensor": 2, "shard": 2}
     asked = [
-        {
-            "sizes": {"tensor": 2, "shard": 2},
-            "model": str(models["qwen3"]),
-            "from": str(out / "checkpoint-1"),
-        },
-        {
-            "sizes": {"tensor": 2, "pipeline": 2},
-            "model": str(models["qwen3"]),
-            "from": str(out / "checkpoint-0"),
-        },
-        {"sizes": {"expert": 2, "shard": 4}, "model": str(models["moe"]), "from": str(out / "checkpoint-6")},
-        {"sizes": {"tensor": 2, "shard": 2}, "model": str(models["moe"])},
+        {"sizes": four, "model": qwen3, "from": str(out / "checkpoint-1")},
+        {"sizes": {"tensor": 2, "pipeline": 2}, "model": qwen3, "from": str(out / "checkpoint-0")},
+        {"sizes": {"expert": 2, "shard": 4}, "model": moe, "from": str(out / "checkpoint-6")},
+        {"sizes": four, "model": moe},
     ]
     for number, (told, after, weights) in enumerate(grids(4, tmp_path, asked)):
         expected, expected_after, theirs = of_one_rank["moe" if number >= 2 else "qwen3"]

@@ -3,16 +3,18 @@
 import json
 import re
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from unittest.mock import patch
 
 import memory
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
+from typer.testing import CliRunner
 
+from areal_async.cli.main import app
+from areal_async.cli.tools import readable_errors
 from areal_async.config.job import JobConfig, OptimizerSection, TrainerSection
 from areal_async.config.load import apply_overrides
 from tests.unit.families import FAMILIES, config_of
@@ -21,7 +23,7 @@ from trainer_service.backends.fsdp import fsdp
 from trainer_service.backends.fsdp.memory import MemoryOptions, options_of, rank_memory, shape_of
 from trainer_service.tools.fitting import changes_that_fit, longest_pass
 from trainer_service.tools.gpus import GPUS, gpu_named, gpu_of_device, similar_names
-from trainer_service.tools.plan import figures, host_bytes, job_memory, usable_bytes
+from trainer_service.tools.plan import figures, host_bytes, job_memory, main, tensor_shapes, usable_bytes
 
 HIDDEN, WIDTH, VOCABULARY, EXPERT, N_EXPERTS = 64, 160, 1000, 48, 4
 CONFIG = {"hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCABULARY, "num_experts_per_tok": 2}
@@ -137,21 +139,21 @@ def test_experts_and_their_router_have_no_adapters():
     assert len(block.adapters(4, ())) == 2 * 4
 
 
+def sized(folder, **sections):
+    """A job whose model is headers in `folder`, the shapes of the model and what a rank needs."""
+    write_headers(folder, CONFIG, tensors())
+    job = JobConfig.model_validate(
+        {"job": "j", "model": str(folder), "tasks": {"train": "t.jsonl", "evaluation": None}} | sections
+    )
+    return job, *job_memory(job)
+
+
 def test_what_nccl_sends_is_a_copy_on_the_trainers_gpu(tmp_path):
-    write_headers(tmp_path, CONFIG, tensors())
     gpu = gpu_named("H100")
     found = {}
     for channel in ("shm", "nccl"):
-        job = JobConfig.model_validate(
-            {
-                "job": "j",
-                "model": str(tmp_path),
-                "tasks": {"train": "t.jsonl"},
-                "weights": {"channel": channel},
-                "trainer": {"dtype": "bfloat16", "micro_batch_tokens": 100_000},
-            }
-        )
-        model, rank = job_memory(job)
+        trainer = {"dtype": "bfloat16", "micro_batch_tokens": 100_000}
+        job, model, rank = sized(tmp_path, weights={"channel": channel}, trainer=trainer)
         found[channel] = figures(job, model, rank, gpu)
     copy = 2 * model.size
     assert found["nccl"]["bytes_per_rank"]["copy of the weights that nccl sends"] == copy
@@ -161,60 +163,54 @@ def test_what_nccl_sends_is_a_copy_on_the_trainers_gpu(tmp_path):
     assert "copy of the weights that nccl sends" not in found["shm"]["bytes_per_rank"]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "local"])
-def test_a_host_holds_adapters_and_for_an_engine_that_reads_files_merged_models(tmp_path, engine):
-    write_headers(tmp_path, CONFIG, tensors())
-    job = JobConfig.model_validate(
-        {
-            "job": "j",
-            "model": str(tmp_path),
-            "tasks": {"train": "t.jsonl"},
-            "rollout": {"engine": engine},
-            "trainer": {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj"]}},
-        }
-    )
-    model, rank = job_memory(job)
-    found = host_bytes(job, model, rank)
-    assert found["published snapshots (shared memory)"] == (job.weights.keep + 1) * 2 * 2 * 8 * (64 + HIDDEN)
-    assert found["copy for checkpoints, all ranks"] == 12 * 2 * 8 * (64 + HIDDEN)
-    merged = found.get("merged models (shared memory)", 0)
-    assert merged == (3 * 2 * model.size if engine == "vllm" else 0)
-
-
-def test_a_host_has_the_copies_of_all_ranks_and_what_evaluations_hold(tmp_path):
-    write_headers(tmp_path, CONFIG, tensors())
-    job = JobConfig.model_validate(
-        {
-            "job": "j",
-            "model": str(tmp_path),
-            "tasks": {"train": "t.jsonl", "evaluation": "t.jsonl"},
-            "trainer": {"ranks": 4, "parallel": {"data": 2}, "backend_args": {"offload_optimizer": True}},
-        }
-    )
-    model, rank = job_memory(job)
-    assert host_bytes(job, model, rank) == {
-        "copy for checkpoints, all ranks": 2 * 3 * rank.gradients,  # the second copy of the model writes none
-        "offloaded AdamW moments, all ranks": 4 * rank.host_optimizer,
-        "published snapshots (shared memory)": 2 * 4 * model.size,
-        "those that evaluations hold, at most": 2 * 4 * model.size,
-    }
+SNAPSHOTS, COPIES = "published snapshots (shared memory)", "copy for checkpoints, all ranks"
+ADAPTER = 2 * 2 * 8 * (64 + HIDDEN)  # bytes in bf16, of two layers
+LORA = {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj"]}}
+PARALLEL = {"ranks": 4, "parallel": {"data": 2}, "backend_args": {"offload_optimizer": True}}
 
 
 @pytest.mark.parametrize(
-    ("weights", "snapshots", "deltas"),
+    ("sections", "held"),
     [
-        ({"codec": "delta"}, 2, 2),
-        ({"channel": "disk", "channel_args": {"directory": "/shared"}}, 0, 0),
+        (
+            {"rollout": {"engine": "vllm"}, "trainer": LORA},
+            lambda size: {
+                SNAPSHOTS: 2 * ADAPTER,
+                COPIES: 6 * ADAPTER,
+                "merged models (shared memory)": 6 * size,
+            },
+        ),
+        (
+            {"rollout": {"engine": "local"}, "trainer": LORA},
+            lambda size: {SNAPSHOTS: 2 * ADAPTER, COPIES: 6 * ADAPTER},
+        ),
+        (
+            {"tasks": {"train": "t.jsonl", "evaluation": "t.jsonl"}, "trainer": PARALLEL},
+            lambda size: {
+                COPIES: 2 * 3 * 2 * size,  # the second copy of the model writes none
+                "offloaded AdamW moments, all ranks": 4 * 4 * size,
+                SNAPSHOTS: 2 * 4 * size,
+                "those that evaluations hold, at most": 2 * 4 * size,
+            },
+        ),
+        (
+            {"weights": {"codec": "delta"}},
+            lambda size: {
+                COPIES: 12 * size,
+                SNAPSHOTS: 2 * 4 * size,
+                "deltas and what they change, at most": 2 * 4 * size,
+            },
+        ),
+        (
+            {"weights": {"channel": "disk", "channel_args": {"directory": "/shared"}}},
+            lambda size: {COPIES: 12 * size},
+        ),
     ],
+    ids=["adapters merged for vllm", "adapters", "copies and evaluations", "deltas", "disk"],
 )
-def test_what_shared_memory_holds_is_what_the_channel_puts_there(tmp_path, weights, snapshots, deltas):
-    write_headers(tmp_path, CONFIG, tensors())
-    section = {"job": "j", "model": str(tmp_path), "tasks": {"train": "t.jsonl"}, "weights": weights}
-    job = JobConfig.model_validate(section)
-    model, rank = job_memory(job)
-    found = host_bytes(job, model, rank)
-    assert found.get("published snapshots (shared memory)", 0) == snapshots * 4 * model.size
-    assert found.get("deltas and what they change, at most", 0) == deltas * 4 * model.size
+def test_a_host_holds_what_ranks_and_channel_put_there(tmp_path, sections, held):
+    job, model, rank = sized(tmp_path, **sections)
+    assert host_bytes(job, model, rank) == held(model.size)
 
 
 def test_offloaded_moments_are_in_the_memory_of_the_host():
@@ -302,16 +298,15 @@ def test_a_gpu_is_found_by_the_name_that_people_and_drivers_use():
 
 
 def plan(folder, *arguments):
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "areal_async.cli.main",
-        "plan",
-        str(folder / "job.yaml"),
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    """The command, with its program in this process."""
+
+    def answer(request):
+        tensor_shapes.cache_clear()
+        with readable_errors():
+            main(request)
+
+    with patch("areal_async.cli.tools.become", answer):
+        return CliRunner().invoke(app, ["plan", str(folder / "job.yaml"), *arguments])
 
 
 @pytest.fixture
@@ -325,7 +320,7 @@ def job(tmp_path):
 
 def test_the_plan_of_a_job_is_told_from_headers_alone(job):
     done = plan(job, "trainer.dtype=bfloat16", "--gpu", "h100", "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["parameters"] == sum(map(prod, tensors().values()))
     expected = rank_memory(shape_of(CONFIG, tensors()), MemoryOptions(compute_bytes=2))
@@ -433,7 +428,7 @@ def test_a_model_of_which_there_is_only_config_json_is_planned_whatever_else_is_
     text = "{job: p, model: ., tasks: {train: no.jsonl}, rollout: {engine: no, max_model_len: 100}, "
     (tmp_path / "job.yaml").write_text(text + "buffer: {max_bytes: 1}, reward: {name: no}}")
     done = plan(tmp_path, "--gpu", "L4")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "Its shapes are those of config.json" in done.stdout
     wrong = ("trainer.dtype=fp8", "rollout.max_model_len=9999", "buffer.max_byte=3")
     told = plan(tmp_path, "trainer.lora={rank: 4, targets: [nothing]}").stderr

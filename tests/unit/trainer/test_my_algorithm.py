@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.rank_process import train_batch
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "my_algorithm.py"
@@ -25,8 +26,7 @@ def test_its_parts_train(model_dir, tmp_path, make_batch):
     backend = rank_process.load_backend(job, rank_process.join_ranks(0, 1))
     learner = rank_process.Learner(job, rank_process.join_ranks(0, 1), backend)
     batch, blobs = make_batch(0)
-    views = {name: memoryview(blob) for name, blob in blobs.items()}
-    result = learner.train(batch, learner.plan(batch, 0), views)
+    result = train_batch(learner, batch, blobs)
     assert len(result.grad_norms) == 2
     assert min(result.grad_norms) > 0
     assert 0 <= result.statistics["moved_share"] < 1

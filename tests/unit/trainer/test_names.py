@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, HrmTextConfig, 
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.families import FAMILIES, config_of
 from tests.unit.trainer import names_process
-from tests.unit.trainer.forked_ranks import fork_ranks
+from tests.unit.trainer.forked_ranks import run_ranks
 from trainer_service.backends.fsdp.loading import LoadedModel, load_sharded
 from trainer_service.disk import companion_files, write_model
 from trainer_service.errors import ModelError
@@ -185,18 +184,9 @@ def test_each_of_two_ranks_holds_and_gives_out_its_own_part_and_both_refuse_what
     tensors = tensors_of(folder)
     tensors.pop("model.norm.weight")
     save_file(tensors, spoilt / "model.safetensors")
-    command = [sys.executable, names_process.__file__]
-    processes = fork_ranks(
-        [
-            [*command, str(rank), *map(str, (folder, own, tmp_path / str(rank)))]
-            for rank, own in enumerate([folder, spoilt])
-        ]
-    )
-    try:
-        assert [process.wait(timeout=600) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    given = [(rank, folder, own, tmp_path / str(rank)) for rank, own in enumerate([folder, spoilt])]
+    ended = run_ranks(names_process.__file__, *given)
+    assert [status for status, *_ in ended] == [0, 0], ended
     want = tensors_of(folder)
     assert_equal(load_file(tmp_path / "0" / "gathered.safetensors"), want)
     assert_equal(load_file(tmp_path / "together.safetensors"), want)

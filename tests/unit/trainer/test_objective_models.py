@@ -6,6 +6,7 @@ import torch
 
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.rank_process import train_batch
 
 KL = {"kl": {"coefficient": 0.5}}
 
@@ -16,8 +17,7 @@ def step(make_batch):
 
     def run(learner, number):
         batch, blobs = make_batch(number)
-        views = {name: memoryview(blob) for name, blob in blobs.items()}
-        return learner.train(batch, learner.plan(batch, number), views)
+        return train_batch(learner, batch, blobs)
 
     return run
 

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.data.microbatch import deal_groups, deal_rows, pack, plan_passes, spread
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.errors import BatchError
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=60)
@@ -47,12 +47,7 @@ def test_rows_are_spread_over_as_many_passes_as_other_ranks_have(lengths, budget
 
 def row(tokens: int) -> TrainingRow:
     """One that takes so many tokens of a pack."""
-    mask = np.ones(tokens + 1, np.uint8)
-    mask[0] = 0
-    ids = np.zeros(tokens + 1, np.int32)
-    made = row_of(0, ids, mask, np.zeros(tokens + 1, np.float32), ids)
-    assert made is not None
-    return made
+    return plain_row([0] * (tokens + 1), slice(1, None))
 
 
 @dataclass

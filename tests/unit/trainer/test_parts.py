@@ -10,6 +10,7 @@ from areal_async.config.parts import own_part_mistakes
 from areal_async.registry import PartError
 from areal_async.runtime.service import restart_may_help
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.rank_process import train_batch
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.parts import advantage
 from trainer_service.errors import NotFinite, ObjectiveError
@@ -104,8 +105,7 @@ def trained(model, out, make_batch, **objective):
     """The result of one step with this objective."""
     _, learner = rank_process.learner_of(model, out, objective=objective)
     batch, blobs = make_batch(0)
-    views = {name: memoryview(blob) for name, blob in blobs.items()}
-    return learner.train(batch, learner.plan(batch, 0), views)
+    return train_batch(learner, batch, blobs)
 
 
 def test_an_advantage_of_a_users_file_drives_a_step(model_dir, tmp_path, make_batch, own):

@@ -9,6 +9,7 @@ from areal_async.config.job import JobConfig
 from areal_async.trajectory import seen_by, unpack
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer.conftest import entry_of
+from tests.unit.trainer.rank_process import train_batch
 from trainer_service.loop.learner import Learner, load_backend
 from trainer_service.ranks import join_ranks
 
@@ -40,7 +41,7 @@ def test_a_step_of_a_policy_that_said_nothing_leaves_the_weights(model_dir, make
     backend = load_backend(job, ranks)
     before = {name: tensor.clone() for name, tensor in whole_tensors(backend.export("policy")).items()}
     learner = Learner(job, ranks, backend)
-    result = learner.train(batch, learner.plan(batch, 0), blobs)
+    result = train_batch(learner, batch, blobs)
     assert result.losses == [0.0]
     for name, tensor in whole_tensors(backend.export("policy")).items():
         torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.unit.families import config_of
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.fsdp.attention import PACKED_ATTENTION
 from trainer_service.data.flops import RowCost
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch, plan_passes
 from trainer_service.data.prefixes import DENSE_TOKENS, LEAST_BRANCH
-from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.data.rows import TrainingRow
 from trainer_service.ranks import join_ranks
 
 VOCABULARY = 11
@@ -27,30 +29,17 @@ def ranks():
 
 def _model(**changes):
     torch.manual_seed(0)
-    options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        **changes,
-    }
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.float64)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = config_of(
+        Qwen2Config, **sizes | {"initializer_range": 0.3, "max_position_embeddings": 9999} | changes
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model.set_attn_implementation(PACKED_ATTENTION)
     return model
 
 
 def made(episode: int, ids: list[int], sampled: list[int], temperature: float = 1.0) -> TrainingRow:
-    mask = np.zeros(len(ids), np.uint8)
-    mask[sampled] = 1
-    n = len(ids)
-    row = row_of(
-        episode, np.array(ids, np.int32), mask, np.zeros(n, np.float32), np.zeros(n, np.int32), temperature
-    )
-    assert row is not None
-    return row
+    return plain_row(ids, sampled, episode=episode, temperature=temperature)
 
 
 def passes_of(rows, ranks, groups, budget=1 << 20, **how) -> list[MicroBatch]:

@@ -1,10 +1,7 @@
 """Two ranks compute what one does, and each reads the other's checkpoint."""
 
 import json
-import subprocess
-import sys
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from safetensors.torch import load_file
 from areal_async.launch.runs import Run
 from areal_async.status.record import read_run_log
 from tests.unit.trainer import rank_process
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.two_ranks import two_ranks
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import Recording, write_step
@@ -45,9 +43,8 @@ import sys
 from pathlib import Path
 import psutil, torch
 import torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-import rank_process
-rank_process.run(0, 1, *map(Path, sys.argv[2:]))
+from tests.unit.trainer import rank_process
+rank_process.run(0, 1, *map(Path, sys.argv[1:]))
 assert dist.is_initialized()
 summed, gathered = torch.ones(2), torch.zeros(2)
 dist.all_reduce(summed)
@@ -59,10 +56,9 @@ print([c for c in psutil.Process().net_connections("inet")])
 
 def test_one_rank_alone_opens_no_socket(tmp_path, model_dir, batches):
     """A listener of gloo's, to which any user of the machine may connect, can end the process."""
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", ALONE, here, model_dir, batches, tmp_path / "out"]
-    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
-    assert ended.stdout.splitlines() == ["[1.0, 1.0] [3.0, 3.0]", "[]"], ended.stderr
+    (tmp_path / "alone.py").write_text(ALONE)
+    said = run_script(tmp_path / "alone.py", model_dir, batches, tmp_path / "out")
+    assert said.splitlines() == ["[1.0, 1.0] [3.0, 3.0]", "[]"]
 
 
 def _steps(out):
@@ -172,13 +168,3 @@ def test_two_ranks_train_the_adapters_that_one_does(tmp_path, model_dir, batches
         assert tensor.abs().max() > 0, "B begins as zeros"
         # Trees are cut elsewhere and round differently; AdamW makes a small gradient's error a share of lr.
         torch.testing.assert_close(tensor, second[name], atol=5e-5, rtol=0)
-
-
-def test_training_goes_on_identically_after_a_restart(tmp_path, model_dir, batches, one_rank):
-    checkpoint = open_checkpoint(one_rank / "checkpoints" / "step-000002", job="job", policy="policy")
-    buffer = rank_process.run(0, 1, model_dir, batches, tmp_path / "resumed", restored=checkpoint)
-    assert buffer.calls[0] == ("open", 2, b"ledger of 2")
-    resumed = _steps(tmp_path / "resumed")
-    assert [(r["step"], r["loss"], r["grad_norm"]) for r in resumed] == [
-        (r["step"], r["loss"], r["grad_norm"]) for r in _steps(one_rank)[2:]
-    ]

@@ -167,16 +167,9 @@ def test_an_engine_that_is_wrong_stops_the_job_before_a_gradient_by_name(
         train(model_dir, tmp_path, batches)
     words = str(caught.value)
     assert cause in words
-    for part in (
-        "local engine (float32)",
-        "position",
-        "token id",
-        "mean",
-        "99.9%",
-        "trainer.self_check.bound",
-    ):
-        assert part in words
-    (record,) = [r for r in read_run_log(tmp_path / "metrics.jsonl") if r["kind"] == "self_check"]
+    named = ("local engine (float32)", "position", "token id", "mean", "99.9%", "trainer.self_check.bound")
+    assert all(part in words for part in named), words
+    (record,) = records_of(tmp_path)
     assert not record["passed"]
     assert record["max"] > record["bound"]
 
@@ -381,8 +374,7 @@ def test_two_ranks_come_to_one_verdict(tmp_path, model_dir):
         out = tmp_path / name
         batches = episodes(model_dir, out, lie=lie)
         ends = two_ranks(model_dir, batches, out, STEPS="1")
-        records = [r for r in read_run_log(out / "metrics.jsonl") if r["kind"] == "self_check"]
-        return [errors for _, errors in ends], records
+        return [errors for _, errors in ends], records_of(out)
 
     count = 0
 

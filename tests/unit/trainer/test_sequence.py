@@ -1,8 +1,6 @@
-"""Rows shared by several ranks: all that comes of them is what one rank computes."""
+"""Models and rows shared by several ranks: all that comes of them is what one rank computes."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,10 +12,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from areal_async.config.files import check_config
 from tests.unit.trainer import rank_process, sequence_process
-from tests.unit.trainer.sequence_process import CASES, MODELS, VOCABULARY
+from tests.unit.trainer.forked_ranks import run_script
+from tests.unit.trainer.sequence_process import CASES, MODELS, VOCABULARY, batches_of
 from trainer_service.backends.fsdp import ring
 from trainer_service.backends.fsdp.sharing import HeadSharing, share_heads
 from trainer_service.data import prefixes
+from trainer_service.ranks import join_ranks
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,11 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, models):
-    """By case what each of its ranks found."""
+    """The folder of each case with its checkpoint, and what each of the case's ranks found."""
     out = tmp_path_factory.mktemp("shared")
-    command = [sys.executable, sequence_process.__file__, models, out]
-    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    run_script(sequence_process.__file__, models, out)
     return {
-        name: [load_file(out / name / f"rank{rank}.safetensors") for rank in range(case.ranks)]
+        name: (out / name, [load_file(out / name / f"rank{rank}.safetensors") for rank in range(case.ranks)])
         for name, case in CASES.items()
     }
 
@@ -66,21 +64,39 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_rows_compute_what_one_does(name, shared, models, small_tiles):
-    """Columns, gradient norms, weights after an update, and all of it again after that."""
-    case = CASES[name]
+def test_ranks_of_any_grid_compute_what_one_does(name, shared, models, small_tiles):
+    """Columns, gradient norms, weights after an update, and all of it again after that. One rank reads the
+    checkpoint of several and goes on as they do."""
+    case, (folder, found) = CASES[name], shared[name]
     torch.set_num_threads(1)
     want = sequence_process.alone(case, models)
-    owners = shared[name][:: case.sequence]
-    for each in shared[name]:
+    owners = found[:: case.sequence]
+    for each in found:
+        assert each["1.norms"].tolist() == found[0]["1.norms"].tolist()
         for step in range(2):
             assert each[f"{step}.norms"].tolist() == pytest.approx(want[f"{step}.norms"].tolist(), rel=1e-5)
     for key, tensor in want.items():
         if "/" in key:
-            torch.testing.assert_close(shared[name][0][key], tensor, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found[0][key], tensor, atol=1e-5, rtol=1e-5)
         elif not key.endswith("norms"):
             columns = torch.cat([each[key] for each in owners])
             torch.testing.assert_close(columns, tensor, atol=1e-5, rtol=1e-5)
+    again = sequence_process.backend_of(case, models, join_ranks(0, 1), None)
+    again.load(folder, dict.fromkeys(again.updates, 1))
+    weights = sequence_process.weights_of(again)
+    assert all(torch.equal(tensor, found[0][key]) for key, tensor in weights.items())
+    steps = sequence_process.trained(
+        again, case, range(1, 2), lambda step: batches_of(case, step, case.shares)
+    )
+    assert steps["1.norms"].tolist() == pytest.approx(want["1.norms"].tolist(), rel=1e-5)
+
+
+def test_one_copy_of_a_model_writes_its_shards(shared):
+    files = sorted(path.name for path in shared["copies"][0].iterdir())
+    kinds = ("policy", "policy.exp_avg", "policy.exp_avg_sq")
+    of_model = [f"{kind}-{shard:05d}-of-00002.safetensors" for kind in kinds for shard in range(2)]
+    assert [name for name in files if name.startswith("policy")] == of_model
+    assert len(files) == 6 + 4 + 4  # what ranks draw, and what they found
 
 
 @settings(max_examples=60, derandomize=True)

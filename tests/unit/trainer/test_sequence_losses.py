@@ -10,12 +10,12 @@ import torch
 
 from areal_async.config.job import OptimizerSection
 from areal_async.weights.pieces import whole_tensors
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.algorithms.sequence_losses import LOSSES, Sequences, log_one_less
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp import fsdp
 from trainer_service.data.flops import TOKENS_ALONE
 from trainer_service.data.lessons import Lesson, crossed
-from trainer_service.data.rows import row_of
 from trainer_service.loop.sequences import SequenceTrainer
 from trainer_service.ranks import join_ranks
 
@@ -144,15 +144,11 @@ def lessons_of(name, n, seed=0, shared=4):
         rows = []
         for _ in range(2 if LOSSES[name].paired else 1):
             answer = rng.integers(2, 17, int(rng.integers(1, 9)))
-            ids = np.concatenate([prompt, answer]).astype(np.int32)
-            mask = np.zeros(len(ids), np.uint8)
-            mask[len(prompt) :] = rng.random(len(answer)) < 0.8
-            mask[-1] = 1
             scored = LOSSES[name].column == "score"
-            if scored:
-                mask[:-1] = 0
-            zeros = np.zeros(len(ids), np.float32)
-            rows.append(row_of(0, ids, mask, zeros, zeros.astype(np.int32), feeds_last=scored))
+            learned = (rng.random(len(answer)) < 0.8) & (not scored)
+            learned[-1] = True
+            sampled = len(prompt) + learned.nonzero()[0]
+            rows.append(plain_row(np.concatenate([prompt, answer]), sampled, feeds_last=scored))
         value = float(rng.integers(0, 2)) if name == "kto" else 0.3
         made.append(Lesson(tuple(rows), value))
     return crossed(made) if LOSSES[name].zeroed else made

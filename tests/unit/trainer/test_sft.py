@@ -15,7 +15,7 @@ from areal_async.launch.folders import LOCK
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.tasks import TaskFileError
 from tests.unit.trainer.conftest import write_model as write_tiny_model
-from trainer_service.checkpoint import named_checkpoints, newest_usable, open_checkpoint
+from trainer_service.checkpoint import newest_usable
 from trainer_service.data.lessons import load_tokenizer, read_lessons
 from trainer_service.errors import BatchError
 from trainer_service.loop.from_files import FAR_FACTOR, FileTrainer
@@ -155,22 +155,6 @@ def _told(out):
     return [
         {name: r[name] for name in r if name not in ("time_s", "step_s", "tokens_per_s")} for r in records
     ]
-
-
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path, model_dir):
-    """Order of the examples over passes, losses, accuracies and weights, bit for bit."""
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    for out in (whole, resumed):
-        out.mkdir()
-    assert _trainer(whole, model_dir, steps=11, batch_size=10).run()
-    names = [folder.name for folder in named_checkpoints(whole / "checkpoints")]
-    assert names == ["step-000004", "step-000008", "step-000011"]
-    restored = open_checkpoint(whole / "checkpoints" / names[0], job="warm", policy="policy")
-    assert (restored.manifest.updates, restored.ledger()) == ({"policy": 4}, b"")
-    assert _trainer(resumed, model_dir, steps=11, batch_size=10).run(restored)
-    assert _told(resumed) == [record for record in _told(whole) if record["step"] > 4]
-    models = [(out / "model" / "model.safetensors").read_bytes() for out in (whole, resumed)]
-    assert models[0] == models[1]
 
 
 def _forget(file):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
+from tests.unit.trainer.forked_ranks import run_script
 from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable, step_of
 from trainer_service.disk import write_hashed
 from trainer_service.errors import DiskFull
@@ -16,6 +14,18 @@ from trainer_service.ranks import join_ranks
 from trainer_service.states import FOLDER, Cadence, States, has_room, left_in_memory
 
 OF = {"job": "job", "policy": "alice"}
+
+
+KILLED = """
+import pathlib, sys
+from areal_async.runtime.events import arm
+from tests.unit.trainer.test_states import leave, states_of
+folder, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+states = states_of(folder)
+leave(states, "memory", step)
+arm("trainer.mid_state")
+leave(states, "memory", step + 1)
+"""
 
 
 class Clock:
@@ -31,16 +41,15 @@ def save(folder):
     }
 
 
-def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None):
+def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None, weights_bytes=10):
     (tmp_path / "shm").mkdir(exist_ok=True)
     ranks = join_ranks(0, 1)
     disk = Checkpoints(tmp_path / "checkpoints", **OF, keep=2, ranks=ranks)
     left = (
         Checkpoints(tmp_path / "shm" / FOLDER, **OF, keep=1, ranks=ranks, in_memory=True) if memory else None
     )
-    return States(
-        disk, left, ranks, every=every, longest=longest, steps=1000, clock=clock or Clock(), weights_bytes=10
-    )
+    how = {"every": every, "longest": longest, "steps": 1000, "weights_bytes": weights_bytes}
+    return States(disk, left, ranks, clock=clock or Clock(), **how)
 
 
 def leave(states, place, step):
@@ -133,19 +142,9 @@ def test_a_damaged_state_is_as_good_as_none(tmp_path, damage):
 
 def test_a_trainer_killed_while_it_leaves_a_state_has_left_the_one_before(tmp_path):
     """Twice in a row; and what was begun is taken away."""
-    script = textwrap.dedent("""
-        import pathlib, sys
-        from areal_async.runtime.events import arm
-        from tests.unit.trainer.test_states import leave, states_of
-        folder, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-        states = states_of(folder)
-        leave(states, "memory", step)
-        arm("trainer.mid_state")
-        leave(states, "memory", step + 1)
-    """)
+    (tmp_path / "killed.py").write_text(KILLED)
     for step in (3, 5):
-        run = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(step)], check=False)
-        assert run.returncode == -signal.SIGKILL
+        run_script(tmp_path / "killed.py", tmp_path, step, status=-signal.SIGKILL)
         assert left(tmp_path).manifest.step == step
     unfinished = list((tmp_path / "shm" / FOLDER).glob(".step-*"))
     assert len(unfinished) == 1, "the first was removed by the second trainer"
@@ -170,8 +169,7 @@ def test_a_full_shared_memory_ends_the_states_and_not_the_trainer(tmp_path):
 
 
 def test_without_room_for_two_none_is_left(tmp_path):
-    states = states_of(tmp_path)
-    states._guess_bytes = 1 << 60
+    states = states_of(tmp_path, weights_bytes=1 << 60)
     leave(states, "disk", 1)
     states.disk.size_bytes = 0
     assert states.due(2) is None

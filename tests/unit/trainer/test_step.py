@@ -255,34 +255,12 @@ def test_a_log_prob_that_is_not_finite_ends_training_before_the_update(
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
-def test_an_advantage_that_is_not_finite_ends_training_by_its_episode(model_dir, make_batch, reward):
-    batch, blobs = make_batch(0)
-    first = batch.groups[0]
-    spoilt = replace(first, episodes=[replace(first.episodes[0], reward=reward), *first.episodes[1:]])
-    backend = _backend(model_dir)
-    with pytest.raises(DivergenceError, match=rf"the advantage of episode {first.episodes[0].episode_id}"):
-        _train(backend, replace(batch, groups=[spoilt, *batch.groups[1:]]), blobs)
-    assert backend.updates == {"policy": 0}
-
-
 def test_the_minibatches_before_the_faulty_one_are_trained(model_dir, make_batch):
     batch, blobs = make_batch(0)
     backend = _backend(model_dir, type("Kind", (Broken,), {"episodes": (9,)}))
     with pytest.raises(DivergenceError, match="step 0, minibatch 2"):
         _train(backend, batch, blobs, minibatches=4)
     assert backend.updates == {"policy": 2}
-
-
-def test_a_gradient_that_is_not_finite_ends_training(model_dir, make_batch):
-    class Exploding(FsdpBackend):
-        def train(self, model, batches, loss_of, *, columns=("logp",)):
-            super().train(model, batches, lambda index, found: loss_of(index, found) * float("inf"))
-
-    backend = _backend(model_dir, Exploding)
-    with pytest.raises(DivergenceError, match=r"the gradient's norm is .* trainer\.optimizer\.lr"):
-        _train(backend, *make_batch(0))
-    assert backend.updates == {"policy": 0}
 
 
 def test_weights_that_are_not_finite_are_not_given_out(model_dir, make_batch):

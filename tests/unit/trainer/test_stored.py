@@ -1,10 +1,7 @@
 """A checkpoint counts once it is in the store, and a trainer on another host goes on from there."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,6 +13,7 @@ from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageAway
 from areal_async.storage.transfer import HalfWritten, fetch
 from areal_async.tries import Tries
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.test_disk_full import ThreadRank, TwoThreads
 from tests.waiting import LIMIT_S
 from trainer_service import checkpoint as checkpoint_module
@@ -84,8 +82,8 @@ def test_a_trainer_on_another_host_goes_on_from_the_newest_whole_one(url, tmp_pa
 
 
 def test_a_trainer_that_was_killed_while_it_stored_one_leaves_the_one_before(url, tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "here"), url]
-    assert subprocess.run(command, env=os.environ, timeout=600, check=False).returncode == -signal.SIGKILL
+    (tmp_path / "killed.py").write_text(KILLED)
+    run_script(tmp_path / "killed.py", tmp_path / "here", url, status=-signal.SIGKILL)
     store = CheckpointStore(url)
     assert store.whole() == [1]
     assert newest(tmp_path / "there", store).manifest.step == 1

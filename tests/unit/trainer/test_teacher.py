@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientTimeout, client, web
 
 from areal_async.config.objective import TeacherSection
-from trainer_service.data.rows import row_of
+from tests.unit.trainer.conftest import plain_row
 from trainer_service.teacher import TeacherError, TeacherServers
 
 LAST = 10
@@ -75,13 +75,10 @@ def serving(answer):
 
 
 def rows():
-    made = []
-    for size in (3, 6, 4):
-        ids = np.arange(5, 5 + size, dtype=np.int32)
-        mask = np.ones(size, np.uint8)
-        mask[0] = mask[size // 2] = 0
-        made.append(row_of(0, ids, mask, np.zeros(size, np.float32), np.zeros(size, np.int32)))
-    return made
+    return [
+        plain_row(range(5, 5 + size), [place for place in range(1, size) if place != size // 2])
+        for size in (3, 6, 4)
+    ]
 
 
 def wanted():

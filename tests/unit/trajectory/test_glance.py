@@ -2,29 +2,18 @@
 
 import pytest
 
-from areal_async.trajectory import EpisodeBuilder, Sampling, TrajectoryError, glance, pack, unpack
+from areal_async.trajectory import TrajectoryError, glance, pack
 
 
-def blob() -> bytes:
-    builder = EpisodeBuilder("job", "task", "group", 3)
-    prompt = builder.prompt([5, 6, 7])
-    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
-    builder.sampled(
-        [1, 2, 3, 4], [-0.5] * 4, [2] * 4, parent=prompt, sampling=sampling, finish_reason="stop", epoch=1
-    )
-    builder.text(prompt="12+34=", response="46")
-    return pack(builder.build())
-
-
-def test_a_glance_says_what_the_whole_episode_says():
-    header, n_sampled = glance(blob())
-    whole = unpack(blob())
+def test_a_glance_says_what_the_whole_episode_says(two_turns):
+    whole = two_turns.build()
+    header, n_sampled = glance(pack(whole))
     assert header == whole.header
-    assert n_sampled == whole.n_sampled == 4
+    assert n_sampled == whole.n_sampled == 7
 
 
-def test_a_glance_at_anything_else_is_a_trajectory_error():
-    whole = blob()
+def test_a_glance_at_anything_else_is_a_trajectory_error(two_turns):
+    whole = pack(two_turns.build())
     for cut in range(0, len(whole), 7):
         with pytest.raises(TrajectoryError):
             glance(whole[:cut])

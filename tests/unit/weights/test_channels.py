@@ -20,14 +20,14 @@ from areal_async.errors import SnapshotError
 from areal_async.registry import PartError
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
-from areal_async.weights.channels import PublishingEnd, ReceivingEnd, channel_of, makes_deltas
+from areal_async.weights.channels import channel_of, makes_deltas
 from areal_async.weights.channels.fetching import SnapshotFetcher
 from areal_async.weights.channels.serving import SnapshotServer
 from areal_async.weights.publisher import Publisher, make_publisher
 from areal_async.weights.receiver import Receiver, make_receiver
 from tests.contexts import context_for_test
 from tests.unit.weights.member import Member
-from tests.unit.weights.world import PATIENCE_S, SECRET, names, tag
+from tests.unit.weights.world import PATIENCE_S, SECRET, files_of, names, tag
 
 
 def weights(version, n=400_000):
@@ -254,25 +254,50 @@ def job_with(place, **weights_section):
     return JobConfig.model_validate({"job": "j", "weights": weights_section} | places)
 
 
-async def test_a_channel_of_the_users_own_brings_snapshots_from_publisher_to_receiver(place):
+CHANNELS = {
+    "shm": ({}, "shm"),
+    "zmq": ({}, "shm"),
+    "nccl": ({}, "shm"),
+    "disk": ({"directory": "there"}, "there/j"),
+    "own": ({"post": "post"}, "post"),
+}
+"""Folders that each channel is given, and where a receiver on the trainer's host finds a version."""
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+async def test_every_channel_brings_each_version_as_it_was_published(place, name):
+    """`own` is a channel of the user's."""
     (place / "courier.py").write_text(COURIER)
     (place / "post").mkdir()
-    args = {"post": str(place / "post")}
-    job = job_with(place, channel=f"{place}/courier.py:Courier", channel_args=args, keep=2)
+    folders, where = CHANNELS[name]
+    channel = f"{place}/courier.py:Courier" if name == "own" else name
+    args = {key: str(place / folder) for key, folder in folders.items()}
+    job = job_with(place, channel=channel, channel_args=args)
     ctx = context_for_test(job, place, "trainer", "trainer")
-    p = make_publisher(ctx, files={}, tied={})
+    assert makes_deltas(ctx.job) == (name == "zmq")
+    p = make_publisher(ctx, files={"config.json": b"{}"}, tied={})
     p.start()
     try:
-        p.publish(tag(0), weights(0))
         r = make_receiver(ctx, "serve", name="rollout-0")
         await r.connect(10)
-        _, snapshot = await take(r)
-        assert snapshot.path == place / "post" / "policy-e1-v0"
-        assert snapshot.tensors["w"][0] == 0
+        after = None
+        for version in range(3):
+            written = p.publish(tag(version), weights(version))
+            notice, snapshot = await take(r, after)
+            assert files_of(snapshot.path).keys() == {"manifest.json", "model.safetensors", "config.json"}
+            assert files_of(snapshot.path) == files_of(written.path)
+            assert torch.equal(snapshot.tensors["w"], weights(version)["w"])
+            assert snapshot.path == place / where / tag(version).label
+            await r.ack(notice.tag)
+            after = notice.tag
         await r.close()
     finally:
         await asyncio.to_thread(p.close)
-    misspelt = job_with(place, channel=job.weights.channel, channel_args={"pots": 1})
+
+
+def test_a_misspelt_argument_of_a_channel_is_named(place):
+    (place / "courier.py").write_text(COURIER)
+    misspelt = job_with(place, channel=f"{place}/courier.py:Courier", channel_args={"pots": 1})
     with pytest.raises(PartError, match=r"weights\.channel_args\.post: .* needs 'post', and it is missing"):
         channel_of(misspelt)
 
@@ -325,17 +350,6 @@ async def test_nccl_takes_tensors_and_the_snapshot_to_another_host_by_the_addres
         await r.close()
     finally:
         await asyncio.to_thread(p.close)
-
-
-@pytest.mark.parametrize("channel", ["shm", "zmq", "disk", "nccl"])
-def test_each_channel_of_the_table_makes_its_ends(place, channel):
-    args = {"directory": str(place)} if channel == "disk" else {}
-    job = job_with(place, channel=channel, channel_args=args)
-    ctx = context_for_test(job, place, "trainer", "trainer")
-    found = channel_of(ctx.job)
-    assert isinstance(found.publishing_end(ctx), PublishingEnd)
-    assert isinstance(found.receiving_end(ctx, "r"), ReceivingEnd)
-    assert makes_deltas(ctx.job) == (channel == "zmq")
 
 
 def test_checking_a_job_with_any_channel_loads_no_torch():

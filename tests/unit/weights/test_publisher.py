@@ -162,6 +162,12 @@ def test_nothing_is_unbounded_old_snapshots_go_and_their_memory_is_used_again(pu
     assert len(inodes) == 2
 
 
+async def evaluated(publisher: Publisher) -> None:
+    e = await receiver(publisher, "evaluate", "e")
+    await e.ack(expect_notice(await e.next(None, 1000), 5).tag)
+    await e.close()
+
+
 def test_a_step_waits_for_no_new_memory_while_an_evaluation_holds_a_version(publisher, place):
     """A file that is not made and touched before takes ten times as long to fill."""
     inodes = set()
@@ -175,7 +181,7 @@ def test_a_step_waits_for_no_new_memory_while_an_evaluation_holds_a_version(publ
         if version == 6:  # from now on one file more is needed
             wait_for(lambda: list((place / "shm").glob(".spare-*")), "a third file")
         if version == 12:
-            publisher._kept.acknowledge("e", "evaluate", tag(5))
+            asyncio.run(evaluated(publisher))
     assert len(inodes) == 3
     assert len(os.listdir(place / "shm")) == 2, "what the evaluation needed besides is given back"
 
@@ -216,27 +222,12 @@ async def test_versions_are_true_a_damaged_snapshot_is_refused_and_the_next_one_
     assert "does not match its hash" in publisher.acks()[0].error
 
 
-def test_versions_only_grow(publisher):
-    publisher.publish(tag(3), weights(3))
-    for old in (tag(3), tag(2)):
-        with pytest.raises(SnapshotError, match="not newer than policy-e1-v3"):
-            publisher.publish(old, weights(0))
-    publisher.publish(tag(1, epoch=2), weights(1))
-
-
 def test_a_publication_that_fails_leaves_the_publisher_working(publisher, place):
     publisher.publish(tag(0), weights(0))
     with pytest.raises(SnapshotError, match="complex"):
         publisher.publish(tag(1), {"w": torch.ones(1, dtype=torch.complex64)})
     publisher.publish(tag(1), weights(1))
     assert set(os.listdir(place / "shm")) == {"policy-e1-v0", "policy-e1-v1"}
-
-
-def test_tensors_may_change_once_published(publisher):
-    tensors = weights(0)
-    written = publisher.publish(tag(0), tensors)
-    tensors["w"].fill_(9)
-    assert open_snapshot(written.path).tensors["w"][0] == 0
 
 
 async def test_other_requests_are_refused(publisher):

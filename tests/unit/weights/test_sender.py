@@ -111,7 +111,6 @@ async def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(send
     sender.offer(first, weights(0))
     member = Member()
     (plan,) = await asked(sender, 0, member)
-    copy = sender._copy
     sender.offer(second, weights(1))  # before the member has taken anything
     joined = asyncio.create_task(sender.answer(TakeBucket(member.name, plan.group, first, JOIN, 9000)))
     assert isinstance(await joined, Ok)
@@ -121,7 +120,6 @@ async def test_versions_are_true_an_offer_does_not_touch_what_is_being_sent(send
         assert isinstance(await sender.answer(TakeBucket(member.name, plan.group, first, number, 9000)), Ok)
         taken |= await asyncio.to_thread(member.receive, plan, number)
     assert_equal(taken, weights(0))
-    assert sender._copy is not copy
     await sender.answer(TakeBucket(member.name, plan.group, first, len(plan.buckets), 0))
     await threads_end()
     assert_equal(await member.take(sender, *await asked(sender, 1, member)), weights(1))
@@ -196,40 +194,29 @@ async def assert_the_others_go_on(sender: TensorSender, members: Sequence[Member
         assert_equal(taken, weights(9))
 
 
-@pytest.mark.parametrize("at", ["join", 0, 2])
-async def test_one_death_is_local_a_member_that_refuses_costs_the_update_of_its_group(sender, at):
-    members = [Member(f"rollout-{i}/0") for i in range(4)]
-    sender.offer(VersionTag("policy", 0, 0), weights(0))
-    plans = await asked(sender, 0, *members)
-
-    async def refuses() -> None:
-        await members[1].in_step(sender, plans[1], JOIN)
-        if at != "join":
-            await asyncio.to_thread(members[1].join, plans[1])
-            for number in range(at):
-                await members[1].in_step(sender, plans[1], number)
-                await asyncio.to_thread(members[1].receive, plans[1], number)
-        await members[1].fail(sender, plans[1])
-
-    others = [(members[i], plans[i]) for i in (0, 2, 3)]
-    await asyncio.gather(refuses(), *(broken(sender, *other) for other in others))
-    await assert_the_others_go_on(sender, [member for member, _ in others])
-
-
-@pytest.mark.parametrize("joins", [False, True])
-async def test_one_death_is_local_a_member_that_hangs_costs_no_more_than_the_limit(joins):
-    async with serving(limit_s=1.0) as sender:
+@pytest.mark.parametrize("refuses", [True, False], ids=["refuses", "hangs"])
+@pytest.mark.parametrize("at", [None, "join", 0, 2])
+async def test_one_death_is_local_a_member_that_fails_costs_the_update_of_its_group(at, refuses):
+    """`at` is what it did before: nothing, come to the group, or take so many buckets. One that hangs costs
+    no more than the limit."""
+    async with serving(limit_s=LIMIT_S if refuses else 1.0) as sender:
         members = [Member(f"rollout-{i}/0") for i in range(3)]
         sender.offer(VersionTag("policy", 0, 0), weights(0))
         plans = await asked(sender, 0, *members)
 
-        async def hangs() -> None:
-            if joins:
+        async def fails() -> None:
+            if at is not None:
                 await members[1].in_step(sender, plans[1], JOIN)
+            if at not in (None, "join"):
                 await asyncio.to_thread(members[1].join, plans[1])
+                for number in range(at):
+                    await members[1].in_step(sender, plans[1], number)
+                    await asyncio.to_thread(members[1].receive, plans[1], number)
+            if refuses:
+                await members[1].fail(sender, plans[1])
 
         others = [(members[i], plans[i]) for i in (0, 2)]
-        await asyncio.gather(hangs(), *(broken(sender, *other) for other in others))
+        await asyncio.gather(fails(), *(broken(sender, *other) for other in others))
         await assert_the_others_go_on(sender, [member for member, _ in others])
 
 

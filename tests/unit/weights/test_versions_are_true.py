@@ -82,16 +82,6 @@ def test_versions_are_true_an_intact_snapshot_opens_as_it_was_written(world):
         assert snapshot.tensors["d"] is snapshot.tensors["a"]
 
 
-@given(st.data(), st.sampled_from(FILES), st.integers(1, 255))
-@settings(max_examples=150)
-def test_versions_are_true_with_any_byte_flipped_nothing_opens(world, data, name, mask):
-    world.restore()
-    content = bytearray(world.contents[3][name])
-    content[data.draw(st.integers(0, len(content) - 1))] ^= mask
-    (world.written[3].path / name).write_bytes(content)
-    expect_refused(world.written[3])
-
-
 def test_versions_are_true_every_single_byte_counts(world):
     world.restore()
     written = world.written[3]
@@ -100,17 +90,18 @@ def test_versions_are_true_every_single_byte_counts(world):
         with open(written.path / name, "r+b", buffering=0) as file:
             for at in range(len(content)):
                 file.seek(at)
-                file.write(bytes([content[at] ^ 0x20]))
+                file.write(bytes([content[at] ^ 1 << at % 8]))
+                manifest_hash = written.manifest_hash if at % 2 else None
                 for tensors in (True, False):
                     with pytest.raises(SnapshotError):
-                        open_snapshot(written.path, tensors=tensors)
+                        open_snapshot(written.path, manifest_hash=manifest_hash, tensors=tensors)
                 file.seek(at)
                 file.write(bytes([content[at]]))
     open_snapshot(written.path, manifest_hash=written.manifest_hash)
 
 
 @given(st.data(), st.sampled_from(FILES))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_versions_are_true_a_truncated_or_extended_file_does_not_open(world, data, name):
     world.restore()
     content = world.contents[3][name]
