@@ -35,8 +35,8 @@ class Agents:
     evaluations: list[dict[str, Any]]
 
 
-def run(job_file, *overrides):
-    told_by("run", job_file, "--plain", "observe.metrics_port=0", CALM, *overrides)
+def run(job_file, *words):
+    told_by("run", job_file, "--plain", "observe.metrics_port=0", CALM, *words)
     return job_file.parents[1]
 
 
@@ -73,6 +73,7 @@ def test_a_job_in_an_environment_trains_on_the_reward_that_the_environment_gave(
     files = prepare("recipes/multi-turn-agent", tmp_path)
     runs = run(
         files / "tiny.yaml",
+        "--inline",
         *QUICK,
         "model=base",
         "trainer.steps=2",
