@@ -9,7 +9,6 @@ import re
 import selectors
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import pytest
 
 from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
-from tests.jobs import Workspace, make_workspace
+from tests.jobs import Workspace, command, make_workspace
 from tests.processes import processes_of
 from tests.waiting import LIMIT_S
 
@@ -164,10 +163,6 @@ def started(workspace: Workspace, verb: str, job_file: Path, **environment: str)
 def running(workspace: Workspace) -> Callable[..., Any]:
     """`with running("run", job_file) as job:`"""
     return partial(started, workspace)
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "areal_async.cli.main", *map(str, arguments)]
 
 
 def told_by(*arguments: object, **environment: str) -> str:

@@ -18,7 +18,7 @@ from areal_async.cli.main import app
 from areal_async.controller.client import ControllerClient
 from areal_async.controller.folder import ClusterFolder
 from areal_async.status.record import read_run_log
-from tests.e2e.conftest import command
+from tests.jobs import command
 from tests.processes import is_gone, processes_of
 from tests.waiting import wait_for
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from areal_async.runtime.topology import Topology
-from tests.e2e.conftest import FinishedRun, command, told_by
-from tests.jobs import Workspace
+from tests.e2e.conftest import FinishedRun, told_by
+from tests.jobs import Workspace, command
 from tests.processes import processes_of
 from tests.scrape import fetch_samples
 

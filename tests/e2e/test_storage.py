@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from tests.e2e.conftest import command, started, told_by
-from tests.jobs import make_workspace
+from tests.e2e.conftest import started, told_by
+from tests.jobs import command, make_workspace
 from tests.processes import processes_of
 from tests.waiting import wait_for
 from trainer_service.checkpoint import MANIFEST
