@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,6 @@ import torch
 from hostile_http import until
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.preflight import find_redis_server
 from areal_async.quickstart.model import split_problems, write_tasks
 from areal_async.runtime.events import VARIABLE
@@ -227,15 +227,14 @@ LIMIT_BYTES = 400_000
 
 
 @contextmanager
-def own_redis(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def own_redis() -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A Redis whose disk is nearly full, and its socket."""
 
     def small_files() -> None:  # writing more is an error, not a signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
 
-    place = short_socket_dir(folder)
-    place.mkdir(exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix="own-redis-", dir="/tmp"))  # its socket needs a short path
     options = f"--port 0 --unixsocket {place}/s --dir {place} --appendonly yes".split()
     command = [find_redis_server(), *options, "--save", ""]
     server = subprocess.Popen(command, preexec_fn=small_files, stdout=subprocess.DEVNULL)
@@ -268,7 +267,7 @@ def own_services(workspace: Workspace) -> Any:
     from tests.redis_client import documented_rights
 
     (workspace.folder / "secret").write_text("hunter2\n")
-    with own_redis(workspace.folder) as (server, path), reward_server() as (grader, url):
+    with own_redis() as (server, path), reward_server() as (grader, url):
         admin = redis.Redis(unix_socket_path=str(path), protocol=2)
         admin.execute_command("ACL", "SETUSER", "front", "on", ">hunter2", *documented_rights("own-services"))
         job_file = workspace.job(

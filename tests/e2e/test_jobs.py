@@ -53,7 +53,7 @@ def test_nothing_of_a_running_job_can_be_reached_from_outside(finished):
 
 
 def test_versions_are_true_for_every_span_of_episodes_that_span_weight_updates(finished):
-    found = spans_of(finished("plain"), 10)
+    found = spans_of(finished("plain"), 10, most=16)
     assert found.worst < 1e-4
     assert found.several >= 20, "the run was meant to update weights in mid-generation"
     assert found.wrong > 1e-3, "the versions must differ enough for a wrong stamp to show"

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from areal_async.trajectory import unpack
 from trainer_service.data.recording import read_step
 
+torch.set_num_threads(1)  # the models are tiny: several threads only wait for one another
+
 
 @cache
 def model_of(folder, base):
