@@ -48,7 +48,7 @@ def replayed(capsys):
 
 
 def steps_of(lines):
-    return [line.split()[0] for line in lines if "gradient norm" in line]
+    return [line.split()[0] for line in lines if "  gradient norm " in line]
 
 
 def test_a_recorded_run_is_replayed_bit_by_bit_to_the_same_weights(finished, tmp_path):
