@@ -74,6 +74,7 @@ def live(workspace, runs):
     job_file = workspace.job("live", evaluated=True, run_dir=str(runs), **RUN)
     with started(workspace, "run", job_file) as job:
         job.folder = runs / "live"
+        job.wait_for_steps(1)
         job.read_until("step=[1-9]")
         yield job
 
