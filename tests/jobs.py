@@ -1,8 +1,10 @@
-"""Job files on a random model that needs no training, for tests that run whole jobs."""
+"""Job files on a random model that needs no training, and the command that runs them, for tests of whole
+jobs."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,11 @@ async def duet(ctx, task):
         await ctx.generate("3", parent=checked.segment, max_new_tokens=4)
 """
 """Episodes in which two policies speak, also in one path."""
+
+
+def command(*arguments: object) -> list[str]:
+    """Return the command line by which tests call `areal-async` and start their jobs."""
+    return [sys.executable, "-m", "areal_async.cli.main", *map(str, arguments)]
 
 
 @dataclass(frozen=True)

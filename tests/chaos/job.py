@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from areal_async.runtime.events import VARIABLE, read_events
 from areal_async.status.record import read_run_log
 from replay_buffer.ledger.rules import TaskOrder
 from tests.chaos.material import Promise
-from tests.jobs import DUET, make_workspace
+from tests.jobs import DUET, command, make_workspace
 
 SERVICES = ("rollout-0", "rollout-1", "reward", "buffer", "trainer", "evaluator")
 ROLES = (*SERVICES, "redis", "supervisor")
@@ -103,7 +102,7 @@ class Job:
         self.starts += 1
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "areal_async.cli.main", verb, str(self.job_file), "--plain"],
+                command(verb, self.job_file, "--plain"),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -7,8 +7,8 @@ import json
 import os
 import re
 import selectors
+import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,23 +24,20 @@ from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
 from tests.forks import start_command
 from tests.harness.slot import in_job_slot
-from tests.jobs import Workspace, make_workspace
+from tests.jobs import Workspace, command, make_workspace
 from tests.processes import processes_of
 from tests.waiting import LIMIT_S
 
-WORKFLOW = """
-async def eight_turns(ctx, task):
-    reply = await ctx.generate(task.prompt)
-    for turn in range(1, 8):
-        reply = await ctx.generate(parent=reply.segment, turn=turn)
-"""
-"""Episodes so long that generation is what the job waits for: weights arrive while they are made."""
+ATTEMPTS = 2
+"""Starts of a kind of job in one session: a test that failed is run once more."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
     folder: Path
     workspace: Workspace
+    observed: Any = None
+    """JSON value that the kind's function returned about the job while it ran."""
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -48,6 +45,9 @@ class FinishedRun:
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in read_run_log(self.folder / "metrics.jsonl") if record["kind"] == kind]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.folder) if event["event"] == kind]
 
     def logs(self) -> str:
         """What its processes complained of, for the message of a test."""
@@ -109,8 +109,11 @@ class RunningJob:
         """Id and volatile folders of the running job."""
         return json.loads((self.folder / "run.lock").read_text())
 
+    def logged(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in read_run_log(self.folder / "metrics.jsonl") if record["kind"] == kind]
+
     def steps(self) -> list[dict[str, Any]]:
-        return [record for record in read_run_log(self.folder / "metrics.jsonl") if record["kind"] == "step"]
+        return self.logged("step")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.folder) if event["event"] == kind]
@@ -159,13 +162,11 @@ def running(workspace: Workspace) -> Callable[..., Any]:
     return partial(started, workspace)
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "areal_async.cli.main", *map(str, arguments)]
-
-
-def told_by(*arguments: object) -> str:
-    """What a command prints; it must succeed."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=600, check=False)
+def told_by(*arguments: object, **environment: str) -> str:
+    """Return what a command prints, in lines of 200 characters; it must succeed."""
+    env = os.environ | {"COLUMNS": "200"} | environment
+    words = command(*arguments)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -175,48 +176,53 @@ def finish(workspace: Workspace, job_file: Path) -> FinishedRun:
         return job.end()
 
 
-def make_e2e_workspace(folder: Path) -> Workspace:
-    workspace = make_workspace(folder)
-    (workspace.folder / "workflow.py").write_text(WORKFLOW, encoding="utf-8")
-    return workspace
-
-
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """Of one file of tests: another's may have jobs of the same names."""
-    return make_e2e_workspace(tmp_path_factory.mktemp("e2e"))
+    """A workspace of one test file; another file may use the same job names."""
+    return make_workspace(tmp_path_factory.mktemp("e2e"))
 
 
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FinishedRun]:
-    """`shared(name, **changes)`: the finished run of a job, made once for all test processes of a session."""
+def stamps(folder: Path) -> dict[str, list[int]]:
+    """Size and time of the last change of each file in `folder`."""
+    files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): [stat.st_size, stat.st_mtime_ns] for path, stat in files}
+
+
+def run_once(name: str, folder: Path) -> FinishedRun:
+    """Run the kind `name` of `tests/e2e/kinds.py` in `folder`, or return its run if any test process has."""
+    from tests.e2e.kinds import KINDS  # it imports this module
+
+    folder.mkdir(parents=True, exist_ok=True)
+    record, attempts = folder / "finished.json", folder / "attempts"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not record.exists():
+            number = len(attempts.read_text()) if attempts.exists() else 0
+            assert number < ATTEMPTS, f"the shared run {name} failed: an earlier test says why"
+            attempts.write_text("x" * (number + 1))
+            shutil.rmtree(folder / "runs", ignore_errors=True)
+            observed = KINDS[name](make_workspace(folder))
+            files = stamps(folder / "runs" / name)
+            record.write_text(json.dumps({"observed": observed, "files": files}))
+    observed = json.loads(record.read_text())["observed"]
+    return FinishedRun(folder / "runs" / name, Workspace(folder), observed)
+
+
+@pytest.fixture
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], FinishedRun]]:
+    """`finished(name)`: the finished run of a kind of job, which all test processes of a session share.
+    The run is read-only: a test that changes a file of it fails. It may change a copy."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "e2e-shared"
-    folder.mkdir(exist_ok=True)
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "e2e-shared"
+    handed: set[str] = set()
 
-    def run(name: str, **changes: Any) -> FinishedRun:
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            workspace = make_e2e_workspace(folder)
-            if not (done := folder / f"{name}.done").exists():
-                finish(workspace, workspace.job(name, **changes))
-                done.touch()
-            return FinishedRun(folder / "runs" / name, workspace)
+    def run(name: str) -> FinishedRun:
+        handed.add(name)
+        return run_once(name, root / name)
 
-    return run
-
-
-@pytest.fixture(scope="session")
-def asynchronous_run(shared: Callable[..., FinishedRun]) -> FinishedRun:
-    return shared("asynchronous", evaluated=True)
-
-
-@pytest.fixture(scope="session")
-def long_episodes_run(shared: Callable[..., FinishedRun]) -> FinishedRun:
-    changes = {"rollout__max_model_len": 320, "rollout__workflow": "workflow.py:eight_turns"}
-    return shared("long-episodes", trainer__steps=5, **changes)
-
-
-@pytest.fixture(scope="session")
-def synchronous_run(shared: Callable[..., FinishedRun]) -> FinishedRun:
-    return shared("synchronous", buffer__max_staleness=0)
+    yield run
+    for name in handed:
+        if (record := root / name / "finished.json").exists():
+            before, after = json.loads(record.read_text())["files"], stamps(root / name / "runs" / name)
+            changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+            assert changed == set(), f"a test wrote into the shared run {name}"

@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from areal_async.cli.main import app
 from areal_async.controller.client import ControllerClient
 from areal_async.controller.folder import ClusterFolder
 from areal_async.status.record import read_run_log
-from tests.e2e.conftest import command
+from tests.jobs import command
 from tests.processes import is_gone, processes_of
 from tests.waiting import wait_for
 
@@ -33,6 +35,10 @@ async def calm(ctx, task):
 """Leaves the processor to the commands."""
 
 
+READS = {"ps", "status", "config"}
+"""Commands that are called in this process, which has imported them already."""
+
+
 class Shell:
     """Calls commands for one cluster."""
 
@@ -41,7 +47,12 @@ class Shell:
         self.environment = os.environ | {"AREAL_ASYNC_CLUSTER_DIR": str(folder)}
 
     def __call__(self, *arguments: object, status: int = 0) -> str:
-        """What the command prints; it must end with this status."""
+        """Return what the command prints; it must end with this status."""
+        if arguments[0] in READS:
+            given = list(map(str, arguments))
+            read = CliRunner().invoke(app, given, env={"AREAL_ASYNC_CLUSTER_DIR": str(self.folder.path)})
+            assert read.exit_code == status, (arguments, read.output)
+            return read.output
         done = subprocess.run(
             command(*arguments),
             capture_output=True,
@@ -96,11 +107,14 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     file = workspace.job("first", trainer__steps=5000, rollout__workflow="calm.py:calm")
     assert "submitted first (id 1)" in areal("submit", file)
     areal("submit", workspace.job("low", trainer__steps=2), "--priority", "-1")
-    areal("submit", workspace.job("high", trainer__steps=2), "--priority", "5")
+    # A sweep of two.
+    swept = workspace.job("swept", kind="sft", trainer={"steps": 2})
+    areal("submit", swept, "--sweep", "lr=1e-3,2e-3", "--priority", "5")
     jobs = areal.jobs()
-    assert jobs["high"]["waits_for"] == "waits for 2 cores"
-    assert jobs["low"]["waits_for"] == "waits behind high"
-    assert "waits behind high" in areal("ps")
+    assert jobs["swept-lr-1e-3"]["waits_for"] in ("waits for 1 core", "waits for 2 cores")
+    for name in ("swept-lr-2e-3", "low"):
+        assert jobs[name]["waits_for"] == "waits behind swept-lr-1e-3"
+    assert "waits behind swept-lr-1e-3" in areal("ps")
     first = areal.until("first", "RUNNING")
     run_folder = first["run_folder"]
     wait_for(lambda: len(steps_of(run_folder)) > 2, "three steps")
@@ -131,22 +145,19 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     assert (again["attempt"], again["needs"]["cpus"]) == (1, 2)
     assert json.loads((Path(run_folder) / "run.lock").read_text())["pid"] == run["pid"]
 
-    # Pause; the next in line has its turn, and is followed to its end.
+    # Pause; the next in line have their turn, and one is followed to its end.
     assert "first is PAUSED" in areal("pause", "first")
     assert processes_of(run["run_id"]) == []
     done = len(steps_of(run_folder))
-    assert "high is done" in areal("logs", "-f", "high")
-    areal.until("high", "SUCCEEDED")
+    assert "swept-lr-1e-3 is done" in areal("logs", "-f", "swept-lr-1e-3")
+    areal.until("swept-lr-1e-3", "SUCCEEDED")
+    areal.until("swept-lr-2e-3", "SUCCEEDED")
     assert "low is STOPPED" in areal("stop", "low")
     assert "ended already" in areal("stop", "low", status=2)
     assert "no job" in areal("stop", "nobody", status=2)
 
-    # A sweep of two, and the first goes on where it was.
-    swept = workspace.job("swept", kind="sft", trainer={"steps": 2})
-    areal("submit", swept, "--sweep", "lr=1e-3,2e-3", "--priority", "2")
+    # The first goes on where it was.
     assert "first is PENDING" in areal("resume", "first")
-    areal.until("swept-lr-1e-3", "SUCCEEDED")
-    areal.until("swept-lr-2e-3", "SUCCEEDED")
     assert areal.until("first", "RUNNING")["attempt"] == 2
     wait_for(lambda: len(steps_of(run_folder)) > done, "another step")
     assert steps_of(run_folder)[done] >= done - 1

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from areal_async.runtime.topology import Topology
-from tests.e2e.conftest import FinishedRun, command, told_by
-from tests.jobs import Workspace
+from tests.e2e.conftest import FinishedRun, told_by
+from tests.jobs import Workspace, command
 from tests.processes import processes_of
 from tests.scrape import fetch_samples
 
@@ -164,14 +164,13 @@ def losses(run: FinishedRun) -> list[float]:
     return [record["loss"] for record in run.records("step")]
 
 
-def test_at_staleness_zero_an_inline_run_has_the_losses_of_one_in_processes(
-    workspace, inline, synchronous_run
-):
+def test_at_staleness_zero_an_inline_run_has_the_losses_of_one_in_processes(workspace, inline, finished):
+    synchronous = finished("synchronous")
     with inline("run", workspace.job("inline-alike", buffer__max_staleness=0)) as job:
         alike = job.end()
-    assert losses(alike)[:3] == pytest.approx(losses(synchronous_run)[:3], abs=1e-5)
-    assert alike.summary["episodes_trained"] == synchronous_run.summary["episodes_trained"]
-    in_processes = {path.name for path in synchronous_run.folder.iterdir()}
+    assert losses(alike)[:3] == pytest.approx(losses(synchronous)[:3], abs=1e-5)
+    assert alike.summary["episodes_trained"] == synchronous.summary["episodes_trained"]
+    in_processes = {path.name for path in synchronous.folder.iterdir()}
     assert {path.name for path in alike.folder.iterdir()} == in_processes
     assert [path.name for path in (alike.folder / "logs").iterdir()] == ["inline.log"]
     assert re.search(r"step=9 reward=\S+ .*staleness=0 ", job.told)
@@ -232,54 +231,37 @@ def test_an_error_of_a_users_code_ends_the_run_with_its_own_traceback(workspace,
     assert run.records("restart") == []
 
 
-def test_what_failed_inline_is_resumed_in_processes(workspace, inline):
+def test_what_failed_or_was_interrupted_inline_is_resumed_inline_and_in_processes(workspace, inline):
     objective = {"advantage": "parts.py:third_fails"}
     with inline("run", workspace.job("inline-failed", trainer__objective=objective)) as job:
         run = job.end(status=1)
     assert "ValueError: the third advantage" in job.told
-    told_by("resume", run.folder, "trainer.objective.advantage=grpo", "--plain")
-    assert run.summary["steps"] == 10
-    assert run.summary["resumes"] == 1
-
-
-def test_a_ctrl_c_ends_the_run_in_order_and_it_is_resumed_inline(workspace, inline):
-    with inline("run", workspace.job("inline-stopped", trainer__steps=60)) as job:
-        job.read_until("step=2 ")
+    grpo = "trainer.objective.advantage=grpo"
+    with inline("resume", run.folder, grpo, "trainer.steps=60") as job:
+        job.read_until("step=4 ")
         job.type("\x03")
         run = job.end(status=130)
     assert "stopped on request" in job.told
     assert "Traceback" not in job.told
-    assert run.records("end")[-1]["ending"] == "interrupted"
-    with inline("resume", run.folder, "trainer.steps=20") as job:
-        run = job.end()
-    assert run.summary["resumes"] == 1
+    assert [record["ending"] for record in run.records("end")] == ["died", "interrupted"]
+    told_by("resume", run.folder, grpo, "trainer.steps=20", "--plain")
+    assert run.summary["resumes"] == 2
     assert [record["step"] for record in run.records("step")][-1] == 19
     assert run.summary["max_staleness_seen"] <= 4
 
 
-@pytest.mark.parametrize(
-    ("change", "typed"),
-    [
-        pytest.param(
-            {"trainer__objective": {"advantage": "parts.py:stopping_advantage"}},
-            "\x03",
-            marks=pytest.mark.nightly,
-            id="ctrl-c in the advantage",
-        ),
-        pytest.param(
-            {"rollout__workflow": "parts.py:stopping_workflow"}, "\x03", id="ctrl-c in the workflow"
-        ),
-        pytest.param(
-            {"reward": {"name": "parts.py:stopping_reward"}},
-            "q\n",
-            marks=pytest.mark.nightly,
-            id="q in the reward",
-        ),
-    ],
-)
-def test_a_run_is_ended_from_the_prompt(workspace, inline, change, typed):
-    name = f"inline-prompt-{next(iter(change)).partition('__')[0]}"
-    with inline("run", workspace.job(name, **change)) as job:
+PROMPTS = {
+    "workflow": ({"rollout__workflow": "parts.py:stopping_workflow"}, "\x03"),
+    "reward": ({"reward": {"name": "parts.py:stopping_reward"}}, "q\n"),
+    "advantage": ({"trainer__objective": {"advantage": "parts.py:stopping_advantage"}}, "\x03"),
+}
+"""By part: the change that stops in it, and what ends the run there."""
+
+
+@pytest.mark.parametrize("part", PROMPTS)
+def test_a_run_is_ended_from_the_prompt_of_each_part(workspace, inline, part):
+    change, typed = PROMPTS[part]
+    with inline("run", workspace.job(f"inline-prompt-{part}", **change)) as job:
         job.read_until(PROMPT)
         job.type(typed)
         job.end(status=130)
@@ -301,18 +283,6 @@ def test_a_second_ctrl_c_ends_what_hangs_at_once(workspace, inline):
     assert '"at_once":true' in (run.folder / "logs" / "inline.log").read_text()
 
 
-@pytest.mark.nightly
-def test_a_profile_of_an_inline_run_has_the_users_function(workspace, inline, tmp_path):
-    objective = {"advantage": "parts.py:third_fails"}
-    job_file = workspace.job("inline-profiled", trainer__objective=objective, trainer__steps=2)
-    profile = tmp_path / "profile"
-    program = command("run", job_file, "--inline")[2:]
-    profiled = [sys.executable, "-m", "cProfile", "-o", str(profile), "-m", *program]
-    subprocess.run(profiled, check=True, timeout=LIMIT_S, capture_output=True)
-    calls = {name: figures[0] for (_, _, name), figures in pstats.Stats(str(profile)).stats.items()}
-    assert calls["third_fails"] == 2
-
-
 TWICE = """
 import sys
 from pathlib import Path
@@ -332,8 +302,9 @@ for value in ("0.25", "0.75"):
 """
 
 
-@pytest.mark.nightly
-def test_a_python_process_runs_a_job_inline_again_with_its_edited_file(workspace, tmp_path):
+def test_a_python_process_runs_a_job_inline_again_with_its_edited_file_and_can_be_profiled(
+    workspace, tmp_path
+):
     for name in ("model", "train.jsonl"):
         (tmp_path / name).symlink_to(workspace.folder / name)
     (tmp_path / "own.py").write_text("")
@@ -341,8 +312,10 @@ def test_a_python_process_runs_a_job_inline_again_with_its_edited_file(workspace
     job_file = Workspace(tmp_path).job(
         "twice", reward={"name": "own.py:constant"}, trainer__objective=objective, trainer__steps=2
     )
+    (tmp_path / "twice.py").write_text(TWICE)
+    profile = tmp_path / "profile"
     done = subprocess.run(
-        [sys.executable, "-c", TWICE, str(job_file)],
+        [sys.executable, "-m", "cProfile", "-o", profile, tmp_path / "twice.py", job_file],
         cwd=tmp_path,
         timeout=LIMIT_S,
         capture_output=True,
@@ -353,3 +326,6 @@ def test_a_python_process_runs_a_job_inline_again_with_its_edited_file(workspace
     assert done.stdout.count("steps [0, 1]") == 2
     for value in (0.25, 0.75):
         assert done.stdout.count(f"advantage {value}\n") == 2
+    profiled = pstats.Stats(str(profile)).stats.items()
+    own = {name: figures[0] for (file, _, name), figures in profiled if file.endswith("own.py")}
+    assert own["told"] == 2, "two steps; the second version of the file stands in the place of the first"

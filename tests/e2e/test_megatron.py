@@ -1,4 +1,4 @@
-"""Whole jobs on Megatron-Core, on a CPU: stages and tensor ranks outlive the death of one of them."""
+"""Whole jobs on Megatron-Core, on a CPU: stages outlive the death of one of them."""
 
 import pytest
 from safetensors.torch import load_file
@@ -11,10 +11,7 @@ pytest.importorskip("megatron.core", reason="no Megatron-Core")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [{"pipeline": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.nightly)], ids=str
-)
-def test_a_job_on_ranks_of_megatron_outlives_each_of_them(tmp_path, sizes):
+def test_a_job_on_ranks_of_megatron_outlives_each_of_them(tmp_path):
     workspace = make_workspace(tmp_path)
     untie(workspace.folder / "model")
     (workspace.folder / "on_cpu.py").write_text(ON_CPU)
@@ -22,7 +19,7 @@ def test_a_job_on_ranks_of_megatron_outlives_each_of_them(tmp_path, sizes):
         "staged",
         trainer__backend="on_cpu.py:megatron",
         trainer__ranks=2,
-        trainer__parallel=sizes,
+        trainer__parallel={"pipeline": 2},
         trainer__steps=8,
         trainer__record_batches=False,
         checkpoint={"every_steps": 2, "keep": 2},

@@ -7,6 +7,8 @@ import shutil
 import pytest
 import recipe_runs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):

@@ -1,24 +1,19 @@
 """A recorded job, trained again by the real trainer from nothing but its recording."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import command
+from areal_async.cli.tools import ReplayRequest
+from tests.e2e.conftest import told_by
+from trainer_service.errors import BatchError, TrainerError
+from trainer_service.tools.replay import main as replay
 
 pytestmark = pytest.mark.slow
-
-
-def buffer(*arguments):
-    """`areal-async buffer …` as a user calls it."""
-    words, wide = command("buffer", *arguments), os.environ | {"COLUMNS": "200"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=wide)
 
 
 def same_weights(one, other):
@@ -28,91 +23,86 @@ def same_weights(one, other):
 
 
 @pytest.fixture
-def copied_run(synchronous_run, tmp_path):
+def copied_run(finished, tmp_path):
     """A copy of the run that a test may damage; the copy is moved too, as to another machine."""
-    return shutil.copytree(synchronous_run.folder, tmp_path / "synchronous")
+    return shutil.copytree(finished("synchronous").folder, tmp_path / "synchronous")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("synchronous", marks=pytest.mark.nightly), "asynchronous"])
-def test_a_recorded_run_is_replayed_bit_by_bit_to_the_same_weights(kind, request, tmp_path):
-    run = request.getfixturevalue(f"{kind}_run")
-    done = buffer("replay", run.folder, "--out", tmp_path / "again")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "All steps are bit by bit as recorded: losses, gradient norms and weights." in done.stdout
+@pytest.fixture
+def replayed(capsys):
+    """Replay in this process, where torch is loaded already: the numbers of the steps, and the last line."""
+    threads = torch.get_num_threads()
+
+    def lines(run, error=None, **given):
+        given = {key: str(value) if key == "out" else value for key, value in given.items()}
+        request = ReplayRequest(run=str(run), **given)
+        if error is None:
+            replay(request)
+        else:
+            with pytest.raises((BatchError, TrainerError), match=error):
+                replay(request)
+        return [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+    yield lines
+    torch.set_num_threads(threads)
+
+
+def steps_of(lines):
+    return [line.split()[0] for line in lines if "  gradient norm " in line]
+
+
+def test_a_recorded_run_is_replayed_bit_by_bit_to_the_same_weights(finished, tmp_path):
+    run = finished("plain")
+    told = told_by("buffer", "replay", run.folder, "--out", tmp_path / "again")
+    assert "All steps are bit by bit as recorded: losses, gradient norms and weights." in told
     assert len({step["weights_hash"] for step in run.records("step")}) == 10, "every step makes other weights"
-    assert same_weights(run.folder / "model", tmp_path / "again" / kind / "model")
+    assert same_weights(run.folder / "model", tmp_path / "again" / "plain" / "model")
 
 
-@pytest.mark.nightly
-def test_a_part_of_a_run_is_replayed_from_the_checkpoint_before_it(copied_run, tmp_path):
+def test_a_part_of_a_run_is_replayed_from_the_checkpoint_before_it(copied_run, replayed, tmp_path):
     file = tmp_path / "batches.parquet"
-    assert buffer("export", copied_run, file, "--batches", "--steps", "3:6").returncode == 0
+    told_by("buffer", "export", copied_run, file, "--batches", "--steps", "3:6")
     assert pq.read_metadata(file).num_rows == 3 * 32
-    done = buffer("replay", copied_run, "--steps", "3:6", "--out", tmp_path / "part")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "From the checkpoint of step 3." in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == ["3", "4", "5"]
+    lines = replayed(copied_run, steps="3:6", out=tmp_path / "part")
+    assert lines[0] == "From the checkpoint of step 3."
+    assert steps_of(lines) == ["3", "4", "5"]
+    assert "All steps are bit by bit as recorded: losses, gradient norms and weights." in lines
     assert (tmp_path / "part" / "synchronous" / "model" / "config.json").exists()
 
 
-def test_a_changed_byte_in_the_recording_ends_the_replay_at_its_step(copied_run):
+def test_a_changed_byte_in_the_recording_ends_the_replay_at_its_step(copied_run, replayed):
     path = copied_run / "batches" / "step-000002" / "episodes-0.bin"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    done = buffer("replay", copied_run)
-    assert done.returncode == 1
-    assert "the recording of step 2 is damaged: episode" in done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
+    assert steps_of(replayed(copied_run, "the recording of step 2 is damaged: episode")) == ["0", "1"]
 
 
-def test_a_recording_that_the_trainer_does_not_reproduce_is_an_error_that_names_step_and_field(copied_run):
+def test_a_recording_that_the_trainer_does_not_reproduce_is_an_error_that_names_step_and_field(
+    copied_run, replayed
+):
     log = copied_run / "metrics.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
     for record in records:
         if record["kind"] == "step" and record["step"] == 1:
             record["weights_hash"] = "blake3:0000"
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = buffer("replay", copied_run)
-    assert done.returncode == 1
-    assert "step 1 differs first, in weights: 0000 is recorded" in done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
+    lines = replayed(copied_run, "step 1 differs first, in weights: 0000 is recorded")
+    assert steps_of(lines) == ["0", "1"]
 
 
-@pytest.mark.nightly
-def test_another_learning_rate_is_tried_on_the_recorded_batches_and_its_differences_reported(synchronous_run):
-    done = buffer("replay", synchronous_run.folder, "trainer.optimizer.lr=2e-3", "--steps", ":3")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 3 steps differ." in done.stdout
-    first, second = done.stdout.splitlines()[:2]
+def test_another_learning_rate_is_tried_on_the_recorded_batches_and_its_differences_reported(
+    finished, replayed
+):
+    run = finished("synchronous").folder
+    first, second, _, last = replayed(run, overrides=["trainer.optimizer.lr=2e-3"], steps=":3")
+    assert last == "3 of 3 steps differ."
     assert "  weights: " in first, "the loss before the first update does not know the rate"
     assert "  losses[0]: " in second
 
 
-def test_a_finished_run_can_be_looked_at(synchronous_run):
-    done = buffer("stats", synchronous_run.folder, "--json")
-    assert done.returncode == 0, done.stderr
-    stats = json.loads(done.stdout)["stats"]["policies"]["policy"]
+def test_a_finished_run_can_be_looked_at(finished):
+    run = finished("synchronous").folder
+    stats = json.loads(told_by("buffer", "stats", run, "--json"))["stats"]["policies"]["policy"]
     assert (stats["v_train"], stats["checkpoint"], stats["episodes_trained"]) == (10, 10, 320)
-    done = buffer("peek", synchronous_run.folder)
-    assert done.returncode == 0, done.stderr
-    assert "the buffer holds no group" in done.stdout
-
-
-def test_a_job_that_trains_is_watched_without_its_noticing_and_ctrl_c_ends_it_and_leaves_nothing(
-    workspace, running
-):
-    job_file = workspace.job("watched", trainer__steps=2000, checkpoint__every_steps=20)
-    with running("run", job_file) as job:
-        job.read_until("step=[1-9]")
-        stats = json.loads(buffer("stats", job_file, "--json").stdout)
-        assert stats["alive"]
-        assert stats["stats"]["policies"]["policy"]["trainer_epoch"] == 1
-        listing = buffer("peek", job.folder, "--limit", "3").stdout
-        assert len(listing.splitlines()) >= 2
-        job.wait_for_steps(3)
-        job.process.send_signal(signal.SIGINT)
-        job.end(status=130)
-    for word in ("restart", "Traceback"):
-        assert word not in job.told
-    assert "areal-async resume" in job.told
+    assert "the buffer holds no group" in told_by("buffer", "peek", run)

@@ -1,9 +1,7 @@
 """one_death_is_local: any process is killed while a job runs, and the job completes with nothing lost."""
 
 import json
-import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -12,37 +10,34 @@ from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
 from tests.chaos.history import check
 from tests.chaos.job import promise_of
-from tests.processes import processes_of
+from tests.e2e.kinds import TOUGH
 from tests.scrape import fetch_samples
 
 pytestmark = pytest.mark.slow
 
-TOUGH = {"ready_s": 600, "restarts": 10, "first_pause_s": 0.1}
-WATCHED = {"metrics_port": 0, "event_log": True, "stall_s": 3}
 
-
-def tough_job(workspace, name, steps, **changes):
-    checkpoint = {"every_steps": 6, "keep": 2}
-    settings = {"checkpoint": checkpoint, "observe": WATCHED, "supervisor": TOUGH}
-    return workspace.job(name, trainer__steps=steps, **settings, **changes)
-
-
-def end_of_trained_once(job, job_file):
-    """The summary of the job once it has ended: its history keeps every promise."""
-    summary = job.end().summary
-    config = load_job(job_file)
-    assert check(read_events(job.folder), promise_of(config)).violations == []
-    assert summary["steps"] == config.trainer.steps
-    assert summary["episodes_trained"] == config.trainer.steps * 8 * 4
-    assert summary["max_staleness_seen"] <= 4
-    return summary
+def assert_trained_once(run, config):
+    """The history of a finished job keeps every promise."""
+    assert check(read_events(run.folder), promise_of(config)).violations == []
+    assert run.summary["steps"] == config.trainer.steps
+    assert run.summary["episodes_trained"] == config.trainer.steps * 8 * 4
+    assert run.summary["max_staleness_seen"] <= 4
 
 
 @pytest.mark.nightly
 def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whichever_it_is(workspace, running):
     """Each is stopped for longer than a lease lives, as a stall has its name only after three seconds; then
     each is killed."""
-    job_file = tough_job(workspace, "survivor", 48, evaluated=True, policy="alice", buffer__lease_s=2)
+    job_file = workspace.job(
+        "stopped-and-killed",
+        evaluated=True,
+        policy="alice",
+        buffer__lease_s=2,
+        trainer__steps=48,
+        checkpoint={"every_steps": 6, "keep": 2},
+        observe={"metrics_port": 0, "event_log": True, "stall_s": 3},
+        supervisor=TOUGH,
+    )
     with running("run", job_file) as job:
         job.wait_for(lambda: bool(job.steps()), "a step", 200)
         for name, (edge, words) in EDGES.items():
@@ -55,7 +50,9 @@ def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whicheve
         for name in ("rollout-0", "reward", "buffer", "redis", "trainer", "evaluator"):
             job.service(name).kill()
             job.wait_for_steps(2, 200)
-        summary = end_of_trained_once(job, job_file)
+        run = job.end()
+    assert_trained_once(run, load_job(job_file))
+    summary = run.summary
     versions = [event for event in read_events(job.folder) if {"epoch", "trainer_epoch"} & event.keys()]
     versions += [record for record in read_run_log(job.folder / "metrics.jsonl") if "epoch" in record]
     assert {each.get("policy") for each in versions} == {"alice"}
@@ -66,40 +63,22 @@ def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whicheve
     assert {edge for edge, _ in EDGES.values()} <= stalls
 
 
-def test_a_job_whose_supervisor_was_killed_is_resumed(workspace, running):
-    job_file = tough_job(workspace, "resumed", 20)
-    with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 8, "step 8", 200)
-        os.kill(job.process.pid, signal.SIGKILL)
-        first = job.record
-    with running("resume", job_file) as job:
-        summary = end_of_trained_once(job, job_file)
-    assert processes_of(first["run_id"]) == []
-    assert not any(Path(first[name]).exists() for name in ("socket_dir", "shm_dir"))
-    assert summary["resumes"] == 1
-    restored = job.events("restored")[-1]["step"]
-    assert restored >= 6
-    again = [event for event in job.events("published") if event["epoch"] == 2]
+def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(finished):
+    run = finished("survivor")
+    told = run.observed["told"]
+    assert "death number 2" in told
+    assert f"areal-async resume {run.folder}" in " ".join(told.split())
+    assert "Traceback" not in told
+
+
+def test_a_job_that_ended_by_deaths_is_resumed_from_its_checkpoint(finished):
+    run = finished("survivor")
+    config = load_job(run.workspace.folder / "survivor.yaml")
+    assert_trained_once(run, config)
+    assert run.summary["resumes"] == 1
+    assert run.events("restored")[-1]["step"] >= 6
+    again = [event for event in run.events("published") if event["epoch"] == 2]
     assert again[0]["same_as"] == [1], "the checkpoint's own version"
-    with running("resume", job_file) as again:
-        assert "is finished" in again.read_all()
-        assert again.process.wait(300) == 2
-
-
-def test_a_service_that_keeps_dying_ends_the_job_with_a_message_that_names_it(workspace, running):
-    job_file = workspace.job(
-        "frail", trainer__steps=1000, checkpoint__every_steps=100, supervisor=TOUGH | {"restarts": 1}
-    )
-    with running("run", job_file) as job:
-        job.read_until("step=[1-9]")
-        job.service("rollout-0").kill()
-        job.read_until("rollout-0 was killed by SIGKILL; it is started again")
-        job.wait_for_steps(8)
-        job.service("rollout-0").kill()
-        job.end(status=1)
-    assert "death number 2" in job.told
-    assert f"areal-async resume {job.folder}" in " ".join(job.told.split())
-    assert "Traceback" not in job.told
 
 
 EDGES = {

@@ -41,9 +41,19 @@ def refused(folder, *overrides):
     return " ".join(result.output.split())
 
 
-def test_a_job_whose_files_work_is_valid(folder):
-    result = validate(folder)
+UNMARKED = "def close(given):\n    return 1.0\n"
+MARKED = f"from reward_service.sdk import reward\n\n@reward\n{UNMARKED}\n"
+
+
+def test_a_job_whose_files_work_is_valid_whatever_its_reward_prints_and_drawing_by_priority_is_warned_of(
+    folder,
+):
+    leaves = "print('hello')\nimport threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    (folder / "mine.py").write_text(leaves + MARKED)
+    result = validate(folder, "reward.name=mine.py:close", "buffer.sampling=priority")
     assert result.exit_code == 0, result.output
+    warning = "warning: buffer.sampling: `priority` learned more slowly"
+    assert warning in result.output.replace("\n", " ")
 
 
 def lose_a_shard(folder):
@@ -102,11 +112,37 @@ SPOILT = {
 }
 
 
+OWN = "reward.name=mine.py:close"
+INSIDE = "reward={name: weighted, args: {parts: [{name: math}, {name: 'mine.py:close'}]}, timeout_s: 10}"
+REWARDS = {
+    "another width": (OWN, UNMARKED, "is not marked. Put `@reward`"),
+    "long tools": (OWN, f"import no_such_module\n{MARKED}", "No module named 'no_such_module'"),
+    "long prompts": (OWN, f"{MARKED}raise SystemExit(0)\n", "SystemExit"),
+    "characters": (OWN, f"{MARKED}import os\nos._exit(3)\n", "its process ended with 3"),
+    "tokens": (INSIDE, UNMARKED, "is not marked"),
+}
+"""By kind of spoilt files: a reward that cannot be loaded either."""
+STOPS = {
+    "rollout.sampling.stop=['XYZ']": "rollout.sampling.stop.0: the model's tokenizer knows nothing of 'XYZ'",
+    "evaluation.sampling.stop=['=', '?!']": (
+        "evaluation.sampling.stop.1: the model's tokenizer knows nothing of '?!'"
+    ),
+}
+"""Stop texts that the model cannot write, and what is said of them."""
+
+
 @pytest.mark.parametrize("kind", SPOILT)
-def test_files_that_would_fail_a_run_are_found(folder, kind):
+def test_files_that_would_fail_a_run_are_found_together_with_rewards_and_stop_texts(folder, kind):
     spoil, words = SPOILT[kind]
     spoil(folder)
-    said = refused(folder)
+    overrides = []
+    if kind in REWARDS:
+        reward, source, said_of_it = REWARDS[kind]
+        (folder / "mine.py").write_text(source)
+        overrides, words = [reward], [*words, "reward.name", said_of_it]
+    if kind == "tokens":
+        overrides, words = [*overrides, *STOPS], [*words, *STOPS.values()]
+    said = refused(folder, *overrides)
     assert [text for text in words if text not in said] == []
 
 
@@ -143,41 +179,6 @@ def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder):
     assert "code that comes with a model is never run" in refused(folder, "rollout.trust_remote_code=true")
 
 
-UNMARKED = "def close(given):\n    return 1.0\n"
-MARKED = f"from reward_service.sdk import reward\n\n@reward\n{UNMARKED}\n"
-REWARDS = {
-    "not marked": (UNMARKED, "is not marked. Put `@reward`"),
-    "an import that is missing": (
-        "import no_such_module_anywhere\n" + MARKED,
-        "No module named 'no_such_module_anywhere'",
-    ),
-    "an exit": (MARKED + "raise SystemExit(0)\n", "SystemExit"),
-    "the end of its process": (MARKED + "import os\nos._exit(3)\n", "its process ended with 3"),
-}
-
-
-@pytest.mark.parametrize("kind", REWARDS)
-def test_a_reward_that_cannot_be_loaded_is_found(folder, kind):
-    source, words = REWARDS[kind]
-    (folder / "mine.py").write_text(source)
-    said = refused(folder, "reward.name=mine.py:close")
-    assert "reward.name" in said
-    assert words in said
-
-
-def test_a_reward_inside_another_is_loaded_too(folder):
-    (folder / "mine.py").write_text(UNMARKED)
-    parts = "reward={name: weighted, args: {parts: [{name: math}, {name: 'mine.py:close'}]}, timeout_s: 10}"
-    assert "is not marked" in refused(folder, parts)
-
-
-def test_a_reward_that_prints_and_leaves_a_thread_behind_is_valid(folder):
-    leaves = "print('hello')\nimport threading\nthreading.Thread(target=threading.Event().wait).start()\n"
-    (folder / "mine.py").write_text(leaves + MARKED)
-    result = validate(folder, "reward.name=mine.py:close")
-    assert result.exit_code == 0, result.output
-
-
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_an_engine_without_its_environment_is_found_and_leaves_nothing_behind(folder, engine, monkeypatch):
     monkeypatch.setenv("AREAL_ASYNC_ENGINES", str(folder / "nowhere"))
@@ -212,15 +213,3 @@ def test_a_name_in_the_hub_gets_a_hint_how_to_fetch_it(folder, monkeypatch):
     said = refused(folder, "model=Qwen/Qwen3-0.6B", "tasks.train=openai/gsm8k")
     assert "`hf download Qwen/Qwen3-0.6B`" in said
     assert "`hf download openai/gsm8k --repo-type dataset`" in said
-
-
-def test_a_stop_text_that_the_model_cannot_write_is_found(folder):
-    said = refused(folder, "rollout.sampling.stop=['XYZ']", "evaluation.sampling.stop=['=', '?!']")
-    assert "rollout.sampling.stop.0: the model's tokenizer knows nothing of 'XYZ'" in said
-    assert "evaluation.sampling.stop.1: the model's tokenizer knows nothing of '?!'" in said
-
-
-def test_drawing_by_priority_is_warned_of(folder):
-    assert "warning: buffer.sampling: `priority` learned more slowly" in validate(
-        folder, "buffer.sampling=priority"
-    ).output.replace("\n", " ")

@@ -148,9 +148,9 @@ def test_ranks_on_two_hosts_train_and_publish_what_one_host_does(one_host, two_h
     ("lost", "step"),
     [
         (["near/run", "far/run"], 5),
-        pytest.param(["near", "far"], 4, marks=pytest.mark.nightly),
+        (["near", "far"], 4),
         (["near/run", "far"], 4),
-        pytest.param(["near", "far/run"], 4, marks=pytest.mark.nightly),
+        (["near", "far/run"], 4),
     ],
     ids=["processes", "both hosts", "the other host", "the first host"],
 )

@@ -1,18 +1,15 @@
-"""A real Prometheus scrapes a real run, a stand-in that serves every series, and one whose figures are bad:
-each query has data, and each alert fires."""
+"""A Prometheus that scrapes a running job, a stand-in that serves every declared series, and a job whose
+figures are bad."""
 
-import contextlib
 import json
 import re
-import shutil
-import signal
 import subprocess
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import contextmanager
 
-import pytest
 from hostile_http import free_port, until
 from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -20,39 +17,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from areal_async.dashboards.files import write_files
 from areal_async.rpc.endpoints import LOOPBACK
-from tests.panels import Asked, declared, panel_queries, rules, uses
+from tests.panels import Asked, declared
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("prometheus"), reason="needs the Debian package prometheus"),
-]
-
-REWARD = """
-import random
-
-from reward_service.sdk import RewardInput, Score, reward
-
-
-@reward
-def parts(given: RewardInput) -> Score:
-    if random.random() < 0.02:
-        raise ValueError("now and then")
-    ones = given.response.count("1") / max(1, len(given.response))
-    return Score(ones, {"ones": ones, "twos": given.response.count("2") / 32})
-"""
-"""Its verdicts have components, and some are errors."""
-RUN = {
-    "rollout__autoscale": {"max": 2},
-    "buffer__batch_groups": 4,
-    "reward": {"name": "parts.py:parts", "on_error": {"then": "mask"}},
-    "trainer__objective": {"prox": "reuse", "kl": {"coefficient": 1e-3}},
-    "trainer__steps": 5000,
-    "checkpoint": {"every_steps": 10, "keep": 1},
-    "evaluation": {"every_steps": 2, "sampling": {"temperature": 0.0, "max_new_tokens": 8}},
-    "observe": {"metrics_port": 0, "stall_s": 0.2},
-    "placement": {"pretend": {"rollout-0": "host-1"}},
-}
-"""Weights go to another host, there is a reference, and the number of workers may change."""
 NOT_IN_THIS_RUN = {
     "areal_controller_failures_total": "no controller started it",
     "areal_controller_jobs": "no controller started it",
@@ -79,7 +45,6 @@ ONLY_IN_TROUBLE = {
     "areal_weights_waits": "nothing comes for a while",
 }
 """Series that a run has only while something is wrong: on a slow machine this one may or may not."""
-DATA_S = 120.0
 
 
 class Everything(Collector):
@@ -141,11 +106,11 @@ def counter(name, value, **labels):
     return family
 
 
-@pytest.fixture(scope="module")
-def prometheus(tmp_path_factory, workspace):
-    """Its port; it scrapes and evaluates each second, and no alert waits. Each
-    stand-in is a job of its own."""
-    folder, port, runs = tmp_path_factory.mktemp("dashboards"), free_port(), workspace.folder / "runs"
+@contextmanager
+def scraped(folder, runs):
+    """Run Prometheus on the run folder `runs` and give its port; it scrapes and evaluates each second, and no
+    alert waits. Each stand-in is a job of its own."""
+    port = free_port()
     write_files(folder, [runs], "")
     config = folder / "prometheus.yaml"
     config.write_text(re.sub(r"(interval|timeout): \d+s", r"\1: 1s", config.read_text()))
@@ -199,47 +164,6 @@ def has_data(port, query: Asked, job: str) -> bool:
     text, now_s = query.expression.replace('job=~".*"', f'job="{job}"'), time.time()
     found = ask(port, "query_range", query=text, start=now_s - 600, end=now_s, step=1)["result"]
     return any(series["metric"].get("job") == job for series in found)
-
-
-def test_every_query_and_recording_rule_has_data_of_a_real_run(prometheus, workspace, running):
-    """What this run does not have is shown of a stand-in with the series that the product declares."""
-    (workspace.folder / "parts.py").write_text(REWARD, encoding="utf-8")
-    recorded = [Asked(rule["record"], rule["record"] + '{job=~".*"}') for rule in rules("recording")]
-    queries = [*panel_queries(), *recorded]
-    names = {query: {name for name, _ in uses(query.expression).series} for query in queries}
-    impossible = [query for query in queries if names[query] & NOT_IN_THIS_RUN.keys()]
-    troubles = [query for query in queries if names[query] & ONLY_IN_TROUBLE.keys()]
-    excused = {name for query in impossible + troubles for name in names[query]}
-    assert {*NOT_IN_THIS_RUN, *ONLY_IN_TROUBLE} - excused == set(), "nothing asks for them"
-    left = [query for query in queries if query not in impossible + troubles]
-
-    def all_have_data():
-        while left and has_data(prometheus, left[-1], "watched"):
-            left.pop()
-        return not left
-
-    with running("run", workspace.job("watched", evaluated=True, **RUN)) as job:
-        job.wait_for_steps(1)
-        job.service("reward").kill()
-        with contextlib.suppress(TimeoutError):
-            until(all_have_data, "data", DATA_S)
-        assert [query.where for query in left if not has_data(prometheus, query, "watched")] == []
-        job.process.send_signal(signal.SIGINT)
-        job.end(status=130)
-    assert [query.where for query in impossible if has_data(prometheus, query, "watched")] == []
-    unheard = [
-        query.where for query in impossible + troubles if not has_data(prometheus, query, "everything")
-    ]
-    assert unheard == []
-
-
-def test_every_alert_fires_and_says_of_which_job(prometheus):
-    wanted = {rule["alert"] for rule in rules("alerts")}
-    until(lambda: {alert["labels"]["alertname"] for alert in firing(prometheus)} == wanted, "alerts", 60.0)
-    for alert in firing(prometheus):
-        told = " ".join(alert["annotations"].values())
-        assert "<" not in told
-        assert "bad" in told
 
 
 def firing(port):

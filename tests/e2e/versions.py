@@ -1,10 +1,9 @@
-"""Every token's log-prob, recomputed with the weights its version names, is what was recorded."""
+"""Comparison of each recorded log-prob with the log-prob under the weights that the unit's version names."""
 
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from areal_async.trajectory import unpack
 from trainer_service.data.recording import read_step
 
-pytestmark = pytest.mark.slow
+torch.set_num_threads(1)  # the models are tiny: several threads only wait for one another
 
 
 @cache
@@ -37,7 +36,7 @@ def recomputed_logprobs(model, episode):
 
 @dataclass
 class Spans:
-    """What the spans of one version of recorded episodes say, beside what the weights of that version do."""
+    """Recorded log-probs of the spans of one version, compared with recomputed ones."""
 
     worst: float = 0.0
     """Largest gap between a recorded log-prob and that of the weights that its version names."""
@@ -65,10 +64,3 @@ def spans_of(run, steps, most=None):
                 found.worst = max(found.worst, gap[span].max())
                 found.wrong = max(found.wrong, gap[sampled & ~span].max(initial=0))
     return found
-
-
-def test_versions_are_true_for_every_span_of_episodes_that_span_weight_updates(long_episodes_run):
-    found = spans_of(long_episodes_run, 5)
-    assert found.worst < 1e-4
-    assert found.several >= 20, "the run was meant to update weights in mid-generation"
-    assert found.wrong > 1e-3, "the versions must differ enough for a wrong stamp to show"
