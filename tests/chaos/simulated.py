@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
+from areal_async.launch.lifecycle import Action, Lifecycle, Phase
 from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.topology import Role, ServicePlace
 from replay_buffer.ledger.batching import batch_wait, lease_wait
 from replay_buffer.ledger.rules import ConsumerRules, Rules
-from tests.chaos.simulated_judge import Broken, Judge
+from tests.chaos.simulated_judge import Judge
 from tests.chaos.simulated_processes import Buffer, Process, Reward, Saved, Trainer, Worker, Weights
 
 LATENCY_MS = 1
@@ -110,6 +111,7 @@ class World:
         self.now_ms = 1_000
         self.messages = 0
         self.kills: tuple[Kill, ...] = ()
+        self.redone = 0  # Steps trained again after a checkpoint
         self.finished: frozenset[str] = frozenset()
         self.disk: dict[str, Saved] = {}
         self.memory: dict[str, Saved] = {}
@@ -153,6 +155,19 @@ class World:
         if process.alive and life in (process.life, ANY):
             getattr(process, method)(*args)
 
+    def go_on_for(self, messages: int) -> None:
+        """Let so many more messages be delivered, and all else that comes before the next."""
+        until = self.messages + messages
+        while not self.done and not (self.messages >= until and self.message_is_next):
+            self.guarded_step()
+
+    def guarded_step(self) -> None:
+        """`step`, whose errors name the kills that led to them."""
+        try:
+            self.step()
+        except AssertionError as error:
+            raise type(error)(f"{self.told()}: {error}") from error
+
     @property
     def message_is_next(self) -> bool:
         """Whether the next event is the delivery of a message."""
@@ -165,7 +180,7 @@ class World:
         while not self.done:
             if self.now_ms > until_ms or self.messages > most:
                 raise Stalled(f"{self.told()}: {self.starving()}")
-            self.step()
+            self.guarded_step()
         self.judge.end(self)
         return self
 
@@ -259,7 +274,7 @@ class World:
             self._act(lifecycle.exited(args[0], -9, now_s))
         self._act(lifecycle.tick(now_s))
         if lifecycle.ending is not None:
-            raise Stalled(f"{self.told()}: the supervisor ends the run: {lifecycle.ending}")
+            raise Stalled(f"the supervisor ends the run: {lifecycle.ending}")
         for state in lifecycle.states.values():
             if event != "tick" and state.phase is Phase.RESTARTING and state.restart_s > now_s:
                 self.after(round(1000 * (state.restart_s - now_s)) + 1, SUPERVISOR, self._life, "tick")
@@ -298,21 +313,69 @@ class World:
         return new
 
 
-ANY = -1
-MESSAGES = frozenset({"requested", "replied"})
-
-
-def replay(setting: Setting, kills: tuple[Kill, ...] | list[Kill] = ()) -> World:
+def replay(setting: Setting, kills: Sequence[Kill] = ()) -> World:
     """Run a job and deliver `kills`, as `World.told` names them. Raises `Broken`, `Stalled`."""
-    world, due = World(setting), list(kills)
-    while due:
-        if world.done:
-            return world
-        if world.messages >= due[0][0] and (world.message_is_next or world.messages > due[0][0]):
-            world.kill(due.pop(0)[1])
-        else:
+    world = World(setting)
+    for messages, role in kills:
+        while not world.done and not (world.messages >= messages and world.message_is_next):
             world.step()
+        if not world.done:
+            world.kill(role)
     return world.run()
 
 
-__all__ = ["Broken", "Ending", "Setting", "Stalled", "World", "replay"]
+@dataclass
+class Tally:
+    """What some kill sequences came to."""
+
+    sequences: int = 0
+    kills: int = 0
+    messages: int = 0
+    """Messages delivered after the kills."""
+    redone: int = 0
+    """Steps that were trained again."""
+    longest_ms: int = 0
+    """Most simulated time that a sequence added, for each of its kills."""
+    most_messages: int = 0
+
+    def count(self, world: World, *, since: int, base: World) -> None:
+        deaths = len(world.kills)
+        self.sequences += 1
+        self.kills += deaths
+        self.messages += world.messages - since
+        self.redone += world.redone
+        self.longest_ms = max(self.longest_ms, (world.now_ms - base.now_ms) // deaths)
+        self.most_messages = max(self.most_messages, (world.messages - base.messages) // deaths)
+
+
+def explore(setting: Setting, *, seed: int = 0, several: int = 0, every: int = 1) -> Tally:
+    """Kill each role at every message (or every `every`-th) of a job and run each of these to its end; and at
+    each of those messages begin `several` sequences of two to four kills, drawn from `seed`, in which processes
+    may also stand still. Raises `Broken`, `Stalled`."""
+    tally, rng, roles = Tally(), random.Random(seed), setting.roles()
+    base, world = World(setting).run(), World(setting)
+    boundary = 0
+    while not world.done:
+        if world.message_is_next:
+            boundary += 1
+            alone = [[role] for role in roles if world.can_kill(role)] if boundary % every == 0 else []
+            drawn = several if boundary % every == 0 else 0
+            more = [rng.choices([*roles, *map(STOP.__add__, roles[:-1])], k=rng.randint(2, 4)) for _ in range(drawn)]
+            for kills in (*alone, *more):
+                child = world.copy()
+                since = child.messages
+                for number, role in enumerate(kills):
+                    if number:
+                        child.go_on_for(rng.choice(GAPS))
+                    if not child.done and child.can_kill(role):
+                        child.kill(role)
+                if child.kills:
+                    tally.count(child.run(), since=since, base=base)
+        world.step()
+    return tally
+
+
+ANY = -1
+MESSAGES = frozenset({"requested", "replied"})
+GAPS = (1, 1, 2, 3, 5, 8, 13, 21, 34, 55)
+"""Messages between two kills of a sequence."""

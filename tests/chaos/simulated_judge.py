@@ -134,6 +134,7 @@ class Judge:
                 self._episode(trainer, step, batch.lowest_version, episode)
                 if episode.sample not in blobs.get(group.group_id, ()):
                     self.fails(f"the bytes of {episode.episode_id} are freed before a checkpoint covers it")
+        world.redone += (policy, step) in self.given
         before = self.given.get((policy, step), ids)
         lost = [id_ for id_ in before if id_ not in ids]
         if not lost and before != ids:
@@ -180,7 +181,8 @@ class Judge:
                 self.fails(f"{policy} ends with the checkpoint of step {saved.step}")
             for group_id in mine:
                 state = self._state(held, group_id, policy)
-                if state != GroupState.COMMITTED:
+                may_be_used = self.max_reuse > 1 and group_id in held and held[group_id].training[policy].steps
+                if state != GroupState.COMMITTED and not may_be_used:
                     self.fails(f"{group_id} is in the last checkpoint of {policy}, and {state.name}")
         if wrong := {id_ for id_, how in self.ended.items() if (id_ in trained) != (how == "committed")}:
             self.fails(f"{wrong} did not end as the checkpoints say")
