@@ -39,6 +39,7 @@ START_MS: Mapping[str, int] = {"buffer": 60, "reward": 50, "rollout": 90, "train
 PATIENCE_MS = 15_000
 """Most time that the whole job, and then each death, may cost a job that needs a second."""
 PATIENCE_MESSAGES = 1500
+MOST_DEADLINES = 1000
 RESTARTS = RestartPolicy(limit=1000, first_pause_s=0.02, longest_pause_s=0.2)
 SUPERVISOR = "supervisor"
 STOP = "stop "
@@ -120,6 +121,7 @@ class World:
         self.judge = Judge(setting)
         self._events: list[tuple[int, int, str, int, str, tuple[Any, ...]]] = []
         self._serial = 0
+        self._deadlines = 0  # Deadlines in a row, without another event
         self._lifecycle = self._new_lifecycle()
         self.processes: dict[str, Process] = {place.name: self._made(place) for place in setting.places()}
         self._act(self._lifecycle.begin(self._now_s))
@@ -137,8 +139,12 @@ class World:
         assert isinstance(buffer, Buffer)
         if (due_ms := buffer.due_ms) is not None and due_ms <= at_ms:
             self.now_ms = max(self.now_ms, due_ms)
+            self._deadlines += 1
+            if self._deadlines > MOST_DEADLINES:
+                raise Stalled("what is due never ends")
             buffer.deadline()
             return
+        self._deadlines = 0
         heapq.heappop(self._events)
         self.now_ms = at_ms
         if name == SUPERVISOR:
