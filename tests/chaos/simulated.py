@@ -134,6 +134,8 @@ class World:
 
     def step(self) -> None:
         """Let the next event happen. Raises `Broken`, `Stalled`."""
+        if not self._events:
+            raise Stalled(f"nobody does anything any more: {self.starving()}")
         at_ms, serial, name, life, method, args = self._events[0]
         buffer = self.processes["buffer"]
         assert isinstance(buffer, Buffer)
@@ -177,7 +179,7 @@ class World:
     @property
     def message_is_next(self) -> bool:
         """Whether the next event is the delivery of a message."""
-        return self._events[0][4] in MESSAGES
+        return bool(self._events) and self._events[0][4] in MESSAGES
 
     def run(self) -> World:
         """Run to the end of the job. Raises `Broken`, and `Stalled` when it does not come in time."""
@@ -366,7 +368,8 @@ def explore(setting: Setting, *, seed: int = 0, several: int = 0, every: int = 1
             boundary += 1
             alone = [[role] for role in roles if world.can_kill(role)] if boundary % every == 0 else []
             drawn = several if boundary % every == 0 else 0
-            more = [rng.choices([*roles, *map(STOP.__add__, roles[:-1])], k=rng.randint(2, 4)) for _ in range(drawn)]
+            victims = [*roles, *map(STOP.__add__, roles[:-1])]
+            more = [rng.choices(victims, k=rng.randint(2, 4)) for _ in range(drawn)]
             for kills in (*alone, *more):
                 child = world.copy()
                 since = child.messages

@@ -181,7 +181,9 @@ class Judge:
                 self.fails(f"{policy} ends with the checkpoint of step {saved.step}")
             for group_id in mine:
                 state = self._state(held, group_id, policy)
-                may_be_used = self.max_reuse > 1 and group_id in held and held[group_id].training[policy].steps
+                may_be_used = (
+                    self.max_reuse > 1 and group_id in held and held[group_id].training[policy].steps
+                )
                 if state != GroupState.COMMITTED and not may_be_used:
                     self.fails(f"{group_id} is in the last checkpoint of {policy}, and {state.name}")
         if wrong := {id_ for id_, how in self.ended.items() if (id_ in trained) != (how == "committed")}:
