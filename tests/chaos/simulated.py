@@ -1,13 +1,13 @@
 """A job on a simulated clock, each of whose processes may be killed at any message.
 
-Real: every decision of the ledger with the writes that it asks for, the edges that wake who waits, the
-supervisor's `Lifecycle`, and the order in which tags are served. Simulated: time, the network, and the processes
-(`simulated_processes.py`), which follow the protocol of the services and compute nothing. `simulated_judge.py`
-checks the promises of safety; `World.run` checks that the job gets on.
+Real: every decision of the ledger with the writes that it asks for, the edges that wake who waits, and the
+supervisor's `Lifecycle`. Simulated: time, the network, and the processes (`simulated_processes.py`), which
+follow the protocol of the services and compute nothing. `simulated_judge.py` checks the promises of safety;
+`World.run` checks that the job gets on. Redis keeps all that was written.
 
-A message is a request or a reply. A process that dies before a request is delivered has sent it all the same;
-what it does not live to receive is lost. The replies of a dead process are lost with it, and whoever waits for
-one asks again once the process is back.
+A message is a request or a reply. A process that dies before its request is delivered has sent it all the
+same; what it does not live to receive is lost. The replies of a dead process are lost with it, and whoever
+waits for one asks again once the process is back.
 
 A world can be copied in the middle of its run, so kill sequences with the same beginning share its cost.
 """
@@ -28,7 +28,7 @@ from areal_async.runtime.topology import Role, ServicePlace
 from replay_buffer.ledger.batching import batch_wait, lease_wait
 from replay_buffer.ledger.rules import ConsumerRules, Rules
 from tests.chaos.simulated_judge import Judge
-from tests.chaos.simulated_processes import Buffer, Process, Reward, Saved, Trainer, Worker, Weights
+from tests.chaos.simulated_processes import Buffer, Process, Reward, Saved, Trainer, Weights, Worker
 
 LATENCY_MS = 1
 NOTICED_MS = 5
@@ -356,11 +356,13 @@ class Tally:
         self.most_messages = max(self.most_messages, (world.messages - base.messages) // deaths)
 
 
-def explore(setting: Setting, *, seed: int = 0, several: int = 0, every: int = 1) -> Tally:
-    """Kill each role at every message (or every `every`-th) of a job and run each of these to its end; and at
-    each of those messages begin `several` sequences of two to four kills, drawn from `seed`, in which processes
-    may also stand still. Raises `Broken`, `Stalled`."""
-    tally, rng, roles = Tally(), random.Random(seed), setting.roles()
+def explore(
+    setting: Setting, *, seed: int = 0, several: int = 0, every: int = 1, roles: Sequence[str] = ()
+) -> Tally:
+    """Kill each of `roles` (or of all) at every message (or every `every`-th) of a job and run each of these
+    to its end; and at each of those messages begin `several` sequences of two to four kills, drawn from
+    `seed`, in which processes may also stand still. Raises `Broken`, `Stalled`."""
+    tally, rng, roles = Tally(), random.Random(seed), list(roles or setting.roles())
     base, world = World(setting).run(), World(setting)
     boundary = 0
     while not world.done:
@@ -368,7 +370,7 @@ def explore(setting: Setting, *, seed: int = 0, several: int = 0, every: int = 1
             boundary += 1
             alone = [[role] for role in roles if world.can_kill(role)] if boundary % every == 0 else []
             drawn = several if boundary % every == 0 else 0
-            victims = [*roles, *map(STOP.__add__, roles[:-1])]
+            victims = [*roles, *(STOP + role for role in roles if role != SUPERVISOR)]
             more = [rng.choices(victims, k=rng.randint(2, 4)) for _ in range(drawn)]
             for kills in (*alone, *more):
                 child = world.copy()

@@ -51,7 +51,7 @@ SHARE_OF_LEASE = 3  # So many heartbeats come within the life of a lease
 PUBLISH_MS, RECORD_MS, SAVE_MS, LOAD_MS = 8, 3, 20, 6
 
 Weights = tuple[int, ...]
-"""Weights by what made them: one number for each step, so versions of one lineage are prefixes of each other."""
+"""Weights by what made them: a number for each step, so versions of a lineage are prefixes of each other."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Saved:
 
 
 class Process:
-    """One process by its name, through all its lives. An attribute is immutable, or a container of what is."""
+    """One process by its name, through all its lives. Attributes are immutable, or containers of what is."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world

@@ -1,6 +1,6 @@
 """The chaos run and the flood in short: real processes killed at labelled places and at random, malformed
-messages at every socket of a job, and the checker's verdict. One storm of real kills runs every time, beside the
-ten thousand simulated ones of `test_simulated.py`; docs/recovery.md has the long forms."""
+messages at every socket of a job, and the checker's verdict. One storm of real kills runs every time, beside
+the ten thousand simulated sequences of `test_simulated.py`; docs/recovery.md has the long forms."""
 
 import json
 import random
