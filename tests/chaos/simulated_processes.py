@@ -569,7 +569,7 @@ class Trainer(Process):
         if not self.finishing and self.has_trained and not (self.writing and self.due(version)):
             self.has_trained, self.finishing = False, True
             self.later(PUBLISH_MS, "announce", version, True)
-            self.writing = bool(self.due(version))
+            self.writing = self.writing or bool(self.due(version))
             self.next_step = version
             self.ask()
         elif not (self.finishing or self.writing or self.has_trained) and version == self.steps:
