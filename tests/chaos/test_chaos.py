@@ -1,5 +1,6 @@
 """The chaos run and the flood in short: real processes killed at labelled places and at random, malformed
-messages at every socket of a job, and the checker's verdict. docs/recovery.md has the long forms."""
+messages at every socket of a job, and the checker's verdict. One storm of real kills runs every time, beside
+the ten thousand simulated sequences of `test_simulated.py`; docs/recovery.md has the long forms."""
 
 import json
 import random
@@ -43,6 +44,7 @@ def test_trained_effectively_once_and_one_death_is_local_under_chaos(tmp_path):
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.nightly
 def test_of_two_policies_each_keeps_its_promises_whoever_dies(tmp_path):
     rng = random.Random(9)
     storm = Storm(Job(write_duet(tmp_path, "duet", steps=20, seed=9)), limit_s=LIMIT_S, seed=9)
@@ -58,6 +60,7 @@ def test_of_two_policies_each_keeps_its_promises_whoever_dies(tmp_path):
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.nightly
 def test_a_redis_that_lost_the_end_of_its_log_costs_at_most_two_seconds_of_work(tmp_path):
     """With tier `everysec`: detected, queued again, counted, and the job is done all the same."""
     job_file = write_job(tmp_path, "cut", steps=30, seed=6, durability="everysec")
