@@ -11,13 +11,14 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines lint format clean
+.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines mutants lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
 	@echo "make test              set up, then every test but the nightly ones and those of the SGLang and vLLM environments"
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
 	@echo "make test-nightly      the tests that are worth their time once a night"
+	@echo "make mutants           seed each bug of tests/mutants/table.yaml and run the tests that must catch it"
 	@echo "make engines           make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
 	@echo "make test-engines      make them, then run the tests against the real servers"
 	@echo "make recipes-check     train the small size of every recipe (some minutes)"
@@ -100,6 +101,10 @@ test-quick: $(STAMP)
 
 test-nightly: $(STAMP) packages
 	$(BIN)/python -m pytest $(WORKERS) -m "nightly" $(ARGS)
+
+# One at a time, in a copy of the tree: ARGS="--part weights" for a part, ARGS="--only ID" for one row.
+mutants: $(STAMP) packages
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
