@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines flaky lint format clean
+.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines flaky mutants lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
 	@echo "make test-nightly      the tests that are worth their time once a night"
 	@echo "make flaky             tests that failed once and then passed in recent runs, with count and dates"
+	@echo "make mutants           seed each bug of tests/mutants/table.yaml and run the tests that must catch it"
 	@echo "make engines           make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
 	@echo "make test-engines      make them, then run the tests against the real servers"
 	@echo "make recipes-check     train the small size of every recipe (some minutes)"
@@ -104,6 +105,10 @@ test-nightly: $(STAMP) packages
 
 flaky: $(STAMP)
 	@$(BIN)/python -m tests.harness.history
+
+# One at a time, in a copy of the tree: ARGS="--part weights" for a part, ARGS="--only ID" for one row.
+mutants: $(STAMP) packages
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

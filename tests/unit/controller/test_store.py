@@ -1,0 +1,54 @@
+"""The controller's store: what two of its users do at once, and what is refused, leaves no half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_async.controller.resources import Resources
+from areal_async.controller.states import Asked, JobRefused, TurnCame, decide
+from areal_async.controller.store import JobStore, StoredJob
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    made = JobStore(tmp_path / "jobs.sqlite3")
+    yield made
+    made.close()
+
+
+def job(id: int, name: str) -> StoredJob:
+    return StoredJob(id, name, f"key-{id}", 0, 0, 1.0, {}, [], Resources(1))
+
+
+def test_ids_are_given_out_once(store):
+    given = [id for count in (1, 3, 2) for id in store.reserve(count)]
+    store.pass_over(40)
+    given += store.reserve(2)
+    assert len(set(given)) == len(given)
+    assert given[-2:] == [41, 42]
+
+
+def test_of_two_moves_of_one_job_the_second_is_refused(store):
+    store.add([job(1, "sums")])
+    seen = store.get(1)
+    starts, stops = (decide(seen.standing, event, 2.0) for event in (TurnCame(), Asked("stop")))
+    started = store.move(seen, starts, gpus=[3])
+    with pytest.raises(JobRefused, match="changed meanwhile"):
+        store.move(seen, stops)
+    assert store.get(1) == started
+    assert (started.state, started.attempt, started.gpus) == ("STARTING", 1, [3])
+    assert [entry.state for entry in store.history(1)] == ["PENDING", "STARTING"]
+
+
+def test_jobs_are_added_all_or_none(store):
+    store.add([job(1, "sums")])
+    with pytest.raises(JobRefused, match="sums is PENDING already"):
+        store.add([job(2, "other"), job(3, "sums")])
+    with pytest.raises(Exception, match="UNIQUE"):
+        store.add([job(4, "third"), msgspec.structs.replace(job(5, "fourth"), key="key-1")])
+    assert store.ids() == {1}
+    assert store.find("third") is None
