@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from areal_async.launch.preflight import published_bytes
@@ -18,6 +17,8 @@ from trainer_service.tools.plan import tensor_shapes
 @pytest.fixture(params=["one file", "several files"])
 def model(tmp_path, request):
     """A model beside whose weights lie others of the same names and of other ones."""
+    import torch
+
     folder = write_model(tmp_path / "model", seed=3)
     tensors = load_file(folder / "model.safetensors")
     if request.param == "several files":
@@ -36,6 +37,8 @@ def model(tmp_path, request):
 
 
 def test_files_of_another_format_beside_the_weights_confuse_nobody(model):
+    import torch
+
     folder, tensors = model
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert tensor_shapes(folder) == shapes

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -176,13 +174,18 @@ def read_apart(path: Path) -> tuple[str, int]:
     return said, int(peak)
 
 
-def truth(count: int) -> pa.Array:
+def truth(count: int) -> Any:
+    import pyarrow as pa
+
     kind = pa.struct([("style", pa.string()), ("ground_truth", pa.string())])
     return pa.array([{"style": "rule", "ground_truth": "1"}] * count, kind)
 
 
 def repeated_text(path: Path) -> None:
     """A megabyte of text, once in a dictionary and 4,000 times in the rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     prompts = pa.DictionaryArray.from_arrays(pa.array([0] * 4_000, pa.int32()), pa.array(["1" * (1 << 20)]))
     table = pa.table({"prompt": prompts, "reward_model": truth(4_000)})
     pq.write_table(table, path, compression="zstd")
@@ -190,16 +193,25 @@ def repeated_text(path: Path) -> None:
 
 def empty_rows(path: Path) -> None:
     """Twenty million rows of nothing."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     table = pa.table({"prompt": pa.nulls(20_000_000, pa.string())})
     pq.write_table(table, path, compression="zstd")
 
 
 def one_long_text(path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     table = pa.table({"prompt": ["1" * (1 << 29)], "reward_model": truth(1)})
     pq.write_table(table, path, compression="zstd", use_dictionary=False)
 
 
 def one_long_list(path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     lists = pa.LargeListArray.from_arrays([0, 50_000_000], pa.nulls(50_000_000, pa.int8()))
     pq.write_table(pa.table({"prompt": ["1"], "extra_info": lists}), path, compression="zstd")
 
@@ -216,6 +228,9 @@ def test_a_small_parquet_file_may_not_unfold_to_gigabytes(tmp_path, write):
 
 
 def test_a_parquet_file_with_many_equal_prompts_is_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path = tmp_path / "tasks.parquet"
     table = pa.table({"prompt": ["system text " * 100] * 5_000, "reward_model": truth(5_000)})
     pq.write_table(table, path, compression="zstd")
@@ -223,6 +238,9 @@ def test_a_parquet_file_with_many_equal_prompts_is_read(tmp_path):
 
 
 def test_a_column_that_no_task_needs_is_not_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path = tmp_path / "tasks.parquet"
     table = pa.table({"prompt": ["1+1="], "reward_model": truth(1), "response": ["2"], "notes": ["x"]})
     pq.write_table(table, path)

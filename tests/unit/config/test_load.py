@@ -1,7 +1,5 @@
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -61,6 +59,9 @@ def test_exponents_need_no_dot():
 
 
 def test_a_large_task_file_is_checked_by_its_columns(folder):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     def write(name, **row):
         row["notes"] = "x" * (READ_WHOLE_BYTES + 1)
         if name.endswith(".parquet"):

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
@@ -45,6 +43,9 @@ def remove(name: str) -> Callable[[Path], object]:
 
 
 def parquet(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     pq.write_table(pa.table({"question": ["a"]}), folder / "b.parquet")
 
 

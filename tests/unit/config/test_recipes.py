@@ -9,8 +9,6 @@ import subprocess
 import sys
 from itertools import pairwise
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import recipe_plans
 import recipe_runs
@@ -103,6 +101,9 @@ HUB = {  # file -> its rows; the places and columns that these data sets have on
 def hub(tmp_path_factory):
     """A folder with the data sets of the recipes as the hub has them, a few rows each, and a tokenizer for
     the models that count prompts."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     folder = tmp_path_factory.mktemp("hub")
     for place, row in HUB.items():
         path = folder / f"{place}.parquet"

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
@@ -56,6 +55,8 @@ def test_every_file_of_the_folder_works_as_it_is(made):
 
 
 def test_the_tiny_model_takes_a_chat_file_too(made, tmp_path):
+    from transformers import AutoTokenizer
+
     folder, _ = made
     chats = [
         [{"role": "user", "content": f"{n} or 500?"}, {"role": "assistant", "content": str(max(n, 500))}]
@@ -74,6 +75,8 @@ def test_the_tiny_model_takes_a_chat_file_too(made, tmp_path):
 
 
 def test_the_tiny_model_reads_and_writes_every_character_of_a_task(made):
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(made[0] / "base", local_files_only=True)
     text = "Sort 3 words,\n\tdon't (ask): A_b{c}~="
     ids = tokenizer(text)["input_ids"]

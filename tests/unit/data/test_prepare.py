@@ -4,8 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -131,6 +129,9 @@ def test_tools_stay_with_their_rows(write, tmp_path):
 
 
 def test_folders_of_datasets_and_the_hub_are_read_without_that_package(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     table = pa.Table.from_pylist(GSM8K)
     for split, part in (("train", table.slice(0, 30)), ("test", table.slice(30))):
         folder = tmp_path / "saved" / split
@@ -160,6 +161,9 @@ def test_folders_of_datasets_and_the_hub_are_read_without_that_package(tmp_path)
 
 
 def test_a_split_of_the_hub_has_its_whole_name(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     for split in ("train_prefs", "train_gen", "test_prefs"):
         for shard, row in enumerate(GSM8K[:2]):
             name = f"{split}-{shard:05}-of-00002-1a2b3c.parquet"

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -232,6 +231,8 @@ DISK = {"channel": "disk", "channel_args": {"directory": "/shared/snapshots"}}
 )
 def test_shared_memory_is_counted_in_what_is_published(job, monkeypatch, fields, copies):
     """The files are in bfloat16; `copies` of them must fit, and one byte less does not."""
+    import torch
+
     job.model.mkdir()
     tensors = {"a": torch.zeros(64, 8, dtype=torch.bfloat16), "b": torch.zeros(100, dtype=torch.bfloat16)}
     save_file(tensors, job.model / "model.safetensors")
@@ -256,6 +257,8 @@ def test_shared_memory_is_counted_in_what_is_published(job, monkeypatch, fields,
 
 
 def test_more_engines_than_visible_gpus_are_refused_before_the_start(job, monkeypatch):
+    import torch
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     two = changed(job, "rollout", device="cuda", workers=1, replicas=2)
     preflight.check_machine(two, [])

@@ -1,7 +1,6 @@
 """What the quickstart makes before it trains: tasks, tokenizer, model and two job files."""
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.advice import advise
 from areal_async.config.load import load_job
@@ -30,6 +29,8 @@ def test_every_ground_truth_is_the_answer(files):
 
 
 def test_the_tokenizer_gives_one_token_a_character_and_back(files):
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(files / "base")
     text = Sum(12, 34).prompt + "-22"
     ids = tokenizer(text).input_ids
@@ -38,6 +39,8 @@ def test_the_tokenizer_gives_one_token_a_character_and_back(files):
 
 
 def test_split_and_model_are_functions_of_the_seed_and_the_model_covers_the_vocabulary(files, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     assert split_problems(1, 100) == split_problems(1, 100) != split_problems(2, 100)
     prepare(tmp_path, seed=7)
     first, second = (AutoModelForCausalLM.from_pretrained(path / "base") for path in (files, tmp_path))

@@ -4,7 +4,6 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from areal_async.errors import ArealError, PeerGone, RpcTimeout
 from areal_async.rpc.control_messages import ServiceFigures
@@ -52,6 +51,8 @@ async def test_a_service_whose_thread_is_held_up_answers(ctx):
 
 
 def test_torch_computes_with_as_many_threads_as_a_service_was_told(ctx):
+    import torch
+
     board = StatusBoard()
     answer_status(ctx, board)
     before = torch.get_num_threads()

@@ -5,7 +5,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from areal_async.errors import FaultError
 from areal_async.launch.commands import ControlSocket
@@ -145,6 +144,8 @@ SUPERVISED = [{"kind": "sft", "step": i, "loss": 2.0 / (i + 1), "accuracy": 0.01
     ],
 )
 def test_a_page_has_a_panel_for_all_that_was_recorded(tmp_path, records, size):
+    from matplotlib.image import imread
+
     page = imread(draw_curves(records, tmp_path / "curves.png", title="demo", max_staleness=4))
     assert (page.shape[1], page.shape[0]) == size
 
