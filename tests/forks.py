@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -26,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +38,7 @@ from typing import IO, Any
 CLI = "areal_async.cli.main"
 CLEAN_VARIABLE = "AREAL_ASYNC_TEST_CLEAN_STARTS"
 """Set it to start every process cleanly."""
+RANK_SCRIPTS = ("rank", "hosts", "files", "group", "names", "sequence")
 PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -54,6 +57,10 @@ PRELOADED = (
     "trainer_service.main",
     "trainer_service.backends.fsdp.backend",
     "tests.forks",
+    *(
+        f"tests.unit.trainer.{name}_process"
+        for name in ("rank", "hosts", "files", "group", "names", "sequence")
+    ),
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 ROOM = "AREAL_ASYNC_TEST_ROOM"
@@ -95,7 +102,8 @@ def start_fork_server() -> None:
 
 class ForkedCommand:
     """`areal-async` with these arguments, in a session of its own. It has what tests use of `Popen`. Its
-    output goes to the descriptor `output`; None: to the pipe `stdout`."""
+    output goes to the descriptor `output`; None: to the pipe `stdout`. If `output` is a terminal, it is the
+    terminal of the session and the input as well."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None
@@ -162,6 +170,9 @@ def start_command(
 
 def _run_command(arguments: list[str], environment: dict[str, str], output: int, folder: str) -> None:
     os.setsid()
+    if os.isatty(output):
+        os.dup2(output, 0)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

@@ -20,7 +20,8 @@ from areal_async.runtime.events import VARIABLE, read_events
 from areal_async.status.record import read_run_log
 from replay_buffer.ledger.rules import TaskOrder
 from tests.chaos.material import Promise
-from tests.jobs import DUET, command, make_workspace
+from tests.forks import ForkedCommand, start_command
+from tests.jobs import DUET, make_workspace
 
 SERVICES = ("rollout-0", "rollout-1", "reward", "buffer", "trainer", "evaluator")
 ROLES = (*SERVICES, "redis", "supervisor")
@@ -34,7 +35,7 @@ DUET_ROLES = [
 
 def write_job(folder: Path, name: str, *, steps: int, seed: int, durability: str, **changes: Any) -> Path:
     """A job file in `folder`, with a model, tasks and a reward beside it; `changes` as in `Workspace.job`."""
-    pauses = {"window_s": 20, "first_pause_s": 0.1, "longest_pause_s": 0.5}
+    pauses = {"spare_after_s": None, "window_s": 20, "first_pause_s": 0.1, "longest_pause_s": 0.5}
     settings = {
         "rollout__workers": 2,
         "rollout__max_concurrent": 16,
@@ -93,7 +94,7 @@ class Job:
         self.config = load_job(self.job_file)
         self.run_dir = self.config.run_dir / self.config.job
         self.output = self.job_file.with_suffix(".out")
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedCommand | None = None
         self.starts = 0
 
     def start(self) -> None:
@@ -101,14 +102,8 @@ class Job:
         verb = "resume" if self.starts else "run"
         self.starts += 1
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                command(verb, self.job_file, "--plain"),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=os.environ | {VARIABLE: self.failpoints},
-            )
+            arguments = [verb, self.job_file, "--plain"]
+            self.process = start_command(arguments, output.fileno(), **{VARIABLE: self.failpoints})
 
     @property
     def running(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pstats
@@ -11,7 +10,6 @@ import re
 import selectors
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +19,8 @@ import pytest
 
 from areal_async.runtime.topology import Topology
 from tests.e2e.conftest import FinishedRun, told_by
-from tests.jobs import Workspace, command
+from tests.forks import start_command
+from tests.jobs import Workspace
 from tests.processes import processes_of
 from tests.scrape import fetch_samples
 
@@ -98,14 +97,7 @@ class InlineJob:
         self.folder = workspace.folder / "runs" / job_file.stem
         self.workspace = workspace
         self._terminal, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            command(verb, job_file, "--inline", *arguments),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
+        self.process = start_command([verb, job_file, "--inline", *arguments], theirs)
         os.close(theirs)
         self.told = ""
         self._read = 0

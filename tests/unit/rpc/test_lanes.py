@@ -9,6 +9,7 @@ from areal_async.rpc.messages import Claim, Claims, PutAck, PutEpisodes
 from areal_async.rpc.schema import Message
 from areal_async.rpc.server import Answer, Peer
 from tests.unit.rpc.peers import client_of, serving
+from tests.waiting import until
 
 
 def begun(lanes: Lanes[int], count: int) -> list[str]:
@@ -112,8 +113,7 @@ def test_a_full_lane_answers_busy_and_what_comes_again_is_answered(ipc: str) -> 
         puts, lanes = Putting(), {"put": Lane(1, most_running=1, most_waiting=1), "score": Lane(4)}
         async with serving(ipc, puts, lanes=lanes, lane_of=lane_of) as server, client_of(ipc) as worker:
             waiting = [put(worker) for _ in range(5)]
-            await worker.call(Claim("s", 1), timeout_s=60)  # what was sent before it has arrived
-            assert server.counters["busy"] >= 3
+            await until(lambda: server.counters["busy"] >= 3, "three refused calls")
             puts.go.set()
             assert len(await asyncio.gather(*waiting)) == 5
 

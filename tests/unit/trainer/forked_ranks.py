@@ -3,44 +3,18 @@ a rank of a tiny model takes, as a program of its own, is the import of torch an
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
 from started_ranks import start_ranks
 
-SCRIPTS = ("rank", "hosts", "files", "group", "names", "sequence")
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.qwen2.modeling_qwen2",
-        *(f"tests.unit.trainer.{name}_process" for name in SCRIPTS),
-    ]
-)
-
-
-class _Passed:
-    """A descriptor on its way to a fork, where it is a number."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __reduce__(self) -> Any:
-        return _taken, (reduction.DupFd(self._fd),)
-
-
-def _taken(passed: Any) -> int:
-    fd: int = passed.detach()
-    return fd
+from tests.forks import FORKS, PassedFd, start_fork_server
 
 
 class ForkedRank:
@@ -57,8 +31,9 @@ class ForkedRank:
     ) -> None:
         piped = [fd for fd, kind in ((1, stdout), (2, stderr)) if kind is not None]
         self._said = {fd: tempfile.TemporaryFile("w+") for fd in piped}  # noqa: SIM115 - read when it has ended
-        outputs = {fd: _Passed(file.fileno()) for fd, file in self._said.items()}
-        passed = {name: _Passed(fd) for name, fd in given.items()}
+        outputs = {fd: PassedFd(file.fileno()) for fd, file in self._said.items()}
+        passed = {name: PassedFd(fd) for name, fd in given.items()}
+        start_fork_server()
         self._process = FORKS.Process(target=_run, args=(command[1:], dict(environment), passed, outputs))
         self._process.start()
 
