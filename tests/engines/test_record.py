@@ -1,4 +1,4 @@
-"""A recording gives the answers of its server again, in the order that matters, and knows no other request."""
+"""A recording gives the answers of its server again, in the order that matters, and knows nothing else."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,17 +30,14 @@ from rollout_service.engines.http.adapter import (
 from rollout_service.engines.http.client import KEEPALIVE_S
 from rollout_service.engines.vllm.adapter import command, parse_load, variables
 from rollout_service.engines.vllm.messages import (
-    ENDPOINTS,
     Answer,
     generate_body,
     label,
     parse,
-    probe,
     server_seed,
     tag_of,
 )
 from rollout_service.engines.vllm.weights import is_tied, untied
-from tests.unit.rollout.fake_sglang import serving
 
 
 def launched(**settings: Any) -> Launch:
@@ -270,127 +266,3 @@ vllm:generation_tokens_total{engine="0",model_name="policy"} 1.5e+06
 """
     assert parse_load(text) == ServerLoad(5, 0.5, 1_500_000)
     assert parse_load("") == ServerLoad()
-
-
-# --- what a server is asked before it is used ------------------------------------------------------------
-
-OFFERED = [path for paths in ENDPOINTS.values() for path in paths]
-
-
-def answers() -> dict[str, Any]:
-    """Of a server as the engine starts it."""
-    return {
-        "/version": {"version": "0.32.0"},
-        "/openapi.json": {"paths": {path: {} for path in OFFERED}},
-        "/server_info": {
-            "vllm_config": {
-                "model_config": {"logprobs_mode": "processed_logprobs"},
-                "scheduler_config": {"policy": "priority", "enable_chunked_prefill": False},
-                "device_config": {"device": "cpu"},
-            }
-        },
-        "/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]},
-        "/weight_checker": {"checksums": {"dp0:model.embed_tokens.weight": "ab", "dp0:lm_head.weight": "cd"}},
-    }
-
-
-async def asked(content: dict[str, Any], *, max_model_len: int = 64, tied: bool = True) -> str:
-    """What `probe` returns or raises for a server with these answers."""
-
-    async def handle(request: web.Request) -> web.Response:
-        if request.path not in content:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response(content[request.path])
-
-    app = web.Application()
-    app.router.add_route("*", "/{rest:.*}", handle)
-    async with serving(app) as client:
-        return await probe(client, max_model_len=max_model_len, tied=tied)
-
-
-@pytest.mark.parametrize(
-    ("path", "fix"),
-    [
-        ("/pause", "VLLM_SERVER_DEV_MODE=1"),
-        ("/is_paused", "VLLM_SERVER_DEV_MODE=1"),
-        ("/update_weight_version", "VLLM_SERVER_DEV_MODE=1"),
-        ("/collective_rpc", "VLLM_SERVER_DEV_MODE=1"),
-        ("/inference/v1/generate", "--enable-scale-out"),
-    ],
-)
-async def test_a_missing_endpoint_is_named_with_what_switches_it_on(path: str, fix: str) -> None:
-    content = answers()
-    del content["/openapi.json"]["paths"][path]
-    with pytest.raises(EngineError, match=f"{path}: start it with .*{fix}"):
-        await asked(content)
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value", "flag"),
-    [
-        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
-        ("scheduler_config", "policy", "fcfs", "--scheduling-policy priority"),
-        ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
-    ],
-)
-async def test_a_setting_that_would_change_the_answers_is_refused(
-    section: str, name: str, value: object, flag: str
-) -> None:
-    content = answers()
-    content["/server_info"]["vllm_config"][section][name] = value
-    with pytest.raises(EngineError, match=f"{value}.*{flag}"):
-        await asked(content)
-
-
-@pytest.mark.parametrize(
-    ("section", "told", "flag"),
-    [
-        ("parallel_config", {"enable_eplb": True}, "--enable-eplb.*experts"),
-        ("offload_config", {"uva": {"cpu_offload_gb": 4.0}}, "--cpu-offload-gb"),
-        ("offload_config", {"prefetch": {"offload_group_size": 8}}, "--offload-group-size"),
-        ("kv_transfer_config", {"kv_connector": "LMCacheConnectorV1"}, "--kv-transfer-config"),
-    ],
-)
-async def test_an_attached_server_whose_updates_would_be_wrong_is_refused(
-    section: str, told: dict[str, Any], flag: str
-) -> None:
-    content = answers()
-    off = {"uva": {"cpu_offload_gb": 0}, "prefetch": {"offload_group_size": 0}}
-    content["/server_info"]["vllm_config"] |= {
-        "offload_config": off,
-        "parallel_config": {"enable_eplb": False},
-        "cache_config": {"kv_offloading_size": 4},
-        "kv_transfer_config": {"kv_connector": "OffloadingConnector"},
-    }
-    assert await asked(content) == "0.32.0"
-    content["/server_info"]["vllm_config"] |= {"cache_config": {}, "kv_transfer_config": None, section: told}
-    with pytest.raises(EngineError, match=flag):
-        await asked(content)
-
-
-async def test_an_attached_server_that_drafts_tokens_is_refused() -> None:
-    content = answers()
-    content["/server_info"]["vllm_config"]["speculative_config"] = None
-    assert await asked(content) == "0.32.0"
-    content["/server_info"]["vllm_config"]["speculative_config"] = {"method": "ngram"}
-    with pytest.raises(EngineError, match="without --speculative-config"):
-        await asked(content)
-
-
-async def test_a_server_of_another_kind_is_refused_by_name_and_ours_taken() -> None:
-    assert await asked(answers()) == "0.32.0"
-    with pytest.raises(EngineError, match=r"0\.31\.2.*make engines"):
-        await asked(answers() | {"/version": {"version": "0.31.2"}})
-    with pytest.raises(EngineError, match="--max-model-len 65"):
-        await asked(answers(), max_model_len=65)
-    with pytest.raises(EngineError, match="--served-model-name policy"):
-        await asked(answers() | {"/v1/models": {"data": [{"id": "qwen", "max_model_len": 64}]}})
-
-
-async def test_a_cpu_server_with_a_tied_output_layer_is_refused_and_a_gpu_s_taken() -> None:
-    content = answers() | {"/weight_checker": {"checksums": {"dp0:model.embed_tokens.weight": "ab"}}}
-    with pytest.raises(EngineError, match="tie_word_embeddings: false"):
-        await asked(content)
-    assert await asked(content, tied=False)
-    content["/server_info"]["vllm_config"]["device_config"]["device"] = "cuda"
-    assert await asked(content)
