@@ -310,10 +310,13 @@ async def test_a_paused_server_is_alive(served: Served) -> None:
 
 
 async def test_versions_are_true_when_the_cache_is_recomputed(served: Served) -> None:
-    new = served.model.snapshot(1, served.kind.epoch)
+    snapshot = served.model.snapshot(1, served.kind.epoch)
+    new = Offer(snapshot.path, snapshot.tag)  # an update needs the directory alone
     async with served.engine() as engine:
         others = ask(engine, 6, served.prompt, SHORT)
         long = await begun(engine, "long")
+        with pytest.raises(EngineError, match="paused"):
+            await engine.load(new)
         await exchange(engine, new)
         assert engine.version == new.tag
         late = await engine.generate(GenerateRequest("late", served.prompt, SHORT))
@@ -365,32 +368,36 @@ async def test_recompute_serves_a_second_turn_from_no_cache(served: Served) -> N
         await assert_turns_are_recomputed(engine, served.model, LONG_PROMPT, epoch=served.kind.epoch)
 
 
+NORM = "model.norm.weight"
+
+
 @pytest.mark.parametrize(
-    ("case", "words"),
-    [("less", "lacks"), ("other", "in another form"), ("more", "has besides"), ("torn", "cut short")],
+    ("change", "words"),
+    [
+        (lambda norm: {NORM: None}, "lacks"),
+        (lambda norm: {NORM: norm[:3].clone()}, "in another form"),
+        (lambda norm: {NORM: norm.to(torch.bfloat16)}, "in another form"),
+        (lambda norm: {"model.other.weight": norm.clone()}, "has besides model.other"),
+        (None, "cut short"),
+    ],
+    ids=["less", "shape", "dtype", "more", "torn"],
 )
 async def test_a_snapshot_that_does_not_fit_changes_nothing(
-    served: Served, case: str, words: str, tmp_path: Path
+    served: Served, change: Any, words: str, tmp_path: Path
 ) -> None:
     good = served.model.snapshot(1, served.kind.epoch)
     tensors = {name: good.tensors[name] for name in read_layout(good.path)}
-    norm = tensors["model.norm.weight"]
-    if case == "less":
-        del tensors["model.norm.weight"]
-    elif case == "other":
-        tensors["model.norm.weight"] = norm[:3].clone()
-    elif case == "more":
-        tensors["model.other.weight"] = norm.clone()
-    bad = tmp_path / "bad"
-    bad.mkdir()
-    (bad / "config.json").write_bytes((good.path / "config.json").read_bytes())
-    save_file(tensors, bad / "model.safetensors")
-    if case == "torn":
-        content = (bad / "model.safetensors").read_bytes()
-        (bad / "model.safetensors").write_bytes(content[: len(content) // 2])
+    altered = tensors if change is None else tensors | change(tensors[NORM])
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in altered.items() if tensor is not None}, file)
+    if change is None:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     async with served.engine() as engine:
+        with pytest.raises(EngineError, match=r"no config\.json"):
+            await exchange(engine, Offer(tmp_path, good.tag))
+        (tmp_path / "config.json").write_bytes((good.path / "config.json").read_bytes())
         with pytest.raises(EngineError, match=words):
-            await exchange(engine, Offer(bad, good.tag))
+            await exchange(engine, Offer(tmp_path, good.tag))
         assert engine.version == VersionTag("policy", served.kind.epoch, 0)
         result = await engine.generate(GenerateRequest("still", served.prompt, SHORT))
     assert set(result.versions) == {0}

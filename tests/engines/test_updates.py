@@ -93,20 +93,6 @@ async def test_versions_are_true_under_many_requests_in_flight(
     await exchange(engine, snapshots[0])
 
 
-async def test_requests_in_flight_survive_a_pause_whole(
-    owned: tuple[Kind, HttpEngine], model_of: Any
-) -> None:
-    kind, engine = owned
-    model: Model = model_of(kind)
-    await exchange(engine, model.snapshot(0, kind.epoch))
-    asked = Asked(engine, kind.prompt, 24, LONG)
-    await asked.sampled()
-    await engine.pause()
-    await engine.resume()
-    for request, result in await asked.answers():
-        model.assert_true(request.prompt_ids, result)
-
-
 @pytest.mark.parametrize("owned", ["sglang"], indirect=True)
 async def test_a_failed_load_leaves_the_old_weights_in_place(
     owned: tuple[Kind, HttpEngine], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

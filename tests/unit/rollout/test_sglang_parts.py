@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings
 from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
 from rollout_service.engines.sglang.adapter import Loads, command, variables
-from rollout_service.engines.sglang.messages import Generated, generate_body, parse
+from rollout_service.engines.sglang.messages import Generated, parse
 
 WEIGHTS = Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7"))
 
@@ -78,16 +76,6 @@ def test_the_servers_environment_is_its_own() -> None:
     assert several["CUDA_VISIBLE_DEVICES"] == "3,4"
 
 
-def test_a_request_leaves_nothing_to_defaults() -> None:
-    body = generate_body("r", [1, 2], Sampling(0.5, top_p=0.9, stop=("x",)), 7, cache_key="policy-e0-v1")
-    assert body["extra_key"] == "policy-e0-v1"
-    assert body["return_logprob"] is True
-    sampling = body["sampling_params"]
-    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.5, 0.9, -1)
-    assert (sampling["max_new_tokens"], sampling["stop"]) == (7, ["x"])
-    assert "extra_key" not in generate_body("r", [1], Sampling(top_k=4), 1, cache_key=None)
-
-
 def answer(**changes: Any) -> Generated:
     meta: dict[str, Any] = {
         "finish_reason": {"type": "length", "length": 3},
@@ -100,16 +88,6 @@ def answer(**changes: Any) -> Generated:
     ids = changes.pop("output_ids", [4, 5, 6])
     content = {"text": "abc", "output_ids": ids, "meta_info": meta | changes}
     return msgspec.json.decode(msgspec.json.encode(content), type=Generated)
-
-
-def test_an_answer_is_taken_apart_unit_by_unit() -> None:
-    result = parse(answer(), "temperature")
-    assert result.token_ids.tolist() == [4, 5, 6]
-    assert result.logprobs.tolist() == [-0.5, -1.5, -2.5]
-    assert result.versions.tolist() == [1, 1, 2]
-    assert result.epochs.tolist() == [0, 0, 1]
-    assert (result.finish_reason, result.text, result.logprobs_of) == ("length", "abc", "temperature")
-    assert result.token_ids.dtype == result.versions.dtype == np.int32
 
 
 def test_an_aborted_answer_has_what_was_handed_over() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,14 +22,12 @@ from rollout_service.engines.http.adapter import (
     Launch,
     ServerLoad,
     ServerSettings,
-    check_folder,
     read_layout,
 )
 from rollout_service.engines.http.client import KEEPALIVE_S
 from rollout_service.engines.vllm.adapter import command, parse_load, variables
 from rollout_service.engines.vllm.messages import (
     Answer,
-    generate_body,
     label,
     parse,
     server_seed,
@@ -132,14 +128,6 @@ def test_the_server_s_environment_has_its_endpoints_on_and_nothing_of_our_python
 # --- requests -----------------------------------------------------------------------------------------
 
 
-def test_a_request_names_every_parameter_of_the_sampling() -> None:
-    content = generate_body("r", [3, 4], SAMPLING, 7, cache_salt="s", priority=2)
-    sampled = {"max_tokens": 7, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 3, "stop": ["\n"]}
-    shown = {"n": 1, "detokenize": True, "skip_special_tokens": True, "logprobs": 0}
-    assert content["sampling_params"] == sampled | shown
-    assert (content["token_ids"], content["cache_salt"], content["priority"]) == ([3, 4], "s", 2)
-
-
 def test_seeds_are_never_minus_one_and_differ_where_only_high_bits_do() -> None:
     seeds = [0, 1, 2**31, 2**32, 2**63, 2**63 + 1, -1, 5 + 2**40]
     mapped = [server_seed(seed) for seed in seeds]
@@ -154,18 +142,6 @@ def test_seeds_are_never_minus_one_and_differ_where_only_high_bits_do() -> None:
 
 def parsed(said: Answer) -> GenerateResult:
     return parse(said, OWNER, decode=str, logprobs_of="sampled")
-
-
-def test_the_units_of_an_answer_carry_the_label_they_were_sampled_under() -> None:
-    spans = [("policy-e0-v7." + OWNER, 0, 2), ("policy-e1-v7." + OWNER, 2, 3)]
-    found = parsed(answer([5, 6, 1], spans=spans))
-    assert found.token_ids.tolist() == [5, 6, 1]
-    assert found.token_ids.dtype == np.int32
-    assert found.logprobs.dtype == np.float32
-    assert found.versions.tolist() == [7, 7, 7]
-    assert found.epochs.tolist() == [0, 0, 1]
-    none = parsed(answer([], reason="abort", spans=[]))
-    assert (none.token_ids.size, none.versions.size, none.finish_reason) == (0, 0, "abort")
 
 
 def test_weights_that_someone_else_loaded_are_never_taken_for_ours() -> None:
@@ -190,34 +166,6 @@ def test_log_probs_that_are_not_finite_or_of_other_ids_and_unknown_ends_are_refu
 
 
 # --- directories --------------------------------------------------------------------------------------
-
-
-def test_a_directory_with_other_tensors_is_refused_by_name(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", 0)
-    expected = read_layout(tmp_path / "model")
-    check_folder(expected, tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    name = "model.layers.2.mlp.down_proj.weight"
-
-    def changed(case: str, **altered: torch.Tensor) -> Path:
-        folder = tmp_path / case
-        folder.mkdir()
-        shutil.copy(tmp_path / "model" / "config.json", folder)
-        kept = {n: t for n, t in tensors.items() if n != name}
-        save_file(kept | {n.replace("__", "."): t for n, t in altered.items()}, folder / "a.safetensors")
-        return folder
-
-    spelled = name.replace(".", "__")
-    with pytest.raises(EngineError, match=r"no config\.json"):
-        check_folder(expected, tmp_path)
-    for folder, word in (
-        (changed("missing"), "lacks"),
-        (changed("foreign", **{spelled: tensors[name], "other": torch.zeros(2)}), "has besides other"),
-        (changed("shape", **{spelled: tensors[name][:3].clone()}), "in another form"),
-        (changed("dtype", **{spelled: tensors[name].to(torch.bfloat16)}), "in another form"),
-    ):
-        with pytest.raises(EngineError, match=word):
-            check_folder(expected, folder)
 
 
 def test_a_torn_or_missing_file_is_an_engine_error(tmp_path: Path) -> None:
