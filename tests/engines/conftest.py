@@ -190,7 +190,7 @@ def served(
         if not real:
             exchanges = recorded(name).tests.get(test)
             assert exchanges is not None, f"{test} is not recorded: {FIX}"
-            replay = Replay(exchanges)
+            replay = Replay(exchanges, recorded(name).polled)
             yield Served(kind, model, tmp_path, run(stack.enter_async_context(listening(replay))))
             assert not replay.unknown, (
                 f"requests that are not recorded ({FIX}, if they are right): {replay.unknown}"

@@ -57,7 +57,7 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     """False where the client left in the middle of the answer."""
 
 
-class Recording(msgspec.Struct):
+class Recording(msgspec.Struct, dict=True):
     """Recorded answers of one engine's server."""
 
     engine: str
@@ -80,6 +80,12 @@ class Recording(msgspec.Struct):
         lines = [packed[at : at + WIDTH] for at in range(0, len(packed), WIDTH)]
         content = {"engine": self.engine, "release": self.release, "pins": self.pins, "tests": lines}
         (folder / f"{self.engine}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @functools.cached_property
+    def polled(self) -> dict[str, Exchange]:
+        """An answer to each GET of any test."""
+        every = (one for exchanges in self.tests.values() for one in exchanges)
+        return {one.asked: one for one in every if one.asked.startswith("GET ") and one.whole}
 
 
 @functools.cache
@@ -234,7 +240,9 @@ class Proxy:
 class Replay:
     """Answers as the recorded server did."""
 
-    def __init__(self, exchanges: list[Exchange]) -> None:
+    def __init__(self, exchanges: list[Exchange], others: dict[str, Exchange] | None = None) -> None:
+        """`others` answer the GETs that polls may send later than they did in the recording."""
+        self._others = others or {}
         self._gets: dict[str, list[Exchange]] = defaultdict(list)
         self._posts: dict[str, list[Exchange]] = defaultdict(list)
         for one in exchanges:
@@ -267,7 +275,7 @@ class Replay:
 
     def _find(self, asked: str) -> Exchange | None:
         if asked.startswith("GET "):
-            known = self._gets.get(asked, [])
+            known = self._gets.get(asked) or [one for one in [self._others.get(asked)] if one]
             return next(
                 (one for one in reversed(known) if one.came <= self._received.count), next(iter(known), None)
             )

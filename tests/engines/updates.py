@@ -30,7 +30,10 @@ async def begun(engine: HttpEngine, name: str) -> asyncio.Task[GenerateResult]:
     """An endless request, once its first units have come."""
     first = asyncio.Event()
     task = asyncio.create_task(engine.generate(endless(name), lambda _: first.set()))
+    task.add_done_callback(lambda _: first.set())
     await asyncio.wait_for(first.wait(), LIMIT_S)
+    if task.done():
+        task.result()  # the error of a request that has failed
     return task
 
 
