@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines flaky mutants lint format clean
+.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines record-engines flaky mutants lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make mutants           seed each bug of tests/mutants/table.yaml and run the tests that must catch it"
 	@echo "make engines           make the environments of the SGLang and vLLM servers (CPU builds, about 5 GB)"
 	@echo "make test-engines      make them, then run the tests against the real servers"
+	@echo "make record-engines    record the answers of the real servers that make test is run against"
 	@echo "make recipes-check     train the small size of every recipe (some minutes)"
 	@echo "make lint              ruff and mypy"
 	@echo "make docs              write the site of the docs to site/, which a browser opens from the disk"
@@ -94,14 +95,21 @@ trl-env: .trl-env/.complete
 engines:
 	PYTHON=$(PYTHON) engines/make.sh $(ENGINES) sglang vllm
 
+# One worker for the tests of each engine, whose server they share.
+ON_SERVERS := AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS)
+
 test-engines: $(STAMP) engines
-	AREAL_ASYNC_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest $(WORKERS) tests/engines -m engine $(ARGS)
+	$(ON_SERVERS) -n 2 tests/engines -m "engine and not nightly" $(ARGS)
+
+# After a change of engines/sglang, engines/vllm, the requests of an engine or tests/engines/test_contract.py.
+record-engines: $(STAMP) engines
+	AREAL_ASYNC_RECORD=1 $(ON_SERVERS) -n 2 tests/engines/test_contract.py -m engine $(ARGS)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not engine and not slow and not nightly" $(ARGS)
 
-test-nightly: $(STAMP) packages
-	AREAL_ASYNC_TEST_PROFILE=nightly $(BIN)/python -m pytest $(WORKERS) -m "nightly" $(ARGS)
+test-nightly: $(STAMP) packages engines
+	AREAL_ASYNC_TEST_PROFILE=nightly $(ON_SERVERS) -m "nightly" $(ARGS)
 
 flaky: $(STAMP)
 	@$(BIN)/python -m tests.harness.history

@@ -1,174 +1,64 @@
-"""A tiny model, snapshots of any version of it on disk, and what `transformers` says about them; and a server
-of each engine.
+"""One server of each engine, and the recorded answers of one.
 
-A start takes up to half a minute, so tests share servers: those of `sglang/` and `vllm/` the one of their
-own folder, the others the one that `endless_server` gives, to which they attach. Tests that share one are
-one group, which one worker of xdist runs. A server is used from one event loop by the engine that started
-it; a test leaves no request in flight.
+A start takes up to half a minute, so all tests of an engine share one server, and one worker of xdist runs
+them. Tests that need a model of their own start another, tests that kill the shared server come last. A
+server is used from one event loop by the engine that started it; a test leaves no request in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import inspect
-import json
 import os
-import secrets
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import psutil
 import pytest
 import torch
-from agreement import Snapshots, job_for, write_sharp_model
-from transformers import AutoModelForCausalLM
+from agreement import write_sharp_model
 from xdist.scheduler import LoadScopeScheduling
 
-from areal_async.quickstart.model import write_model
-from areal_async.rpc.schema import VersionTag
-from areal_async.trajectory import Sampling
-from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
-from rollout_service.engines import make_engine
-from rollout_service.engines.base import GenerateRequest, GenerateResult
-from rollout_service.engines.http.keyed import VARIABLE
-
-# Of every server of the tests, so that they can attach to each other's.
-os.environ[VARIABLE] = secrets.token_hex(32)
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.http.engine import HttpEngine
+from tests.engines.record import FIX, Proxy, Recording, Replay, listening, pins_of, recorded
+from tests.engines.servers import KEY, KINDS, SGLANG, START_S, VLLM, Kind, Model
 
 T = TypeVar("T")
 DEADLINE_S = 600.0
-START_S = 900.0
-"""Most for the start of a server, also on a machine that is busy."""
-SLOTS, LENGTH = 16, 1032
-"""Of the servers of `endless_server`."""
+RECORDS = "AREAL_ASYNC_RECORD" in os.environ
+"""Whether the answers of the servers are recorded (`make record-engines`)."""
 
 torch.set_num_threads(1)
 
-GROUPS = ("test_jobs", "engines", "vllm", "sglang", "test_judge", "test_zz_nccl_job")
-"""Folders and files whose tests share servers, the longest first: no worker is left with it at the end."""
 
-
-def group_of(path: str) -> str:
-    folder, file = Path(path).with_suffix("").parts[-2:]
-    return file if file in GROUPS else folder
+def group_of(nodeid: str) -> str:
+    """The engine whose server a test uses; jobs on both engines go to the worker of SGLang."""
+    return "vllm" if "vllm" in nodeid else "sglang"
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """One worker has all tests of a group. (xdist's own `loadgroup` knows no groups under this pytest.)"""
+    """One worker runs all tests of an engine. (xdist's own `loadgroup` knows no groups under this pytest.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid.partition("::")[0])
+        return group_of(nodeid)
+
+
+def on_servers(config: pytest.Config) -> bool:
+    """Whether the tests on real servers are run."""
+    return str(config.getoption("markexpr")).startswith("engine")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    return GroupScheduling(config, log) if config.getoption("markexpr") == "engine" else None
+    return GroupScheduling(config, log) if on_servers(config) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("markexpr") == "engine":
-        items.sort(key=lambda item: GROUPS.index(group_of(str(item.path))))
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model directory, and weights unlike for each version of it."""
-
-    directory: Path
-    root: Path
-    noise: float = 0.1
-    grows: bool = False
-    """Whether version 0 is the model itself, and each later one further from it."""
-
-    def snapshot(self, version: int, epoch: int = 0) -> Snapshot:
-        """Written to disk and opened."""
-        return self._snapshot(VersionTag("policy", epoch, version))
-
-    @functools.cache  # noqa: B019 - a handful of tiny models, for as long as the tests run
-    def _snapshot(self, tag: VersionTag) -> Snapshot:
-        noise = torch.Generator().manual_seed(1000 * tag.epoch + tag.version)
-        state = AutoModelForCausalLM.from_pretrained(self.directory).state_dict()
-        scale = self.noise * (tag.version if self.grows else 1)
-        tensors = {
-            name: tensor + scale * torch.randn(tensor.shape, generator=noise)
-            for name, tensor in state.items()
-            if name != "lm_head.weight"
-        }
-        files = {path.name: path for path in self.directory.glob("*.json")}
-        tied = {"lm_head.weight": "model.embed_tokens.weight"}
-        return open_snapshot(write_snapshot(self.root, tag, tensors, files=files, tied=tied).path)
-
-    @functools.cache  # noqa: B019
-    def network(self, tag: VersionTag) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.snapshot(tag.version, tag.epoch).path).eval()
-
-    @torch.no_grad()
-    def logits(self, tag: VersionTag, prompt: Sequence[int], result: GenerateResult) -> torch.Tensor:
-        """f64 `[n, V]`: what each unit of an answer is drawn from under a version, at temperature 1."""
-        ids = torch.tensor([[*prompt, *map(int, result.token_ids)]])
-        return self.network(tag)(input_ids=ids).logits[0].double()[len(prompt) - 1 : -1]
-
-    def logprobs(self, prompt: Sequence[int], result: GenerateResult, temperature: float = 1.0) -> np.ndarray:
-        """Log-probs of the answer's units, each by a full pass with the weights of its own version."""
-        found = np.empty(len(result.token_ids))
-        for epoch, version in set(zip(result.epochs.tolist(), result.versions.tolist(), strict=True)):
-            logits = self.logits(VersionTag("policy", epoch, version), prompt, result) / temperature
-            mine = (result.epochs == epoch) & (result.versions == version)
-            found[mine] = logprobs_under(logits, result)[mine]
-        return found
-
-    def assert_true(self, prompt: Sequence[int], result: GenerateResult, temperature: float = 1.0) -> None:
-        np.testing.assert_allclose(result.logprobs, self.logprobs(prompt, result, temperature), atol=1e-4)
-
-
-def logprobs_under(logits: torch.Tensor, result: GenerateResult) -> np.ndarray:
-    """f64 [n] of the answer's ids, under logits `[n, V]`."""
-    rows = logits.log_softmax(-1).numpy()
-    found: np.ndarray = rows[np.arange(len(rows)), result.token_ids]
-    return found
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A snapshot's directory, whatever is in it. Nothing else of a snapshot may be needed."""
-
-    path: Path
-    tag: VersionTag
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        raise AssertionError("the tensors would be read while the engine is paused")
-
-
-def processes(url: str) -> list[psutil.Process]:
-    """The server at `url` and all its children."""
-    port = int(url.rpartition(":")[2])
-    owner = next(
-        psutil.Process(connection.pid)
-        for connection in psutil.net_connections("tcp")
-        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-    )
-    return [owner, *owner.children(recursive=True)]
-
-
-def ask(engine: Any, count: int, prompt: Sequence[int], sampling: Sampling, name: str = "r") -> list[Any]:
-    """Tasks of so many requests `<name>0`, `<name>1` …"""
-    requests = [GenerateRequest(f"{name}{n}", list(prompt), sampling) for n in range(count)]
-    return [asyncio.create_task(engine.generate(request)) for request in requests]
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    root = tmp_path_factory.mktemp("model")
-    write_model(root / "model", seed=0, positions=512)
-    # What a server would take from here for its defaults would make every answer greedy.
-    path = root / "model" / "generation_config.json"
-    misleading = {"do_sample": True, "temperature": 0.01, "top_k": 1, "top_p": 0.1}
-    path.write_text(json.dumps(json.loads(path.read_text()) | misleading))
-    return Model(root / "model", root / "snapshots")
+    """Tests that kill the shared servers (in files `test_zz_…`) come last."""
+    if on_servers(config):
+        items.sort(key=lambda item: item.path.name.startswith("test_zz"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -202,34 +92,143 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sharp_model(tmp_path_factory.mktemp("endless"), endless=True)
 
 
+class Served:
+    """The server of one engine, real or recorded, for one test."""
+
+    def __init__(
+        self, kind: Kind, model: Model, root: Path, url: str, owner: HttpEngine | None = None
+    ) -> None:
+        self.kind = kind
+        self.model = model
+        self.url = url
+        self.owner = owner
+        """The engine that started the server; None for a recorded one."""
+        self.prompt = list(kind.prompt)
+        self._root = root
+
+    @contextlib.asynccontextmanager
+    async def engine(self, update_mode: Any = "recompute") -> AsyncIterator[HttpEngine]:
+        """An engine that serves version 0, attached to the server."""
+        engine = self.kind.make(self.model, self._root, url=self.url, update_mode=update_mode)
+        await engine.start(self.model.snapshot(0, self.kind.epoch))
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+
+
 @pytest.fixture(scope="session")
-def endless_server(
-    endless: Path, run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], str | None]]:
-    """`endless_server(engine)` is the url of a server on the model `endless`, started when it is first asked
-    for, and again where a test has killed it. None for the engine `local`, which needs none."""
-    started: dict[str, Any] = {}
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Model]:
+    """`model_of(kind)` is the model of the server of that kind."""
+    found: dict[str, Model] = {}
 
-    def url_of(name: str) -> str | None:
-        if name == "local":
-            return None
-        if name not in started or not started[name].alive():
-            if name in started:
-                run(started[name].stop())
-            job = job_for(name, endless, max_model_len=LENGTH)
-            engine: Any = make_engine(job, slots=SLOTS, activity="shared")
-            first = Snapshots(endless, tmp_path_factory.mktemp(name)).write(VersionTag("policy", 0, 0))
-            run(engine.start(first), START_S)
-            started[name] = engine
-        url: str = started[name].url
-        return url
+    def model_of(kind: Kind) -> Model:
+        if kind.name not in found:
+            found[kind.name] = kind.write(tmp_path_factory.mktemp(kind.name))
+        return found[kind.name]
 
-    yield url_of
+    return model_of
+
+
+@pytest.fixture(scope="session")
+def own_server(
+    model_of: Callable[[Kind], Model], run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Kind], HttpEngine]]:
+    """`own_server(kind)` is the engine (`recompute`) that owns the real server of that kind. It is started
+    when it is first asked for, and again where a test has killed it."""
+    started: dict[str, HttpEngine] = {}
+
+    def own_server(kind: Kind) -> HttpEngine:
+        model = model_of(kind)
+        engine = started.get(kind.name)
+        if engine is None or not engine.alive():
+            if engine is not None:
+                run(engine.stop())
+            engine = started[kind.name] = kind.make(model, tmp_path_factory.mktemp("logs"))
+            run(engine.start(model.snapshot(0, kind.epoch)), START_S + 30)
+        return engine
+
+    yield own_server
     for engine in started.values():
         run(engine.stop())
 
 
-@pytest.fixture(params=["sglang", "vllm"])
-def server_of(request: pytest.FixtureRequest, endless_server: Callable[[str], str]) -> tuple[str, str]:
-    """The name of an engine and the url of its server, which is on the model `endless`."""
-    return request.param, endless_server(request.param)
+@pytest.fixture(scope="session")
+def recording(
+    own_server: Callable[[Kind], HttpEngine], run: Callable[..., Any]
+) -> Iterator[dict[str, Recording]]:
+    """The recordings that are being made, by engine. They are written once all tests are over."""
+    made: dict[str, Recording] = {}
+    yield made
+    for each in made.values():
+        each.write()
+
+
+async def release_of(kind: Kind, url: str) -> str:
+    client = ServerClient(kind.name, url, key=KEY)
+    try:
+        found = await client.get("/version" if kind is VLLM else "/server_info", dict)
+    finally:
+        await client.close()
+    return str(found["version"])
+
+
+RECORDED = [pytest.param((name, False), id=f"{name}-recorded") for name in KINDS]
+REAL = [pytest.param((name, True), id=name, marks=pytest.mark.engine) for name in KINDS]
+
+
+@pytest.fixture(params=REAL if RECORDS else [*RECORDED, *REAL])
+def served(
+    request: pytest.FixtureRequest, model_of: Callable[[Kind], Model], run: Callable[..., Any], tmp_path: Path
+) -> Iterator[Served]:
+    """The server of each engine: a recorded one, which knows the requests of this very test alone, or with
+    the mark `engine` the real one."""
+    name, real = request.param
+    kind, test = KINDS[name], request.node.name.replace(f"{name}-recorded", name)
+    model = model_of(kind)
+    with asyncio_stack(run) as stack:
+        if not real:
+            exchanges = recorded(name).tests.get(test)
+            assert exchanges is not None, f"{test} is not recorded: {FIX}"
+            replay = Replay(exchanges, recorded(name).polled)
+            yield Served(kind, model, tmp_path, run(stack.enter_async_context(listening(replay))))
+            assert not replay.unknown, (
+                f"requests that are not recorded ({FIX}, if they are right): {replay.unknown}"
+            )
+            assert not replay.unused, f"requests that are recorded and did not come ({FIX}): {replay.unused}"
+            return
+        owner = request.getfixturevalue("own_server")(kind)
+        if not RECORDS:
+            yield Served(kind, model, tmp_path, owner.url, owner)
+            return
+        made = request.getfixturevalue("recording")
+        proxy = Proxy(owner.url)
+        yield Served(kind, model, tmp_path, run(stack.enter_async_context(listening(proxy))), owner)
+        if name not in made:
+            made[name] = Recording(name, run(release_of(kind, owner.url)), pins_of(name), {})
+        made[name].tests[test] = proxy.recorded()
+
+
+@contextlib.contextmanager
+def asyncio_stack(run: Callable[..., Any]) -> Iterator[AsyncExitStack]:
+    """A stack of contexts that are left in the loop that the engines belong to."""
+    stack = AsyncExitStack()
+    try:
+        yield stack
+    finally:
+        run(stack.aclose())
+
+
+@pytest.fixture(params=[pytest.param("sglang", id="sglang"), pytest.param("vllm", id="vllm")])
+def owned(
+    request: pytest.FixtureRequest, own_server: Callable[[Kind], HttpEngine]
+) -> tuple[Kind, HttpEngine]:
+    """The engine that owns the real server of each kind."""
+    kind = KINDS[request.param]
+    return kind, own_server(kind)
+
+
+@pytest.fixture
+def model(model_of: Callable[[Kind], Model]) -> Model:
+    """The model of SGLang's server."""
+    return model_of(SGLANG)

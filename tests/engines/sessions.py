@@ -13,7 +13,7 @@ from areal_async.trajectory import Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.replicas import exchange
-from tests.engines.conftest import Model, logprobs_under
+from tests.engines.servers import Model, logprobs_under
 
 FIRST_TURN, SECOND_TURN = 20, 12  # Most units of their answers
 TOOL = (9, 4, 11)  # What comes between them

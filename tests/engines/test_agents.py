@@ -26,7 +26,7 @@ from tests.unit.gateway.agents import (
 )
 from tests.unit.gateway.fakes import make_tokenizer, serving, write_chat_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 ROOM = 16_384
 """Tokens of a conversation in which each token of two answers calls a tool, whose results take 43 each."""
 UPDATE_S = 0.05  # Pace of the trainer that is played; nothing waits for it

@@ -1,5 +1,5 @@
-"""benchmarks/parity.py and versions.py in short: every engine against a plain forward pass and the trainer's
-back end; and versions are true on every engine while weights change under requests."""
+"""benchmarks/parity.py and versions.py in short: the local engine against a plain forward pass and the
+trainer's back end, and its versions while weights change under requests. (Servers: `test_contract.py`.)"""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ from rollout_service.engines import make_engine
 from rollout_service.engines.base import GenerateResult
 from rollout_service.engines.local.engine import LocalEngine
 
-ENGINES = [
-    pytest.param("local", id="local"),
-    pytest.param("sglang", marks=pytest.mark.engine, id="sglang"),
-    pytest.param("vllm", marks=pytest.mark.engine, id="vllm"),
-]
 UPDATE_S = 0.02
 """Between two updates."""
 LONGEST = (120, 240, 480, 960)
 """Units of the longest answers: tried in turn until an update falls into one, on any machine."""
-Server = Callable[[str], str | None]
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +30,10 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sharp_model(tmp_path_factory.mktemp("ending"))
 
 
-def measured(engine: str, model: Path, root: Path, **how: Any) -> versions.Versions:
+def measured(model: Path, root: Path, **how: Any) -> versions.Versions:
     how = {"episodes": 16, "slots": 16, "most_updates": 5, "update_s": UPDATE_S} | how
     for longest in LONGEST:
-        work = versions.versions(engine, model, root / f"{longest}", longest=longest, **how)
+        work = versions.versions("local", model, root / f"{longest}", longest=longest, **how)
         found = asyncio.run(work)
         if found.failed or found.spanning:
             break
@@ -56,12 +50,8 @@ def tell_lies(patch: pytest.MonkeyPatch, lie: Callable[[GenerateResult], Generat
     patch.setattr("rollout_service.engines.local.engine.LocalEngine", Lying)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_says_what_a_plain_forward_pass_and_the_trainer_say(
-    engine: str, endless: Path, tmp_path: Path, endless_server: Callable[[str], str | None]
-) -> None:
-    url = endless_server(engine)
-    work = parity.parity([engine], endless, tmp_path, prompts=8, new_tokens=16, url=url)
+def test_an_engine_says_what_a_plain_forward_pass_and_the_trainer_say(endless: Path, tmp_path: Path) -> None:
+    work = parity.parity(["local"], endless, tmp_path, prompts=8, new_tokens=16)
     (found,) = asyncio.run(work)
     assert found.failed == []
     assert found.compared_units > 60
@@ -89,35 +79,28 @@ def test_an_engine_that_says_something_else_is_noticed(
     assert any(words in failure for failure in found.failed)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_versions_are_true_and_nothing_is_lost_or_cut(
-    engine: str, endless: Path, tmp_path: Path, endless_server: Server
-) -> None:
-    found = measured(engine, endless, tmp_path, url=endless_server(engine))
+def test_versions_are_true_and_nothing_is_lost_or_cut(endless: Path, tmp_path: Path) -> None:
+    found = measured(endless, tmp_path)
     assert found.failed == []
     assert found.served >= 2
     assert found.spanning > 0
 
 
 def test_answers_end_where_the_model_ends_them(ending: Path, tmp_path: Path) -> None:
-    assert measured("local", ending, tmp_path, update_s=0.01).failed == []
+    assert measured(ending, tmp_path, update_s=0.01).failed == []
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_stream_tells_on_the_way_is_the_beginning_of_its_answer(
-    engine: str, endless: Path, tmp_path: Path, endless_server: Server
-) -> None:
-    found = measured(engine, endless, tmp_path, streams=True, url=endless_server(engine))
+def test_what_a_stream_tells_on_the_way_is_the_beginning_of_its_answer(endless: Path, tmp_path: Path) -> None:
+    found = measured(endless, tmp_path, streams=True)
     assert found.failed == []
     assert found.spanning > 0
     assert found.pieces > 4 * found.requests, "the answers came in lumps"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_kept_kv_is_exact_until_the_first_update_and_labelled_truly_after(
-    engine: str, endless: Path, tmp_path: Path, endless_server: Server
+    endless: Path, tmp_path: Path
 ) -> None:
-    found = measured(engine, endless, tmp_path, mode="keep", url=endless_server(engine))
+    found = measured(endless, tmp_path, mode="keep")
     assert found.failed == []
     assert found.spanning > 0
     assert found.max > versions.BOUND  # else nothing was approximate, and `keep` did not keep
@@ -142,5 +125,5 @@ def test_a_wrong_tag_or_a_cut_answer_is_noticed(
     lie: Any, words: str, endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell_lies(monkeypatch, lie)
-    found = measured("local", endless, tmp_path, episodes=12, update_s=0.01)
+    found = measured(endless, tmp_path, episodes=12, update_s=0.01)
     assert any(words in failure for failure in found.failed)

@@ -20,7 +20,7 @@ from areal_async.trajectory import Episode, unpack
 from tests.e2e.conftest import FinishedRun, Workspace
 from trainer_service.data.recording import read_step
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 STEPS = 50
 FAR = 20

@@ -158,6 +158,7 @@ def test_a_teacher_says_what_its_model_says_of_each_unit(served: Served, judge_m
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_job_learns_what_its_judge_likes(served: Served, tmp_path: Path) -> None:
     train, held_out = split_problems(seed=0, n_held_out=32)
     write_tasks(train[:500], tmp_path / "train.jsonl", "train")

@@ -33,8 +33,7 @@ from rollout_service.engines.sglang.messages import ModelInfo
 from rollout_service.engines.sglang.weights import GRACE_S, TensorReceiver
 from rollout_service.replicas import exchange
 from rollout_service.worker import WeightUpdates
-from tests.engines.conftest import ask
-from tests.engines.sglang.served import KEY, LENGTH
+from tests.engines.servers import KEY, SGLANG, ask
 from tests.unit.weights.member import Member
 
 SECRET = RunSecret(bytes(32))
@@ -97,7 +96,7 @@ async def following(
 ) -> AsyncIterator[tuple[HttpEngine, asyncio.Task[None]]]:
     """An engine on the server at `url` that is kept on the newest weights."""
     endpoint = f"ipc://{folder}/w"
-    settings = ServerSettings(slots=32, max_model_len=LENGTH, url=url)
+    settings = ServerSettings(slots=32, max_model_len=SGLANG.length, url=url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings, receiver=receiver_from(endpoint, grace_s)))
     receiver = Receiver(endpoint, job="job", name="r", tensors=False, access=SECRET)
     alone: Any = SimpleNamespace(start=engine.start, exchange=partial(exchange, engine))
@@ -304,7 +303,7 @@ async def test_without_a_trainer_that_answers_the_directory_is_loaded(
     recompute: HttpEngine, model: Any, tmp_path: Path
 ) -> None:
     receiver = receiver_from(f"ipc://{tmp_path}/nobody")
-    settings = ServerSettings(slots=32, max_model_len=LENGTH, url=recompute.url)
+    settings = ServerSettings(slots=32, max_model_len=SGLANG.length, url=recompute.url)
     engine = HttpEngine(SGLangAdapter(model.directory, settings, receiver=receiver))
     await engine.start(model.snapshot(0))
     await exchange(engine, model.snapshot(1))

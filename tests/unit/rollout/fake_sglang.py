@@ -38,7 +38,6 @@ class FakeServer:
     def __init__(self, **info: Any) -> None:
         self.info = {"version": "0.5.23", "context_length": 72, "disable_overlap_schedule": True} | info
         self.versions: Any = ONE_UNIT
-        self.original_logprobs = False
         self.routes = np.zeros((0, 0, 0), np.int32)
         """Of each token of a prompt, layer by layer."""
         self.version = ""
@@ -102,7 +101,7 @@ class FakeServer:
             return web.json_response({"error": {"message": "not that one"}}, status=400)
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "weight_versions": self.versions}
         if watched := body.get("token_ids_logprob"):
-            by = 1.0 if self.original_logprobs else body["sampling_params"]["temperature"]
+            by = body["sampling_params"]["temperature"]
             meta["output_token_ids_logprobs"] = [[[-0.1 * (i + 1) / by, i, None] for i in watched]]
         else:
             await self.held.wait()

@@ -74,18 +74,6 @@ def asked(name: str = "r") -> GenerateRequest:
     return GenerateRequest(name, [1, 2], GREEDY)
 
 
-async def test_an_update_needs_the_directory_alone(tmp_path: Path) -> None:
-    async with serving_engine(tmp_path) as (engine, server):
-        offer = Offer(tmp_path, 1)
-        with pytest.raises(EngineError, match="paused"):
-            await engine.load(offer)
-        await engine.pause()
-        await engine.load(offer)
-        await engine.resume()
-        assert engine.version == VersionTag("policy", 0, 1)
-        assert server.version == "policy-e0-v1"
-
-
 async def test_a_session_is_cached_under_the_version_it_began_under_if_this_server_had_it(
     tmp_path: Path,
 ) -> None:

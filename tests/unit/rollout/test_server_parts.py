@@ -22,7 +22,6 @@ from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
 from rollout_service.engines.http.adapter import attached_url, read_model
 from rollout_service.engines.http.client import VersionSpan, parse_tag, stamp
-from rollout_service.engines.sglang.messages import logprobs_of
 from tests.unit.rollout.fakes import job as make_job
 
 numbers = st.integers(0, 2**31 - 1)
@@ -55,13 +54,6 @@ def test_a_good_prompt_is_i32_and_its_answer_is_bounded() -> None:
         return room
 
     assert (room(100), room(2)) == (3, 2)
-
-
-def test_what_log_probs_are_of_is_stated() -> None:
-    assert logprobs_of(Sampling(temperature=0.7)) == "sampled"
-    assert logprobs_of(Sampling(temperature=0.0, top_p=0.5)) == "sampled"
-    assert logprobs_of(Sampling(top_p=0.9)) == "temperature"
-    assert logprobs_of(Sampling(top_k=5)) == "temperature"
 
 
 def test_the_environment_is_found_where_it_is_said_to_be(tmp_path: Path) -> None:

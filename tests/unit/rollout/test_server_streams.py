@@ -192,17 +192,6 @@ def parsed(whole: answer.Answer) -> GenerateResult:
     return answer.parse(whole, "me", decode=str, logprobs_of="sampled")
 
 
-def test_vllms_deltas_make_the_answer() -> None:
-    told: list[list[int]] = []
-    heard = answer.VllmStream(lambda piece: told.append(piece.tolist()))
-    for part in (vllm_part([5]), vllm_part([6, 7]), vllm_part([], reason="abort", units=3)):
-        heard.take(part)
-    result = parsed(heard.answer())
-    assert told == [[5], [6, 7]]
-    assert (result.token_ids.tolist(), result.finish_reason) == ([5, 6, 7], "abort")
-    assert result.versions.tolist() == [3] * 3
-
-
 def test_a_vllm_stream_that_never_finished_is_no_answer() -> None:
     heard = answer.VllmStream(lambda piece: None)
     with pytest.raises(EngineError, match="0 answers"):

@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.trajectory import Sampling
-from rollout_service.engines.base import EngineError, EngineLost, RequestError
+from rollout_service.engines.base import EngineError, EngineLost
 from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings
 from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
 from rollout_service.engines.sglang.adapter import Loads, command, variables
-from rollout_service.engines.sglang.messages import Generated, generate_body, parse, probe
-from tests.unit.rollout.fake_sglang import FakeServer
+from rollout_service.engines.sglang.messages import Generated, parse
 
 WEIGHTS = Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7"))
 
@@ -79,16 +76,6 @@ def test_the_servers_environment_is_its_own() -> None:
     assert several["CUDA_VISIBLE_DEVICES"] == "3,4"
 
 
-def test_a_request_leaves_nothing_to_defaults() -> None:
-    body = generate_body("r", [1, 2], Sampling(0.5, top_p=0.9, stop=("x",)), 7, cache_key="policy-e0-v1")
-    assert body["extra_key"] == "policy-e0-v1"
-    assert body["return_logprob"] is True
-    sampling = body["sampling_params"]
-    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0.5, 0.9, -1)
-    assert (sampling["max_new_tokens"], sampling["stop"]) == (7, ["x"])
-    assert "extra_key" not in generate_body("r", [1], Sampling(top_k=4), 1, cache_key=None)
-
-
 def answer(**changes: Any) -> Generated:
     meta: dict[str, Any] = {
         "finish_reason": {"type": "length", "length": 3},
@@ -101,16 +88,6 @@ def answer(**changes: Any) -> Generated:
     ids = changes.pop("output_ids", [4, 5, 6])
     content = {"text": "abc", "output_ids": ids, "meta_info": meta | changes}
     return msgspec.json.decode(msgspec.json.encode(content), type=Generated)
-
-
-def test_an_answer_is_taken_apart_unit_by_unit() -> None:
-    result = parse(answer(), "temperature")
-    assert result.token_ids.tolist() == [4, 5, 6]
-    assert result.logprobs.tolist() == [-0.5, -1.5, -2.5]
-    assert result.versions.tolist() == [1, 1, 2]
-    assert result.epochs.tolist() == [0, 0, 1]
-    assert (result.finish_reason, result.text, result.logprobs_of) == ("length", "abc", "temperature")
-    assert result.token_ids.dtype == result.versions.dtype == np.int32
 
 
 def test_an_aborted_answer_has_what_was_handed_over() -> None:
@@ -140,45 +117,6 @@ def test_an_aborted_answer_has_what_was_handed_over() -> None:
 def test_an_answer_that_does_not_account_for_its_units_is_refused(changes: Any, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         parse(answer(**changes), "sampled")
-
-
-async def probed(**info: Any) -> Any:
-    """What the probe finds of a server for `rollout.update_mode` keep."""
-    server = FakeServer(**info)
-    server.versions = info.pop("versions", server.versions)
-    server.original_logprobs = info.pop("original_logprobs", False)
-    async with server.serving() as client:
-        found = await probe(client, update_mode="keep", max_model_len=64, vocab_size=16, dtype="float32")
-        with pytest.raises(RequestError, match="not that one"):
-            await client.post("/generate", {"input_ids": [0]}, Generated)
-        return found
-
-
-async def test_the_probe_finds_what_a_server_offers() -> None:
-    off = {"quantization": None, "enable_lmcache": False, "weight_cache_mode": "off"}
-    assert (await probed(max_running_requests=5, **off)).max_running_requests == 5
-
-
-@pytest.mark.parametrize(
-    ("info", "words"),
-    [
-        ({"version": "0.4.0"}, r"SGLang 0\.4\.0; supported is 0\.5\.23.*make engines"),
-        ({"versions": None}, r"which weights sampled"),
-        ({"original_logprobs": True}, r"SGLANG_RETURN_ORIGINAL_LOGPROB"),
-        ({"context_length": 64}, r"--context-length 64.*max_model_len"),
-        ({"disable_overlap_schedule": False}, r"--disable-overlap-schedule"),
-        ({"skip_tokenizer_init": True}, r"--skip-tokenizer-init"),
-        ({"speculative_algorithm": "EAGLE"}, r"--speculative-algorithm"),
-        ({"tokenizer_worker_num": 2}, r"--tokenizer-worker-num"),
-        ({"dtype": "bfloat16"}, r"--dtype float32"),
-        ({"quantization": "fp8"}, r"--quantization: start it without, tensors are quantised"),
-        ({"quantization_param_path": "scales.json"}, r"--quantization-param-path.*other weights"),
-        ({"hicache_storage_backend": "file"}, r"--hicache-storage-backend.*outlives"),
-    ],
-)
-async def test_a_server_that_cannot_do_what_is_needed_is_refused_by_name(info: Any, words: str) -> None:
-    with pytest.raises(EngineError, match=words):
-        await probed(**info)
 
 
 def test_units_are_counted_over_ranks_and_before_the_first_step() -> None:

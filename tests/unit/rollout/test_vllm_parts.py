@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,23 +22,18 @@ from rollout_service.engines.http.adapter import (
     Launch,
     ServerLoad,
     ServerSettings,
-    check_folder,
     read_layout,
 )
 from rollout_service.engines.http.client import KEEPALIVE_S
 from rollout_service.engines.vllm.adapter import command, parse_load, variables
 from rollout_service.engines.vllm.messages import (
-    ENDPOINTS,
     Answer,
-    generate_body,
     label,
     parse,
-    probe,
     server_seed,
     tag_of,
 )
 from rollout_service.engines.vllm.weights import is_tied, untied
-from tests.unit.rollout.fake_sglang import serving
 
 
 def launched(**settings: Any) -> Launch:
@@ -136,14 +128,6 @@ def test_the_server_s_environment_has_its_endpoints_on_and_nothing_of_our_python
 # --- requests -----------------------------------------------------------------------------------------
 
 
-def test_a_request_names_every_parameter_of_the_sampling() -> None:
-    content = generate_body("r", [3, 4], SAMPLING, 7, cache_salt="s", priority=2)
-    sampled = {"max_tokens": 7, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 3, "stop": ["\n"]}
-    shown = {"n": 1, "detokenize": True, "skip_special_tokens": True, "logprobs": 0}
-    assert content["sampling_params"] == sampled | shown
-    assert (content["token_ids"], content["cache_salt"], content["priority"]) == ([3, 4], "s", 2)
-
-
 def test_seeds_are_never_minus_one_and_differ_where_only_high_bits_do() -> None:
     seeds = [0, 1, 2**31, 2**32, 2**63, 2**63 + 1, -1, 5 + 2**40]
     mapped = [server_seed(seed) for seed in seeds]
@@ -158,18 +142,6 @@ def test_seeds_are_never_minus_one_and_differ_where_only_high_bits_do() -> None:
 
 def parsed(said: Answer) -> GenerateResult:
     return parse(said, OWNER, decode=str, logprobs_of="sampled")
-
-
-def test_the_units_of_an_answer_carry_the_label_they_were_sampled_under() -> None:
-    spans = [("policy-e0-v7." + OWNER, 0, 2), ("policy-e1-v7." + OWNER, 2, 3)]
-    found = parsed(answer([5, 6, 1], spans=spans))
-    assert found.token_ids.tolist() == [5, 6, 1]
-    assert found.token_ids.dtype == np.int32
-    assert found.logprobs.dtype == np.float32
-    assert found.versions.tolist() == [7, 7, 7]
-    assert found.epochs.tolist() == [0, 0, 1]
-    none = parsed(answer([], reason="abort", spans=[]))
-    assert (none.token_ids.size, none.versions.size, none.finish_reason) == (0, 0, "abort")
 
 
 def test_weights_that_someone_else_loaded_are_never_taken_for_ours() -> None:
@@ -194,34 +166,6 @@ def test_log_probs_that_are_not_finite_or_of_other_ids_and_unknown_ends_are_refu
 
 
 # --- directories --------------------------------------------------------------------------------------
-
-
-def test_a_directory_with_other_tensors_is_refused_by_name(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", 0)
-    expected = read_layout(tmp_path / "model")
-    check_folder(expected, tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    name = "model.layers.2.mlp.down_proj.weight"
-
-    def changed(case: str, **altered: torch.Tensor) -> Path:
-        folder = tmp_path / case
-        folder.mkdir()
-        shutil.copy(tmp_path / "model" / "config.json", folder)
-        kept = {n: t for n, t in tensors.items() if n != name}
-        save_file(kept | {n.replace("__", "."): t for n, t in altered.items()}, folder / "a.safetensors")
-        return folder
-
-    spelled = name.replace(".", "__")
-    with pytest.raises(EngineError, match=r"no config\.json"):
-        check_folder(expected, tmp_path)
-    for folder, word in (
-        (changed("missing"), "lacks"),
-        (changed("foreign", **{spelled: tensors[name], "other": torch.zeros(2)}), "has besides other"),
-        (changed("shape", **{spelled: tensors[name][:3].clone()}), "in another form"),
-        (changed("dtype", **{spelled: tensors[name].to(torch.bfloat16)}), "in another form"),
-    ):
-        with pytest.raises(EngineError, match=word):
-            check_folder(expected, folder)
 
 
 def test_a_torn_or_missing_file_is_an_engine_error(tmp_path: Path) -> None:
@@ -270,127 +214,3 @@ vllm:generation_tokens_total{engine="0",model_name="policy"} 1.5e+06
 """
     assert parse_load(text) == ServerLoad(5, 0.5, 1_500_000)
     assert parse_load("") == ServerLoad()
-
-
-# --- what a server is asked before it is used ------------------------------------------------------------
-
-OFFERED = [path for paths in ENDPOINTS.values() for path in paths]
-
-
-def answers() -> dict[str, Any]:
-    """Of a server as the engine starts it."""
-    return {
-        "/version": {"version": "0.32.0"},
-        "/openapi.json": {"paths": {path: {} for path in OFFERED}},
-        "/server_info": {
-            "vllm_config": {
-                "model_config": {"logprobs_mode": "processed_logprobs"},
-                "scheduler_config": {"policy": "priority", "enable_chunked_prefill": False},
-                "device_config": {"device": "cpu"},
-            }
-        },
-        "/v1/models": {"data": [{"id": "policy", "max_model_len": 64}]},
-        "/weight_checker": {"checksums": {"dp0:model.embed_tokens.weight": "ab", "dp0:lm_head.weight": "cd"}},
-    }
-
-
-async def asked(content: dict[str, Any], *, max_model_len: int = 64, tied: bool = True) -> str:
-    """What `probe` returns or raises for a server with these answers."""
-
-    async def handle(request: web.Request) -> web.Response:
-        if request.path not in content:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response(content[request.path])
-
-    app = web.Application()
-    app.router.add_route("*", "/{rest:.*}", handle)
-    async with serving(app) as client:
-        return await probe(client, max_model_len=max_model_len, tied=tied)
-
-
-@pytest.mark.parametrize(
-    ("path", "fix"),
-    [
-        ("/pause", "VLLM_SERVER_DEV_MODE=1"),
-        ("/is_paused", "VLLM_SERVER_DEV_MODE=1"),
-        ("/update_weight_version", "VLLM_SERVER_DEV_MODE=1"),
-        ("/collective_rpc", "VLLM_SERVER_DEV_MODE=1"),
-        ("/inference/v1/generate", "--enable-scale-out"),
-    ],
-)
-async def test_a_missing_endpoint_is_named_with_what_switches_it_on(path: str, fix: str) -> None:
-    content = answers()
-    del content["/openapi.json"]["paths"][path]
-    with pytest.raises(EngineError, match=f"{path}: start it with .*{fix}"):
-        await asked(content)
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value", "flag"),
-    [
-        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
-        ("scheduler_config", "policy", "fcfs", "--scheduling-policy priority"),
-        ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
-    ],
-)
-async def test_a_setting_that_would_change_the_answers_is_refused(
-    section: str, name: str, value: object, flag: str
-) -> None:
-    content = answers()
-    content["/server_info"]["vllm_config"][section][name] = value
-    with pytest.raises(EngineError, match=f"{value}.*{flag}"):
-        await asked(content)
-
-
-@pytest.mark.parametrize(
-    ("section", "told", "flag"),
-    [
-        ("parallel_config", {"enable_eplb": True}, "--enable-eplb.*experts"),
-        ("offload_config", {"uva": {"cpu_offload_gb": 4.0}}, "--cpu-offload-gb"),
-        ("offload_config", {"prefetch": {"offload_group_size": 8}}, "--offload-group-size"),
-        ("kv_transfer_config", {"kv_connector": "LMCacheConnectorV1"}, "--kv-transfer-config"),
-    ],
-)
-async def test_an_attached_server_whose_updates_would_be_wrong_is_refused(
-    section: str, told: dict[str, Any], flag: str
-) -> None:
-    content = answers()
-    off = {"uva": {"cpu_offload_gb": 0}, "prefetch": {"offload_group_size": 0}}
-    content["/server_info"]["vllm_config"] |= {
-        "offload_config": off,
-        "parallel_config": {"enable_eplb": False},
-        "cache_config": {"kv_offloading_size": 4},
-        "kv_transfer_config": {"kv_connector": "OffloadingConnector"},
-    }
-    assert await asked(content) == "0.32.0"
-    content["/server_info"]["vllm_config"] |= {"cache_config": {}, "kv_transfer_config": None, section: told}
-    with pytest.raises(EngineError, match=flag):
-        await asked(content)
-
-
-async def test_an_attached_server_that_drafts_tokens_is_refused() -> None:
-    content = answers()
-    content["/server_info"]["vllm_config"]["speculative_config"] = None
-    assert await asked(content) == "0.32.0"
-    content["/server_info"]["vllm_config"]["speculative_config"] = {"method": "ngram"}
-    with pytest.raises(EngineError, match="without --speculative-config"):
-        await asked(content)
-
-
-async def test_a_server_of_another_kind_is_refused_by_name_and_ours_taken() -> None:
-    assert await asked(answers()) == "0.32.0"
-    with pytest.raises(EngineError, match=r"0\.31\.2.*make engines"):
-        await asked(answers() | {"/version": {"version": "0.31.2"}})
-    with pytest.raises(EngineError, match="--max-model-len 65"):
-        await asked(answers(), max_model_len=65)
-    with pytest.raises(EngineError, match="--served-model-name policy"):
-        await asked(answers() | {"/v1/models": {"data": [{"id": "qwen", "max_model_len": 64}]}})
-
-
-async def test_a_cpu_server_with_a_tied_output_layer_is_refused_and_a_gpu_s_taken() -> None:
-    content = answers() | {"/weight_checker": {"checksums": {"dp0:model.embed_tokens.weight": "ab"}}}
-    with pytest.raises(EngineError, match="tie_word_embeddings: false"):
-        await asked(content)
-    assert await asked(content, tied=False)
-    content["/server_info"]["vllm_config"]["device_config"]["device"] = "cuda"
-    assert await asked(content)

@@ -14,7 +14,7 @@ from tests.e2e.test_weights_channels import TOUGH, assert_versions_are_true
 from tests.scrape import fetch_samples
 
 __all__ = ["running", "workspace"]
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 STEPS = 40
 BEFORE_DEATH = 3  # Buckets, each a whole model, that the trainer sends before it is killed
 
