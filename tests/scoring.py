@@ -13,8 +13,9 @@ from areal_async.rpc.verdicts import Verdict
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
+from tests.waiting import deadline_s
 
-LIMIT_S = 900.0
+LIMIT_S = deadline_s(900)
 
 
 def episode_blob(response: str = "57", *, prompt: str = "12 + 45 =") -> bytes:

@@ -38,6 +38,7 @@ from tests.chaos.storm import Storm
 from tests.jobs import make_workspace
 from tests.processes import listening, processes_of
 from tests.unit.rpc.noise import flood, shapes
+from tests.waiting import LIMIT_S
 
 TOKEN = "token-of-this-server"
 CONNECT_LIMIT = struct.pack("ll", 20, 0)
@@ -106,7 +107,7 @@ def reward_server(folder: Path) -> Iterator[Rewards]:
         yield Rewards(process, port, token_file)
     finally:
         process.terminate()
-        process.wait(300)
+        process.wait(LIMIT_S)
 
 
 class Face(NamedTuple):
@@ -276,7 +277,7 @@ def kind_of(port: int) -> str:
     of chunks over ZMQ, which greets, and closes at what is no greeting."""
     said = b"\xff"
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=20) as sock,
+        socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as sock,
         contextlib.suppress(ConnectionError),
     ):
         sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")

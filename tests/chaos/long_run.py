@@ -24,10 +24,11 @@ from typing import Any
 from tests.chaos.job import ROLES, Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance, cuts, disturbances, failpoints, long_stops
 from tests.chaos.storm import Storm
+from tests.waiting import deadline_s
 
 KINDS = ("always", "everysec", "cut", "stopped")
 CUT_ALLOWANCE_S = 2.0
-RUN_LIMIT_S = 1500.0
+RUN_LIMIT_S = deadline_s(1500)
 STOP_S = 30.0
 
 

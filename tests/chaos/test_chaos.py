@@ -12,10 +12,11 @@ from tests.chaos.job import Job, write_duet, write_job
 from tests.chaos.plan import cuts, each_role_once
 from tests.chaos.ranks import RankStorm
 from tests.chaos.storm import Storm
+from tests.waiting import deadline_s
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 900.0
+LIMIT_S = deadline_s(900)
 PLACES = (
     "trainer.after_publish@3",
     "trainer.mid_checkpoint@2",
@@ -75,13 +76,13 @@ def test_a_redis_that_lost_the_end_of_its_log_costs_at_most_two_seconds_of_work(
     assert sum(told) >= verdict.figures["lost_writes"] > 0
 
 
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(deadline_s(660))
 @pytest.mark.nightly
 def test_malformed_messages_at_every_socket_leave_a_job_with_exact_counts(tmp_path):
     messages = 60
     kinds = ("redis", "buffer", "weights", "control", "chunks", "gateway", "metrics", "reward")
     verdict, figures = run(
-        tmp_path, steps=90, messages=messages, connections=60, quiet_steps=1, limit_s=600.0
+        tmp_path, steps=90, messages=messages, connections=60, quiet_steps=1, limit_s=LIMIT_S
     )
     assert verdict.violations == []
     assert verdict.figures["lost_episodes"] == verdict.figures["trained_twice"] == 0

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
+from tests.waiting import LIMIT_S
+
 OVERLAYS = ("cpu-small", "single-gpu-node", "multi-node")
 KUSTOMIZE = [found] if (found := shutil.which("kustomize")) else ["kubectl", "kustomize"]
 
@@ -119,10 +121,12 @@ def image_command(deploy: Path) -> list[str]:
 
 def built(folder: Path) -> list[dict[str, Any]]:
     """What kustomize makes of a folder. Raises `CannotBuild`."""
-    done = subprocess.run([*KUSTOMIZE, str(folder)], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [*KUSTOMIZE, str(folder)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     if done.returncode and KUSTOMIZE[-1] != "kustomize":
         done = subprocess.run(
-            [*KUSTOMIZE, "build", str(folder)], capture_output=True, text=True, timeout=600, check=False
+            [*KUSTOMIZE, "build", str(folder)], capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     if done.returncode:
         raise CannotBuild(done.stderr.strip())

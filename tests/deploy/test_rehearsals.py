@@ -27,7 +27,7 @@ from tests.deploy.commands import ROOT
 from tests.deploy.containers import Container, compose_containers, unit_settings
 from tests.unit.buffer.conftest import front_of
 from tests.unit.redis_server.conftest import Life, free_port, redis_7
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
@@ -45,7 +45,7 @@ def can(*words: str) -> bool:
     """Whether this machine lets us do that."""
     if shutil.which(words[0]) is None:
         return False
-    return subprocess.run(words, capture_output=True, timeout=600, check=False).returncode == 0
+    return subprocess.run(words, capture_output=True, timeout=LIMIT_S, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_users_of_redis_may_do_what_is_theirs_and_no_more(redis_port: int, secre
         (redis,) = [each for each in compose_containers(DEPLOY) if each.where == "compose redis"]
         (words,) = redis.probe_commands
         asked = words[-1].replace("redis-cli", f"{client} -p {redis_port}")
-        subprocess.run(["sh", "-c", asked], check=True, timeout=600)
+        subprocess.run(["sh", "-c", asked], check=True, timeout=LIMIT_S)
 
 
 # --- the controller's container ----------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_the_controller_of_compose_works_in_a_root_that_cannot_be_written(tmp_pa
         kill -TERM $controller; wait $controller
     """
     words = [*_boxed(container, tmp_path), "sh", "-c", inside]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     answer, files = done.stdout.split("\n", 1)
     assert json.loads(answer)["cluster"] == "compose"
@@ -258,15 +258,20 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
             assert node.poll() is None, log.read_text()
             if HEAD_PORT not in reached():
                 return False  # who asks before waits for long
-            done = subprocess.run(asked, env=environment, capture_output=True, timeout=600, check=False)
+            done = subprocess.run(asked, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
             return done.returncode == 0
 
         wait_for(healthy, "a Ray head")
         other = environment | {"RAY_AUTH_TOKEN": "0" * 64}
-        refused = subprocess.run(asked, env=other, capture_output=True, text=True, timeout=600, check=False)
+        refused = subprocess.run(
+            asked, env=other, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
         assert "AuthenticationError" in refused.stderr
         plain = environment | {"RAY_USE_TLS": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
-        assert subprocess.run(asked, env=plain, capture_output=True, timeout=600, check=False).returncode != 0
+        assert (
+            subprocess.run(asked, env=plain, capture_output=True, timeout=LIMIT_S, check=False).returncode
+            != 0
+        )
         # Where grpcio is installed a head also listens for Ray's client, which nothing of ours uses and no
         # policy lets in; it cannot be told not to.
         client = 10_001

@@ -13,7 +13,7 @@ import pytest
 
 from tests.deploy.checks import HEAD_PORT, RAY_PORTS
 from tests.deploy.commands import ROOT, cluster_problems, command_problems, ray_options
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 SCRIPT = ROOT / "deploy" / "slurm" / "areal-async.sbatch"
 Start = Callable[..., subprocess.Popen[str]]
@@ -68,7 +68,7 @@ def calls_of(folder: Path) -> list[list[str]]:
 
 
 def test_slurm_starts_a_head_then_the_others_then_the_job(slurm: Start, tmp_path: Path) -> None:
-    assert slurm().wait(120) == 3  # the status of the job
+    assert slurm().wait(LIMIT_S) == 3  # the status of the job
     calls = calls_of(tmp_path)
     starts = [call for call in calls if call[:2] == ["ray", "start"]]
     for call in calls:
@@ -95,6 +95,6 @@ def test_slurm_tells_the_job_before_its_time_is_over(slurm: Start, tmp_path: Pat
     script = slurm("yes")
     wait_for(lambda: (tmp_path / "calls.cluster").exists(), "the job")
     script.send_signal(signal.SIGTERM)
-    assert script.wait(120) == 143
+    assert script.wait(LIMIT_S) == 143
     wait_for(lambda: "told" in (tmp_path / "ended").read_text(), "the job's end")
     assert not list(tmp_path.glob(".areal-async-slurm-*"))

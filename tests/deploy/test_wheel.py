@@ -12,6 +12,7 @@ import pytest
 
 from tests.deploy.commands import PACKAGES, ROOT
 from tests.unit.page.runs import append, run_folder, step
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def installed(tmp_path_factory):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     command = [*pip, "--no-build-isolation", "--target", target, source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 
@@ -56,7 +57,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(installed):
 def test_dashboards_are_written_and_a_run_is_shown_by_an_installed_wheel(installed, tmp_path):
     with call(installed, tmp_path, "dashboards", "write", "d", "--json") as writing:
         written = [tmp_path / path for path in json.loads(writing.stdout.read())["files"]]
-        assert writing.wait(300) == 0
+        assert writing.wait(LIMIT_S) == 0
     assert len([path for path in written if path.parent.name == "grafana" and path.stat().st_size]) == 7
 
     append(run_folder(tmp_path / "runs"), [step(0), step(1)])
@@ -64,6 +65,6 @@ def test_dashboards_are_written_and_a_run_is_shown_by_an_installed_wheel(install
         told = json.loads(viewing.stdout.readline())
         page = installed / "areal_async" / "page" / "static"
         for name in ("page.js", "page.css", "uPlot.iife.min.js"):
-            with urllib.request.urlopen(f"{told['url']}/page/{name}", timeout=30) as reply:
+            with urllib.request.urlopen(f"{told['url']}/page/{name}", timeout=LIMIT_S) as reply:
                 assert reply.read() == (page / name).read_bytes()
     assert viewing.returncode == 0

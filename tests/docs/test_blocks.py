@@ -36,6 +36,7 @@ from areal_async.config.job import merged
 from areal_async.config.load import job_from_mapping
 from areal_async.config.yamlfile import parse_yaml
 from replay_buffer.simulation.costs import Costs
+from tests.waiting import LIMIT_S
 
 ROOT = Path(areal_async.__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
@@ -237,7 +238,7 @@ def test_commands_run(block, folder):
 
 
 def called(*words, cwd):
-    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=600)
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def told_words(block):

@@ -6,6 +6,7 @@ import sys
 
 from areal_async.rewardfiles import write_reward_files
 from tests.docs.test_blocks import ROOT, blocks_of
+from tests.waiting import LIMIT_S
 
 
 def test_the_faults_of_the_page_are_found_before_a_job_meets_them(tmp_path):
@@ -22,7 +23,7 @@ def test_the_faults_of_the_page_are_found_before_a_job_meets_them(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 1
     printed = {re.sub(r"\s+", " ", line).strip() for line in done.stdout.splitlines()}

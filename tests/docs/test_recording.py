@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 pytest.importorskip("pyte")
 RECORDING = Path(__file__).parents[2] / "docs" / "theme" / "recording.py"
 PROGRAM = """
@@ -27,7 +29,7 @@ def test_a_program_is_recorded_and_drawn(tmp_path: Path) -> None:
         ["record", str(cast), "--", sys.executable, "-c", PROGRAM],
         ["draw", str(cast), str(picture), "--seconds", "6"],
     ):
-        subprocess.run([sys.executable, str(RECORDING), *words], check=True, timeout=600)
+        subprocess.run([sys.executable, str(RECORDING), *words], check=True, timeout=LIMIT_S)
     texts = ["".join(each.itertext()) for each in ET.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
     drawn = [text for text in texts if text.startswith(("head", "step", "done"))]
     assert (drawn[0], drawn[-1]) == ("head < line", "done   True")

@@ -14,6 +14,7 @@ import pytest
 
 import areal_async
 from tests.unit.page.browser import chromium
+from tests.waiting import LIMIT_S
 
 pytest.importorskip("mkdocs")
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     `mkdocs.yml`, end the strict build."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert built.returncode == 0, built.stderr[-4000:]
     return folder
 

@@ -166,7 +166,7 @@ def told_by(*arguments: object, **environment: str) -> str:
     """Return what a command prints, in lines of 200 characters; it must succeed."""
     env = os.environ | {"COLUMNS": "200"} | environment
     words = command(*arguments)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

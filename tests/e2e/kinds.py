@@ -36,6 +36,7 @@ from tests.e2e.conftest import RunningJob, finish, started
 from tests.jobs import DUET, Workspace
 from tests.processes import processes_of
 from tests.scrape import fetch_samples
+from tests.waiting import LIMIT_S
 
 TOUGH = {"ready_s": 600, "restarts": 10, "first_pause_s": 0.1}
 CALM = {"spare_after_s": None}
@@ -350,7 +351,7 @@ def survivor(workspace: Workspace) -> Any:
         job.end()
     with started(workspace, "resume", job_file) as again:
         assert "is finished" in again.read_all()
-        assert again.process.wait(300) == 2
+        assert again.process.wait(LIMIT_S) == 2
     return {
         "told": told,
         "episodes_in_redis": MAGIC in redis_has,

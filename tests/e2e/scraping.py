@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from areal_async.dashboards.files import write_files
 from areal_async.rpc.endpoints import LOOPBACK
 from tests.panels import Asked, declared
+from tests.waiting import LIMIT_S
 
 NOT_IN_THIS_RUN = {
     "areal_controller_failures_total": "no controller started it",
@@ -149,7 +150,7 @@ def scraped(folder, runs):
 def ask(port, what, **parameters):
     url = f"http://{LOOPBACK}:{port}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
     try:
-        with urllib.request.urlopen(url, timeout=30) as reply:
+        with urllib.request.urlopen(url, timeout=LIMIT_S) as reply:
             return json.load(reply)["data"]
     except urllib.error.HTTPError as error:
         if error.code == 503:  # it is not ready

@@ -5,6 +5,8 @@ import os
 import socket
 import traceback
 
+from tests.waiting import LIMIT_S
+
 STRANGER = 54321
 """A user id that nobody has."""
 CONNECTIONS = 3000
@@ -67,7 +69,7 @@ def connects(path):
 def connected(port):
     """Without a look at a name: the stranger may not read the modules that Python would load for it."""
     sock = socket.socket()
-    sock.settimeout(20)
+    sock.settimeout(LIMIT_S)
     sock.connect(("127.0.0.1", port))
     return sock
 

@@ -14,6 +14,7 @@ import pytest
 from areal_async.status.record import read_run_log
 from areal_async.trajectory import Episode, SegmentKind, training_rows, unpack
 from tests.e2e.conftest import told_by
+from tests.waiting import LIMIT_S
 from trainer_service.data.recording import read_step
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def run(job_file, *words):
 def prepare(place, folder):
     files = folder / "files"
     command = [sys.executable, ROOT / place / "prepare.py", "--out", files, "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
     return files
 
 

@@ -20,7 +20,7 @@ from areal_async.controller.folder import ClusterFolder
 from areal_async.status.record import read_run_log
 from tests.jobs import command
 from tests.processes import is_gone, processes_of
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ class Shell:
             command(*arguments),
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=LIMIT_S,
             check=False,
             env=self.environment,
         )

@@ -11,6 +11,7 @@ from areal_async.runtime.events import read_events
 from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.conftest import told_by
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +92,7 @@ def test_workers_join_die_and_leave_by_autoscaling_and_by_hand_and_nothing_is_lo
             told = told_by("drain", job_file, "rollout-2", "--timeout", 20)
             assert told.startswith("rollout-2 has finished, handed back the rest and ended")
             last = puts("rollout-2")[-1]["mono_s"]
-            assert guest.wait(300) == 0
+            assert guest.wait(LIMIT_S) == 0
             works("rollout-1")
         finally:
             guest.kill()

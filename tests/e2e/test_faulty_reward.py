@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.conftest import told_by
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,7 @@ def test_verdicts_are_final_and_nothing_becomes_0_in_a_job_whose_reward_fails(wo
         checkpoint={"every_steps": 2, "keep": 2},
     )
     with running("run", job_file) as job:
-        job.wait_for(lambda: len(job.steps()) >= 4, "step 4", 200)
+        job.wait_for(lambda: len(job.steps()) >= 4, "step 4", LIMIT_S)
         broken.touch()
         job.end(status=1)
     assert "the grader is not installed" in job.told

@@ -23,10 +23,11 @@ from tests.forks import start_command
 from tests.jobs import Workspace
 from tests.processes import processes_of
 from tests.scrape import fetch_samples
+from tests.waiting import deadline_s
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 600.0
+LIMIT_S = deadline_s(600)
 PROMPT = r"\(Pdb\) "
 
 PARTS = """
@@ -122,7 +123,7 @@ class InlineJob:
     def end(self, *, status: int = 0) -> FinishedRun:
         """Wait until it ends with this status; it must leave nothing behind."""
         self.read_until(r"(?!)")
-        assert self.process.wait(300) == status, self.told
+        assert self.process.wait(LIMIT_S) == status, self.told
         topology = Topology.read(self.folder / "topology.json")
         assert processes_of(topology.run_id) == []
         assert not Path(topology.home_host.socket_dir).exists()

@@ -20,7 +20,7 @@ from tests.e2e.scraping import NOT_IN_THIS_RUN, ONLY_IN_TROUBLE, firing, has_dat
 from tests.e2e.stranger import allowed, as_stranger, connects, crowd, is_refusal, opened, sysv_segments, talk
 from tests.panels import Asked, panel_queries, rules, uses
 from tests.processes import listening, processes_of
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, deadline_s
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ RUN = {
     "placement": {"pretend": {"rollout-0": "host-1"}},
 }
 """Weights go to another host, there is a reference, and the number of workers may change."""
-DATA_S = 120.0
+DATA_S = deadline_s(120)
 MOST_GROWTH_BYTES = 200 << 20
 """Of a process that trains or generates meanwhile."""
 

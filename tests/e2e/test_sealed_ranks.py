@@ -15,6 +15,7 @@ from tests.sealed.recorded_trainer import BATCHES
 from tests.sealed.world import CLUSTER, WORK, SealedHosts, sealed_hosts, unusable
 from tests.unit.trainer.conftest import synthetic_batch, write_model
 from tests.unit.trainer.rank_process import job_of
+from tests.waiting import LIMIT_S
 from trainer_service.data.recording import write_step
 
 STEPS = 6
@@ -72,7 +73,7 @@ def test_ranks_on_two_sealed_hosts_train_what_two_on_one_do(tmp_path: Path) -> N
             with (tmp_path / name).open("wb") as told:
                 runs[name] = hosts.start(1, *words, output=told)
         for name, run in runs.items():
-            assert run.wait(480) == 0, (tmp_path / name).read_text()
+            assert run.wait(LIMIT_S) == 0, (tmp_path / name).read_text()
         together, apart = (outcome(hosts, name, tmp_path / "back") for name in LABELS)
     assert (len(together[2]), len(apart[2])) == (1, 2), "nodes of the ranks"
     assert apart[0].keys() == together[0].keys()

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import started, told_by
 from tests.jobs import command, make_workspace
 from tests.processes import processes_of
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 from trainer_service.checkpoint import MANIFEST
 
 pytestmark = pytest.mark.slow
@@ -49,14 +49,14 @@ def test_two_ranks_outlast_a_store_that_is_away_and_a_killed_job_is_resumed_from
         wait_for(lambda: stored(8), "checkpoint 8")
         record = json.loads((cache / run.replace("://", "/") / "run.lock").read_text())
         os.kill(job.process.pid, signal.SIGKILL)
-        assert job.process.wait(300) == -signal.SIGKILL, job.read_all(5)
+        assert job.process.wait(LIMIT_S) == -signal.SIGKILL, job.read_all(5)
     wait_for(lambda: processes_of(record["run_id"]) == [], "the end of its services")
     shutil.rmtree(cache)
     for name in ("socket_dir", "shm_dir"):
         shutil.rmtree(record[name])
 
     resumed = subprocess.run(
-        command("resume", run, "--plain"), capture_output=True, text=True, timeout=600, check=False
+        command("resume", run, "--plain"), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"{bucket}/checkpoints/cloudy/model" in resumed.stdout

@@ -12,6 +12,7 @@ from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.kinds import TOUGH
 from tests.scrape import fetch_samples
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whicheve
         supervisor=TOUGH,
     )
     with running("run", job_file) as job:
-        job.wait_for(lambda: bool(job.steps()), "a step", 200)
+        job.wait_for(lambda: bool(job.steps()), "a step", LIMIT_S)
         for name, (edge, words) in EDGES.items():
             process = job.service(name)
             process.send_signal(signal.SIGSTOP)

@@ -25,9 +25,10 @@ from rollout_service.engines.http.client import ServerClient
 from rollout_service.engines.http.engine import HttpEngine
 from tests.engines.record import FIX, Proxy, Recording, Replay, listening, pins_of, recorded
 from tests.engines.servers import KEY, KINDS, SGLANG, START_S, VLLM, Kind, Model
+from tests.waiting import deadline_s
 
 T = TypeVar("T")
-DEADLINE_S = 600.0
+DEADLINE_S = deadline_s(600)
 RECORDS = "AREAL_ASYNC_RECORD" in os.environ
 """Whether the answers of the servers are recorded (`make record-engines`)."""
 

@@ -31,10 +31,11 @@ from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.engines.http.keyed import VARIABLE
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.engines.vllm.adapter import VllmAdapter
+from tests.waiting import deadline_s
 
 KEY = os.environ.setdefault(VARIABLE, secrets.token_hex(32))
 """Key of every server of the tests, so that they can attach to each other's."""
-START_S = 900.0
+START_S = deadline_s(900)
 """Limit for the start of a server, also on a busy machine."""
 TEXT = "0123456789+-="
 """Texts of the ids from 3 on, in both models."""

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from areal_async.quickstart.main import prepare
 from areal_async.trajectory import Episode, unpack
 from tests.e2e.conftest import FinishedRun, Workspace
+from tests.waiting import deadline_s
 from trainer_service.data.recording import read_step
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -42,7 +43,7 @@ def run_job(job_file: Path, *overrides: str) -> Path:
     """Run it from the command line, as a user would. Returns the run's folder."""
     words = [sys.executable, "-m", "areal_async.cli.main", "run", str(job_file), "--plain"]
     words += ["observe.metrics_port=0", *overrides]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=deadline_s(1500), check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return job_file.parent.parent
 

@@ -33,6 +33,7 @@ from rollout_service.engines.vllm.adapter import ONE_PROCESS
 from rollout_service.engines.vllm.adapter import variables as vllm_variables
 from tests.e2e.conftest import Workspace, finish
 from tests.graders import share_of_ones, write_trained_judge
+from tests.waiting import deadline_s
 from trainer_service.data.recording import read_step
 from trainer_service.data.rows import row_of
 from trainer_service.teacher import TeacherServers
@@ -40,7 +41,7 @@ from trainer_service.teacher import TeacherServers
 pytestmark = pytest.mark.engine
 
 torch.set_num_threads(1)
-READY_S = 900.0
+READY_S = deadline_s(900)
 STEPS = 20
 CONTEXT = 96
 

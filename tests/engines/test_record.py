@@ -10,6 +10,7 @@ from aiohttp import web
 
 from rollout_service.engines.http.client import ServerClient
 from tests.engines.record import Exchange, Proxy, Recording, Replay, listening
+from tests.waiting import LIMIT_S
 
 
 class Talk:
@@ -47,11 +48,11 @@ async def talk(url: str, owner: str) -> tuple[list[int], list[Any]]:
     try:
         said: list[Any] = [(await client.get("/count", dict))["gets"]]
         stream = asyncio.create_task(client.stream("/stream", {"model": "/tmp/here/m"}, int, take))
-        await asyncio.wait_for(first.wait(), 60)
+        await asyncio.wait_for(first.wait(), LIMIT_S)
         said.append((await client.get("/count", dict))["gets"])
         assert heard == [1]
         said.append(await client.post("/continue", {"name": f"policy-e0-v0.{owner}"}, str))
-        await asyncio.wait_for(stream, 60)
+        await asyncio.wait_for(stream, LIMIT_S)
     finally:
         await client.close()
     return heard, said

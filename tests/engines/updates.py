@@ -11,8 +11,9 @@ from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.http.engine import HttpEngine
 from rollout_service.replicas import exchange
 from tests.engines.servers import TEXT, ask
+from tests.waiting import deadline_s
 
-LIMIT_S = 300.0
+LIMIT_S = deadline_s(300)
 EOS = 1
 
 

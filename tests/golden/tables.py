@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from areal_async.rpc.verdicts import Parts
+from tests.waiting import LIMIT_S
 from trainer_service.algorithms.normalisers import Totals
 from trainer_service.algorithms.table import Alone, EpisodeTable, UnitTable, agent_id
 from trainer_service.data.rows import TrainingRow
@@ -99,7 +100,7 @@ class Threads:
 
     def __init__(self, world: int) -> None:
         self._world, self._place = world, threading.local()
-        self._barrier = threading.Barrier(world, timeout=30)
+        self._barrier = threading.Barrier(world, timeout=LIMIT_S)
         self._given: list = [None] * world
 
     def _all(self, value):

@@ -32,6 +32,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.waiting import deadline_s
+
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("table.yaml")
 PRELOADED = (
@@ -46,7 +48,7 @@ PRELOADED = (
 )
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=short")
 FIELDS = '["outcome", "CPU seconds", "test that failed"]'
-LIMIT_S = 900.0
+LIMIT_S = deadline_s(900)
 """A run that takes longer counts as broken. No row is meant to come near it."""
 
 

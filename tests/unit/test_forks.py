@@ -15,7 +15,7 @@ from areal_async.runtime.process import RUN_VARIABLE
 from tests.forks import ForkedCommand, start_command, start_fork_server
 from tests.jobs import make_workspace
 from tests.processes import processes_of
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 
 def test_a_command_has_its_arguments_environment_output_and_status(tmp_path):
@@ -24,13 +24,13 @@ def test_a_command_has_its_arguments_environment_output_and_status(tmp_path):
         assert isinstance(command, ForkedCommand)
         assert command.stdout is not None
         said = command.stdout.read().decode()
-        assert command.wait(600) == status, said
+        assert command.wait(LIMIT_S) == status, said
         assert ("areal-async" if status == 0 else "none.yaml") in said
 
 
 def test_a_command_writes_to_a_given_descriptor(tmp_path):
     with (tmp_path / "output").open("wb") as output:
-        assert start_command(["--version"], output.fileno()).wait(600) == 0
+        assert start_command(["--version"], output.fileno()).wait(LIMIT_S) == 0
     assert (tmp_path / "output").read_text().startswith("areal-async ")
 
 
@@ -58,7 +58,7 @@ def running(tmp_path: Path):
         yield command, supervisor, run_id
     finally:
         command.kill()
-        command.wait(600)
+        command.wait(LIMIT_S)
 
 
 def test_services_are_children_of_the_supervisor_and_end_with_it(running):
@@ -94,5 +94,5 @@ def test_a_killed_service_is_reported_and_forked_again(running):
     assert command.stdout is not None
     command.send_signal(signal.SIGINT)
     said = command.stdout.read().decode()
-    assert command.wait(600) == 130, said
+    assert command.wait(LIMIT_S) == 130, said
     assert "SIGKILL" in said

@@ -35,6 +35,7 @@ from rollout_service.replicas import exchange
 from rollout_service.worker import WeightUpdates
 from tests.engines.servers import KEY, SGLANG, ask
 from tests.unit.weights.member import Member
+from tests.waiting import deadline_s
 
 SECRET = RunSecret(bytes(32))
 
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.engine
 SENDING = Path(__file__).with_name("sending.py")
 PROMPT = [5, 14, 7, 9]
 LONG = Sampling(temperature=1.0, max_new_tokens=60)
-WAIT_S = 600.0
+WAIT_S = deadline_s(600)
 EPOCH = 4
 
 

@@ -12,6 +12,7 @@ from areal_async.runtime.events import VARIABLE
 from tests.e2e.conftest import running, workspace
 from tests.e2e.test_weights_channels import TOUGH, assert_versions_are_true
 from tests.scrape import fetch_samples
+from tests.waiting import LIMIT_S
 
 __all__ = ["running", "workspace"]
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -31,7 +32,7 @@ def test_one_death_is_local_a_job_whose_trainer_sends_tensors_and_dies(workspace
         placement={"pretend": {"rollout-0": "host-1"}},
     )
     with running("run", job_file, **{VARIABLE: f"weights.bucket_sent@{BEFORE_DEATH}"}) as job:
-        job.wait_for(lambda: len(job.events("opened")) == 2, "the second trainer", 330)
+        job.wait_for(lambda: len(job.events("opened")) == 2, "the second trainer", LIMIT_S)
         log = (job.folder / "logs" / "rollout-0.log").read_text()
         port = int(re.findall(r'"event": ?"service starts".*?"metrics_port": ?(\d+)', log)[-1])
 
@@ -41,7 +42,7 @@ def test_one_death_is_local_a_job_whose_trainer_sends_tensors_and_dies(workspace
 
         # Tensors came before the death, and come after it.
         size = (workspace.folder / "model" / "model.safetensors").stat().st_size
-        job.wait_for(lambda: taken() > (BEFORE_DEATH + 0.5) * size, "tensors of the second trainer", 120)
+        job.wait_for(lambda: taken() > (BEFORE_DEATH + 0.5) * size, "tensors of the second trainer", LIMIT_S)
         assert taken("zmq") > size, "the snapshots beside them"
         run = job.end()
     assert [event["name"] for event in job.events("failpoint")] == ["weights.bucket_sent"]

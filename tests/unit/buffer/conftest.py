@@ -58,6 +58,7 @@ from replay_buffer.redis.writer import RedisClock
 from replay_buffer.routes import RouteFiles
 from replay_buffer.server import main
 from tests.contexts import context_for_test
+from tests.waiting import LIMIT_S
 
 RULES = Rules.alone(group_size=2, batch_groups=2, max_staleness=1)
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, stop=(), seed=1)
@@ -453,4 +454,4 @@ async def serving(ctx: ServiceContext, registry: CollectorRegistry | None = None
     finally:
         ctx.stop.set()
         await client.close()
-        await asyncio.wait_for(service, 60)
+        await asyncio.wait_for(service, LIMIT_S)

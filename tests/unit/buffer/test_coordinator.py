@@ -17,7 +17,7 @@ from replay_buffer.ledger.rules import Rules, VerdictPolicy
 from replay_buffer.redis.address import StoreFenced, StoreUnusable
 from replay_buffer.redis.writer import Keys
 from tests.unit.buffer.conftest import judge, lease, store, stored
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 BLOBS = (b"a" * 10, b"b" * 10)
 
@@ -91,7 +91,7 @@ async def test_a_poll_answers_empty_handed_when_its_wait_is_over_or_the_front_st
             )
         )
         await asyncio.sleep(0)
-    assert isinstance(await asyncio.wait_for(polling, 60), Leases)
+    assert isinstance(await asyncio.wait_for(polling, LIMIT_S), Leases)
 
 
 async def test_a_claim_waits_a_moment_for_a_group_to_become_complete(a_front):
@@ -182,7 +182,7 @@ async def test_a_ledger_that_is_gone_ends_the_front(a_front, redis, job_name):
         redis.delete(Keys(job_name).meta)
         with pytest.raises(FaultError):
             await lease(front)
-        error = await asyncio.wait_for(asyncio.shield(front.ended), 60)
+        error = await asyncio.wait_for(asyncio.shield(front.ended), LIMIT_S)
         assert isinstance(error, StoreFenced | StoreUnusable)
 
 
@@ -212,7 +212,7 @@ async def test_a_failed_job_wakes_its_trainer_and_a_buffer_that_begins_lifts_the
             front.poll(NextBatch("policy", 1, 0), 30_000, "batch", lambda reply: isinstance(reply, Waiting))
         )
         await judge(front, Failure("exception", "no grader"))
-        reply = await asyncio.wait_for(waiting, 60)
+        reply = await asyncio.wait_for(waiting, LIMIT_S)
         assert (reply.kind, FaultError.of(reply).restart_helps) == ("failed", False)
         assert "no grader" in reply.message
     async with a_front(rules) as front:

@@ -20,6 +20,7 @@ from replay_buffer.redis.writer import Keys
 from tests.redis_client import connect
 from tests.unit.buffer.conftest import front_of, lease, store
 from tests.unit.buffer.ledger_machine import LedgerMachine, ReturningMachine, consumers_of, run
+from tests.waiting import LIMIT_S
 
 N = 2
 PutIn = Callable[[pytest.MonkeyPatch], None]
@@ -115,7 +116,7 @@ async def test_nothing_is_acknowledged_that_a_lost_write_takes_away(redis_url, j
         # From here on Redis knows another revision than the front, so its next write is not taken.
         await redis.hincrby(Keys(job_name).meta, "revision", 7)
         acknowledged: set[int] = set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while not acknowledged:
                 try:
                     acknowledged = set((await store(buffer, group, (b"byte",) * N)).stored)

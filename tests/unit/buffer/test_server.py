@@ -41,7 +41,7 @@ from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import BufferServer, main
 from tests.callers import put
 from tests.unit.buffer.conftest import serving
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 async def opened(client, groups, worker="w0"):
@@ -108,10 +108,10 @@ async def test_waiting_calls_are_answered_as_soon_as_they_can_be(context, blob, 
         while len(items) < 4:
             more, _ = await score(client)
             items += more
-        assert isinstance(await asyncio.wait_for(batching, 60), Batch)
+        assert isinstance(await asyncio.wait_for(batching, LIMIT_S), Batch)
         leasing = asyncio.create_task(client.call(Lease("rollout-1", 1, [tag], wait_ms=30_000)))
         await client.call(Release("rollout-0", leases.groups[2].lease_id, "test"))
-        assert len((await asyncio.wait_for(leasing, 60)).groups) == 1
+        assert len((await asyncio.wait_for(leasing, LIMIT_S)).groups) == 1
 
 
 async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(context):
@@ -127,7 +127,7 @@ async def test_a_newer_lease_request_of_a_worker_ends_the_wait_of_its_older_one(
         older, other = leasing("w0", 0), leasing("w1", 0)
         await client.call(Stats())  # both were sent before this one, and wait by the time it is answered
         newer = leasing("w0", 1)
-        answer = await asyncio.wait_for(older, 60)
+        answer = await asyncio.wait_for(older, LIMIT_S)
         assert not answer.groups
         assert answer.reason
         assert not other.done()
@@ -146,12 +146,12 @@ async def test_a_worker_that_drains_has_its_waiting_request_answered_and_its_mis
         other = asyncio.create_task(client.call(Lease("w1", 1, [tag], wait_ms=20_000)))
         await put(client, groups[0].lease_id, groups[0].group_id, {1: blob(job_name, groups[0].group_id, 1)})
         await client.call(Drain("w0", "it is moved"))
-        answer = await asyncio.wait_for(waiting, 60)
+        answer = await asyncio.wait_for(waiting, LIMIT_S)
         assert (answer.groups, answer.drain) == ([], True)
         assert "it is moved" in answer.reason
         assert (await client.call(Heartbeat("w0", [groups[0].lease_id]))).drain
         await client.call(Release("w0", groups[0].lease_id, "drained"))
-        (handed_over,) = (await asyncio.wait_for(other, 60)).groups
+        (handed_over,) = (await asyncio.wait_for(other, LIMIT_S)).groups
         assert (handed_over.group_id, handed_over.missing) == (groups[0].group_id, [0])
         await client.call(Arrived("w0"))
         assert not (await client.call(Heartbeat("w0", []))).drain
@@ -168,9 +168,9 @@ async def test_a_planned_stop_of_the_buffer_answers_who_waits_and_hands_over_to_
         batching = asyncio.create_task(client.call(NextBatch("policy", tag.epoch, 0, wait_ms=30_000)))
         await client.call(Stats())
         ctx.stop.set()
-        answer = await asyncio.wait_for(leasing, 60)
+        answer = await asyncio.wait_for(leasing, LIMIT_S)
         assert answer.groups == []
-        assert isinstance(await asyncio.wait_for(batching, 60), Waiting)
+        assert isinstance(await asyncio.wait_for(batching, LIMIT_S), Waiting)
     async with serving(context()) as client:
         kept = await client.call(Heartbeat("w0", [group.lease_id for group in groups[1:]]))
         assert kept.lost == []
@@ -253,7 +253,7 @@ async def test_a_second_front_ends_the_first_service(context, redis_url, job_nam
         await thief.open(lambda error: None)
         asking = asyncio.create_task(client.call(ask, timeout_s=60))
         with pytest.raises(ArealError, match="taken over this job"):
-            await asyncio.wait_for(service, 60)
+            await asyncio.wait_for(service, LIMIT_S)
         asking.cancel()
         await thief.close()
 

@@ -17,6 +17,7 @@ from areal_async.cli.main import app
 from areal_async.cli.tools import readable_errors
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.runtime.process import start_of
+from tests.waiting import LIMIT_S
 
 
 def call(*arguments):
@@ -226,7 +227,7 @@ def test_the_program_answers_without_loading_torch(job_file):
     script = "import sys; from areal_async.cli.main import app\ntry: app(['validate', sys.argv[1]])\n"
     script += "except SystemExit: print('torch' in sys.modules or 'matplotlib' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(job_file)], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script, str(job_file)], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
@@ -244,7 +245,7 @@ def test_an_error_that_nobody_reads_has_its_exit_status(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "areal_async.cli.main", "validate", "none.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer, timeout=LIMIT_S)
     os.close(writer)
     assert done.returncode == 2
 

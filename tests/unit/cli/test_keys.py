@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from areal_async.cli.main import app
 from areal_async.controller.folder import ClusterFolder, ClusterFolderError, TokenBook
+from tests.waiting import LIMIT_S
 
 FILES = {"ca.crt", "node.crt", "node.key", "ray.token", "tokens", "submit.token", "look.token", "env.sh"}
 SECRET = "node.key", "ray.token", "submit.token", "look.token"
@@ -59,8 +60,8 @@ def test_hosts_that_were_named_prove_themselves_to_each_other_and_no_others(keys
         side.load_cert_chain(keys / "node.crt", keys / "node.key")
         sides.append(side)
     one, other = socket.socketpair()
-    one.settimeout(20)
-    other.settimeout(20)
+    one.settimeout(LIMIT_S)
+    other.settimeout(LIMIT_S)
 
     def serve():
         try:
@@ -80,7 +81,7 @@ def test_hosts_that_were_named_prove_themselves_to_each_other_and_no_others(keys
         assert not good
     finally:
         one.close()
-        thread.join(20)
+        thread.join(LIMIT_S)
 
 
 def test_env_sh_finds_its_folder_wherever_that_was_copied_to(keys, tmp_path):

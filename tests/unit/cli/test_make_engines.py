@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 SCRIPT = Path(__file__).parents[3] / "engines" / "make.sh"
 SETUP = f"""#!/bin/bash
 set -e
@@ -34,7 +36,7 @@ class Place:
 
     def make(self):
         words = [str(self.root / "make.sh"), str(self.root / "made"), "toy"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+        return subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     def was_made(self):
         """Whether the next call makes the environment (and succeeds)."""

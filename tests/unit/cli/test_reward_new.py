@@ -14,6 +14,7 @@ from areal_async.cli.main import app
 from areal_async.config.reward import RewardSection
 from areal_async.rewardfiles import RewardFilesError, write_reward_files
 from areal_async.tasks import read_tasks
+from tests.waiting import LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -22,7 +23,7 @@ def call(*arguments):
     """A program in a process of its own, with this package on its path."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     command, places = [sys.executable, "-m", *arguments], {"PYTHONPATH": path, "COLUMNS": "100"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | places)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ | places)
 
 
 def test_the_files_of_a_new_reward_work_as_they_are(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from areal_async.cli.tools import (
     step_range,
 )
 from areal_async.config.errors import ConfigError
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_what_is_no_range_of_steps_is_refused(text):
 
 def test_a_program_fails_as_every_command_does(tmp_path):
     command = [sys.executable, "-m", "areal_async.cli.main", "buffer", "peek", "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert "there is no run folder or job file nowhere" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

@@ -25,7 +25,7 @@ from areal_async.controller.folder import ClusterFolder, ClusterFolderError, has
 from areal_async.controller.resources import Resources
 from areal_async.controller.store import JobStore, StoredJob
 from tests.processes import is_gone
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 NEVER = "resources: {cpus: 2, gpus: 1, memory_gb: 4}\n"
 
@@ -197,7 +197,7 @@ def test_up_in_the_foreground_is_the_controller_until_a_signal(cluster, tmp_path
         assert (answer.cluster, answer.total) == ("big", Resources(3, 2, 7.0))
         assert "is up already" in call("up", "--foreground", status=1).stderr
         process.send_signal(signal.SIGINT)
-        assert process.wait(300) == 0
+        assert process.wait(LIMIT_S) == 0
         reading.join()
     start_controller(cluster)  # as it was brought up last
     assert ControllerClient.find().cluster().total == Resources(3, 2, 7.0)

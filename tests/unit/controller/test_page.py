@@ -16,6 +16,7 @@ from areal_async.page.app import POLICY, STATIC
 from tests.unit.controller.served import Served, Serving
 from tests.unit.controller.world import submission
 from tests.unit.page.runs import append, episode, load, run_folder, step, write_samples
+from tests.waiting import LIMIT_S
 
 SECRET = "the answer that nobody but its job's people may read"
 KEY = "/step-00000009.jsonl"
@@ -46,7 +47,7 @@ async def seen(there: Served, path: str, **headers: str) -> tuple[int, str]:
 
     def ask() -> tuple[int, str]:
         host, _, port = there.server.url.removeprefix("http://").rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        connection = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()

@@ -23,7 +23,7 @@ from tests.jobs import make_workspace
 from tests.processes import is_gone, processes_of
 from tests.unit.launch.conftest import behave  # noqa: F401
 from tests.unit.launch.launching import STAND_IN
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 CLAIMING = """
 import sys, time
@@ -218,6 +218,6 @@ def test_a_process_that_comes_too_late_leaves_at_once(place):
         assert place.controller.find("late").state == "STOPPED"
     finally:
         late.send_signal(signal.SIGCONT)
-    assert late.wait(300) == 0
+    assert late.wait(LIMIT_S) == 0
     assert is_gone(late.pid)
     assert not place.run_folder(job).exists()

@@ -22,6 +22,7 @@ from areal_async.cli.main import app
 from areal_async.dashboards.files import HERE as FILES
 from areal_async.rpc.endpoints import LOOPBACK
 from tests.panels import FOREIGN, OF_TARGET, asked, declared, panel_queries, rules, uses
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = json.loads((ROOT / "tests" / "deploy" / "schemas" / "grafana.json").read_text())
@@ -172,7 +173,7 @@ def test_every_alert_fires_on_what_it_is_about_and_on_nothing_healthy():
 
 
 def promtool(*arguments):
-    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -245,12 +246,12 @@ def test_up_starts_prometheus_with_the_rules_and_grafana_where_there_is_one(tmp_
         assert f"{tmp_path}/dashboards/grafana" in lines[1]
         assert f"{tmp_path} (1 now)" in lines[2]
         with start(tmp_path / "other", port, grafana_port, programs) as second:
-            said = second.communicate(timeout=600)[0]
+            said = second.communicate(timeout=LIMIT_S)[0]
         assert second.returncode != 0
         assert said.startswith(f"error: cannot listen on port {port}: Address already in use")
         assert not (tmp_path / "other").exists(), "a start that failed leaves something"
         alone.send_signal(signal.SIGINT)
-        assert alone.wait(300) == 0
+        assert alone.wait(LIMIT_S) == 0
 
     grafana = programs / "grafana"
     grafana.write_text(STAND_IN)
@@ -263,11 +264,11 @@ def test_up_starts_prometheus_with_the_rules_and_grafana_where_there_is_one(tmp_
         assert (Path(told["settings"]["GF_PATHS_PROVISIONING"]) / "dashboards" / "areal.yaml").is_file()
         assert Path(told["settings"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).is_file()
         both.send_signal(signal.SIGTERM)
-        assert both.wait(300) == 0
+        assert both.wait(LIMIT_S) == 0
 
     grafana.write_text("#!/bin/sh\necho no such option; exit 3\n")
     with start(tmp_path, port, grafana_port, programs) as broken:
-        said = broken.communicate(timeout=600)[0]
+        said = broken.communicate(timeout=LIMIT_S)[0]
         assert broken.returncode != 0
         assert "no such option" in said
         assert "grafana.log" in said

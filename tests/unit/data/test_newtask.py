@@ -14,6 +14,7 @@ from areal_async.config.load import load_job
 from areal_async.data.newtask import job_name
 from areal_async.launch.preflight import tokenizer_mistakes
 from areal_async.prompts import prompt_ids
+from tests.waiting import LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -41,7 +42,7 @@ def test_every_file_of_the_folder_works_as_it_is(made):
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
         env=os.environ | {"PYTHONPATH": path},
     )
     assert tested.returncode == 0, tested.stdout

@@ -27,8 +27,9 @@ from rollout_service.gateway import Gateway
 from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.server import Front
 from rollout_service.workflows import Context, Renderer
+from tests.waiting import LIMIT_S, deadline_s
 
-DEADLINE_S = 120.0
+DEADLINE_S = deadline_s(120)
 ROUTE = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -178,7 +179,7 @@ class Talking(Scripted):
             if self.fail is not None:
                 raise self.fail
             if self.heard is not None:
-                await asyncio.wait_for(self.heard.wait(), 60.0)
+                await asyncio.wait_for(self.heard.wait(), LIMIT_S)
         return result
 
 

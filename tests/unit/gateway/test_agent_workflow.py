@@ -18,7 +18,7 @@ from rollout_service.workflows import WorkflowError, load_workflow
 from rollout_service.workflows.agent import AgentError
 from tests.processes import is_gone
 from tests.unit.gateway.fakes import Scripted, assert_recorded_is_what_the_engine_said, serving
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 TASK = Task("t", "1+2?", ground_truth="3", extra_info={"level": 1})
 
@@ -120,7 +120,7 @@ async def test_a_command_ends_with_all_it_has_started(late: bool, tmp_path: Path
     with pytest.raises(AgentError, match=says):
         await run({"command": ["sh", "-c", script], "timeout_s": 3 if late else 200}, tokenizer)
     pid = int(pid_file.read_text())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await until(lambda: is_gone(pid))
 
 

@@ -27,7 +27,7 @@ from tests.unit.gateway.fakes import (
     make_context,
     serving,
 )
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 class Gated(Talking):
@@ -114,7 +114,7 @@ async def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -
     with made_gateway(tokenizer) as gateway:
         kept = [await episode(gateway, Talking(tokenizer)) for _ in range(3)]
         # A connection that is closing may still hold its last request for a moment.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             await until(lambda: gc.collect() is not None and all(one() is None for one in kept))
         await gateway.close()
 

@@ -12,6 +12,7 @@ from areal_async.config.load import load_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders, leftovers
 from areal_async.launch.runs import find_run, job_to_resume
+from tests.waiting import LIMIT_S
 
 STRANGER = 54321
 """A user id that nobody has."""
@@ -152,6 +153,6 @@ def test_doctor_is_not_stopped_by_a_pipe_named_like_a_leftover(tmp_path):
     pipes(folder, "owner.json")
     command = [sys.executable, "-m", "areal_async.cli.main", "doctor"]
     ended = subprocess.run(
-        command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert "leftovers" in ended.stdout

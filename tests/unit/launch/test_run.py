@@ -22,7 +22,7 @@ from areal_async.launch.report import summarise
 from areal_async.launch.run import RunResult, print_closing, run_job
 from areal_async.status.record import RunLog, read_run_log
 from tests.unit.launch.launching import STAND_IN, changed
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 
 def run(job, **options):
@@ -97,7 +97,7 @@ def test_a_run_whose_reader_leaves_is_watched_to_its_end_and_ends_as_if_it_were_
             # Between two of them a line of the view is due, which cannot be written.
             wait_for(lambda: len(loads(folder)) > looks + 2, "a look at the run")
             (folder / "enough").touch()
-            assert program.wait(120) == 0
+            assert program.wait(LIMIT_S) == 0
         finally:
             program.kill()
             program.wait()

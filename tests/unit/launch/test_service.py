@@ -17,6 +17,7 @@ from areal_async.launch.plan import ready_limit_s, services_of
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import ServiceContext
 from tests.unit.launch.launching import changed
+from tests.waiting import LIMIT_S
 
 
 def write_topology(job, folder):
@@ -64,7 +65,7 @@ def test_sigterm_ends_a_service_in_order(start, behaviour):
     process = start(behaviour)
     until_logged(process, "service starts")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=600) == 128 + signal.SIGTERM
+    assert process.wait(timeout=LIMIT_S) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_an_error_of_ours_is_one_paragraph_and_any_other_shows_where_it_came_fro
     start, behaviour, traced, last
 ):
     process = start(behaviour)
-    _, text = process.communicate(timeout=600)
+    _, text = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert ("Traceback" in text) == traced
     assert text.splitlines()[-1] == last
@@ -90,7 +91,7 @@ def test_a_second_ctrl_c_by_hand_ends_it_at_once(start):
     process.send_signal(signal.SIGINT)
     until_logged(process, "asked to stop")
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=600) == 130
+    assert process.wait(timeout=LIMIT_S) == 130
 
 
 def test_readiness_is_told_once_through_the_descriptor(start):
@@ -106,7 +107,7 @@ def test_readiness_is_told_once_through_the_descriptor(start):
 
 def test_a_name_that_is_not_of_the_run_is_refused(start):
     process = start("serve", "--name", "nobody")
-    assert "names no service 'nobody'" in process.communicate(timeout=600)[1]
+    assert "names no service 'nobody'" in process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 1
 
 

@@ -16,7 +16,7 @@ from areal_async.runtime.metrics import elsewhere
 from areal_async.runtime.process import service_environment
 from tests.processes import processes_of
 from tests.unit.launch.launching import STAND_IN, changed
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 
 def supervise(job, folders, on_serving=lambda: None, **options):
@@ -131,7 +131,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path, job, behave):
     order = job.run_dir / job.job / "order"
     wait_for(lambda: order.exists() and "rollout-0" in order.read_text().split())  # the first was heard
     os.kill(run.pid, signal.SIGINT)
-    assert run.wait(timeout=600) == 0
+    assert run.wait(timeout=LIMIT_S) == 0
     assert "buffer" not in order.read_text().split(), "it was not waited for"
     assert volatile_folders(job) == []
 
@@ -142,7 +142,7 @@ def test_services_die_with_a_killed_supervisor_and_the_next_run_cleans_up(tmp_pa
     wait_for(lambda: (tmp_path / "serving").exists())
     run_id = json.loads((job.run_dir / job.job / "topology.json").read_text())["run_id"]
     os.kill(run.pid, signal.SIGKILL)
-    run.wait(timeout=600)
+    run.wait(timeout=LIMIT_S)
     order, orderly = job.run_dir / job.job / "order", {"buffer", "rollout-0"}
     wait_for(lambda: order.exists() and orderly <= set(order.read_text().split()))
     assert volatile_folders(job) != []

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-LIMIT_S = 120.0
+from tests.waiting import deadline_s
+
+LIMIT_S = deadline_s(120)
 KEYS = {"Tab": 9, "Enter": 13, "ArrowRight": 39, "ArrowLeft": 37, "End": 35, "Home": 36, " ": 32}
 
 

@@ -18,6 +18,7 @@ from areal_async.page.report import write_report
 from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
 from tests.unit.page.browser import Tab, chromium
 from tests.unit.page.runs import HOSTILE, append, episode, load, run_folder, step, write_samples
+from tests.waiting import LIMIT_S
 
 pytest.importorskip("websockets")
 TOKEN = "a-token-of-this-test"
@@ -51,7 +52,7 @@ def served(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         loop.call_soon_threadsafe(over.set)
-        thread.join(30)
+        thread.join(LIMIT_S)
 
 
 def fresh(tab: Tab, url: str) -> None:

@@ -16,7 +16,7 @@ from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from tests.contexts import context_for_test
 from tests.redis_client import documented_rights
 from tests.unit.buffer.conftest import serving, sums_job
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 
 async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tier(
@@ -31,7 +31,7 @@ async def test_the_service_logs_in_as_the_job_file_says_and_acknowledges_its_tie
     async with serving(ctx) as client:
         epoch = (await client.call(OpenTrainer("policy", "trainer", 0))).epoch
         assert (await client.call(Lease("w", 1, [VersionTag("policy", epoch, 0)]))).groups
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while not (await client.call(Stats())).redis_bytes:
                 pass
     assert server.admin.execute_command("ACL", "LOG") == [], "not one refusal"

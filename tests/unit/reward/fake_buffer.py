@@ -11,8 +11,9 @@ from reward_service.router import Router
 from reward_service.server import RewardServer
 from tests.callers import FakeCaller
 from tests.scoring import episode_blob, processes_below
+from tests.waiting import deadline_s
 
-DEADLINE_S = 40.0
+DEADLINE_S = deadline_s(120)
 
 
 class FakeBuffer(FakeCaller):

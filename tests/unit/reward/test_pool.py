@@ -16,7 +16,7 @@ from reward_service.router import Router
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.processes import is_gone
 from tests.scoring import processes_below, scored, texts, verdicts_of
-from tests.waiting import until, wait_for
+from tests.waiting import LIMIT_S, until, wait_for
 
 GOOD = {
     "true": Score(1.0),
@@ -125,7 +125,7 @@ asyncio.run(main())
 
 def test_workers_die_with_their_pool_even_when_it_is_killed(section):
     done = subprocess.run(
-        [sys.executable, "-c", POOL_AND_DIE, section().name], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", POOL_AND_DIE, section().name], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == -9
     pids = done.stdout.split()
@@ -135,7 +135,7 @@ def test_workers_die_with_their_pool_even_when_it_is_killed(section):
 
 async def test_closing_gives_the_calls_under_way_their_verdict_in_bounded_time(section, call):
     before = processes_below()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         async with WorkerPool([RewardSpec(section().name, timeout_s=600.0)], workers=2) as pool:
             calls = [call(name) for name in ("spin", "sleep", "true", "true")]
             work = asyncio.create_task(verdicts_of(pool.submit, calls))
@@ -189,7 +189,7 @@ async def test_verdicts_are_final_for_calls_that_come_back_to_a_pool_that_has_gi
             submit, [RewardInput()] * 40
         )  # now it is known how quick a call is: two go together
         scoring = asyncio.create_task(verdicts_of(submit, texts("first", "behind", "second", "behind")))
-        await asyncio.wait_for(router.broken, 60)
+        await asyncio.wait_for(router.broken, LIMIT_S)
         given_up.touch()
         verdicts = await scoring
     assert [verdict.kind for verdict in verdicts] == ["process_died", "pool", "process_died", "pool"]
@@ -200,7 +200,7 @@ async def test_dying_workers_leave_no_descriptor_behind(section, call):
         await scorer.score([call("true")] * 4)
         before = len(os.listdir("/proc/self/fd"))
         await scorer.score([call("os._exit")] * 12 + [call("true")] * 50)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while scorer.alive < 2:
                 await scorer.score([call("true")])
         found = len(os.listdir("/proc/self/fd")) - before

@@ -11,10 +11,10 @@ from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import verdicts_of
-from tests.waiting import until
+from tests.waiting import deadline_s, until
 
 HEAD = "import os, time\nfrom reward_service.sdk import reward\n"
-LIMIT_S = 300.0
+LIMIT_S = deadline_s(300)
 
 
 @pytest.fixture

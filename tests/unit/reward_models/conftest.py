@@ -12,8 +12,9 @@ from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
 from reward_service.backends.judge.backend import GREETING, Judge
 from tests.scoring import given, verdicts_of
+from tests.waiting import deadline_s
 
-DEADLINE_S = 30.0
+DEADLINE_S = deadline_s(120)
 
 
 def reply(text: str, *, tokens: int = 10, finish: str = "stop") -> web.Response:

@@ -12,6 +12,7 @@ import numpy as np
 from aiohttp import web
 
 from rollout_service.engines.http.client import ServerClient
+from tests.waiting import LIMIT_S
 
 ONE_UNIT = [{"version": "policy-e0-v0", "start": 0, "end": 1}]
 PATHS = ("abort_request", "continue_generation", "pause_generation", "freeze_gc")
@@ -25,7 +26,7 @@ async def serving(app: web.Application) -> AsyncIterator[ServerClient]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     client = ServerClient("it", f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             yield client
     finally:
         await client.close()

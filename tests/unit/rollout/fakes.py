@@ -17,8 +17,9 @@ from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateR
 from rollout_service.worker import Worker, WorkerTiming
 from rollout_service.workflows import Renderer, load_workflow
 from tests.callers import FakeCaller
+from tests.waiting import deadline_s
 
-DEADLINE_S = 20.0
+DEADLINE_S = deadline_s(120)
 TIMING = WorkerTiming()
 
 

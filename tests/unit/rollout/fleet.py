@@ -23,6 +23,7 @@ from rollout_service.engines.base import (
 )
 from rollout_service.replicas import ReplicaSet
 from tests.unit.rollout.fakes import eventually, said
+from tests.waiting import LIMIT_S
 
 AT_ONCE = RestartPolicy(limit=3, first_pause_s=0.0)
 
@@ -181,7 +182,7 @@ async def driven(count: int = 1, *, started: bool = True, **how: Any) -> AsyncIt
     fleet = Fleet(count, **how)
     watching: asyncio.Task[None] | None = None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             if started:
                 await fleet.set.start(Snapshot(0))
                 watching = asyncio.ensure_future(fleet.set.watch())

@@ -13,6 +13,7 @@ from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, SegmentKin
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.workflows import Context, Renderer
 from tests.unit.rollout.fakes import LetterTokenizer, said
+from tests.waiting import LIMIT_S
 
 EOS = "\x03"
 
@@ -89,7 +90,7 @@ def play(
             seed=seed,
             sample=sample,
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await workflow(ctx, task or Task("hash:0:0", "Q:"))
         return builder.build()
 

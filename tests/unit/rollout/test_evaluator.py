@@ -27,6 +27,7 @@ from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.workflows import Renderer, load_workflow
 from tests.contexts import context_for_test
 from tests.unit.rollout.fakes import ScriptedSource, notice
+from tests.waiting import LIMIT_S
 
 
 class Exact:
@@ -71,7 +72,7 @@ async def run(
     evaluator = Evaluator(replicas, scorer, workflow, render, job=config_of)
     path = tmp_path / "metrics.jsonl"
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await follow(source, evaluator, tasks, RunLog(path), retry_pause_s=0.005, give_up_s=give_up_s)
     finally:
         await replicas.stop()

@@ -18,8 +18,9 @@ from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.engine import LocalEngine, PassSums
 from rollout_service.engines.local.model import LocalModel
 from tests.unit.rollout.fakes import eventually
+from tests.waiting import deadline_s
 
-DEADLINE_S = 60.0
+DEADLINE_S = deadline_s(120)
 
 
 def request(name: object, prompt: list[int], **sampling: Any) -> GenerateRequest:

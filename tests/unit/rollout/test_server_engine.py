@@ -34,6 +34,7 @@ from rollout_service.engines.http.process import attached
 from rollout_service.engines.sglang.adapter import SGLangAdapter
 from rollout_service.replicas import exchange
 from tests.unit.rollout.fake_sglang import FakeServer
+from tests.waiting import LIMIT_S
 
 PATIENCE = Patience(misses=3, span_s=0.3, pause_s=0.01)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=1, stop=(), seed=0)
@@ -195,7 +196,7 @@ def driven(body: Callable[[Answering], Coroutine[Any, Any, None]]) -> Callable[[
 
     async def bounded() -> None:
         server = Answering()
-        await asyncio.wait_for(body(server), 60)
+        await asyncio.wait_for(body(server), LIMIT_S)
         assert len(server.calls) == 0
         await server.calls.settle()
 

@@ -19,8 +19,9 @@ from rollout_service.engines.base import EngineError
 from rollout_service.engines.http.process import Liveness, Patience, ServerProcess
 from tests.processes import is_gone
 from tests.unit.rollout.fakes import eventually
+from tests.waiting import deadline_s
 
-DEADLINE_S = 60.0
+DEADLINE_S = deadline_s(120)
 PATIENCE = Patience(misses=3, span_s=0.2, pause_s=0.01)
 LONG = Patience(misses=3, span_s=600.0, pause_s=0.01)
 # A server with a child of its own; it says so in the file given by its first argument.

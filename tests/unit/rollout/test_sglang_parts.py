@@ -15,6 +15,7 @@ from rollout_service.engines.http.adapter import Directory, Launch, ServerSettin
 from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
 from rollout_service.engines.sglang.adapter import Loads, command, variables
 from rollout_service.engines.sglang.messages import Generated, parse
+from tests.waiting import LIMIT_S
 
 WEIGHTS = Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7"))
 
@@ -139,7 +140,7 @@ async def test_an_idle_connection_is_closed_from_this_side() -> None:
         port = server.sockets[0].getsockname()[1]
         client = ServerClient("it", f"http://127.0.0.1:{port}", keepalive_s=0.05)
         assert await client.get("/", dict) == {}
-        await asyncio.wait_for(closed.wait(), 60)
+        await asyncio.wait_for(closed.wait(), LIMIT_S)
         await client.close()
 
 

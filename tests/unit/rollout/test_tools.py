@@ -21,6 +21,7 @@ from rollout_service.workflows.tools import (
     load_tools,
     run_tool,
 )
+from tests.waiting import LIMIT_S
 
 
 def call(function: Any, arguments: Any = "x", *, timeout_s: float = 5.0) -> ToolAnswer:
@@ -101,7 +102,7 @@ def test_a_tool_past_its_deadline_is_an_error_that_says_so() -> None:
     held = threading.Event()
 
     def hangs(text: str) -> str:
-        held.wait(60)
+        held.wait(LIMIT_S)
         return text
 
     async def sleeps(text: str) -> str:
@@ -119,7 +120,7 @@ async def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() ->
 
     def hang() -> None:
         started.release()
-        held.wait(60)
+        held.wait(LIMIT_S)
 
     blocking = BlockingCalls(limit=3)
     calls = [blocking(hang, timeout_s=0.05) for _ in range(10)]
@@ -127,7 +128,7 @@ async def test_nothing_is_unbounded_hanging_calls_hold_at_most_their_places() ->
     assert all(isinstance(outcome, CallTimeout) for outcome in outcomes)
     assert sum("all 3 threads" in str(outcome) for outcome in outcomes) == 7
     for _ in range(3):
-        assert await asyncio.to_thread(started.acquire, timeout=600)
+        assert await asyncio.to_thread(started.acquire, timeout=LIMIT_S)
     assert not started.acquire(blocking=False)
     held.set()
     # A place is free again when what held it has ended.
@@ -154,7 +155,7 @@ async def test_an_answer_that_comes_together_with_its_deadline_is_the_answer() -
 
     def in_time() -> str:
         loop.call_soon_threadsafe(hold_up)  # until the deadline has passed too
-        held_up.wait(60)
+        held_up.wait(LIMIT_S)
         return "in time"
 
     assert await BlockingCalls()(in_time, timeout_s=2.0) == "in time"

@@ -21,6 +21,7 @@ from rollout_service.engines.base import EngineError, EngineLost, GenerateReques
 from rollout_service.replicas import ReplicaSet, exchange
 from rollout_service.worker import WeightUpdates
 from tests.unit.rollout.fakes import Over, ScriptedSource, eventually, notice
+from tests.waiting import LIMIT_S
 
 SECRET = RunSecret(bytes(32))
 
@@ -153,7 +154,7 @@ async def test_versions_are_true_with_snapshots_through_shared_memory(endless: A
             await asyncio.to_thread(publisher.publish, snapshot.tag, snapshot.tensors)
 
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await receiver.connect()
             publisher.publish(endless.weights(0).tag, endless.weights(0).tensors)
             updates = WeightUpdates(receiver, engine, changed)

@@ -13,6 +13,7 @@ from areal_async.rpc.messages import Arrived
 from areal_async.rpc.secret import CurveKeys, Password
 from areal_async.rpc.sockets import READ_BURST_MESSAGES, PolledSocket
 from tests.unit.rpc.peers import client_of, pair, server_of
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.168.1.7", "[::]", "example.org"])
@@ -87,7 +88,7 @@ async def read_what_was_sent(messages, n, max_frames=MAX_FRAMES):
     for message in messages:
         sender.send_multipart(message)
     reading = PolledSocket(receiver, 2, on_frames, max_frames)
-    await asyncio.wait_for(done.wait(), 60)
+    await asyncio.wait_for(done.wait(), LIMIT_S)
     reading.close()
     assert not reading.send([b"late"])
     context.destroy(linger=0)

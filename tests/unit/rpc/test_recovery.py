@@ -18,7 +18,7 @@ from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome
 from tests.unit.rpc.peers import Wire, client_of, serving
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +38,7 @@ async def test_a_repeated_request_runs_once(ipc):
         await wire.hello()
         for _ in range(3):
             await wire.ask(2, Arrived("t"))
-        await asyncio.wait_for(started.wait(), 60)
+        await asyncio.wait_for(started.wait(), LIMIT_S)
         await wire.ask(1, Hello(SCHEMA, "j", "r", "n"))
         assert (await wire.reply())[1] == 1  # everything before it has arrived
         assert server.counters["joined"] == 2
@@ -179,14 +179,14 @@ async def test_a_busy_client_gets_the_last_answer_of_a_server_that_stops(ipc):
         command = [sys.executable, "-c", ASK, ipc]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as asking:
             try:
-                await asyncio.wait_for(asked.wait(), 60)
+                await asyncio.wait_for(asked.wait(), LIMIT_S)
                 asking.send_signal(signal.SIGSTOP)
                 release.set()
                 stopping = asyncio.create_task(server.stop(grace_s=30, linger_ms=60_000))
                 await until(lambda: not is_served(ipc), "a closed socket")
                 assert not stopping.done(), "it waits for who is there"
                 asking.send_signal(signal.SIGCONT)
-                assert (await asyncio.to_thread(asking.communicate, timeout=600))[0] == f"{8 << 20}\n"
+                assert (await asyncio.to_thread(asking.communicate, timeout=LIMIT_S))[0] == f"{8 << 20}\n"
                 await stopping
             finally:
                 asking.kill()
@@ -221,7 +221,7 @@ except RuntimeError:
 
 def test_a_process_that_fails_without_closing_ends_all_the_same(ipc):
     command = [sys.executable, "-c", ABANDON, ipc]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
     assert ended.returncode == 1
     assert "RuntimeError: a bug" in ended.stderr
 

@@ -12,6 +12,7 @@ from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Message, Ok
 from areal_async.rpc.server import STOP_RETRY_MS, Answer, Peer, by_type
 from tests.unit.rpc.peers import SECRET, Gate, Wire, client_of, pair, server_of, serving
+from tests.waiting import LIMIT_S
 
 
 async def echo(peer: Peer, message: Message, attachments: list[memoryview]) -> Answer:
@@ -154,7 +155,7 @@ async def test_nothing_is_unbounded_calls_beyond_the_clients_limit_wait_in_line(
     async with serving(ipc, gate), client_of(ipc, max_in_flight=2) as client:
         first = [asyncio.create_task(client.call(Arrived("t"), timeout_s=60)) for _ in range(2)]
         for _ in first:
-            await asyncio.wait_for(gate.started.acquire(), 60)
+            await asyncio.wait_for(gate.started.acquire(), LIMIT_S)
         with pytest.raises(RpcTimeout):
             await client.call(Arrived("t"), timeout_s=0.1)
         assert gate.runs == 2
@@ -197,7 +198,7 @@ async def test_calls_of_a_closed_client_end_with_peer_gone(ipc):
             await client.call(Arrived("t"), timeout_s=1)
         await client.connect(5)
         running, in_line = (asyncio.create_task(client.call(Arrived("t"), timeout_s=60)) for _ in range(2))
-        await asyncio.wait_for(gate.started.acquire(), 60)
+        await asyncio.wait_for(gate.started.acquire(), LIMIT_S)
         await client.close()
         for call in (running, in_line, client.call(Arrived("t"), timeout_s=1)):
             with pytest.raises(PeerGone):
@@ -208,7 +209,7 @@ async def test_a_cancelled_call_leaves_the_client_in_order(ipc):
     gate = Gate()
     async with pair(ipc, gate) as (_, client):
         call = asyncio.create_task(client.call(Commit("policy", 1, 1), timeout_s=60))
-        await asyncio.wait_for(gate.started.acquire(), 60)
+        await asyncio.wait_for(gate.started.acquire(), LIMIT_S)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -229,8 +230,8 @@ async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc):
     async with serving(ipc, gate) as server, Wire(ipc) as wire:
         await wire.hello()
         await wire.ask(2, Arrived("t"))
-        await asyncio.wait_for(gate.started.acquire(), 60)
-        await asyncio.wait_for(server.stop(grace_s=0.05), 60)
+        await asyncio.wait_for(gate.started.acquire(), LIMIT_S)
+        await asyncio.wait_for(server.stop(grace_s=0.05), LIMIT_S)
         assert await wire.reply() == (Kind.REPLY, 2, Fault("unavailable", "t stops", STOP_RETRY_MS))
 
 
@@ -295,7 +296,7 @@ async def test_the_blocking_client_keeps_the_same_promises(endpoint):
             waiting = threading.Thread(target=expect_gone, args=(client,))
             waiting.start()
             client.call(Arrived("t"), timeout_s=60)
-        waiting.join(60)
+        waiting.join(LIMIT_S)
         assert not waiting.is_alive()
         with pytest.raises(PeerGone):
             client.call(Arrived("t"), timeout_s=1)
@@ -316,13 +317,13 @@ async def test_threads_that_come_together_to_a_blocking_client_share_one_loop(en
             together = threading.Barrier(8)
 
             def come(client=client, together=together):
-                together.wait(30)
+                together.wait(LIMIT_S)
                 client.connect(20)
                 return client.call(Fetch([]), timeout_s=60)
 
             with ThreadPoolExecutor(8) as pool:
                 asked = [pool.submit(come) for _ in range(8)]
-                assert [one.result(60) for one in asked] == [Fetched(["trainer", "t", "Fetch"])] * 8
+                assert [one.result(LIMIT_S) for one in asked] == [Fetched(["trainer", "t", "Fetch"])] * 8
             assert len([t for t in threading.enumerate() if t.name.startswith("rpc-")]) == 1
             client.close()
 

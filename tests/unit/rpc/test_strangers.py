@@ -19,6 +19,7 @@ from areal_async.rpc.schema import Ok
 from areal_async.weights.channels.serving import MAX_ASKED_BYTES, ChunkServer
 from tests.unit.rpc.noise import flood
 from tests.unit.rpc.peers import SECRET, client_of, serving
+from tests.waiting import LIMIT_S
 
 MESSAGES = 10_000
 MOST_GROWTH_BYTES = 64 << 20
@@ -38,11 +39,11 @@ def command(name: bytes, body: bytes) -> bytes:
 def connected(endpoint: str) -> socket.socket:
     if endpoint.startswith("ipc://"):
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(20)
+        sock.settimeout(LIMIT_S)
         sock.connect(endpoint.removeprefix("ipc://"))
         return sock
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=LIMIT_S)
 
 
 def refused(endpoint: str, *pieces: bytes) -> bool:

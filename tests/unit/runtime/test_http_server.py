@@ -18,9 +18,9 @@ from starlette.routing import Route
 from areal_async.errors import EndpointError
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.http import tls_of
-from tests.waiting import until
+from tests.waiting import deadline_s, until
 
-DEADLINE_S = 60.0
+DEADLINE_S = deadline_s(120)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 BIG = 64 << 20
 

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from areal_async.runtime.metrics import Busy, MetricsPortError, busy, start_metrics_server
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -91,13 +92,13 @@ def test_idle_connections_take_nothing_from_the_process():
         stack.callback(process.kill)
         port = int(process.stdout.readline())
         for _ in range(300):
-            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=600))
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S))
             idle.send(b"GET /metrics HTTP/1.1\r\n")
         for _ in range(3):
             process.stdin.write("work\n")
             process.stdin.flush()
             assert process.stdout.readline() == "60\n"
-            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=600).read()
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S).read()
             assert b"areal_busy_seconds" in text
 
 
@@ -108,7 +109,7 @@ def test_a_scraper_is_answered_on_loopback_only_and_in_the_form_it_asks_for():
 
     def ask(data=None, **headers):
         request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", data=data, headers=headers)
-        return urllib.request.urlopen(request, timeout=600)
+        return urllib.request.urlopen(request, timeout=LIMIT_S)
 
     with busy("asked"):
         pass

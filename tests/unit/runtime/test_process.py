@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts
 from tests.processes import is_gone
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 SLEEPS = "import time; time.sleep(600)"
 DEAF = (
@@ -31,7 +31,7 @@ def python(code, *arguments):
 
 
 async def ended(child):
-    return await asyncio.wait_for(child.wait(), 30.0)
+    return await asyncio.wait_for(child.wait(), LIMIT_S)
 
 
 @pytest.mark.parametrize(

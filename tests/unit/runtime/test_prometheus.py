@@ -13,6 +13,7 @@ import pytest
 from hostile_http import free_port, until
 
 from areal_async.runtime.metrics import elsewhere
+from tests.waiting import LIMIT_S
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "prometheus" / "prometheus.yml"
 
@@ -83,7 +84,7 @@ def test_a_real_prometheus_finds_a_run_and_answers_for_its_series(checkout):
         assert (told["metric"]["process"], told["value"][1]) == ("rollout-0", "7")
     finally:
         prometheus.terminate()
-        prometheus.wait(60)
+        prometheus.wait(LIMIT_S)
 
 
 def query(port, expression):

@@ -12,6 +12,7 @@ from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import StatusBoard, answer_status
 from areal_async.status.monitor import StatusClients
 from tests.contexts import context_for_test
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def ctx(job, tmp_path):
 async def ask(ctx, name="rollout-0"):
     clients = StatusClients(lambda: ctx.topology, ctx.job.job, ctx.keys)
     try:
-        return await asyncio.wait_for(clients.ask(name), 30.0)
+        return await asyncio.wait_for(clients.ask(name), LIMIT_S)
     finally:
         await clients.close()
 
@@ -47,7 +48,7 @@ async def test_a_service_whose_thread_is_held_up_answers(ctx):
     answer_status(ctx, StatusBoard())
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(asyncio.run, ask(ctx))
-        assert answer.result(60).name == "rollout-0", "this loop stands still meanwhile"
+        assert answer.result(LIMIT_S).name == "rollout-0", "this loop stands still meanwhile"
 
 
 def test_torch_computes_with_as_many_threads_as_a_service_was_told(ctx):

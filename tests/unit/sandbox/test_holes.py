@@ -9,6 +9,7 @@ import time
 import pytest
 
 from reward_service.sandbox import Program, RunLimits
+from tests.waiting import LIMIT_S
 
 LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
 X86 = os.uname().machine == "x86_64"
@@ -109,7 +110,7 @@ def test_deep_folders_are_removed_with_the_run(every_sandbox):
     outcome = every_sandbox.run(Program(source=source, limits=LIMITS))
     assert outcome.ok, outcome.describe()
     left = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("areal-jail-")} - before
-    deadline_s = time.monotonic() + 20  # others' runs on this machine have such folders for a while
+    deadline_s = time.monotonic() + LIMIT_S  # others' runs on this machine have such folders for a while
     while left := left & set(os.listdir(tempfile.gettempdir())):
         assert time.monotonic() < deadline_s, left
 

@@ -29,6 +29,7 @@ from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import run_cases
 from reward_service.verifiers.code_rewards import CodeStdioArguments, code_stdio
+from tests.waiting import LIMIT_S
 
 HELLO = Program(command=("/bin/sh", "-c", "echo hello"))
 GIVEN = RewardInput(response="```\nprint(1)\n```", ground_truth={"inputs": [""], "outputs": ["1"]})
@@ -59,7 +60,7 @@ def where_none_can_be_isolated(*command, **options):
     wrapped = ["unshare", "--user", "--map-root-user", "sh", "-c", WITHOUT_NAMESPACES, "sh", *command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000"}
     done = subprocess.run(
-        wrapped, capture_output=True, text=True, timeout=600, check=False, env=environment, **options
+        wrapped, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment, **options
     )
     if "unshare" in done.stderr or "max_user_namespaces" in done.stderr.splitlines()[:1]:
         pytest.skip("this machine allows no user namespace to refuse others in")
@@ -220,11 +221,11 @@ def test_one_death_is_local_who_dies_takes_the_jail_with_it(victim):
     )
     assert client.stdout.readline() == b"ready\n"
     (launcher,) = psutil.Process(client.pid).children()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + LIMIT_S
     while not (sleeping := named("sleep", psutil.Process(client.pid))):
         assert time.monotonic() < deadline_s
     os.kill(client.pid if victim == "client" else launcher.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(sleeping, timeout=60)
+    _, alive = psutil.wait_procs(sleeping, timeout=LIMIT_S)
     client.kill()
     client.wait()
     client.stdout.close()
@@ -373,7 +374,7 @@ def test_an_ordinary_user_isolates_programs_too_and_memory_is_held():
     )
     command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", python, "-c", script]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, cwd="/", env={"HOME": "/tmp"}
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd="/", env={"HOME": "/tmp"}
     )
     if "Permission denied" in done.stderr:
         pytest.skip("the project's folder is closed to other users")

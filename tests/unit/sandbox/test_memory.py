@@ -10,6 +10,7 @@ from reward_service.sandbox import Program, RunLimits, Sandbox
 from reward_service.sandbox.isolation import cgroup
 from reward_service.sandbox.languages import installed
 from tests.scoring import processes_below
+from tests.waiting import LIMIT_S
 
 LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
 NO_ADDRESS_SPACE = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
@@ -241,7 +242,7 @@ def test_no_group_is_left_when_its_launcher_has_ended_or_was_killed():
     (launcher,) = processes_below() - before
     killed = f"{cgroup.PREFIX}{launcher}"
     psutil.Process(launcher).kill()
-    psutil.Process(launcher).wait(20)
+    psutil.Process(launcher).wait(LIMIT_S)
     with Sandbox.at("isolated"):
         assert not any(path.endswith(killed) for path in groups())
     box.close()

@@ -7,6 +7,7 @@ import pytest
 
 from reward_service.sandbox import LINK_FD, Program, RunLimits, Sandbox, SandboxError
 from tests.scoring import processes_below
+from tests.waiting import LIMIT_S
 
 LIMITS = RunLimits(wall_s=20, cpu_s=10, processes=8)
 OPENING = f"import os, sys, time\nLINK = {LINK_FD}\n"
@@ -106,12 +107,12 @@ def test_a_launcher_that_dies_is_started_again(sandbox):
         own.run_pair(python(""), python(""))
         for launcher in map(psutil.Process, processes_below() - before):
             launcher.kill()
-            launcher.wait(20)
+            launcher.wait(LIMIT_S)
             tests, _ = own.run_pair(python("os.write(LINK, b'a')\nprint(os.read(LINK, 1))"), python(ECHO))
             assert tests.stdout == b"b'A'\n"
         for launcher in map(psutil.Process, processes_below() - before):
             launcher.kill()
-            launcher.wait(20)
+            launcher.wait(LIMIT_S)
         assert own.run(python("print(1)")).ok
 
 

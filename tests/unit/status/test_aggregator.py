@@ -18,7 +18,7 @@ from areal_async.status.aggregator import MESSAGE_LIFE_S, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor
 from areal_async.status.record import RunLog, Tail
-from tests.waiting import until, wait_for
+from tests.waiting import LIMIT_S, until, wait_for
 
 BURN = "import time; t = time.process_time\nwhile t() < 0.3: pass\ntime.sleep(600)"
 NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
@@ -284,7 +284,7 @@ def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job, tm
     )
     monitor.start()
     monitor.look()
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + LIMIT_S
     while answers.threads != {"trainer": 3, "trainer-1": 3, "rollout-0": 2, "buffer": 0}:
         assert time.monotonic() < deadline_s, answers.threads
         monitor.look()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.storage.hub import hub_url, is_of_hub
+from tests.waiting import LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]
 COMMIT = "c" * 40
@@ -127,7 +128,7 @@ def load(folder: Path, mapping: dict, **environment: str) -> tuple[dict, str]:
         | environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr

@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from areal_async.storage.remote import HalfWritten, Remote, StorageAway, StorageError, StorageMissing
 from areal_async.storage.transfer import MARKER, fetch, push
 from areal_async.tries import Tries
+from tests.waiting import LIMIT_S
 
 FETCH = """
 import sys
@@ -128,7 +129,7 @@ def test_a_pushed_file_that_was_changed_behind_the_marker_is_refused(place, fold
 def test_a_push_that_was_killed_is_refused_until_it_is_made_again(s3, folder, tmp_path):
     url = f"{s3.bucket()}/model"
     killed = started(KILLED_PUSH, folder, url)
-    assert killed.wait(120) == -signal.SIGKILL
+    assert killed.wait(LIMIT_S) == -signal.SIGKILL
     with pytest.raises(HalfWritten):
         fetch(url, tmp_path / "here")
     push(folder, url)
@@ -140,7 +141,7 @@ def test_a_fetch_that_was_killed_leaves_nothing_that_is_taken_for_whole(s3, fold
     url, target = f"{s3.bucket()}/model", tmp_path / "here" / "model"
     push(folder, url)
     killed = started(KILLED_FETCH, url, target)
-    assert killed.wait(120) == -signal.SIGKILL
+    assert killed.wait(LIMIT_S) == -signal.SIGKILL
     assert not target.exists()
     fetch(url, target)
     assert content(target) == content(folder)
@@ -151,7 +152,7 @@ def test_of_several_processes_one_fetches_and_all_have_it(s3, folder, tmp_path):
     url, target = f"{s3.bucket()}/model", tmp_path / "here"
     push(folder, url)
     both = [started(FETCH, url, target) for _ in range(3)]
-    told = [process.communicate(timeout=600) for process in both]
+    told = [process.communicate(timeout=LIMIT_S) for process in both]
     assert [process.returncode for process in both] == [0, 0, 0], told
     assert b"".join(out for out, _ in told).count(b"begun") == 1
     assert content(target) == content(folder)

@@ -15,6 +15,7 @@ from typing import Any
 from started_ranks import start_ranks
 
 from tests.forks import FORKS, PassedFd, start_fork_server
+from tests.waiting import LIMIT_S, deadline_s
 
 
 class ForkedRank:
@@ -84,7 +85,7 @@ def run_script(path: str | Path, *arguments: object, status: int = 0) -> str:
     command = [sys.executable, *map(str, (path, *arguments))]
     process = ForkedRank(command, os.environ, {}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        said, errors = process.communicate(timeout=1200)
+        said, errors = process.communicate(timeout=deadline_s(1200))
     finally:
         process.kill()
     assert process.returncode == status, (errors or "")[-6000:]
@@ -98,7 +99,7 @@ def run_ranks(path: str | Path, *arguments: Sequence[object], **environment: str
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     ranks = fork_ranks(commands, **piped, env=os.environ | environment)
     try:
-        said = [rank.communicate(timeout=600) for rank in ranks]
+        said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -29,7 +29,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.runtime.group import Meeting
 from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.sharded_process import forked
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import attention as packed
 from trainer_service.backends.fsdp import exchange, ring
@@ -289,7 +289,7 @@ def kept_once(models: Path, ranks: Ranks) -> None:
         """Threads that sent them may have some for a moment yet."""
         of_layers = 2  # queries, keys and values together
         want = (0 if once else len(attended), of_layers)
-        wait_for(lambda: (left(attended), left(exchanged)) == want, "the end of copies", limit_s=300)
+        wait_for(lambda: (left(attended), left(exchanged)) == want, "the end of copies", limit_s=LIMIT_S)
 
     def left(given: list[StorageWeakRef]) -> int:
         return sum(not each.expired() for each in given)

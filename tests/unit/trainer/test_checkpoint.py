@@ -9,6 +9,7 @@ import pytest
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.retention import RetentionPolicy
+from tests.waiting import LIMIT_S
 from trainer_service.checkpoint import (
     Checkpoints,
     Measured,
@@ -150,7 +151,7 @@ def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_
             order.append(f"copy {step}")
 
             def write():
-                assert release.wait(60)
+                assert release.wait(LIMIT_S)
                 order.append(f"write {step}")
                 return {}
 

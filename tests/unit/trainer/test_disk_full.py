@@ -13,6 +13,7 @@ import torch
 
 from areal_async.status.record import RunLog, read_run_log
 from areal_async.weights.pieces import whole_piece
+from tests.waiting import LIMIT_S
 from trainer_service import checkpoint as checkpoint_module
 from trainer_service.backends.fsdp.shards import write_tensors
 from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable
@@ -69,7 +70,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_a_later_one_ca
 class TwoThreads:
     """The collectives of two ranks that are threads of this process."""
 
-    meet: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=30))
+    meet: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=LIMIT_S))
     said: list[bytes] = field(default_factory=lambda: [b"", b""])
     ended: threading.Event = field(default_factory=threading.Event)
     """Rank 1 has told how its writing ended."""
@@ -123,12 +124,12 @@ def test_a_disk_that_is_full_for_one_rank_ends_all_of_them_once_none_writes_any_
     both, outcome, begun = TwoThreads(), [], threading.Event()
 
     def full(folder):
-        assert begun.wait(30)
+        assert begun.wait(LIMIT_S)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def slow(folder):
         begun.set()
-        assert both.ended.wait(30)
+        assert both.ended.wait(LIMIT_S)
         (folder / "policy.bin").write_bytes(b"of rank 0")
         outcome.append("written")
         if other == "fails too":

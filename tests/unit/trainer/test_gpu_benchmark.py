@@ -18,6 +18,8 @@ from gpu_picture import draw, picture_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+from tests.waiting import LIMIT_S, deadline_s
+
 FAKE = """
 import sys, time, pathlib
 name, out = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
@@ -172,12 +174,12 @@ def test_the_check_of_a_wheelhouse_ends_with_what_works_or_what_is_missing(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(1600)
+@pytest.mark.timeout(deadline_s(1600))
 def test_the_benchmark_runs_on_a_cpu_and_ends_in_time(tmp_path):
     """With the parts that are not tried above, but for those that differ from `train-full` in one setting."""
     script, chosen = Path(gpu.__file__), ["train-offload", "nccl", "quickstart"]
     command = [sys.executable, script, "--device", "cpu", "--tiny", "--minutes", "8", "--out", tmp_path]
-    subprocess.run([*command, "--parts", ",".join(chosen)], check=True, timeout=580)
+    subprocess.run([*command, "--parts", ",".join(chosen)], check=True, timeout=LIMIT_S)
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert {*parts} == {"model", *chosen}
     assert {name: found["status"] for name, found in parts.items()} == dict.fromkeys(parts, "ok")

@@ -15,6 +15,7 @@ from areal_async.status.record import read_run_log
 from tests.unit.trainer import hosts_process
 from tests.unit.trainer.forked_ranks import fork_ranks
 from tests.unit.trainer.hosts_process import STEPS
+from tests.waiting import LIMIT_S
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.data.recording import write_step
 from trainer_service.errors import TrainerError
@@ -57,10 +58,10 @@ class Trainer:
         )
         try:
             if killed := environment.get("KILL_RANK"):
-                assert ranks[int(killed)].wait(150) == -signal.SIGKILL, ranks[int(killed)].communicate()
+                assert ranks[int(killed)].wait(LIMIT_S) == -signal.SIGKILL, ranks[int(killed)].communicate()
                 for process in ranks:
                     process.kill()
-            said = [process.communicate(timeout=600) for process in ranks]
+            said = [process.communicate(timeout=LIMIT_S) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

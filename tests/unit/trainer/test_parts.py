@@ -11,6 +11,7 @@ from areal_async.registry import PartError
 from areal_async.runtime.service import restart_may_help
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.rank_process import train_batch
+from tests.waiting import LIMIT_S
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.parts import advantage
 from trainer_service.errors import NotFinite, ObjectiveError
@@ -240,5 +241,5 @@ def test_parts_are_read_without_torch():
         "        parts.find(name)\n"
         "print('torch' in sys.modules)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     assert run.stdout == "False\n", run.stderr

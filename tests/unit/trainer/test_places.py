@@ -10,6 +10,7 @@ import torch
 
 from areal_async.status.record import RunLog, read_run_log
 from tests.unit.trainer import rank_process
+from tests.waiting import deadline_s
 from trainer_service.backends.base import RankPlace
 from trainer_service.checks.logprobs import LogprobCheck
 from trainer_service.data.microbatch import build_micro_batch
@@ -18,7 +19,7 @@ from trainer_service.ranks import Ranks, join_ranks
 
 PLACES = (RankPlace(0, 1, reads=False, owns=False), RankPlace(0, 1, owns=False), RankPlace(0, 1))
 """A rank that shares tensors with one that reads, a first stage, a last stage: all of one share."""
-DEADLINE_S = 120.0
+DEADLINE_S = deadline_s(120)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.trainer import rank_process
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 from trainer_service.checkpoint import open_checkpoint
 from trainer_service.data.recording import read_step, write_step
 from trainer_service.disk import companion_files
@@ -129,7 +129,7 @@ class Slow(Recording):
         return SimpleNamespace(result=lambda: self.after(publication))
 
     def after(self, publication):
-        assert self.buffer.asked.wait(60), "the next batch waits for the publication"
+        assert self.buffer.asked.wait(LIMIT_S), "the next batch waits for the publication"
         return publication.result()
 
 

@@ -12,6 +12,7 @@ from aiohttp import ClientTimeout, client, web
 
 from areal_async.config.objective import TeacherSection
 from tests.unit.trainer.conftest import plain_row
+from tests.waiting import LIMIT_S
 from trainer_service.teacher import TeacherError, TeacherServers
 
 LAST = 10
@@ -65,13 +66,13 @@ def serving(answer):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(LIMIT_S)
     try:
         yield where[0]
     finally:
-        asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(LIMIT_S)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(LIMIT_S)
 
 
 def rows():

@@ -30,6 +30,7 @@ from areal_async.trajectory import (
 )
 from areal_async.trajectory.layout import EpisodeHeader
 from tests.unit.trajectory.conftest import add_call, one_call, with_columns
+from tests.waiting import LIMIT_S
 
 PREFIX = struct.Struct("<4sHHQII")
 HEAD = 0
@@ -325,7 +326,7 @@ def test_too_few_and_too_many_frames_are_refused(episode):
 def test_a_size_claimed_in_the_head_allocates_nothing():
     """In a process of its own: threads that other tests left allocate here."""
     code = f"import {__name__} as here; print(here.most_bytes_of_claims())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 8 << 20
 

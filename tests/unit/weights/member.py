@@ -20,8 +20,9 @@ from areal_async.rpc.weights_messages import (
     TakeBucket,
 )
 from areal_async.weights.channels.tensor_group import JOIN
+from tests.waiting import deadline_s
 
-LIMIT_S = 300.0
+LIMIT_S = deadline_s(300)
 
 
 class Answers(Protocol):

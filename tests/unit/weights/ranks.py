@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from areal_async.weights.pieces import TensorPiece
+from tests.waiting import deadline_s
 
-LIMIT_S = 300.0
+LIMIT_S = deadline_s(300)
 
 
 @dataclass

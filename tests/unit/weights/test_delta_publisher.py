@@ -19,6 +19,7 @@ from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.weights.world import SECRET, tag
+from tests.waiting import LIMIT_S
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -104,7 +105,7 @@ async def test_training_waits_for_no_delta_and_only_who_can_use_it_does(publishe
         waiting = asyncio.create_task(ask(0, wait_ms=30_000))
         assert await ask(0, wait_ms=50) == NoNews()
         gate.open.set()
-        assert (await asyncio.wait_for(waiting, 60)).delta is not None
+        assert (await asyncio.wait_for(waiting, LIMIT_S)).delta is not None
         assert (await plain(0)).delta is None
 
 
@@ -144,12 +145,12 @@ async def test_a_delta_that_cannot_be_made_holds_nobody_up(publisher, gate):
         waiting = asyncio.create_task(ask(0, wait_ms=30_000))
         assert await ask(0) == NoNews()
         gate.open.set()
-        assert (await asyncio.wait_for(waiting, 60)).delta is None
+        assert (await asyncio.wait_for(waiting, LIMIT_S)).delta is None
 
 
 def test_a_publisher_that_ends_leaves_no_half_made_delta(publisher, gate):
     for version in range(2):
         publisher.publish(tag(version), weights(version))
-    assert gate.begun.acquire(timeout=600)
+    assert gate.begun.acquire(timeout=LIMIT_S)
     publisher.close()  # the fixture then finds nothing under the root
     assert not [t for t in threading.enumerate() if t.name.startswith("weights-delta")]

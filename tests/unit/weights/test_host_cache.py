@@ -4,6 +4,7 @@ import sys
 
 from areal_async.weights.channels.host_cache import HostCache
 from tests.unit.weights.world import names, written
+from tests.waiting import LIMIT_S
 
 HOLDER = """
 import sys
@@ -31,7 +32,7 @@ def test_nothing_is_unbounded_the_newest_two_stay_and_what_anybody_holds(tmp_pat
         assert names(tmp_path) == {"policy-e1-v1", "policy-e1-v3", "policy-e1-v4", "policy-e1-v5"}
         assert mine.claim("policy-e9-v9") is None
         other.kill()
-        other.wait(60)
+        other.wait(LIMIT_S)
     claim = mine.claim("policy-e9-v9")
     assert claim is not None, "a claim ends with its process"
     os.close(claim)

@@ -17,7 +17,7 @@ from areal_async.weights.receiver import Receiver
 from areal_async.weights.retention import Purpose
 from areal_async.weights.snapshot import MODEL_FILE, open_snapshot
 from tests.unit.weights.world import SECRET, tag
-from tests.waiting import wait_for
+from tests.waiting import LIMIT_S, wait_for
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -72,12 +72,12 @@ async def test_a_waiting_receiver_hears_of_a_publication_at_once(publisher):
     waiting = asyncio.create_task(r.next(None, wait_ms=30_000))
     await r.next(None)  # answered, so the wait is under way
     publisher.publish(tag(0), weights(0))
-    notice = expect_notice(await asyncio.wait_for(waiting, 60), 0)
+    notice = expect_notice(await asyncio.wait_for(waiting, LIMIT_S), 0)
     waiting = asyncio.create_task(r.next(notice.tag, wait_ms=30_000))
     await r.next(notice.tag)
     publisher.publish(tag(1), weights(1))
     publisher.publish(tag(2), weights(2))
-    later = await asyncio.wait_for(waiting, 60)
+    later = await asyncio.wait_for(waiting, LIMIT_S)
     assert isinstance(later, SnapshotNotice)
     assert later.tag in (tag(1), tag(2))
     expect_notice(await r.next(tag(1)), 2)
@@ -106,7 +106,7 @@ async def test_what_one_receiver_acknowledges_has_no_other_looked_after(place):
     assert len(looks) == 1
     publisher.publish(tag(1), weights(1))
     for each in waiting:
-        expect_notice(await asyncio.wait_for(each, 60), 1)
+        expect_notice(await asyncio.wait_for(each, LIMIT_S), 1)
     for r in receivers:
         await r.close()
     publisher.close()

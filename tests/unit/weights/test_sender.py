@@ -25,8 +25,9 @@ from areal_async.rpc.weights_messages import (
 from areal_async.weights.channels.tensor_group import JOIN
 from areal_async.weights.channels.tensor_sender import TensorSender, in_buckets
 from tests.unit.weights.member import LIMIT_S, Member
+from tests.waiting import deadline_s
 
-DEADLINE_S = 60.0
+DEADLINE_S = deadline_s(120)
 
 
 @pytest.fixture(autouse=True)

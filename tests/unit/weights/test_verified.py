@@ -15,6 +15,7 @@ from areal_async.weights.manifest import hash_of
 from areal_async.weights.snapshot import MODEL_FILE, Snapshot, SnapshotInfo, open_snapshot
 from areal_async.weights.verified import HostRecords
 from tests.unit.weights.world import written
+from tests.waiting import LIMIT_S
 
 LOCKER = """
 import fcntl, sys
@@ -151,13 +152,13 @@ def test_two_at_once_hash_once(tmp_path, monkeypatch):
         return real(self, verify=verify)
 
     def one() -> Snapshot:
-        both.wait(300)
+        both.wait(LIMIT_S)
         return opened(info, HostRecords(tmp_path / "verified"))
 
     monkeypatch.setattr(tensor_file.TensorFile, "read", read)
     with ThreadPoolExecutor(2) as pool:
         for running in [pool.submit(one) for _ in range(2)]:
-            running.result(60)
+            running.result(LIMIT_S)
     assert sorted(counted) == [False, True]
 
 
@@ -178,7 +179,7 @@ def test_when_the_one_that_verifies_dies_the_next_one_does(tmp_path, hashed):
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(opened, info, HostRecords(folder))
             locker.kill()
-            waiting.result(60)
+            waiting.result(LIMIT_S)
         assert parts(hashed) == 2
     finally:
         locker.kill()

@@ -22,6 +22,7 @@ from areal_async.weights.tensor_file import MappedFile
 from areal_async.weights.writing import PieceWriter, write_tensors
 from tests.unit.weights.ranks import box, groups, together
 from tests.unit.weights.world import SECRET, tag
+from tests.waiting import LIMIT_S
 
 
 def model(version: int) -> dict[str, torch.Tensor]:
@@ -166,7 +167,7 @@ def test_pieces_may_change_once_begun_and_what_follows_goes_on_beside_them(place
 
     def slow(data: memoryview) -> str:
         begun.set()
-        assert released.wait(60)
+        assert released.wait(LIMIT_S)
         return real(data)
 
     monkeypatch.setattr(tensor_file, "hash_of", slow)
@@ -177,7 +178,7 @@ def test_pieces_may_change_once_begun_and_what_follows_goes_on_beside_them(place
         pieces = [box("w", weights)]
         publisher.prepare(pieces)
         publication = publisher.begin(tag(0), pieces)
-        assert begun.wait(60)
+        assert begun.wait(LIMIT_S)
         assert not publication.done
         assert not (place / "shm" / tag(0).label).exists()
         weights.fill_(-1)

@@ -20,9 +20,10 @@ from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialD
 from areal_async.weights.channels.fetching import Download
 from areal_async.weights.channels.serving import ChunkServer
 from areal_async.weights.snapshot import SnapshotInfo, write_snapshot
+from tests.waiting import deadline_s
 
 PATIENCE_S = 0.5
-LIMIT_S = 300.0
+LIMIT_S = deadline_s(300)
 SECRET = RunSecret(bytes(32))
 
 

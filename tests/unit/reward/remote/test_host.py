@@ -26,7 +26,7 @@ from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardLoadError
 from tests.scoring import episode_blob, given
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 FILE = Path(__file__).with_name("offered.py")
 DOCUMENT = Path(__file__).parents[4] / "docs" / "reward-rpc.openapi.yaml"
@@ -294,7 +294,7 @@ async def test_reward_serve_says_where_it_serves_and_leaves_nothing(backend, col
             assert children
         finally:
             server.send_signal(signal.SIGTERM)
-        assert server.wait(300) == 0
+        assert server.wait(LIMIT_S) == 0
         _, alive = psutil.wait_procs(children, 5)
     assert not alive
 
