@@ -137,7 +137,7 @@ def test_a_cluster_of_one_by_its_commands_alone(areal, workspace, tmp_path):
     run = json.loads((Path(run_folder) / "run.lock").read_text())
     controller = areal.folder.controller()
     os.kill(controller.pid, signal.SIGKILL)
-    wait_for(lambda: is_gone(controller.pid), "the controller's death")
+    wait_for(lambda: areal.folder.controller() is None, "the controller's death")
     assert "no controller is up" in areal("ps", status=3)
     assert psutil.pid_exists(run["pid"])
     areal("up")
