@@ -67,7 +67,6 @@ ROOM = "AREAL_ASYNC_TEST_ROOM"
 ROOM_BYTES = 16 << 10
 """Room in the fork server's memory for the environment of a fork, as other processes see it."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-ARG_START, ENV_START = 48, 50  # Fields of /proc/self/stat, from 1; the end of each range follows
 ORDER_BYTES = 1 << 18
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -350,21 +349,30 @@ def _take_environment(environment: Mapping[str, str]) -> None:
     """Have this environment, for ourselves and for who reads /proc: a run's processes are known by it."""
     os.environ.clear()
     os.environ.update(environment)
-    _write_words(ENV_START, [f"{name}={value}" for name, value in environment.items() if name != ROOM])
+    begin, end = MEMORY[1]
+    text = b""
+    for name, value in environment.items():
+        word = f"{name}={value}\0".encode()
+        if name != ROOM and len(text) + len(word) < end - begin:
+            text += word
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 
 def _show_as(command: Sequence[str]) -> None:
-    """Let the command line that other processes see be this one."""
-    _write_words(ARG_START, command)
+    """Let the command line that other processes see be this one. Its memory does not end with a zero byte, so
+    the kernel shows the text up to the first one, as it does after setproctitle(3), and readers split it at
+    spaces."""
+    begin, end = MEMORY[0]
+    text = " ".join(command).encode()[: end - begin - 2] + b"\0"
+    ctypes.memmove(begin, text.ljust(end - begin, b"."), end - begin)
 
 
-def _write_words(field: int, words: Sequence[str]) -> None:
-    """Write words, each closed by a zero byte, over the range of memory that two fields of /proc/self/stat
-    name; the words that have no room are left out."""
+def _memory() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where the command line and the environment of this process lie: [begin, end) of each."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()  # from the third on
-    begin, end = (int(fields[number - 3]) for number in (field, field + 1))
-    text = b""
-    for word in words:
-        if len(text) + len(word.encode()) + 1 < end - begin:
-            text += word.encode() + b"\0"
-    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+    arg_start, arg_end, env_start, env_end = map(int, fields[45:49])
+    return (arg_start, arg_end), (env_start, env_end)
+
+
+MEMORY = _memory()
+"""The ranges of the fork server, which its forks inherit."""

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,10 @@ CHANNEL_STEPS = 20
 
 def sent_bytes(job: RunningJob, source: str) -> float:
     """Bytes sent by all processes of the job that are `source` of chunks, by Prometheus' own targets."""
-    listed = json.loads((job.folder.parent / "prometheus" / f"{job.folder.name}.json").read_text())
+    targets = job.folder.parent / "prometheus" / f"{job.folder.name}.json"
+    if not targets.exists():  # some service has not served yet
+        return 0
+    listed = json.loads(targets.read_text())
     assert {entry["labels"]["host"] for entry in listed} == {"local", "host-1", "host-2"}
     total = 0.0
     for entry in listed:
@@ -197,6 +200,13 @@ def sent_bytes(job: RunningJob, source: str) -> float:
             v for key, v in samples.items() if key.startswith("areal_weights_sent") and source in key
         )
     return total
+
+
+def peers_sent(job: RunningJob) -> bool:
+    """Return whether any worker has sent weights to another; a worker that restarts is asked again later."""
+    with suppress(OSError):
+        return sent_bytes(job, "peer") > 0
+    return False
 
 
 def channels(workspace: Workspace) -> Any:
@@ -214,7 +224,7 @@ def channels(workspace: Workspace) -> Any:
     points = "weights.publisher_sent@17,weights.received@16"
     with started(workspace, "run", job_file, **{VARIABLE: points}) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3")
-        job.wait_for(lambda: sent_bytes(job, "peer") > 0, "a snapshot by way of a peer")
+        job.wait_for(lambda: peers_sent(job), "a snapshot by way of a peer")
         sent = {source: sent_bytes(job, source) for source in ("publisher", "peer")}
         job.end()
     return sent

@@ -67,7 +67,9 @@ def test_services_are_children_of_the_supervisor_and_end_with_it(running):
     names = {process.cmdline()[process.cmdline().index("--name") + 1] for process in services}
     assert names == {"buffer", "trainer", "reward", "rollout-0"}
     for process in services:
-        assert process.cmdline()[:3] == [sys.executable, "-P", "-m"]
+        words = process.cmdline()
+        assert words[:3] == [sys.executable, "-P", "-m"]
+        assert words[-2] == "--ready-fd"
         assert process.environ()["AREAL_ASYNC_TEST_MARK"] == "marked"
         assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
         open_files = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in (1, 2)}

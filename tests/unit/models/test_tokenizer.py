@@ -14,11 +14,17 @@ from areal_async.models.tokenizer import KIND, TokenizerError, load_tokenizer, t
 from areal_async.quickstart.model import write_model
 
 LOADS = """
-import json, sys from pathlib import Path from areal_async.models.tokenizer import load_tokenizer tokenizer =
-load_tokenizer(Path(sys.argv[1])) tokenizer.chat_template = "{% for message in messages %}{{
-message['content'] }}{% endfor %}" chat = tokenizer.apply_chat_template([{"role": "user", "content": "1+2="}],
-tokenize=True, return_dict=True) found = [type(tokenizer).__name__, tokenizer("12+34=")["input_ids"],
-chat["input_ids"], tokenizer.decode([5, 6])] print(json.dumps([*found, "torch" in sys.modules]))"""
+import json, sys
+from pathlib import Path
+from areal_async.models.tokenizer import load_tokenizer
+
+tokenizer = load_tokenizer(Path(sys.argv[1]))
+tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+messages = [{"role": "user", "content": "1+2="}]
+chat = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+text = tokenizer("12+34=")["input_ids"]
+print(json.dumps([type(tokenizer).__name__, text, chat, tokenizer.decode([5, 6]), "torch" in sys.modules]))
+"""
 
 
 @pytest.fixture(scope="module")
