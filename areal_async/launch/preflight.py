@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,7 +28,6 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from areal_async import chats, examples, prompts, tasks
-from areal_async.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -44,16 +41,14 @@ from areal_async.config.files import json_in
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.rewardcheck import asked, programs_run
-from areal_async.examples import Example, read_examples, tools_of
+from areal_async.launch import prompt_trial
 from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
 from areal_async.modelfiles import stored_tensors, weight_files
-from areal_async.models.tokenizer import keep_class, tokenizer_files
-from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
+from areal_async.models.tokenizer import tokenizer_files
 from areal_async.rewards import RewardSpec
 from areal_async.runtime.topology import ServicePlace
 from areal_async.storage.content import in_urls
 from areal_async.storage.known import digest_of, keep, recall
-from areal_async.tasks import TaskFileError, task_rows
 from areal_async.weights.channels import channel_of, shared_copies
 
 SANDBOX_LIMIT_S = 60.0
@@ -289,11 +284,8 @@ def _listener(port: int) -> str:
 
 # --- what the job's files hold ---------------------------------------------------------------------------
 
-MOST_ROWS = 200_000  # Rows of one task file that are looked at
-SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
-TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
-UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
 SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
+PARTS_TRIAL, PROMPT_TRIAL = "areal_async.launch.preflight", "areal_async.launch.prompt_trial"
 CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/known.py`)
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
@@ -303,7 +295,11 @@ def check_contents(job: JobConfig, *, source: str) -> None:
     mistakes = []
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
-        mistakes += _tried(view, "parts", own.field) if own is not None else installed_mistakes(view)
+        mistakes += (
+            _tried(view, "areal_async.launch.preflight", own.field)
+            if own is not None
+            else installed_mistakes(view)
+        )
         mistakes += _tokenizer_checked(view)
         mistakes += _weight_mistakes(view)
     if job.kind == "rl":
@@ -348,28 +344,28 @@ def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
                 yield Mistake(f"{section}.urls.{index}", problem, fix)
 
 
-def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
-    """What a process of its own says of `what` (see the end of this file), which `field` names."""
+def _tried(job: JobConfig, module: str, field: str) -> list[Mistake]:
+    """Return the mistakes that `module` finds in a process of its own; if it fails, `field` is named."""
     try:
-        said = _answer(["areal_async.launch.preflight", what], job.model_dump_json().encode())
+        said = _answer([module], job.model_dump_json().encode())
         return msgspec.json.decode(said, type=list[Mistake])
     except (TrialFailed, msgspec.DecodeError) as error:
-        return [Mistake(field, f"trying its {what} failed: {error}", "Correct it")]
+        return [Mistake(field, f"trying it failed: {error}", "Correct it")]
 
 
 def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
     """Mistakes that the model's tokenizer shows, tried in a process of its own. Files and settings that were
     found in order once are not tried again."""
     settings = job.model_dump_json(include={"kind", "rollout", "evaluation", "sft"})
-    sources = [Path(module.__file__ or "") for module in (chats, examples, prompts, tasks)]
+    sources = [Path(module.__file__ or "") for module in (chats, examples, prompts, tasks, prompt_trial)]
     try:
         data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
-        key = digest_of([*tokenizer_files(job.model), *data, *sources, Path(__file__)], settings)
+        key = digest_of([*tokenizer_files(job.model), *data, *sources], settings)
     except OSError:  # the process says what is wrong with it
-        return _tried(job, "tokenizer", "model")
+        return _tried(job, PROMPT_TRIAL, "model")
     if recall(CHECKED, key) is not None:
         return []
-    mistakes = _tried(job, "tokenizer", "model")
+    mistakes = _tried(job, PROMPT_TRIAL, "model")
     if not mistakes:
         keep(CHECKED, key, b"in order")
     return mistakes
@@ -395,148 +391,6 @@ def _answer(arguments: Sequence[str], given: bytes) -> bytes:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise TrialFailed(f"its process ended with {done.returncode} ({last:.200})")
     return done.stdout.splitlines()[-1]
-
-
-def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
-    """Whether the model's tokenizer and configuration load, and what is wrong with the prompts as it reads
-    them."""
-    from transformers import AutoConfig, AutoTokenizer  # seconds, which no other command pays
-
-    try:
-        config = AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
-        keep_class(job.model, tokenizer)
-        tokenizer = with_template_args(tokenizer, job.rollout.template_args)
-    except Exception as error:  # whatever a broken file makes the library raise
-        return [_not_loaded(job.model, error)]
-    mistakes = list(_stop_mistakes(job, tokenizer)) if job.kind == "rl" else []
-    for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
-        if path is not None:
-            mistakes += list(
-                _prompt_mistakes(job, field, path, tokenizer, getattr(config, "vocab_size", None))
-            )
-    return mistakes
-
-
-def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
-    """Stop texts of which the tokenizer knows no character: no response would ever end with one."""
-    for section in ("rollout", "evaluation"):
-        for index, text in enumerate(getattr(job, section).sampling.stop):
-            ids = [
-                token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id
-            ]
-            if text.strip() and not tokenizer.decode(ids, skip_special_tokens=False).strip():
-                problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
-                fix = "Give a text that the model can write, or remove it"
-                yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
-
-
-def _not_loaded(model: Path, error: Exception) -> Mistake:
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        problem = (
-            f"{model} needs code of its own, and code that comes with a model is never run: it would have "
-        )
-        return Mistake(
-            "model", problem + "the rights of the job", "Give a model that transformers itself knows"
-        )
-    problem = f"transformers cannot read the configuration or tokenizer of {model} ({type(error).__name__}: "
-    return Mistake("model", f"{problem}{text:.300})", "Give a complete Hugging Face model directory")
-
-
-def _prompt_mistakes(
-    job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
-) -> Iterator[Mistake]:
-    prompts: list[TaskPrompt] = []
-    try:
-        if job.kind == "rl":
-            rows = itertools.islice(task_rows(path, ("prompt", "extra_info")), MOST_ROWS)
-            prompts = [(where, row["prompt"], tools_of(row, where)) for where, row in rows]
-            spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
-            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in spaced]
-            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in spaced]
-        else:
-            examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
-            chosen = examples[:: max(1, len(examples) // SAMPLE)]
-            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one)]
-            answers = [answer for one in chosen for answer in one.answers]
-            texts = [
-                message_texts(part).replace("\n", "") for one in answers for part in (one.prompt, one.answer)
-            ]
-            spelled = [text_ids(tokenizer, text, special=False) for text in texts]
-    except (TaskFileError, ChatError) as error:
-        problem, _, fix = str(error).rstrip(".").rpartition(". ")
-        yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
-        return
-    flat = list(itertools.chain.from_iterable(tokens))
-    largest = max(flat, default=0)
-    if vocab_size is not None and largest >= vocab_size:
-        yield Mistake(
-            "model",
-            f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}",
-            "Give the model with the tokenizer that it was trained with",
-            (field,),
-        )
-        return
-    # Some tokenizers have a token for what they do not know, and some leave it out.
-    known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
-    lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
-    if lost > UNKNOWN_SHARE:
-        yield Mistake(
-            field,
-            f"{lost:.0%} of the characters of the prompts in {path} are unknown to the model's tokenizer",
-            "Give tasks in the characters that it knows, or another model",
-            ("model",),
-        )
-    if job.kind == "rl":
-        yield from _too_long(job, field, path, tokenizer, prompts)
-
-
-TaskPrompt = tuple[str, Any, Sequence[Any]]
-"""Where a task stands, its prompt, and the schemas of the tools that its template is given."""
-
-
-def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]) -> list[int]:
-    try:
-        return prompt_ids(tokenizer, prompt, tools)
-    except Exception as error:  # whatever a template raises
-        raise ChatError(
-            f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). Mend "
-            "the row, or the template"
-        ) from error
-
-
-def _answer_tokens(job: JobConfig, tokenizer: Any, example: Example) -> list[list[int]]:
-    """The tokens of each answer of an example. Raises `ChatError`, which names the row."""
-    train_on = job.sft.train_on if job.kind == "sft" else "all"
-    try:
-        if job.kind == "reward_model":
-            return [whole_ids(tokenizer, answer) for answer in example.answers]
-        return [answer_ids(tokenizer, answer, train_on=train_on)[0] for answer in example.answers]
-    except ChatError as error:
-        raise ChatError(f"{example.where}: {error}") from error
-
-
-def _too_long(
-    job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
-) -> Iterator[Mistake]:
-    """Prompts that leave no room for an answer: each would fail in every worker that gets it."""
-    length = job.rollout.max_model_len
-    # A token is at least one byte, so only long texts have to be tokenised.
-    may_be = [
-        (prompt, tools)
-        for _, prompt, tools in prompts
-        if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= length
-    ]
-    lengths = [count for each in may_be if (count := len(prompt_ids(tokenizer, *each))) >= length]
-    if lengths:
-        yield Mistake(
-            field,
-            f"{len(lengths)} of {len(prompts)} prompts in {path} have {length} tokens or more (the longest "
-            f"{max(lengths)}), which leaves no room for an answer in rollout.max_model_len = {length}",
-            "Raise rollout.max_model_len, or take them out of the file",
-            ("rollout.max_model_len",),
-        )
 
 
 class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -583,11 +437,6 @@ if __name__ == "__main__":
     gc.disable()  # It lives for a second or two, most of which it imports
     asked_job = JobConfig.model_validate_json(sys.stdin.buffer.read())
     with redirect_stdout(sys.stderr):  # a file of the user's may print
-        if sys.argv[1] == "parts":
-            found = own_mistakes(asked_job)
-        else:
-            # transformers would load torch, which takes most of this process's time; a tokenizer needs none.
-            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-            found = tokenizer_mistakes(asked_job)
+        found = own_mistakes(asked_job)
     print(msgspec.json.encode(found).decode(), flush=True)
     os._exit(0)  # threads that a file has started must not keep the process

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from areal_async.cli.main import app
 from areal_async.config.load import load_job
 from areal_async.data.newtask import job_name
-from areal_async.launch.preflight import tokenizer_mistakes
+from areal_async.launch.prompt_trial import tokenizer_mistakes
 from areal_async.prompts import prompt_ids
 from tests.waiting import LIMIT_S
 

@@ -1,0 +1,182 @@
+"""A trial of the model's tokenizer on the prompts of a job, in a process of its own.
+
+    python -P -m areal_async.launch.prompt_trial < JOB.json      prints the mistakes as a list in JSON
+
+The preflight (`preflight.py`) starts it, so that the command line loads no transformers. Torch is hidden from
+transformers, which would import it: that takes most of such a process's time, and a tokenizer needs none.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.chats import ChatError, answer_ids, whole_ids
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.examples import Example, read_examples, tools_of
+from areal_async.models.tokenizer import keep_class
+from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
+from areal_async.tasks import TaskFileError, task_rows
+
+MOST_ROWS = 200_000  # Rows of one task file that are looked at
+SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
+TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
+UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
+
+
+def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
+    """Whether the model's tokenizer and configuration load, and what is wrong with the prompts as it reads
+    them."""
+    from transformers import AutoConfig, AutoTokenizer  # seconds, which no other command pays
+
+    try:
+        config = AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+        keep_class(job.model, tokenizer)
+        tokenizer = with_template_args(tokenizer, job.rollout.template_args)
+    except Exception as error:  # whatever a broken file makes the library raise
+        return [_not_loaded(job.model, error)]
+    mistakes = list(_stop_mistakes(job, tokenizer)) if job.kind == "rl" else []
+    for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
+        if path is not None:
+            mistakes += list(
+                _prompt_mistakes(job, field, path, tokenizer, getattr(config, "vocab_size", None))
+            )
+    return mistakes
+
+
+def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
+    """Stop texts of which the tokenizer knows no character: no response would ever end with one."""
+    for section in ("rollout", "evaluation"):
+        for index, text in enumerate(getattr(job, section).sampling.stop):
+            ids = [
+                token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id
+            ]
+            if text.strip() and not tokenizer.decode(ids, skip_special_tokens=False).strip():
+                problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
+                fix = "Give a text that the model can write, or remove it"
+                yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
+
+
+def _not_loaded(model: Path, error: Exception) -> Mistake:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        problem = (
+            f"{model} needs code of its own, and code that comes with a model is never run: it would have "
+        )
+        return Mistake(
+            "model", problem + "the rights of the job", "Give a model that transformers itself knows"
+        )
+    problem = f"transformers cannot read the configuration or tokenizer of {model} ({type(error).__name__}: "
+    return Mistake("model", f"{problem}{text:.300})", "Give a complete Hugging Face model directory")
+
+
+def _prompt_mistakes(
+    job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
+) -> Iterator[Mistake]:
+    prompts: list[TaskPrompt] = []
+    try:
+        if job.kind == "rl":
+            rows = itertools.islice(task_rows(path, ("prompt", "extra_info")), MOST_ROWS)
+            prompts = [(where, row["prompt"], tools_of(row, where)) for where, row in rows]
+            spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
+            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in spaced]
+            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in spaced]
+        else:
+            examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
+            chosen = examples[:: max(1, len(examples) // SAMPLE)]
+            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one)]
+            answers = [answer for one in chosen for answer in one.answers]
+            texts = [
+                message_texts(part).replace("\n", "") for one in answers for part in (one.prompt, one.answer)
+            ]
+            spelled = [text_ids(tokenizer, text, special=False) for text in texts]
+    except (TaskFileError, ChatError) as error:
+        problem, _, fix = str(error).rstrip(".").rpartition(". ")
+        yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
+        return
+    flat = list(itertools.chain.from_iterable(tokens))
+    largest = max(flat, default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        yield Mistake(
+            "model",
+            f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}",
+            "Give the model with the tokenizer that it was trained with",
+            (field,),
+        )
+        return
+    # Some tokenizers have a token for what they do not know, and some leave it out.
+    known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
+    lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
+    if lost > UNKNOWN_SHARE:
+        yield Mistake(
+            field,
+            f"{lost:.0%} of the characters of the prompts in {path} are unknown to the model's tokenizer",
+            "Give tasks in the characters that it knows, or another model",
+            ("model",),
+        )
+    if job.kind == "rl":
+        yield from _too_long(job, field, path, tokenizer, prompts)
+
+
+TaskPrompt = tuple[str, Any, Sequence[Any]]
+"""Where a task stands, its prompt, and the schemas of the tools that its template is given."""
+
+
+def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]) -> list[int]:
+    try:
+        return prompt_ids(tokenizer, prompt, tools)
+    except Exception as error:  # whatever a template raises
+        raise ChatError(
+            f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). Mend "
+            "the row, or the template"
+        ) from error
+
+
+def _answer_tokens(job: JobConfig, tokenizer: Any, example: Example) -> list[list[int]]:
+    """The tokens of each answer of an example. Raises `ChatError`, which names the row."""
+    train_on = job.sft.train_on if job.kind == "sft" else "all"
+    try:
+        if job.kind == "reward_model":
+            return [whole_ids(tokenizer, answer) for answer in example.answers]
+        return [answer_ids(tokenizer, answer, train_on=train_on)[0] for answer in example.answers]
+    except ChatError as error:
+        raise ChatError(f"{example.where}: {error}") from error
+
+
+def _too_long(
+    job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
+) -> Iterator[Mistake]:
+    """Prompts that leave no room for an answer: each would fail in every worker that gets it."""
+    length = job.rollout.max_model_len
+    # A token is at least one byte, so only long texts have to be tokenised.
+    may_be = [
+        (prompt, tools)
+        for _, prompt, tools in prompts
+        if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= length
+    ]
+    lengths = [count for each in may_be if (count := len(prompt_ids(tokenizer, *each))) >= length]
+    if lengths:
+        yield Mistake(
+            field,
+            f"{len(lengths)} of {len(prompts)} prompts in {path} have {length} tokens or more (the longest "
+            f"{max(lengths)}), which leaves no room for an answer in rollout.max_model_len = {length}",
+            "Raise rollout.max_model_len, or take them out of the file",
+            ("rollout.max_model_len",),
+        )
+
+
+if __name__ == "__main__":
+    gc.disable()  # It lives for a second or two, most of which it imports
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    found = tokenizer_mistakes(JobConfig.model_validate_json(sys.stdin.buffer.read()))
+    print(msgspec.json.encode(found).decode(), flush=True)
+    os._exit(0)
