@@ -217,9 +217,7 @@ def _boxed(container: Container, scratch: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can("unshare", "--net", "true"), reason="needs root, for a network of its own")
-def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
-    tmp_path: Path,
-) -> None:
+def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(tmp_path: Path) -> None:
     """What `keys init` makes, in another place, and the command of the systemd unit with the role that its
     comment gives, in a network of its own."""
     pytest.importorskip("ray")

@@ -89,10 +89,7 @@ def test_the_commands_and_their_options_are_these():
         "top": ["--every", "--json", "--once"],
         "pause": ["--json", "--no-wait", "job"],
         "stop": ["--json", "--no-wait", "job"],
-        "config": {
-            "show": ["--json", "overrides", "source"],
-            "diff": ["--json", "other", "source"],
-        },
+        "config": {"show": ["--json", "overrides", "source"], "diff": ["--json", "other", "source"]},
         "dashboards": {
             "up": ["--grafana-port", "--in", "--port", "--runs"],
             "write": ["--json", "--prometheus", "--runs", "folder"],

@@ -122,18 +122,8 @@ CASES = [
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 CHAT = [{"role": "user", "content": "a"}]
 for kind, row, more, case in (
-    (
-        "preference",
-        {"prompt": "1"},
-        (),
-        ("tasks.train", "a job of kind preference", "`chosen`"),
-    ),
-    (
-        "preference",
-        PAIR,
-        ("preference.loss=kto",),
-        ("preference.loss", "completion, label", "of the others"),
-    ),
+    ("preference", {"prompt": "1"}, (), ("tasks.train", "a job of kind preference", "`chosen`")),
+    ("preference", PAIR, ("preference.loss=kto",), ("preference.loss", "completion, label", "of the others")),
     ("preference", {"prompt": "1", "completion": "2", "label": 1}, (), ("preference.loss", "dpo", "kto")),
     (
         "preference",

@@ -118,9 +118,7 @@ def test_paths_in_the_arguments_are_relative_to_the_job_file(tmp_path):
         """
     )
     read = job_from_mapping(content, source="test", base=tmp_path, files=False).rollout.workflow_args
-    assert read["tools"] == [
-        f"{tmp_path}/t.py:look_up",
-    ]
+    assert read["tools"] == [f"{tmp_path}/t.py:look_up"]
     assert read["environment"] == f"{tmp_path}/sub/w.py:World"
     assert read["answer"] == "x.py: {answer}"
 

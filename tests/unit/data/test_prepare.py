@@ -254,11 +254,7 @@ def test_prompts_are_counted_as_the_template_makes_them(write, tmp_path, chat_mo
 @pytest.mark.parametrize(
     ("row", "options", "words"),
     [
-        (
-            {"prompt": "1+1", "answer": "2", "image": "x.png"},
-            (),
-            "has the column image",
-        ),
+        ({"prompt": "1+1", "answer": "2", "image": "x.png"}, (), "has the column image"),
         ({"prompt": "<image> what?", "answer": "2"}, (), "line 2: column `prompt` has <image>"),
         (
             {"prompt": "1+1", "solution": "no box"},
