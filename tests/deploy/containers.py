@@ -15,7 +15,7 @@ import yaml
 from tests.waiting import LIMIT_S
 
 OVERLAYS = ("cpu-small", "single-gpu-node", "multi-node")
-KUSTOMIZE = [found] if (found := shutil.which("kustomize")) else ["kubectl", "kustomize"]
+KUSTOMIZE = [found, "build"] if (found := shutil.which("kustomize")) else ["kubectl", "kustomize"]
 
 Json = Mapping[str, Any]
 
@@ -119,18 +119,22 @@ def image_command(deploy: Path) -> list[str]:
 # --- Kubernetes --------------------------------------------------------------------------------------
 
 
+_MADE: dict[tuple[Path, str], list[dict[str, Any]]] = {}
+"""What kustomize made of a folder where all files were these."""
+
+
 def built(folder: Path) -> list[dict[str, Any]]:
-    """What kustomize makes of a folder. Raises `CannotBuild`."""
-    done = subprocess.run(
-        [*KUSTOMIZE, str(folder)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    if done.returncode and KUSTOMIZE[-1] != "kustomize":
-        done = subprocess.run(
-            [*KUSTOMIZE, "build", str(folder)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    if done.returncode:
-        raise CannotBuild(done.stderr.strip())
-    return [*yaml.safe_load_all(done.stdout)]
+    """What kustomize makes of a folder of `k8s`. Raises `CannotBuild`."""
+    root = next(parent for parent in (folder, *folder.parents) if parent.name == "k8s")
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    key = folder.relative_to(root), "".join(f"{path.relative_to(root)} {path.read_text()}" for path in files)
+    if key not in _MADE:
+        words = [*KUSTOMIZE, str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            raise CannotBuild(done.stderr.strip())
+        _MADE[key] = [*yaml.load_all(done.stdout, yaml.CSafeLoader)]
+    return _MADE[key]
 
 
 def pod_templates(objects: list[dict[str, Any]]) -> Iterator[tuple[str, Json]]:

@@ -132,10 +132,10 @@ CHECKS: dict[str, Checked] = {
 }
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of `deploy/` with secrets in it."""
-    deploy = tmp_path / "deploy"
+@pytest.fixture(scope="module")
+def with_secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`deploy/` with secrets in it."""
+    deploy = tmp_path_factory.mktemp("manifests") / "deploy"
     shutil.copytree(ROOT / "deploy", deploy, ignore=shutil.ignore_patterns("secrets", "__pycache__"))
     for place in ("compose/secrets", "k8s/base/secrets", "ray/secrets"):
         subprocess.run([deploy / "secrets.sh", deploy / place], check=True)
@@ -143,6 +143,11 @@ def copy(tmp_path: Path) -> Path:
     store.parent.mkdir()
     store.write_text("AWS_ACCESS_KEY_ID=name\nAWS_SECRET_ACCESS_KEY=secret\n")
     return deploy
+
+
+@pytest.fixture
+def copy(with_secrets: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(with_secrets, tmp_path / "deploy")
 
 
 def problems(check: str, deploy: Path) -> Iterator[str]:
