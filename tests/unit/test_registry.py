@@ -35,6 +35,7 @@ def bounded(given: Tensor, *, share: Share = 0.5, mode: Literal["a", "b"] = "a",
 BUILT_IN = {"sized": "things_owner:Sized", "plain": "things_owner:plain", "bounded": "things_owner:bounded"}
 """
 OTHER = "def polite(given, *, tone='warm'): return tone\ndef shadow(given): ...\n"
+Mistakes = Callable[..., list[str]]
 ENTRY_POINTS = """
 [areal_async.things]
 polite = things_of_others:polite
@@ -58,7 +59,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 @pytest.fixture
-def mistakes(registry: Registry) -> Callable[..., list[str]]:
+def mistakes(registry: Registry) -> Mistakes:
     def found(name: str, **arguments: Any) -> list[str]:
         listed = registry.mistakes(name, arguments, field="job.thing", args_field="job.thing_args")
         return [str(mistake) for mistake in listed]
@@ -82,26 +83,20 @@ def test_a_part_in_a_file_is_found_by_its_path(registry: Registry, tmp_path: Pat
         registry.find(f"{file}:yours")
 
 
-def test_a_name_that_nobody_has_is_refused_with_the_choice(
-    registry: Registry, mistakes: Callable[..., list[str]]
-) -> None:
-    with pytest.raises(PartError, match=r"there is no thing 'nice'.*Use sized, plain, bounded, broken, "):
+def test_a_name_that_nobody_has_is_refused_with_the_choice(registry: Registry, mistakes: Mistakes) -> None:
+    said = "there is no thing 'nice', built in or installed. Use sized, plain, bounded, broken, polite, or "
+    with pytest.raises(PartError, match=said):
         registry.find("nice")
-    assert mistakes("nice") == [
-        "job.thing: there is no thing 'nice', built in or installed. "
-        "Use sized, plain, bounded, broken, polite, or `path.py:name` of one of your own."
-    ]
+    assert mistakes("nice") == [f"job.thing: {said}`path.py:name` of one of your own."]
 
 
-def test_a_package_that_cannot_be_imported_is_named(
-    registry: Registry, mistakes: Callable[..., list[str]]
-) -> None:
+def test_a_package_that_cannot_be_imported_is_named(registry: Registry, mistakes: Mistakes) -> None:
     with pytest.raises(PartError, match="things_of_others:gone of an installed package"):
         registry.find("broken")
     assert "things_of_others:gone" in mistakes("broken")[0]
 
 
-def test_a_part_declares_its_arguments_itself(mistakes: Callable[..., list[str]]) -> None:
+def test_a_part_declares_its_arguments_itself(mistakes: Mistakes) -> None:
     assert mistakes("sized", size=3) == []
     assert mistakes("sized") == [
         "job.thing_args.size: sized needs 'size', and it is missing. Add it. How large it is."
@@ -111,7 +106,7 @@ def test_a_part_declares_its_arguments_itself(mistakes: Callable[..., list[str]]
     ]
 
 
-def test_parameters_are_the_arguments_of_a_plain_function(mistakes: Callable[..., list[str]]) -> None:
+def test_parameters_are_the_arguments_of_a_plain_function(mistakes: Mistakes) -> None:
     assert mistakes("plain", weight=1.0) == mistakes("polite", tone="cool") == []
     assert mistakes("plain", tone="cool") == [
         "job.thing_args.tone: plain has no argument 'tone'. It takes weight, bias.",
@@ -130,14 +125,12 @@ def test_parameters_are_the_arguments_of_a_plain_function(mistakes: Callable[...
     ],
 )
 def test_annotations_of_parameters_say_what_they_may_be(
-    mistakes: Callable[..., list[str]], arguments: dict[str, Any], said: list[str]
+    mistakes: Mistakes, arguments: dict[str, Any], said: list[str]
 ) -> None:
     assert mistakes("bounded", **arguments) == [f"job.thing_args.{each}" for each in said]
 
 
-def test_a_file_of_the_users_is_checked_without_being_run(
-    mistakes: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_file_of_the_users_is_checked_without_being_run(mistakes: Mistakes, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("raise SystemExit('it was run')\ndef mine(given, size, *, colour='red'): ...\n")
     assert mistakes(f"{file}:mine", size=1) == []
