@@ -158,37 +158,25 @@ def kubernetes_containers(where: str, objects: list[dict[str, Any]]) -> Iterator
             for group in (item["spec"]["headGroupSpec"], *item["spec"]["workerGroupSpecs"]):
                 head = "groupName" not in group
                 words = [f"--{key}={value}" for key, value in group.get("rayStartParams", {}).items()]
-                place = ["--head"] if head else ["--address=ray-head-svc:6380"]
-                start[f"{name} {group.get('groupName', 'head')}"] = [
-                    "ray",
-                    "start",
-                    "--block",
-                    *place,
-                    *words,
-                ]
+                words.insert(0, "--head" if head else "--address=ray-head-svc:6380")
+                start[f"{name} {group.get('groupName', 'head')}"] = ["ray", "start", "--block", *words]
     for name, template in pod_templates(objects):
         spec = template["spec"]
         volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
-        claims = {
-            claim["metadata"]["name"]
-            for item in objects
-            for claim in item.get("spec", {}).get("volumeClaimTemplates", ())
-        }
+        templates = [x.get("spec", {}).get("volumeClaimTemplates", ()) for x in objects]
+        claims = {claim["metadata"]["name"] for each in templates for claim in each}
         for each in (*spec.get("initContainers", ()), *spec["containers"]):
-            probes = [
-                each[kind] for kind in ("startupProbe", "readinessProbe", "livenessProbe") if kind in each
-            ]
+            kinds = ("startupProbe", "readinessProbe", "livenessProbe")
+            probes = [each[kind] for kind in kinds if kind in each]
             named = {port.get("name"): port["containerPort"] for port in each.get("ports", ())}
             http = [probe["httpGet"] for probe in probes if "httpGet" in probe]
+            mounts = each.get("volumeMounts", ())
             yield Container(
                 f"{where} {name}/{each['name']}",
                 each["image"],
                 each.get("command") or start.get(name, []),
                 _environment(each),
-                {
-                    mount["mountPath"]: _mount(volumes.get(mount["name"]), mount, claims, objects)
-                    for mount in each.get("volumeMounts", ())
-                },
+                {m["mountPath"]: _mount(volumes.get(m["name"]), m, claims, objects) for m in mounts},
                 frozenset(named.values()),
                 tuple((named.get(get["port"], get["port"]), get["path"]) for get in http),
                 tuple(tuple(probe["exec"]["command"]) for probe in probes if "exec" in probe),
