@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,9 +57,8 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     result = call(command, job_file, "rollout.workers=16", *options)
     assert result.exit_code == 0
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
-    assert line.startswith("warning: buffer.max_staleness: ")
+    assert re.search(r"^warning: buffer\.max_staleness: .*max_staleness to ", line)
     assert "rollout.workers" in line
-    assert "max_staleness to " in line
     if command == "run":
         given = {"overwrite": True, "plain": True, "inline": False, "cluster": None, "cluster_file": None}
         assert ran == [(16, True, given)]
@@ -72,7 +72,7 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
 @pytest.mark.parametrize("command", ["validate", "run"])
 def test_a_mistake_in_the_job_file_is_status_2_and_no_traceback(job_file, command):
     result = call(command, job_file, "buffer.max_stale=1")
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "Did you mean buffer.max_staleness?" in result.stderr
     assert "Traceback" not in result.output
     assert not (job_file.parent / "runs").exists(), "nothing has started"
@@ -118,8 +118,6 @@ def test_doctor_validate_and_mistakes_are_read_by_scripts(job_file):
     assert resolved["seed"] == 7
     said = call("validate", job_file, "trainer.minibatches=1", "trainer.objective.prox=reuse").stderr
     assert "note: trainer.minibatches: with one update a step" in said
-    refused = call("validate", job_file, "sed=7", "--json")
-    assert (refused.exit_code, refused.stdout) == (2, "")
 
 
 def test_doctor_fails_where_a_run_would(monkeypatch):

@@ -22,11 +22,9 @@ def folder(job_file):
 
 
 def write_tasks(folder, prompts, **columns):
-    rows = (
-        {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "2"}, **columns}
-        for prompt in prompts
-    )
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"reward_model": {"style": "rule", "ground_truth": "2"}, **columns}
+    lines = (json.dumps({"prompt": prompt} | row) + "\n" for prompt in prompts)
+    (folder / "train.jsonl").write_text("".join(lines))
 
 
 def validate(folder, *overrides):
