@@ -109,17 +109,16 @@ def _controller_problems(container: Container, scratch: Path) -> Iterator[str]:
 
 
 def _url_problems(container: Container, text: str) -> Iterator[str]:
+    healthy = {"prometheus": ("9090", "/-/healthy"), "grafana": ("3000", "/api/health")}
+    others = [name for name in healthy if name in container.image]
     for host, port, path in re.findall(r"http://([\d.]+):(\d+)(/[\w/.-]*)", text):
         if host != "127.0.0.1":
             yield f"it asks {host}, which is not itself"
-        own = [*container.command]
-        if "prometheus" in container.image:
-            if (port, path) != ("9090", "/-/healthy"):
-                yield f"Prometheus answers no {path} at {port}"
-        elif "grafana" in container.image:
-            if (port, path) != ("3000", "/api/health"):
-                yield f"Grafana answers no {path} at {port}"
-        elif "up" in own and (api_right(path) != "" or int(port) not in container.ports):
+        for name in others:
+            if (port, path) != healthy[name]:
+                yield f"{name} answers no {path} at {port}"
+        ours = not others and "up" in container.command
+        if ours and (api_right(path) != "" or int(port) not in container.ports):
             yield f"nobody answers {path} at {port} without a token"
 
 

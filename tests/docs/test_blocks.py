@@ -154,14 +154,12 @@ def unknown(words, *, whole):
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         missing = [word for word in words[1:] if "=" not in word and word not in targets]
         return f"there is no target {missing[0]}" if missing else None
-    for path in filter(OURS.fullmatch, words):
-        there = ROOT / path
-        if not (there if there.suffix else there.parent).exists():
-            return f"there is no {path}"
+    paths = [ROOT / path for path in filter(OURS.fullmatch, words)]
+    if gone := [path for path in paths if not (path if path.suffix else path.parent).exists()]:
+        return f"there is no {gone[0].relative_to(ROOT)}"
     module = words[words.index("-m") + 1] if "-m" in words[1:] else "tests"
-    if (ROOT / module.partition(".")[0]).is_dir():
-        return None if importlib.util.find_spec(module) else f"there is no module {module}"
-    return None
+    ours = (ROOT / module.partition(".")[0]).is_dir()
+    return f"there is no module {module}" if ours and not importlib.util.find_spec(module) else None
 
 
 def test_every_block_says_what_it_is():

@@ -117,14 +117,13 @@ def test_the_recorded_job_names_secrets_and_certificates_and_holds_none(folder):
     assert load_job(folder / "run.yaml") == job
 
 
-ADVICE = Path(__file__).with_name("advice.txt").read_text(encoding="utf-8").splitlines()[2:]
+def table(name):
+    """Return the rows of a table beside this file, as parameters that are called by their first cell."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[2:]
+    return [pytest.param(*line.split(" | "), id=line.partition(" | ")[0]) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [line.split(" | ") for line in ADVICE if line],
-    ids=[line.partition(" | ")[0] for line in ADVICE if line],
-)
+@pytest.mark.parametrize(("overrides", "words"), table("advice.txt"))
 def test_a_warning_names_the_field_and_nothing_else_is_warned_of(folder, overrides, words):
     row = (folder / "train.jsonl").read_text().splitlines()[0] + "\n"
     for name, rows in (("many", 40), ("few", 4)):
@@ -135,45 +134,13 @@ def test_a_warning_names_the_field_and_nothing_else_is_warned_of(folder, overrid
     assert words == "none" or words in found[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "inert"),
-    [
-        ("seed=0", False),
-        ("buffer.max_staleness=0", True),
-        ("trainer.objective.prox=reuse", True),
-        ("trainer.objective.correction=mis", True),
-        ("trainer.objective.loss=gspo", True),
-        ("trainer.objective.loss=kimi", True),
-        ("trainer.objective.loss=reinforce", False),
-        ("trainer.objective={loss: topr, correction: none}", False),
-        ("trainer.minibatches=2", False),
-        ("trainer.objective.prox=loglinear", False),
-        ("trainer.objective.correction=bypass", False),
-        ("trainer.objective.prox=recompute", True),
-    ],
-)
-def test_a_clip_that_does_nothing_is_explained_and_no_warning(folder, fields, inert):
-    job = load_job(folder / "job.yaml", ["trainer.minibatches=1", fields])
-    assert [note.field for note in explain(job)] == (["trainer.minibatches"] if inert else [])
+@pytest.mark.parametrize(("overrides", "clip", "prox"), table("proximal.txt"))
+def test_a_clip_that_does_nothing_is_explained_and_auto_takes_a_pass_only_where_one_is_needed(
+    folder, overrides, clip, prox
+):
+    job = load_job(folder / "job.yaml", ["trainer.minibatches=1", *overrides.split("; ")])
+    assert [note.field for note in explain(job)] == (["trainer.minibatches"] if clip == "idle" else [])
     assert advise(job) == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "prox"),
-    [
-        ("seed=0", "loglinear"),
-        ("buffer.max_staleness=0", "reuse"),
-        ("trainer.minibatches=2", "recompute"),
-        ("trainer.objective={correction: none, allow_uncorrected: true}", "reuse"),
-        ("trainer.objective.loss=gspo", "reuse"),
-        ("trainer.objective.correction=m2po", "recompute"),
-        ("trainer.objective.correction=bypass", "behaviour"),
-        ("trainer.objective={advantage: reinforce_pp, kl: {coefficient: 0.1, place: reward}}", "recompute"),
-        ("trainer.objective.prox=reuse", "reuse"),
-    ],
-)
-def test_auto_takes_a_pass_where_one_is_needed_and_else_none(folder, fields, prox):
-    job = load_job(folder / "job.yaml", [fields])
     objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
     assert objective.prox == prox
 
@@ -185,31 +152,20 @@ def overrides(eta, batch, workers, concurrent):
     ]
 
 
-@pytest.mark.parametrize(
-    ("eta", "running", "warned"),
-    [(4, 16, False), (4, 17, True), (2, 8, False), (2, 9, True), (1, 4, False), (1, 5, True), (8, 33, True)],
-)
-def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder, eta, running, warned):
-    job = load_job(folder / "job.yaml", overrides(eta, 16, 1, 8 * running))
-    assert running_groups(job) == running
-    assert bool(advise(job)) == warned
+SHORT, LONG = "rollout.sampling.max_new_tokens=16", "rollout.sampling.max_new_tokens=17"
+OWN = (SHORT, "rollout.workflow=flows.py:talk")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "workflow", "running", "warned"),
-    [
-        (16, "single_turn", 32, False),
-        (17, "single_turn", 32, True),
-        (16, "single_turn", 33, True),
-        (16, "flows.py:talk", 32, True),
-    ],
+    ("eta", "most", "more"),
+    [(4, 16, ()), (2, 8, ()), (1, 4, ()), (8, 32, ()), (2, 32, (SHORT,)), (2, 8, (LONG,)), (2, 8, OWN)],
 )
-def test_short_answers_take_alike_and_a_whole_batch_of_them_per_step_of_the_bound_is_no_warning(
-    folder, tokens, workflow, running, warned
-):
-    short = [f"rollout.sampling.max_new_tokens={tokens}", f"rollout.workflow={workflow}"]
-    job = load_job(folder / "job.yaml", [*overrides(2, 16, 1, 8 * running), *short])
-    assert bool(advise(job)) == warned
+def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder, eta, most, more):
+    """Short answers take alike, so a whole batch of them per step of the bound is no warning."""
+    for running in (most, most + 1):
+        job = load_job(folder / "job.yaml", [*overrides(eta, 16, 1, 8 * running), *more])
+        assert running_groups(job) == running
+        assert bool(advise(job)) == (running > most)
 
 
 def test_the_warning_names_the_fields_and_fixes_that_help(folder):

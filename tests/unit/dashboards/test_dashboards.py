@@ -48,18 +48,13 @@ def test_the_dashboards_are_as_grafana_publishes_its_schema():
 
 
 def schema_problems(dashboard):
-    problems = refused(SCHEMA["dashboard"], dashboard)
-    for panel in dashboard["panels"]:
-        if panel["type"] == "row":
-            continue
-        problems += refused(SCHEMA["options"][panel["type"]], panel["options"])
+    parts = [(SCHEMA["dashboard"], dashboard)]
+    for panel in (panel for panel in dashboard["panels"] if panel["type"] != "row"):
+        parts.append((SCHEMA["options"][panel["type"]], panel["options"]))
         if panel["type"] in SCHEMA:
-            problems += refused(SCHEMA[panel["type"]], panel["fieldConfig"]["defaults"]["custom"])
-    return problems
-
-
-def refused(schema, content):
-    return [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(content)]
+            parts.append((SCHEMA[panel["type"]], panel["fieldConfig"]["defaults"]["custom"]))
+    checked = ((jsonschema.Draft7Validator(schema), content) for schema, content in parts)
+    return [error.message for validator, content in checked for error in validator.iter_errors(content)]
 
 
 @pytest.mark.parametrize(
