@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -265,14 +266,11 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(tmp_pat
         wait_for(lambda: own <= reached(), "the ports of a Ray head")
         assert reached() - known == set()
     finally:
-        children = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
-        node.terminate()
-        try:
-            node.wait(5)
-        except subprocess.TimeoutExpired:
-            node.kill()
-        for child in children:
-            if child.is_running():
+        started = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+        node.kill()
+        node.wait()
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
         shutil.rmtree(short, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,38 +97,32 @@ def test_a_package_that_cannot_be_imported_is_named(registry: Registry, mistakes
     assert "things_of_others:gone" in mistakes("broken")[0]
 
 
-def test_a_part_declares_its_arguments_itself(mistakes: Mistakes) -> None:
-    assert mistakes("sized", size=3) == []
-    assert mistakes("sized") == [
-        "job.thing_args.size: sized needs 'size', and it is missing. Add it. How large it is."
-    ]
-    assert mistakes("sized", size=3, sise=3) == [
-        "job.thing_args.sise: sized has no argument 'sise'. It takes size."
-    ]
-
-
-def test_parameters_are_the_arguments_of_a_plain_function(mistakes: Mistakes) -> None:
-    assert mistakes("plain", weight=1.0) == mistakes("polite", tone="cool") == []
-    assert mistakes("plain", tone="cool") == [
-        "job.thing_args.tone: plain has no argument 'tone'. It takes weight, bias.",
-        "job.thing_args.weight: plain needs 'weight', and it is missing. Add it.",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "arguments", "said"),
     [
-        ({"share": 1, "mode": "b", "rest": "anything"}, []),
-        ({"share": 2}, ["share: 2 is too large. Give at most 1.0."]),
-        ({"share": "0.5"}, ["share: '0.5' is not a number. Give a number."]),
-        ({"share": float("nan")}, ["share: nan is not a finite number. Give a finite number."]),
-        ({"mode": "c"}, ["mode: 'c' is not a choice. Use 'a' or 'b'."]),
+        ("sized", {"size": 3}, []),
+        ("sized", {}, ["size: sized needs 'size', and it is missing. Add it. How large it is."]),
+        ("sized", {"size": 3, "sise": 3}, ["sise: sized has no argument 'sise'. It takes size."]),
+        ("plain", {"weight": 1.0}, []),
+        ("polite", {"tone": "cool"}, []),
+        (
+            *("plain", {"tone": "cool"}),
+            [
+                "tone: plain has no argument 'tone'. It takes weight, bias.",
+                "weight: plain needs 'weight', and it is missing. Add it.",
+            ],
+        ),
+        ("bounded", {"share": 1, "mode": "b", "rest": "anything"}, []),
+        ("bounded", {"share": 2}, ["share: 2 is too large. Give at most 1.0."]),
+        ("bounded", {"share": "0.5"}, ["share: '0.5' is not a number. Give a number."]),
+        ("bounded", {"share": math.nan}, ["share: nan is not a finite number. Give a finite number."]),
+        ("bounded", {"mode": "c"}, ["mode: 'c' is not a choice. Use 'a' or 'b'."]),
     ],
 )
-def test_annotations_of_parameters_say_what_they_may_be(
-    mistakes: Mistakes, arguments: dict[str, Any], said: list[str]
+def test_a_part_declares_its_arguments_itself_or_by_parameters_and_their_annotations(
+    mistakes: Mistakes, name: str, arguments: dict[str, Any], said: list[str]
 ) -> None:
-    assert mistakes("bounded", **arguments) == [f"job.thing_args.{each}" for each in said]
+    assert mistakes(name, **arguments) == [f"job.thing_args.{each}" for each in said]
 
 
 def test_a_file_of_the_users_is_checked_without_being_run(mistakes: Mistakes, tmp_path: Path) -> None:
