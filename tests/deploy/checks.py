@@ -109,17 +109,16 @@ def _controller_problems(container: Container, scratch: Path) -> Iterator[str]:
 
 
 def _url_problems(container: Container, text: str) -> Iterator[str]:
+    healthy = {"prometheus": ("9090", "/-/healthy"), "grafana": ("3000", "/api/health")}
+    others = [name for name in healthy if name in container.image]
     for host, port, path in re.findall(r"http://([\d.]+):(\d+)(/[\w/.-]*)", text):
         if host != "127.0.0.1":
             yield f"it asks {host}, which is not itself"
-        own = [*container.command]
-        if "prometheus" in container.image:
-            if (port, path) != ("9090", "/-/healthy"):
-                yield f"Prometheus answers no {path} at {port}"
-        elif "grafana" in container.image:
-            if (port, path) != ("3000", "/api/health"):
-                yield f"Grafana answers no {path} at {port}"
-        elif "up" in own and (api_right(path) != "" or int(port) not in container.ports):
+        for name in others:
+            if (port, path) != healthy[name]:
+                yield f"{name} answers no {path} at {port}"
+        ours = not others and "up" in container.command
+        if ours and (api_right(path) != "" or int(port) not in container.ports):
             yield f"nobody answers {path} at {port} without a token"
 
 
@@ -202,10 +201,8 @@ def image_problems(containers: Sequence[Container], deploy: Path) -> Iterator[st
 def ray_up_problems(deploy: Path, scratch: Path) -> Iterator[str]:
     """What is wrong with `deploy/ray`."""
     content: dict[str, Any] = yaml.safe_load((deploy / "ray" / "cluster.yaml").read_text())
-    yield from (
-        f"areal.yaml: {text}"
-        for text in cluster_problems((deploy / "ray" / "areal.yaml").read_text(), scratch)
-    )
+    cluster_text = (deploy / "ray" / "areal.yaml").read_text()
+    yield from (f"areal.yaml: {text}" for text in cluster_problems(cluster_text, scratch))
     if content["head_node_type"] not in content["available_node_types"]:
         yield f"there is no node type {content['head_node_type']}"
     setup = [*content["setup_commands"], *content["head_setup_commands"], *content["worker_setup_commands"]]
@@ -227,8 +224,7 @@ def ray_up_problems(deploy: Path, scratch: Path) -> Iterator[str]:
                     yield from (f"{kind}: {text}" for text in ray_problems(words))
                 if "up" in words:
                     started = True
-                    text = (deploy / "ray" / "areal.yaml").read_text()
-                    yield from (f"{kind}: {text}" for text in secrecy_problems(text, exported, scratch))
+                    yield from (f"{kind}: {x}" for x in secrecy_problems(cluster_text, exported, scratch))
                     named = words[-1].removeprefix("~/areal-async/")
                     if not (deploy.parent / named).is_file():
                         yield f"{kind}: there is no {named}"
@@ -264,9 +260,8 @@ def unit_problems(deploy: Path, scratch: Path) -> Iterator[str]:
         if settings["User"][-1] not in users:
             yield f"{path.name}: nobody makes the user {settings['User'][-1]}"
         variables = dict(word.split("=", 1) for line in settings["Environment"] for word in line.split())
-        yield from (
-            f"{path.name}: nobody reads the variable {name}" for name in variables if not is_read(name)
-        )
+        unread = [name for name in variables if not is_read(name)]
+        yield from (f"{path.name}: nobody reads the variable {name}" for name in unread)
         yield from (f"{path.name}: {text}" for text in secrecy_problems(cluster_text, variables, scratch))
         state = f"/var/lib/{settings['StateDirectory'][-1]}"
         if variables.get("HOME") != state or settings.get("ProtectSystem") != ["strict"]:

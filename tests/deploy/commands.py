@@ -21,6 +21,7 @@ from areal_async.controller.operations import OPERATIONS
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
 OURS = typer.main.get_command(app)
+NO_RAY = "needs Ray (`pip install 'areal-async[ray]'`)"
 OTHERS = ("redis-server", "sh", "wget", "ulimit")
 
 
@@ -80,10 +81,7 @@ def _parsed(command: Any, arguments: Sequence[str]) -> Iterator[str]:
 
 @cache
 def _ray() -> Any:
-    scripts = pytest.importorskip(
-        "ray.scripts.scripts", reason="needs Ray (`pip install 'areal-async[ray]'`)"
-    )
-    return scripts.cli
+    return pytest.importorskip("ray.scripts.scripts", reason=NO_RAY).cli
 
 
 def ray_options(words: Sequence[str]) -> dict[str, Any]:
@@ -170,13 +168,10 @@ def _in_ray(name: str) -> bool:
     folder = _ray_folder()
     if name.encode() in (folder / "_raylet.so").read_bytes():
         return True
-    return any(
-        name in path.read_text(errors="replace") for path in (folder / "_common" / "usage").glob("*.py")
-    )
+    texts = (path.read_text(errors="replace") for path in (folder / "_common" / "usage").glob("*.py"))
+    return any(name in text for text in texts)
 
 
 @cache
 def _ray_folder() -> Path:
-    return Path(
-        pytest.importorskip("ray", reason="needs Ray (`pip install 'areal-async[ray]'`)").__file__
-    ).parent
+    return Path(pytest.importorskip("ray", reason=NO_RAY).__file__).parent

@@ -15,7 +15,7 @@ import yaml
 from tests.waiting import LIMIT_S
 
 OVERLAYS = ("cpu-small", "single-gpu-node", "multi-node")
-KUSTOMIZE = [found] if (found := shutil.which("kustomize")) else ["kubectl", "kustomize"]
+KUSTOMIZE = [found, "build"] if (found := shutil.which("kustomize")) else ["kubectl", "kustomize"]
 
 Json = Mapping[str, Any]
 
@@ -119,18 +119,22 @@ def image_command(deploy: Path) -> list[str]:
 # --- Kubernetes --------------------------------------------------------------------------------------
 
 
+_MADE: dict[tuple[Path, str], list[dict[str, Any]]] = {}
+"""What kustomize made of a folder where all files were these."""
+
+
 def built(folder: Path) -> list[dict[str, Any]]:
-    """What kustomize makes of a folder. Raises `CannotBuild`."""
-    done = subprocess.run(
-        [*KUSTOMIZE, str(folder)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    if done.returncode and KUSTOMIZE[-1] != "kustomize":
-        done = subprocess.run(
-            [*KUSTOMIZE, "build", str(folder)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    if done.returncode:
-        raise CannotBuild(done.stderr.strip())
-    return [*yaml.safe_load_all(done.stdout)]
+    """What kustomize makes of a folder of `k8s`. Raises `CannotBuild`."""
+    root = next(parent for parent in (folder, *folder.parents) if parent.name == "k8s")
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    key = folder.relative_to(root), "".join(f"{path.relative_to(root)} {path.read_text()}" for path in files)
+    if key not in _MADE:
+        words = [*KUSTOMIZE, str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            raise CannotBuild(done.stderr.strip())
+        _MADE[key] = [*yaml.load_all(done.stdout, yaml.CSafeLoader)]
+    return _MADE[key]
 
 
 def pod_templates(objects: list[dict[str, Any]]) -> Iterator[tuple[str, Json]]:
@@ -154,37 +158,25 @@ def kubernetes_containers(where: str, objects: list[dict[str, Any]]) -> Iterator
             for group in (item["spec"]["headGroupSpec"], *item["spec"]["workerGroupSpecs"]):
                 head = "groupName" not in group
                 words = [f"--{key}={value}" for key, value in group.get("rayStartParams", {}).items()]
-                place = ["--head"] if head else ["--address=ray-head-svc:6380"]
-                start[f"{name} {group.get('groupName', 'head')}"] = [
-                    "ray",
-                    "start",
-                    "--block",
-                    *place,
-                    *words,
-                ]
+                words.insert(0, "--head" if head else "--address=ray-head-svc:6380")
+                start[f"{name} {group.get('groupName', 'head')}"] = ["ray", "start", "--block", *words]
     for name, template in pod_templates(objects):
         spec = template["spec"]
         volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
-        claims = {
-            claim["metadata"]["name"]
-            for item in objects
-            for claim in item.get("spec", {}).get("volumeClaimTemplates", ())
-        }
+        templates = [x.get("spec", {}).get("volumeClaimTemplates", ()) for x in objects]
+        claims = {claim["metadata"]["name"] for each in templates for claim in each}
         for each in (*spec.get("initContainers", ()), *spec["containers"]):
-            probes = [
-                each[kind] for kind in ("startupProbe", "readinessProbe", "livenessProbe") if kind in each
-            ]
+            kinds = ("startupProbe", "readinessProbe", "livenessProbe")
+            probes = [each[kind] for kind in kinds if kind in each]
             named = {port.get("name"): port["containerPort"] for port in each.get("ports", ())}
             http = [probe["httpGet"] for probe in probes if "httpGet" in probe]
+            mounts = each.get("volumeMounts", ())
             yield Container(
                 f"{where} {name}/{each['name']}",
                 each["image"],
                 each.get("command") or start.get(name, []),
                 _environment(each),
-                {
-                    mount["mountPath"]: _mount(volumes.get(mount["name"]), mount, claims, objects)
-                    for mount in each.get("volumeMounts", ())
-                },
+                {m["mountPath"]: _mount(volumes.get(m["name"]), m, claims, objects) for m in mounts},
                 frozenset(named.values()),
                 tuple((named.get(get["port"], get["port"]), get["path"]) for get in http),
                 tuple(tuple(probe["exec"]["command"]) for probe in probes if "exec" in probe),

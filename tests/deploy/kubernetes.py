@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,8 @@ def together_problems(objects: list[dict[str, Any]], scratch: Path) -> Iterator[
         if len(found) != 1:
             yield f"Service {service['metadata']['name']} selects {found}"
             continue
-        named = {
-            p["name"]: p["containerPort"]
-            for c in templates[found[0]]["spec"]["containers"]
-            for p in c.get("ports", ())
-        }
+        ports = [p for c in templates[found[0]]["spec"]["containers"] for p in c.get("ports", ())]
+        named = {port["name"]: port["containerPort"] for port in ports}
         for port in service["spec"]["ports"]:
             if named.get(port["targetPort"]) != port["port"]:
                 yield f"Service {service['metadata']['name']}: port {port['port']} is none of the container's"
@@ -87,12 +85,11 @@ def together_problems(objects: list[dict[str, Any]], scratch: Path) -> Iterator[
         found = [name for name, labels in pods.items() if _matches(spec["selector"]["matchLabels"], labels)]
         if not found:
             yield f"{name} is about nobody"
-        if any(each.startswith("RayCluster") for each in found) and not isinstance(
-            spec.get("minAvailable"), int
-        ):
+        least = spec.get("minAvailable")
+        if any(each.startswith("RayCluster") for each in found) and not isinstance(least, int):
             yield f"{name}: of a RayCluster only a whole minAvailable is taken"
-        if isinstance(spec.get("minAvailable"), int) and spec["minAvailable"] > _copies(objects, found):
-            yield f"{name} keeps {spec['minAvailable']} of {_copies(objects, found)}"
+        if isinstance(least, int) and least > _copies(objects, found):
+            yield f"{name} keeps {least} of {_copies(objects, found)}"
     for name, template in templates.items():
         for volume in template["spec"].get("volumes", ()):
             claim = volume.get("persistentVolumeClaim", {}).get("claimName")
@@ -128,9 +125,8 @@ def _copies(objects: list[dict[str, Any]], names: list[str]) -> int:
         count += spec.get("replicas", 1) if kind in names else 0
         if item["kind"] == "RayCluster":
             count += f"{kind} head" in names
-            count += sum(
-                g["replicas"] for g in spec["workerGroupSpecs"] if f"{kind} {g['groupName']}" in names
-            )
+            chosen = [g for g in spec["workerGroupSpecs"] if f"{kind} {g['groupName']}" in names]
+            count += sum(group["replicas"] for group in chosen)
     return count
 
 
@@ -142,17 +138,14 @@ def _room_problems(objects: list[dict[str, Any]], scratch: Path) -> Iterator[str
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         cpus += group["replicas"] * int(limits.get("cpu", 0))
         gpus += group["replicas"] * int(limits.get("nvidia.com/gpu", 0))
-    text = next(
-        x["data"]["cluster.yaml"]
-        for x in objects
-        if x["kind"] == "ConfigMap" and x["metadata"]["name"] == "cluster"
-    )
-    given = cluster_of(text, scratch).resources
+    given = cluster_of(_cluster_text(objects), scratch).resources
     if (given.cpus, given.gpus) != (cpus, gpus):
-        yield (
-            f"the cluster file gives away {given.cpus} cores and {given.gpus} GPUs; "
-            f"there are {cpus} and {gpus}"
-        )
+        yield f"the cluster file gives away {given.cpus} cores and {given.gpus} GPUs, not {cpus} and {gpus}"
+
+
+def _cluster_text(objects: list[dict[str, Any]]) -> str:
+    (config,) = [x for x in objects if x["kind"] == "ConfigMap" and x["metadata"]["name"] == "cluster"]
+    return str(config["data"]["cluster.yaml"])
 
 
 # --- who reaches whom --------------------------------------------------------------------------------
@@ -191,11 +184,8 @@ def edges_of(objects: list[dict[str, Any]]) -> dict[tuple[str, str], Ports]:
 def _open(
     policies: list[Any], way: str, labels: Mapping[str, str], peer: Mapping[str, str] | None, namespace: str
 ) -> Ports:
-    chosen = [
-        p
-        for p in policies
-        if _matches(p["podSelector"].get("matchLabels", {}), labels) and way.capitalize() in p["policyTypes"]
-    ]
+    of_way = [policy for policy in policies if way.capitalize() in policy["policyTypes"]]
+    chosen = [p for p in of_way if _matches(p["podSelector"].get("matchLabels", {}), labels)]
     if not chosen:
         return ((0, 65_535),)
     found: set[tuple[int, int]] = set()
@@ -210,42 +200,26 @@ def _open(
 def _is_peer(rule: Mapping[str, Any], labels: Mapping[str, str] | None, namespace: str) -> bool:
     if labels is None or "ipBlock" in rule:
         return labels is None and "ipBlock" in rule
-    space = rule.get("namespaceSelector")
-    if space is None:
-        in_space = namespace == "areal-async"
-    else:
-        in_space = space.get("matchLabels", {}).get("kubernetes.io/metadata.name") == namespace
-    return in_space and _matches(rule.get("podSelector", {}).get("matchLabels", {}), labels)
+    own = {"matchLabels": {"kubernetes.io/metadata.name": "areal-async"}}
+    space = rule.get("namespaceSelector", own).get("matchLabels", {})
+    return space.get("kubernetes.io/metadata.name") == namespace and _matches(
+        rule.get("podSelector", {}).get("matchLabels", {}), labels
+    )
 
 
 def needed_edges(objects: list[dict[str, Any]], scratch: Path) -> dict[tuple[str, str], Ports]:
     """The edges that the processes need, by what they listen on."""
-    text = next(
-        x["data"]["cluster.yaml"]
-        for x in objects
-        if x["kind"] == "ConfigMap" and x["metadata"]["name"] == "cluster"
-    )
+    text = _cluster_text(objects)
     cluster, written = cluster_of(text, scratch), yaml.safe_load(text)
     job = yaml.safe_load((ROOT / "deploy" / "k8s" / "rayjob" / "job.yaml").read_text())
     redis = parse_redis_url(job["buffer"]["redis"])
-    picked = {
-        s["value"].replace(" ", "-")
-        for _, t in pod_templates(objects)
-        for s in t["spec"]["securityContext"].get("sysctls", ())
-    }
-    first, last = map(int, min(picked).split("-"))
-    low, high = RAY_PORTS["min_worker_port"], RAY_PORTS["max_worker_port"]
-    among = (
-        (HEAD_PORT, max(port for name, port in RAY_PORTS.items() if port < 10_000)),
-        (low, high),
-        tuple(written["ray"]["ports"]),
-        (first, last),
-        (RAY_PORTS["dashboard_agent_listen_port"],) * 2,
-    )
+    contexts = [template["spec"]["securityContext"] for _, template in pod_templates(objects)]
+    first, last = map(int, min(s["value"] for each in contexts for s in each.get("sysctls", ())).split())
+    among = [(HEAD_PORT, max(port for port in RAY_PORTS.values() if port < 10_000)), (first, last)]
+    among += [(RAY_PORTS["min_worker_port"], RAY_PORTS["max_worker_port"]), tuple(written["ray"]["ports"])]
+    among += [(RAY_PORTS["dashboard_agent_listen_port"],) * 2]
     nodes = ("controller", "ray-head", "ray-worker")
-    edges: dict[tuple[str, str], Ports] = {
-        (one, other): tuple(sorted(among)) for one in nodes for other in nodes
-    }
+    edges: dict[tuple[str, str], Ports] = dict.fromkeys(product(nodes, nodes), tuple(sorted(among)))
     edges |= {(one, "redis"): ((redis.port, redis.port),) for one in nodes}
     edges |= {(one, "dns"): ((53, 53),) for one in (*nodes, "redis", "client")}
     edges["client", "controller"] = ((cluster.api.port, cluster.api.port),)
@@ -268,11 +242,10 @@ def ray_job_problems(objects: list[dict[str, Any]]) -> Iterator[str]:
     (job,) = [item for item in objects if item["kind"] == "RayJob"]
     words = job["spec"]["entrypoint"].split()
     yield from command_problems(words)
-    config = next(item for item in objects if item["kind"] == "ConfigMap")
-    for point, name in (("/etc/areal-async-jobs/", config["metadata"]["name"]),):
-        inside = [word.removeprefix(point) for word in words if word.startswith(point)]
-        if name != "jobs" or not inside or inside[0] not in config["data"]:
-            yield f"the head sees no {inside}"
+    config, point = next(x for x in objects if x["kind"] == "ConfigMap"), "/etc/areal-async-jobs/"
+    inside = [word.removeprefix(point) for word in words if word.startswith(point)]
+    if config["metadata"]["name"] != "jobs" or not inside or inside[0] not in config["data"]:
+        yield f"the head sees no {inside}"
 
 
 def _matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:

@@ -63,11 +63,8 @@ def compose_problems(deploy: Path, scratch: Path) -> Iterator[str]:
 
 def prometheus_problems(scrapes: list[dict], containers: list[Container]) -> Iterator[str]:
     (container, *_) = [c for c in containers if "prometheus" in c.image]
-    paths = [
-        (s.get("metrics_path", "/metrics"), s["static_configs"][0]["targets"][0], s)
-        for s in scrapes
-        if "static_configs" in s
-    ]
+    fixed = [scrape for scrape in scrapes if "static_configs" in scrape]
+    paths = [(s.get("metrics_path", "/metrics"), s["static_configs"][0]["targets"][0], s) for s in fixed]
     for scrape in scrapes:
         for found in scrape.get("http_sd_configs", ()):
             host, _, path = found["url"].removeprefix("http://").partition("/")
@@ -132,10 +129,10 @@ CHECKS: dict[str, Checked] = {
 }
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of `deploy/` with secrets in it."""
-    deploy = tmp_path / "deploy"
+@pytest.fixture(scope="module")
+def with_secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`deploy/` with secrets in it."""
+    deploy = tmp_path_factory.mktemp("manifests") / "deploy"
     shutil.copytree(ROOT / "deploy", deploy, ignore=shutil.ignore_patterns("secrets", "__pycache__"))
     for place in ("compose/secrets", "k8s/base/secrets", "ray/secrets"):
         subprocess.run([deploy / "secrets.sh", deploy / place], check=True)
@@ -143,6 +140,11 @@ def copy(tmp_path: Path) -> Path:
     store.parent.mkdir()
     store.write_text("AWS_ACCESS_KEY_ID=name\nAWS_SECRET_ACCESS_KEY=secret\n")
     return deploy
+
+
+@pytest.fixture
+def copy(with_secrets: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(with_secrets, tmp_path / "deploy")
 
 
 def problems(check: str, deploy: Path) -> Iterator[str]:
@@ -194,8 +196,6 @@ def test_every_file_of_kubernetes_is_built_into_a_cluster(copy: Path) -> None:
         for made in (*content.get("configMapGenerator", ()), *content.get("secretGenerator", ())):
             for file in (*made.get("files", ()), *made.get("envs", ())):
                 named.add((path.parent / file.split("=")[-1]).relative_to(folder).as_posix())
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    lost = {
-        name for name in there - named if not name.endswith("kustomization.yaml") and "/secrets/" not in name
-    }
-    assert lost == set()
+    there = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    files = {path.as_posix() for path in there if "secrets" not in path.parts}
+    assert {name for name in files - named if not name.endswith("kustomization.yaml")} == set()

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,9 @@ def can(*words: str) -> bool:
     if shutil.which(words[0]) is None:
         return False
     return subprocess.run(words, capture_output=True, timeout=LIMIT_S, check=False).returncode == 0
+
+
+BOX = ("bwrap", "--ro-bind", "/", "/", "--unshare-all", "true")
 
 
 @pytest.fixture
@@ -130,16 +134,14 @@ def test_users_of_redis_may_do_what_is_theirs_and_no_more(redis_port: int, secre
 
     user("areal-front").hset("areal:{job}:meta", "a", "1")
     assert user("areal-reader").hgetall("areal:{job}:meta") == {b"a": b"1"}
-    for name, words in (
-        ("areal-reader", ("HSET", "areal:{job}:meta", "a", "2")),
-        ("areal-front", ("HSET", "other", "a", "2")),
-        ("areal-front", ("FLUSHALL",)),
-        ("areal-front", ("CONFIG", "SET", "appendonly", "no")),
-        ("probe", ("HGETALL", "areal:{job}:meta")),
-        ("probe", ("INFO",)),
-    ):
+    refused = {
+        "areal-reader": ["HSET areal:{job}:meta a 2"],
+        "areal-front": ["HSET other a 2", "FLUSHALL", "CONFIG SET appendonly no"],
+        "probe": ["HGETALL areal:{job}:meta", "INFO"],
+    }
+    for name, words in ((name, words) for name, commands in refused.items() for words in commands):
         with pytest.raises(redis_sync.ResponseError, match=r"NOPERM|permission"):
-            user(name).execute_command(*words)
+            user(name).execute_command(*words.split())
     with pytest.raises(redis_sync.AuthenticationError):
         redis_sync.Redis(port=redis_port, protocol=2).ping()
     if client := shutil.which("redis-cli", path=f"{BIN}:{os.environ['PATH']}"):
@@ -153,9 +155,7 @@ def test_users_of_redis_may_do_what_is_theirs_and_no_more(redis_port: int, secre
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not can("bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"), reason="needs bubblewrap"
-)
+@pytest.mark.skipif(not can(*BOX), reason="needs bubblewrap")
 def test_the_controller_of_compose_works_in_a_root_that_cannot_be_written(tmp_path: Path) -> None:
     """The container's command, mounts, user and healthcheck; Python and this checkout stand for the image."""
     (container,) = [each for each in compose_containers(DEPLOY) if each.where == "compose controller"]
@@ -179,17 +179,7 @@ def test_the_controller_of_compose_works_in_a_root_that_cannot_be_written(tmp_pa
 
 def _boxed(container: Container, scratch: Path) -> list[str]:
     """bubblewrap for `container`: its mounts alone can be written, and it reaches nothing outside."""
-    words = [
-        "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--uid",
-        "10001",
-        "--gid",
-        "10001",
-        "--cap-drop",
-        "ALL",
-    ]
+    words = shlex.split("bwrap --unshare-all --die-with-parent --uid 10001 --gid 10001 --cap-drop ALL")
     for folder in ("/usr", "/bin", "/lib", "/lib64"):
         words += ["--ro-bind-try", folder, folder]
     words += ["--proc", "/proc", "--dev", "/dev", "--dir", "/opt"]
@@ -217,9 +207,7 @@ def _boxed(container: Container, scratch: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can("unshare", "--net", "true"), reason="needs root, for a network of its own")
-def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
-    tmp_path: Path,
-) -> None:
+def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(tmp_path: Path) -> None:
     """What `keys init` makes, in another place, and the command of the systemd unit with the role that its
     comment gives, in a network of its own."""
     pytest.importorskip("ray")
@@ -254,45 +242,35 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
             places = [line.split()[3].rpartition(":") for line in shown.splitlines()]
             return {int(port) for host, _, port in places if "127.0.0.1" not in host and host != "[::1]"}
 
+        def asks(**variables: str) -> tuple[int, str]:
+            given = environment | variables
+            done = subprocess.run(
+                asked, env=given, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            )
+            return done.returncode, done.stderr
+
         def healthy() -> bool:
             assert node.poll() is None, log.read_text()
-            if HEAD_PORT not in reached():
-                return False  # who asks before waits for long
-            done = subprocess.run(asked, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
-            return done.returncode == 0
+            return HEAD_PORT in reached() and asks()[0] == 0  # who asks before waits for long
 
         wait_for(healthy, "a Ray head")
-        other = environment | {"RAY_AUTH_TOKEN": "0" * 64}
-        refused = subprocess.run(
-            asked, env=other, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        assert "AuthenticationError" in refused.stderr
-        plain = environment | {"RAY_USE_TLS": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
-        assert (
-            subprocess.run(asked, env=plain, capture_output=True, timeout=LIMIT_S, check=False).returncode
-            != 0
-        )
+        assert "AuthenticationError" in asks(RAY_AUTH_TOKEN="0" * 64)[1]
+        assert asks(RAY_USE_TLS="0", RAY_gcs_rpc_server_reconnect_timeout_s="5")[0] != 0
         # Where grpcio is installed a head also listens for Ray's client, which nothing of ours uses and no
         # policy lets in; it cannot be told not to.
         client = 10_001
-        known = {HEAD_PORT, 8265, MONITOR_PORT, client, *RAY_PORTS.values()}
-        own = {HEAD_PORT} | {
-            RAY_PORTS[name] for name in ("node_manager_port", "object_manager_port", "runtime_env_agent_port")
-        }
-
+        known = {HEAD_PORT, 8265, MONITOR_PORT, client, *RAY_PORTS.values(), *range(30_000, 40_000)}
+        known |= {*range(RAY_PORTS["min_worker_port"], RAY_PORTS["max_worker_port"] + 1)}
+        names = ("node_manager_port", "object_manager_port", "runtime_env_agent_port")
+        own = {HEAD_PORT, *(RAY_PORTS[name] for name in names)}
         wait_for(lambda: own <= reached(), "the ports of a Ray head")
-        workers = range(RAY_PORTS["min_worker_port"], RAY_PORTS["max_worker_port"] + 1)
-        picked = range(30_000, 40_000)
-        assert {port for port in reached() - known if port not in workers and port not in picked} == set()
+        assert reached() - known == set()
     finally:
-        children = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
-        node.terminate()
-        try:
-            node.wait(5)
-        except subprocess.TimeoutExpired:
-            node.kill()
-        for child in children:
-            if child.is_running():
+        started = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+        node.kill()
+        node.wait()
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
         shutil.rmtree(short, ignore_errors=True)
 
@@ -304,27 +282,23 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(
 @pytest.mark.parametrize("name", ["areal-async-controller", "areal-async-ray"])
 def test_systemd_takes_the_units_and_finds_them_closed(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.service"
-    text = (DEPLOY / "systemd" / f"{name}.service").read_text()
-    path.write_text(text.replace("/opt/areal-async/bin/", f"{BIN}/"))
-    verified = subprocess.run(
-        ["systemd-analyze", "verify", path], capture_output=True, text=True, check=False
-    )
+    text = (DEPLOY / "systemd" / f"{name}.service").read_text().replace("/opt/areal-async/bin/", f"{BIN}/")
+    path.write_text(text)
+
+    def analyzed(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["systemd-analyze", *words, path]
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+    verified = analyzed("verify")
     assert (verified.returncode, verified.stderr) == (0, "")
-    judged = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--threshold=50", "--no-pager", path],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    judged = analyzed("security", "--offline=true", "--threshold=50", "--no-pager")
     assert judged.returncode == 0, judged.stdout
-    path.write_text(text.replace("/opt/areal-async/bin/", f"{BIN}/").replace("[Service]", "[Services]"))
-    broken = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
-    assert broken.stderr != ""
+    path.write_text(text.replace("[Service]", "[Services]"))
+    assert analyzed("verify").stderr != ""
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="needs promtool, of the Debian package prometheus"
-)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: the Debian package prometheus")
 @pytest.mark.parametrize("name", ["compose/prometheus.yml", "prometheus/prometheus.yml"])
 def test_prometheus_takes_what_it_is_to_scrape(name: str) -> None:
-    subprocess.run(
-        ["promtool", "check", "config", "--syntax-only", DEPLOY / name], check=True, capture_output=True
-    )
+    command = ["promtool", "check", "config", "--syntax-only", DEPLOY / name]
+    subprocess.run(command, check=True, capture_output=True)

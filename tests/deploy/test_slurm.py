@@ -84,9 +84,8 @@ def test_slurm_starts_a_head_then_the_others_then_the_job(slurm: Start, tmp_path
     (job,) = [call for call in calls if call[:2] == ["areal-async", "run"]]
     assert job[2:4] == [str(tmp_path / "job.yaml"), "trainer.steps=3"]
     assert [*cluster_problems((tmp_path / "calls.cluster").read_text(), tmp_path)] == []
-    assert {"IP Address:10.0.0.1", "IP Address:10.0.0.2"} <= set(
-        (tmp_path / "calls.names").read_text().split("\n")[1].strip().split(", ")
-    )
+    names = (tmp_path / "calls.names").read_text().split("\n")[1].strip().split(", ")
+    assert {"IP Address:10.0.0.1", "IP Address:10.0.0.2"} <= set(names)
     assert not list(tmp_path.glob(".areal-async-slurm-*"))
     wait_for(lambda: (tmp_path / "ended").read_text().count("ended") == 2, "the end of Ray")
 

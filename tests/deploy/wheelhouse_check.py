@@ -58,19 +58,13 @@ def check(folder: Path) -> int:
                     (seen / top).symlink_to(source)
         subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
         python = root / "venv" / "bin" / "python"
-        site = subprocess.run(
-            [python, "-c", "import site; print(site.getsitepackages()[0])"],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
+        ask = [python, "-c", "import site; print(site.getsitepackages()[0])"]
+        site = subprocess.check_output(ask, text=True).strip()
         Path(site, "seen.pth").write_text(f"{seen}\n")
         environment = {name: value for name, value in os.environ.items() if not re.match("PIP_|PYTHON", name)}
         environment["PIP_NO_INDEX"] = "1"
-        bare = subprocess.run(
-            [python, "-c", "import msgspec"], env=environment, capture_output=True, check=False
-        )
-        if bare.returncode == 0:
+        ask = [python, "-c", "import msgspec"]
+        if subprocess.run(ask, env=environment, capture_output=True, check=False).returncode == 0:
             print("the environment is not bare: it sees msgspec")
             return 1
         target = root / "packages"

@@ -13,6 +13,7 @@ where the files named must be there and have the words of the commands.
 import ast
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -27,6 +28,7 @@ import typer
 from markdown_it import MarkdownIt
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
+from typer.testing import CliRunner
 
 import areal_async
 from areal_async import write_model
@@ -152,14 +154,12 @@ def unknown(words, *, whole):
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         missing = [word for word in words[1:] if "=" not in word and word not in targets]
         return f"there is no target {missing[0]}" if missing else None
-    for path in filter(OURS.fullmatch, words):
-        there = ROOT / path
-        if not (there if there.suffix else there.parent).exists():
-            return f"there is no {path}"
+    paths = [ROOT / path for path in filter(OURS.fullmatch, words)]
+    if gone := [path for path in paths if not (path if path.suffix else path.parent).exists()]:
+        return f"there is no {gone[0].relative_to(ROOT)}"
     module = words[words.index("-m") + 1] if "-m" in words[1:] else "tests"
-    if (ROOT / module.partition(".")[0]).is_dir():
-        return None if importlib.util.find_spec(module) else f"there is no module {module}"
-    return None
+    ours = (ROOT / module.partition(".")[0]).is_dir()
+    return f"there is no module {module}" if ours and not importlib.util.find_spec(module) else None
 
 
 def test_every_block_says_what_it_is():
@@ -194,14 +194,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     write_model(folder / "model", seed=0, positions=128)
     for name, first in (("train", 0), ("held_out", 100)):
-        rows = [
-            {
-                "prompt": f"{i}+1=",
-                "response": str(i),
-                "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
-            }
-            for i in range(first, first + 40)
-        ]
+        truths = [{"style": "rule", "ground_truth": str(i + 1)} for i in range(first, first + 40)]
+        rows = (
+            {"prompt": f"{i}+1=", "response": str(i), "reward_model": truth}
+            for i, truth in enumerate(truths, first)
+        )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "job.yaml").write_text(JOB)
     (folder / "sorting" / "base").mkdir(parents=True)
@@ -217,24 +214,28 @@ def folder(tmp_path_factory):
 
 
 @of("bash", "console")
-def test_commands_run(block, folder):
+def test_commands_run(block, folder, monkeypatch):
     kind, said = block.note or ("here", "")
     if kind == "not run":
         assert len(said.split()) > 1, "say why"
         return
     if kind == "run by":
         tests = " ".join((ROOT / name.strip()).read_text(encoding="utf-8") for name in said.split(","))
-        assert [
-            word for word in told_words(block) if not re.search(rf"(?<![\w-]){re.escape(word)}\b", tests)
-        ] == []
+        told = {word: re.search(rf"(?<![\w-]){re.escape(word)}\b", tests) for word in told_words(block)}
+        assert [word for word, found in told.items() if not found] == []
         return
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(
+        os, "execv", lambda path, command: sys.exit(called(*command[1:], cwd=folder).returncode)
+    )
     for words in block.commands:
-        assert words[0] in ("areal-async", "python"), (
-            f"mark the block: who runs {words[0]}, or why nobody does"
-        )
-        program = ["-m", "areal_async.cli.main"] if words[0] == "areal-async" else []
-        done = called(*program, *words[1:], cwd=folder)
-        assert done.returncode == 0, (words, done.stdout + done.stderr)
+        if words[0] == "areal-async":
+            done = CliRunner().invoke(app, words[1:])
+            assert done.exit_code == 0, (words, done.output)
+        else:
+            assert words[0] == "python", f"mark the block: who runs {words[0]}, or why nobody does"
+            done = called(*words[1:], cwd=folder)
+            assert done.returncode == 0, (words, done.stdout + done.stderr)
 
 
 def called(*words, cwd):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import pytest
 
 from areal_async.runtime.process import RUN_VARIABLE
-from tests.forks import ForkedCommand, start_command, start_fork_server
+from tests.forks import ForkedCommand, start_command
 from tests.jobs import make_workspace
 from tests.processes import processes_of
 from tests.waiting import LIMIT_S, wait_for
@@ -28,21 +25,15 @@ def test_a_command_has_its_arguments_environment_output_and_status(tmp_path):
         assert ("areal-async" if status == 0 else "none.yaml") in said
 
 
-def test_a_command_writes_to_a_given_descriptor(tmp_path):
+def test_a_command_writes_to_a_given_descriptor_and_the_environment_here_stays_as_it_was(tmp_path):
+    before = dict(os.environ)
     with (tmp_path / "output").open("wb") as output:
         assert start_command(["--version"], output.fileno()).wait(LIMIT_S) == 0
     assert (tmp_path / "output").read_text().startswith("areal-async ")
-
-
-def test_the_environment_of_this_process_stays_as_it_was():
-    before = dict(os.environ)
-    start_fork_server()
     assert dict(os.environ) == before
 
 
-@pytest.fixture
-def running(tmp_path: Path):
-    """A job that never ends by itself, its supervisor and the id of its run."""
+def test_services_are_children_of_the_supervisor_and_end_with_it(tmp_path):
     job = make_workspace(tmp_path).job("forked", trainer__steps=10_000, checkpoint={"every_steps": 20})
     command = start_command(["run", job, "--plain"], AREAL_ASYNC_TEST_MARK="marked")
     log = tmp_path / "runs" / "forked" / "metrics.jsonl"
@@ -50,51 +41,20 @@ def running(tmp_path: Path):
         wait_for(lambda: command.poll() is not None or (log.exists() and '"step"' in log.read_text()))
         assert command.poll() is None
         supervisor = psutil.Process(command.pid)
-        (run_id,) = {
-            process.environ()[RUN_VARIABLE]
-            for process in supervisor.children()
-            if RUN_VARIABLE in process.environ()
-        }
-        yield command, supervisor, run_id
+        services = [process for process in supervisor.children() if "--name" in process.cmdline()]
+        names = {process.cmdline()[process.cmdline().index("--name") + 1] for process in services}
+        assert names == {"buffer", "trainer", "reward", "rollout-0"}
+        for process in services:
+            words = process.cmdline()
+        assert words[:3] == [sys.executable, "-P", "-m"]
+        assert words[-2] == "--ready-fd"
+            assert process.environ()["AREAL_ASYNC_TEST_MARK"] == "marked"
+            assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
+            open_files = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in (1, 2)}
+            assert {Path(path).parent.name for path in open_files} == {"logs"}
+        assert len({os.readlink(f"/proc/{process.pid}/fd/1") for process in services}) == len(services)
+        (run_id,) = {process.environ()[RUN_VARIABLE] for process in services}
     finally:
         command.kill()
         command.wait(LIMIT_S)
-
-
-def test_services_are_children_of_the_supervisor_and_end_with_it(running):
-    command, supervisor, run_id = running
-    services = [process for process in supervisor.children() if "--name" in process.cmdline()]
-    names = {process.cmdline()[process.cmdline().index("--name") + 1] for process in services}
-    assert names == {"buffer", "trainer", "reward", "rollout-0"}
-    for process in services:
-        words = process.cmdline()
-        assert words[:3] == [sys.executable, "-P", "-m"]
-        assert words[-2] == "--ready-fd"
-        assert process.environ()["AREAL_ASYNC_TEST_MARK"] == "marked"
-        assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
-        open_files = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in (1, 2)}
-        assert {Path(path).parent.name for path in open_files} == {"logs"}
-    assert len({os.readlink(f"/proc/{process.pid}/fd/1") for process in services}) == len(services)
-    command.kill()
     wait_for(lambda: not processes_of(run_id), "the end of all services")
-
-
-def test_a_killed_service_is_reported_and_forked_again(running):
-    command, _, run_id = running
-
-    def trainer() -> int | None:
-        for process in processes_of(run_id):
-            with suppress(psutil.Error):
-                if "trainer_service" in process.cmdline():
-                    return process.pid
-        return None
-
-    first = trainer()
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    wait_for(lambda: trainer() not in (None, first), "another trainer")
-    assert command.stdout is not None
-    command.send_signal(signal.SIGINT)
-    said = command.stdout.read().decode()
-    assert command.wait(LIMIT_S) == 130, said
-    assert "SIGKILL" in said

@@ -114,20 +114,11 @@ WHO_KNOWS_ADDRESSES = {"areal_async/launch/one_host.py", "areal_async/rpc/endpoi
 
 def made_addresses(text: str) -> list[str]:
     """The texts in a module's code, not its docstrings, that are or begin an address of one host."""
-    tree = ast.parse(text)
-    docs = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    return [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in docs
-        and ADDRESSES.search(node.value)
-    ]
+    nodes = [*ast.walk(ast.parse(text))]
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
+    texts = [node.value for node in constants if isinstance(node.value, str)]
+    return [each for each in texts if ADDRESSES.search(each)]
 
 
 def test_services_take_their_addresses_from_nowhere_but_the_topology() -> None:
@@ -138,10 +129,8 @@ def test_services_take_their_addresses_from_nowhere_but_the_topology() -> None:
         if (made := made_addresses(path.read_text()))
     }
     assert found.keys() == WHO_KNOWS_ADDRESSES
-    assert made_addresses('def f(folder):\n    """ipc://x"""\n    return f"ipc://{folder}/buffer"\n') == [
-        "ipc://"
-    ]
-    assert made_addresses('HOST = "127.0.0.1"\nPORT = 5') == ["127.0.0.1"]
+    address = 'def f(folder):\n    """ipc://x"""\n    return f"ipc://{folder}/buffer"\n'
+    assert made_addresses(f'{address}\nHOST = "127.0.0.1"') == ["127.0.0.1", "ipc://"]
 
 
 def test_the_story_of_the_loop_names_at_most_twenty_files_that_are_there() -> None:

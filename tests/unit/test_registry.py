@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def bounded(given: Tensor, *, share: Share = 0.5, mode: Literal["a", "b"] = "a",
 BUILT_IN = {"sized": "things_owner:Sized", "plain": "things_owner:plain", "bounded": "things_owner:bounded"}
 """
 OTHER = "def polite(given, *, tone='warm'): return tone\ndef shadow(given): ...\n"
+Mistakes = Callable[..., list[str]]
 ENTRY_POINTS = """
 [areal_async.things]
 polite = things_of_others:polite
@@ -58,7 +60,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 @pytest.fixture
-def mistakes(registry: Registry) -> Callable[..., list[str]]:
+def mistakes(registry: Registry) -> Mistakes:
     def found(name: str, **arguments: Any) -> list[str]:
         listed = registry.mistakes(name, arguments, field="job.thing", args_field="job.thing_args")
         return [str(mistake) for mistake in listed]
@@ -82,62 +84,48 @@ def test_a_part_in_a_file_is_found_by_its_path(registry: Registry, tmp_path: Pat
         registry.find(f"{file}:yours")
 
 
-def test_a_name_that_nobody_has_is_refused_with_the_choice(
-    registry: Registry, mistakes: Callable[..., list[str]]
-) -> None:
-    with pytest.raises(PartError, match=r"there is no thing 'nice'.*Use sized, plain, bounded, broken, "):
+def test_a_name_that_nobody_has_is_refused_with_the_choice(registry: Registry, mistakes: Mistakes) -> None:
+    said = "there is no thing 'nice', built in or installed. Use sized, plain, bounded, broken, polite, or "
+    with pytest.raises(PartError, match=said):
         registry.find("nice")
-    assert mistakes("nice") == [
-        "job.thing: there is no thing 'nice', built in or installed. "
-        "Use sized, plain, bounded, broken, polite, or `path.py:name` of one of your own."
-    ]
+    assert mistakes("nice") == [f"job.thing: {said}`path.py:name` of one of your own."]
 
 
-def test_a_package_that_cannot_be_imported_is_named(
-    registry: Registry, mistakes: Callable[..., list[str]]
-) -> None:
+def test_a_package_that_cannot_be_imported_is_named(registry: Registry, mistakes: Mistakes) -> None:
     with pytest.raises(PartError, match="things_of_others:gone of an installed package"):
         registry.find("broken")
     assert "things_of_others:gone" in mistakes("broken")[0]
 
 
-def test_a_part_declares_its_arguments_itself(mistakes: Callable[..., list[str]]) -> None:
-    assert mistakes("sized", size=3) == []
-    assert mistakes("sized") == [
-        "job.thing_args.size: sized needs 'size', and it is missing. Add it. How large it is."
-    ]
-    assert mistakes("sized", size=3, sise=3) == [
-        "job.thing_args.sise: sized has no argument 'sise'. It takes size."
-    ]
-
-
-def test_parameters_are_the_arguments_of_a_plain_function(mistakes: Callable[..., list[str]]) -> None:
-    assert mistakes("plain", weight=1.0) == mistakes("polite", tone="cool") == []
-    assert mistakes("plain", tone="cool") == [
-        "job.thing_args.tone: plain has no argument 'tone'. It takes weight, bias.",
-        "job.thing_args.weight: plain needs 'weight', and it is missing. Add it.",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "arguments", "said"),
     [
-        ({"share": 1, "mode": "b", "rest": "anything"}, []),
-        ({"share": 2}, ["share: 2 is too large. Give at most 1.0."]),
-        ({"share": "0.5"}, ["share: '0.5' is not a number. Give a number."]),
-        ({"share": float("nan")}, ["share: nan is not a finite number. Give a finite number."]),
-        ({"mode": "c"}, ["mode: 'c' is not a choice. Use 'a' or 'b'."]),
+        ("sized", {"size": 3}, []),
+        ("sized", {}, ["size: sized needs 'size', and it is missing. Add it. How large it is."]),
+        ("sized", {"size": 3, "sise": 3}, ["sise: sized has no argument 'sise'. It takes size."]),
+        ("plain", {"weight": 1.0}, []),
+        ("polite", {"tone": "cool"}, []),
+        (
+            *("plain", {"tone": "cool"}),
+            [
+                "tone: plain has no argument 'tone'. It takes weight, bias.",
+                "weight: plain needs 'weight', and it is missing. Add it.",
+            ],
+        ),
+        ("bounded", {"share": 1, "mode": "b", "rest": "anything"}, []),
+        ("bounded", {"share": 2}, ["share: 2 is too large. Give at most 1.0."]),
+        ("bounded", {"share": "0.5"}, ["share: '0.5' is not a number. Give a number."]),
+        ("bounded", {"share": math.nan}, ["share: nan is not a finite number. Give a finite number."]),
+        ("bounded", {"mode": "c"}, ["mode: 'c' is not a choice. Use 'a' or 'b'."]),
     ],
 )
-def test_annotations_of_parameters_say_what_they_may_be(
-    mistakes: Callable[..., list[str]], arguments: dict[str, Any], said: list[str]
+def test_a_part_declares_its_arguments_itself_or_by_parameters_and_their_annotations(
+    mistakes: Mistakes, name: str, arguments: dict[str, Any], said: list[str]
 ) -> None:
-    assert mistakes("bounded", **arguments) == [f"job.thing_args.{each}" for each in said]
+    assert mistakes(name, **arguments) == [f"job.thing_args.{each}" for each in said]
 
 
-def test_a_file_of_the_users_is_checked_without_being_run(
-    mistakes: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_file_of_the_users_is_checked_without_being_run(mistakes: Mistakes, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("raise SystemExit('it was run')\ndef mine(given, size, *, colour='red'): ...\n")
     assert mistakes(f"{file}:mine", size=1) == []

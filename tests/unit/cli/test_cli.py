@@ -1,8 +1,10 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,101 +29,18 @@ def call(*arguments):
 def test_the_commands_and_their_options_are_these():
     """What people type and scripts rely on."""
 
-    def surface(group):
-        return {
-            name: surface(command)
-            if isinstance(command, typer.core.TyperGroup)
-            else sorted(option for parameter in command.params for option in parameter.opts)
-            for name, command in group.commands.items()
-        }
+    def surface(group, name=""):
+        for key, command in group.commands.items():
+            if isinstance(command, typer.core.TyperGroup):
+                yield from surface(command, f"{name}{key} ")
+            else:
+                options = sorted(option for parameter in command.params for option in parameter.opts)
+                yield f"{name}{key}: {' '.join(options)}"
 
     result = call("--version")
     assert (result.exit_code, result.output) == (0, f"areal-async {areal_async.__version__}\n")
-    found = surface(typer.main.get_group(app))
-    found["reward"].pop("serve")
-    assert found == {
-        "run": ["--cluster", "--inline", "--json", "--overwrite", "--plain", "job_file", "overrides"],
-        "init": ["--json", "--model", "folder"],
-        "data": {
-            "prepare": [
-                "--ability",
-                "--answer",
-                "--data-source",
-                "--form",
-                "--held-out",
-                "--held-out-file",
-                "--instruction",
-                "--json",
-                "--keep",
-                "--keep-duplicates",
-                "--kind",
-                "--map",
-                "--max-prompt-tokens",
-                "--model",
-                "--out",
-                "--overwrite",
-                "--rows",
-                "--seed",
-                "--skip-bad",
-                "--split",
-                "--system",
-                "--template-arg",
-                "--weights",
-                "--where",
-                "sources",
-            ],
-            "check": [
-                "--held-out",
-                "--json",
-                "--kind",
-                "--max-model-len",
-                "--model",
-                "--template-arg",
-                "target",
-            ],
-        },
-        "up": ["--foreground", "--json", "cluster_file"],
-        "down": ["--json", "--keep-jobs"],
-        "submit": ["--json", "--memory-gb", "--priority", "--sweep", "job_file", "overrides"],
-        "ps": ["--all", "--json"],
-        "status": ["--json", "job"],
-        "logs": ["--follow", "--json", "--list", "-f", "job", "service"],
-        "top": ["--every", "--json", "--once"],
-        "pause": ["--json", "--no-wait", "job"],
-        "stop": ["--json", "--no-wait", "job"],
-        "config": {
-            "show": ["--json", "overrides", "source"],
-            "diff": ["--json", "other", "source"],
-        },
-        "dashboards": {
-            "up": ["--grafana-port", "--in", "--port", "--runs"],
-            "write": ["--json", "--prometheus", "--runs", "folder"],
-        },
-        "view": ["--json", "--no-open", "--port", "--report", "target"],
-        "compare": ["--json", "--out", "targets"],
-        "resume": ["--cluster", "--inline", "--json", "--plain", "overrides", "target"],
-        "scale": ["--json", "--timeout", "--workers", "run"],
-        "simulate": ["--costs", "--from", "--json", "--seed", "--steps", "job_file", "overrides"],
-        "advise": ["--json", "--steps", "run"],
-        "drain": ["--json", "--outside", "--timeout", "run", "worker"],
-        "validate": ["--json", "job_file", "overrides"],
-        "export": ["--adapter", "--json", "--out", "--step", "run"],
-        "doctor": ["--clean", "--json"],
-        "objectives": ["--json", "name"],
-        "plan": ["--gpu", "--json", "job_file", "overrides"],
-        "quickstart": ["--json", "--out", "--plain", "--seed", "overrides"],
-        "keys": {"init": ["--host", "--json", "folder"]},
-        "reward": {
-            "new": ["--in", "--json", "name"],
-            "test": ["--column", "--data", "--json", "--limit", "fields", "reward"],
-        },
-        "buffer": {
-            "stats": ["--json", "run"],
-            "peek": ["--json", "--limit", "--state", "name", "run"],
-            "export": ["--batches", "--json", "--overwrite", "--state", "--steps", "out", "run"],
-            "replay": ["--json", "--out", "--steps", "overrides", "run"],
-        },
-    }
+    expected = Path(__file__).with_name("commands.txt").read_text().splitlines()
+    assert sorted(surface(typer.main.get_group(app))) == expected
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
@@ -138,9 +57,8 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
     result = call(command, job_file, "rollout.workers=16", *options)
     assert result.exit_code == 0
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
-    assert line.startswith("warning: buffer.max_staleness: ")
+    assert re.search(r"^warning: buffer\.max_staleness: .*max_staleness to ", line)
     assert "rollout.workers" in line
-    assert "max_staleness to " in line
     if command == "run":
         given = {"overwrite": True, "plain": True, "inline": False, "cluster": None, "cluster_file": None}
         assert ran == [(16, True, given)]
@@ -154,7 +72,7 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
 @pytest.mark.parametrize("command", ["validate", "run"])
 def test_a_mistake_in_the_job_file_is_status_2_and_no_traceback(job_file, command):
     result = call(command, job_file, "buffer.max_stale=1")
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "Did you mean buffer.max_staleness?" in result.stderr
     assert "Traceback" not in result.output
     assert not (job_file.parent / "runs").exists(), "nothing has started"
@@ -200,8 +118,6 @@ def test_doctor_validate_and_mistakes_are_read_by_scripts(job_file):
     assert resolved["seed"] == 7
     said = call("validate", job_file, "trainer.minibatches=1", "trainer.objective.prox=reuse").stderr
     assert "note: trainer.minibatches: with one update a step" in said
-    refused = call("validate", job_file, "sed=7", "--json")
-    assert (refused.exit_code, refused.stdout) == (2, "")
 
 
 def test_doctor_fails_where_a_run_would(monkeypatch):
@@ -234,10 +150,10 @@ def test_the_program_answers_without_loading_torch(job_file):
 
 def test_the_folder_of_a_run_is_not_taken_for_a_job_of_a_controller(tmp_path):
     (tmp_path / "run.lock").touch()
+    said = f"{tmp_path} is the folder of a run, not a job of a controller"
     for verb in ("status", "logs", "pause", "stop"):
         result = call(verb, tmp_path)
-        assert result.exit_code == 2
-        assert f"{tmp_path} is the folder of a run, not a job of a controller" in result.stderr
+        assert (result.exit_code, said in result.stderr) == (2, True)
         assert f"areal-async buffer stats {tmp_path}" in result.stderr
 
 

@@ -51,14 +51,10 @@ def test_the_job_file_of_a_new_reward_names_it(tmp_path):
     assert "model: " in wrong.stderr
 
 
-def test_the_page_shows_what_is_made(tmp_path):
-    made = (write_reward_files("tidy", tmp_path) / "tidy.py").read_text()
-    code = made.partition("\n\n")[2].strip()
-    assert code in (REPOSITORY / "docs" / "rewards.md").read_text()
-
-
-def test_the_tasks_are_the_same_every_time(tmp_path):
+def test_the_page_shows_what_is_made_and_the_tasks_are_the_same_every_time(tmp_path):
     one, two = (write_reward_files("tidy", tmp_path / name) for name in "ab")
+    code = (one / "tidy.py").read_text().partition("\n\n")[2].strip()
+    assert code in (REPOSITORY / "docs" / "rewards.md").read_text()
     assert (one / "tasks.jsonl").read_bytes() == (two / "tasks.jsonl").read_bytes()
     sources = {json.loads(line)["data_source"] for line in (one / "tasks.jsonl").read_text().splitlines()}
     assert sources == {"sums/carry", "sums/plain"}

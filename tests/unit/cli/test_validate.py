@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from areal_async.cli.main import app
 from areal_async.quickstart.model import make_tokenizer
 
-pytestmark = pytest.mark.slow
 FREE_PORTS = "observe.metrics_port=0"
 
 
@@ -23,11 +22,9 @@ def folder(job_file):
 
 
 def write_tasks(folder, prompts, **columns):
-    rows = (
-        {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "2"}, **columns}
-        for prompt in prompts
-    )
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"reward_model": {"style": "rule", "ground_truth": "2"}, **columns}
+    lines = (json.dumps({"prompt": prompt} | row) + "\n" for prompt in prompts)
+    (folder / "train.jsonl").write_text("".join(lines))
 
 
 def validate(folder, *overrides):
@@ -62,85 +59,82 @@ def lose_a_shard(folder):
     (folder / "model" / "model.safetensors").rename(folder / "model" / "model-00001-of-00002.safetensors")
 
 
-def give_more_tokens(folder):
-    make_tokenizer("abcdefghijklm0123456789+-=").save_pretrained(folder / "model")
-
-
 def cut_the_weights(folder):
     weights = folder / "model" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 100)
 
 
-def widen_the_config(folder):
+def configure(folder, **changes):
     path = folder / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": 4096}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def have_template(folder, template):
+    (folder / "model" / "chat_template.jinja").write_text(template)
 
 
 def have_long_tools(folder):
-    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (folder / "model" / "chat_template.jinja").write_text(template)
-    chat, tools = [{"role": "user", "content": "1+1="}], [{"1" * 40: "2" * 40}]
-    write_tasks(folder, [chat], extra_info={"tools": tools})
+    have_template(
+        folder, "{{ tools | tojson if tools }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    write_tasks(folder, [[{"role": "user", "content": "1+1="}]], extra_info={"tools": [{"1" * 40: "2" * 40}]})
+
+
+def have_tasks(*prompts, **columns):
+    return lambda folder: write_tasks(folder, prompts, **columns)
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}]
 ONLY_TEXT = "only text is trained here"
-SPOILT = {
-    "a shard": (lose_a_shard, ["model:", "lacks model-00002-of-00002.safetensors of the 2 files"]),
-    "the end of a file": (
-        cut_the_weights,
-        ["model:", "model.safetensors is cut short", "copy the model again"],
-    ),
-    "another width": (
-        widen_the_config,
-        ["numbers for each token, and config.json says 4096", "of one model"],
-    ),
-    "long tools": (have_long_tools, ["tasks.train: 1 of 1 prompts", "have 64 tokens or more"]),
-    "long prompts": (
-        lambda folder: write_tasks(folder, ["1+1=", "1" * 64, "1" * 100]),
-        ["tasks.train: 2 of 3 prompts", "have 64 tokens or more (the longest 100)"],
-    ),
-    "characters": (
-        lambda folder: write_tasks(folder, ["what is one and one", "1+1="]),
-        ["of the characters of the prompts", "are unknown to the model's tokenizer"],
-    ),
-    "tokens": (give_more_tokens, ["and the model has 16"]),
-    "images": (lambda folder: write_tasks(folder, ["1+1="], images=["a.png"]), ["images", ONLY_TEXT]),
-    "videos": (lambda folder: write_tasks(folder, ["1+1="], videos=["a.mp4"]), ["videos", ONLY_TEXT]),
-    "<image>": (lambda folder: write_tasks(folder, ["<image>1+1="]), ["<image>", ONLY_TEXT]),
-    "no text": (lambda folder: write_tasks(folder, [IMAGE]), ["no text", ONLY_TEXT]),
-}
-
-
 OWN = "reward.name=mine.py:close"
 INSIDE = "reward={name: weighted, args: {parts: [{name: math}, {name: 'mine.py:close'}]}, timeout_s: 10}"
-REWARDS = {
-    "another width": (OWN, UNMARKED, "is not marked. Put `@reward`"),
-    "long tools": (OWN, f"import no_such_module\n{MARKED}", "No module named 'no_such_module'"),
-    "long prompts": (OWN, f"{MARKED}raise SystemExit(0)\n", "SystemExit"),
-    "characters": (OWN, f"{MARKED}import os\nos._exit(3)\n", "its process ended with 3"),
-    "tokens": (INSIDE, UNMARKED, "is not marked"),
-}
-"""By kind of spoilt files: a reward that cannot be loaded either."""
 STOPS = {
     "rollout.sampling.stop=['XYZ']": "rollout.sampling.stop.0: the model's tokenizer knows nothing of 'XYZ'",
-    "evaluation.sampling.stop=['=', '?!']": (
-        "evaluation.sampling.stop.1: the model's tokenizer knows nothing of '?!'"
-    ),
+    "evaluation.sampling.stop=['=', '?!']": "evaluation.sampling.stop.1: the model's tokenizer knows nothing",
 }
 """Stop texts that the model cannot write, and what is said of them."""
+TOKENS = "abcdefghijklm0123456789+-="
+SPOILT = [
+    (lose_a_shard, "model:", "lacks model-00002-of-00002.safetensors of the 2 files"),
+    (cut_the_weights, "model:", "model.safetensors is cut short", "copy the model again"),
+    (lambda folder: configure(folder, hidden_size=4096), "and config.json says 4096", "of one model"),
+    (have_long_tools, "tasks.train: 1 of 1 prompts", "have 64 tokens or more"),
+    (
+        have_tasks("1+1=", "1" * 64, "1" * 100),
+        "tasks.train: 2 of 3 prompts",
+        "tokens or more (the longest 100)",
+    ),
+    (
+        have_tasks("what is one and one", "1+1="),
+        "characters of the prompts",
+        "unknown to the model's tokenizer",
+    ),
+    (lambda folder: make_tokenizer(TOKENS).save_pretrained(folder / "model"), "and the model has 16"),
+    (have_tasks("1+1=", images=["a.png"]), "images", ONLY_TEXT),
+    (have_tasks("1+1=", videos=["a.mp4"]), "videos", ONLY_TEXT),
+    (have_tasks("<image>1+1="), "<image>", ONLY_TEXT),
+    (have_tasks(IMAGE), "no text", ONLY_TEXT),
+]
+REWARDS = {
+    2: (OWN, UNMARKED, "is not marked. Put `@reward`"),
+    3: (OWN, f"import no_such_module\n{MARKED}", "No module named 'no_such_module'"),
+    4: (OWN, f"{MARKED}raise SystemExit(0)\n", "SystemExit"),
+    5: (OWN, f"{MARKED}import os\nos._exit(3)\n", "its process ended with 3"),
+    6: (INSIDE, UNMARKED, "is not marked"),
+}
+"""By number of spoilt files: a reward that cannot be loaded either."""
 
 
-@pytest.mark.parametrize("kind", SPOILT)
-def test_files_that_would_fail_a_run_are_found_together_with_rewards_and_stop_texts(folder, kind):
-    spoil, words = SPOILT[kind]
+@pytest.mark.parametrize("number", range(len(SPOILT)), ids=[each[-1] for each in SPOILT])
+def test_files_that_would_fail_a_run_are_found_together_with_rewards_and_stop_texts(folder, number):
+    spoil, *words = SPOILT[number]
     spoil(folder)
     overrides = []
-    if kind in REWARDS:
-        reward, source, said_of_it = REWARDS[kind]
+    if number in REWARDS:
+        reward, source, said_of_it = REWARDS[number]
         (folder / "mine.py").write_text(source)
         overrides, words = [reward], [*words, "reward.name", said_of_it]
-    if kind == "tokens":
+    if number == 6:
         overrides, words = [*overrides, *STOPS], [*words, *STOPS.values()]
     said = refused(folder, *overrides)
     assert [text for text in words if text not in said] == []
@@ -149,34 +143,29 @@ def test_files_that_would_fail_a_run_are_found_together_with_rewards_and_stop_te
 def test_prompts_of_messages_need_a_chat_template(folder):
     write_tasks(folder, [[{"role": "user", "content": "1+1="}]])
     assert "has no chat template" in refused(folder)
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (folder / "model" / "chat_template.jinja").write_text(template)
+    have_template(folder, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert validate(folder).exit_code == 0
 
 
 def test_chats_need_a_template_that_keeps_earlier_turns(folder):
     said = [{"role": role, "content": "1"} for role in ("user", "assistant", "user", "assistant")]
     (folder / "train.jsonl").write_text(json.dumps({"messages": said}))
-    template = "{% for m in messages %}{{ m.content if loop.last else '2' }}{% endfor %}"
-    (folder / "model" / "chat_template.jinja").write_text(template)
+    have_template(folder, "{% for m in messages %}{{ m.content if loop.last else '2' }}{% endfor %}")
     text = refused(folder, "kind=sft", "tasks.evaluation=null")
     assert "renders message 1 differently once others follow" in text
     assert "sft.train_on: last" in text
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "model" / "chat_template.jinja").write_text(template)
+    have_template(folder, "{% for m in messages %}{{ m.content }}{% endfor %}")
     result = validate(folder, "kind=sft", "tasks.evaluation=null")
     assert result.exit_code == 0, result.output
 
 
 def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder):
-    config = json.loads((folder / "model" / "config.json").read_text())
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
-    (folder / "model" / "config.json").write_text(json.dumps(config))
+    configure(folder, model_type="mine", auto_map={"AutoConfig": "configuration_mine.MineConfig"})
     mark = folder / "was-run"
     (folder / "model" / "configuration_mine.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    assert "code that comes with a model is never run" in refused(folder)
-    assert not mark.exists()
-    assert "code that comes with a model is never run" in refused(folder, "rollout.trust_remote_code=true")
+    for overrides in ((), ("rollout.trust_remote_code=true",)):
+        assert "code that comes with a model is never run" in refused(folder, *overrides)
+        assert not mark.exists()
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

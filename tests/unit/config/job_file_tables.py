@@ -20,10 +20,7 @@ _TABLE = re.compile(r"(<!-- fields: ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTAL
 _TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
 _BOUNDS = (
     ((annotated_types.Ge, "≥", "ge"), (annotated_types.Gt, ">", "gt")),
-    (
-        (annotated_types.Le, "≤", "le"),
-        (annotated_types.Lt, "<", "lt"),
-    ),
+    ((annotated_types.Le, "≤", "le"), (annotated_types.Lt, "<", "lt")),
 )
 
 

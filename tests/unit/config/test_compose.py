@@ -39,8 +39,7 @@ def test_variables_are_filled_in_with_their_types(folder, monkeypatch):
     text = (folder / "job.yaml").read_text()
     more = "trainer: {steps: '${STEPS}', optimizer: {lr: '${RATE_OF_NOBODY:-3e-5}'}}\nseed: ${EMPTY:-5}\n"
     (folder / "job.yaml").write_text(text.replace("job: sums", "job: sums-${STEPS}-${x}") + more)
-    said = refusal(folder / "job.yaml")
-    assert "${x}" in said  # only names in capitals are variables
+    assert "${x}" in refusal(folder / "job.yaml")  # only names in capitals are variables
     (folder / "job.yaml").write_text(text.replace("job: sums", "job: sums-${STEPS}") + more)
     job = load_job(folder / "job.yaml")
     assert (job.job, job.trainer.steps, job.trainer.optimizer.lr, job.seed) == ("sums-12", 12, 3e-5, 5)

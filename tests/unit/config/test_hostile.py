@@ -13,6 +13,7 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.fields import job_fields
 from areal_async.config.load import job_from_mapping, load_job
 from areal_async.config.yamlfile import dump_yaml, parse_yaml
+from tests.harness.profiles import examples
 
 VALUES = st.recursive(
     st.one_of(
@@ -33,8 +34,8 @@ SECTIONS = sorted({path.rpartition(".")[0] for path in job_fields()} - {""})
 KEYS = st.sampled_from([*job_fields(), *SECTIONS, "nowhere", "buffer.nowhere"])
 
 
-@settings(max_examples=150)
-@given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4))
+@settings(max_examples=examples(300))
+@given(st.dictionaries(KEYS, VALUES, min_size=1, max_size=8))
 def test_hostile_values_give_a_typed_error(changes):
     content: dict[str, Any] = {"job": "a", "model": "m", "tasks": {"train": "t.jsonl"}}
     for path, value in changes.items():
@@ -49,7 +50,7 @@ def test_hostile_values_give_a_typed_error(changes):
     assert all(mistake.field and mistake.problem and mistake.fix for mistake in caught.value.mistakes)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
 def test_hostile_bytes_give_a_typed_error(data):
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -26,23 +27,16 @@ def test_relative_paths_are_relative_to_the_job_file(folder, monkeypatch):
 
 
 def test_overrides_are_yaml_and_make_sections(folder):
-    job = load_job(
-        folder / "job.yaml",
-        [
-            "buffer.max_staleness=0",
-            "trainer.optimizer.lr=1e-5",
-            "trainer.objective={correction: none, prox: reuse}",
-            "rollout.sampling.stop=['\\n', END]",
-            "tasks.evaluation=null",
-            "tasks.shuffle=false",
-        ],
-    )
-    assert job.buffer.max_staleness == 0
-    assert job.trainer.optimizer.lr == 1e-5
-    assert (job.trainer.objective.correction, job.trainer.objective.prox) == ("none", "reuse")
-    assert job.rollout.sampling.stop == ("\\n", "END")
-    assert job.tasks.evaluation is None
-    assert job.tasks.shuffle is False
+    given = {
+        "buffer.max_staleness=0": lambda job: job.buffer.max_staleness == 0,
+        "trainer.optimizer.lr=1e-5": lambda job: job.trainer.optimizer.lr == 1e-5,
+        "trainer.objective={correction: none}": lambda job: job.trainer.objective.correction == "none",
+        "rollout.sampling.stop=['\\n', END]": lambda job: job.rollout.sampling.stop == ("\\n", "END"),
+        "tasks.evaluation=null": lambda job: job.tasks.evaluation is None,
+        "tasks.shuffle=false": lambda job: job.tasks.shuffle is False,
+    }
+    job = load_job(folder / "job.yaml", [*given])
+    assert [override for override, holds in given.items() if not holds(job)] == []
 
 
 def test_the_resolved_file_loads_as_the_same_job(folder):
@@ -114,14 +108,8 @@ def test_a_password_is_refused_without_being_shown(folder):
 
 def test_the_recorded_job_names_secrets_and_certificates_and_holds_none(folder):
     (folder / "secret").write_text("hunter2")
-    job = load_job(
-        folder / "job.yaml",
-        [
-            "buffer.redis=rediss://u@a",
-            "buffer.redis_login.password_file=secret",
-            "buffer.redis_tls.ca_file=train.jsonl",
-        ],
-    )
+    login = ["buffer.redis_login.password_file=secret", "buffer.redis_tls.ca_file=train.jsonl"]
+    job = load_job(folder / "job.yaml", ["buffer.redis=rediss://u@a", *login])
     recorded = dump_job(job)
     assert "hunter2" not in recorded
     assert str(folder / "secret") in recorded, "relative to the job file"
@@ -129,209 +117,64 @@ def test_the_recorded_job_names_secrets_and_certificates_and_holds_none(folder):
     assert load_job(folder / "run.yaml") == job
 
 
-def overrides(eta, batch, workers, concurrent, size=8):
-    return [
-        f"buffer.max_staleness={eta}",
-        f"buffer.batch_groups={batch}",
-        f"rollout.workers={workers}",
-        f"rollout.max_concurrent={concurrent}",
-        f"rollout.group_size={size}",
-    ]
+def table(name):
+    """Return the rows of a table beside this file, as parameters that are called by their first cell."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[2:]
+    return [pytest.param(*line.split(" | "), id=line.partition(" | ")[0]) for line in lines]
 
 
-def test_the_defaults_are_without_a_warning(folder):
-    assert advise(load_job(folder / "job.yaml")) == []
-
-
-@pytest.mark.parametrize(
-    ("field", "unusual", "usual"),
-    [
-        ("trainer.optimizer.lr", "3", "3e-4"),
-        ("trainer.optimizer.warmup_steps", "1000", "10"),
-        ("rollout.sampling.temperature", "100", "1.2"),
-    ],
-)
-def test_a_number_that_is_hardly_ever_meant_is_warned_of(folder, field, unusual, usual):
-    fields = ["trainer.steps=1000", "kind=rl"]
-    (warning,) = advise(load_job(folder / "job.yaml", [*fields, f"{field}={unusual}"]))
-    assert warning.field == field
-    assert advise(load_job(folder / "job.yaml", [*fields, f"{field}={usual}"])) == []
-
-
-def test_training_and_held_out_tasks_that_look_swapped_are_warned_of(folder):
+@pytest.mark.parametrize(("overrides", "words"), table("advice.txt"))
+def test_a_warning_names_the_field_and_nothing_else_is_warned_of(folder, overrides, words):
     row = (folder / "train.jsonl").read_text().splitlines()[0] + "\n"
-    (folder / "many.jsonl").write_text(row * 40)
-    (folder / "few.jsonl").write_text(row * 4)
-    swapped = load_job(folder / "job.yaml", ["tasks.train=few.jsonl", "tasks.evaluation=many.jsonl"])
-    assert [warning.field for warning in advise(swapped)] == ["tasks.evaluation"]
-    right = load_job(folder / "job.yaml", ["tasks.train=many.jsonl", "tasks.evaluation=few.jsonl"])
-    assert advise(right) == []
+    for name, rows in (("many", 40), ("few", 4)):
+        (folder / f"{name}.jsonl").write_text(row * rows)
+    given = [] if overrides == "defaults" else overrides.split("; ")
+    found = [str(warning) for warning in advise(load_job(folder / "job.yaml", given))]
+    assert len(found) == (words != "none"), found
+    assert words == "none" or words in found[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "inert"),
-    [
-        ((), False),
-        (("buffer.max_staleness=0",), True),
-        (("trainer.objective.prox=reuse",), True),
-        (("trainer.objective.correction=mis",), True),
-        (("trainer.objective.loss=gspo",), True),
-        (("trainer.objective.loss=kimi",), True),
-        (("trainer.objective.loss=reinforce",), False),
-        (("trainer.objective.loss=topr", "trainer.objective.correction=none"), False),
-        (("trainer.minibatches=2",), False),
-        (("trainer.objective.prox=loglinear",), False),
-        (("trainer.objective.correction=bypass",), False),
-        (("trainer.objective.prox=recompute",), True),
-    ],
-)
-def test_a_clip_that_does_nothing_is_explained_and_no_warning(folder, fields, inert):
-    job = load_job(folder / "job.yaml", ["trainer.minibatches=1", *fields])
-    assert [note.field for note in explain(job)] == (["trainer.minibatches"] if inert else [])
+@pytest.mark.parametrize(("overrides", "clip", "prox"), table("proximal.txt"))
+def test_a_clip_that_does_nothing_is_explained_and_auto_takes_a_pass_only_where_one_is_needed(
+    folder, overrides, clip, prox
+):
+    job = load_job(folder / "job.yaml", ["trainer.minibatches=1", *overrides.split("; ")])
+    assert [note.field for note in explain(job)] == (["trainer.minibatches"] if clip == "idle" else [])
     assert advise(job) == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "prox"),
-    [
-        ((), "loglinear"),
-        (("buffer.max_staleness=0",), "reuse"),
-        (("trainer.minibatches=2",), "recompute"),
-        (("trainer.objective={correction: none, allow_uncorrected: true}",), "reuse"),
-        (("trainer.objective.loss=gspo",), "reuse"),
-        (("trainer.objective.correction=m2po",), "recompute"),
-        (("trainer.objective.correction=bypass",), "behaviour"),
-        (
-            ("trainer.objective={advantage: reinforce_pp, kl: {coefficient: 0.1, place: reward}}",),
-            "recompute",
-        ),
-        (("trainer.objective.prox=reuse",), "reuse"),
-    ],
-)
-def test_auto_takes_a_pass_where_one_is_needed_and_else_none(folder, fields, prox):
-    job = load_job(folder / "job.yaml", fields)
     objective = Objective(job.trainer.objective, job, minibatches=job.trainer.minibatches)
     assert objective.prox == prox
 
 
-def test_a_model_that_the_objective_does_not_read_is_warned_of(folder):
-    critic = "trainer.critic.clip=0.5"
-    (warning,) = advise(load_job(folder / "job.yaml", [critic]))
-    assert warning.field == "trainer.critic"
-    assert advise(load_job(folder / "job.yaml", [critic, "trainer.objective.advantage=gae"])) == []
+def overrides(eta, batch, workers, concurrent):
+    return [
+        f"buffer={{max_staleness: {eta}, batch_groups: {batch}}}",
+        f"rollout={{workers: {workers}, max_concurrent: {concurrent}, group_size: 8}}",
+    ]
+
+
+SHORT, LONG = "rollout.sampling.max_new_tokens=16", "rollout.sampling.max_new_tokens=17"
+OWN = (SHORT, "rollout.workflow=flows.py:talk")
 
 
 @pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        (
-            "trainer.objective.advantage_args.label_smoothing",
-            "trainer.objective={advantage: dpo, loss: reinforce, "
-            "advantage_args: {loss: ipo, label_smoothing: 0.1}}",
-        ),
-        ("trainer.objective.turn_discount", "trainer.objective={group_by: task_agent, turn_discount: 0.9}"),
-        (
-            "trainer.objective.kl.straight_through",
-            "trainer.objective={advantage: reinforce_pp, "
-            "kl: {coefficient: 0.1, place: reward, straight_through: true}}",
-        ),
-        ("trainer.critic.model", "trainer={objective: {advantage: gae}, critic: {kind: head, model: model}}"),
-        (
-            "trainer.critic.warmup_steps",
-            "trainer={objective: {advantage: gae}, critic: {kind: head, warmup_steps: 1}}",
-        ),
-    ],
+    ("eta", "most", "more"),
+    [(4, 16, ()), (2, 8, ()), (1, 4, ()), (8, 32, ()), (2, 32, (SHORT,)), (2, 8, (LONG,)), (2, 8, OWN)],
 )
-def test_a_switch_that_does_nothing_is_warned_of(folder, field, fields):
-    assert [warning.field for warning in advise(load_job(folder / "job.yaml", [fields]))] == [field]
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ("kind=sft", None),
-        ("kind=sft sft.batch_size=3 checkpoint.keep=2 trainer.lora.rank=4", None),
-        ("kind=sft preference.batch_size=3", "preference.batch_size: a job of kind sft does not read it. "),
-        ("kind=sft trainer.objective.preset=dapo", "preset: a job of kind sft does not read it. "),
-        ("kind=sft trainer.minibatches=2 rollout.workers=2", "does not read it, nor trainer.minibatches. "),
-        ("sft.batch_size=3", "sft.batch_size: a job of kind rl does not read it. "),
-    ],
-)
-def test_one_warning_names_what_a_job_of_its_kind_does_not_read(folder, fields, said):
-    found = advise(load_job(folder / "job.yaml", fields.split()))
-    assert len(found) == (said is not None)
-    assert said is None or said in str(found[0])
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ("trainer.objective.preset=gdpo", "components of rewards, and exact_match has none"),
-        ("trainer.objective.preset=gdpo reward.name=math", None),
-        ("trainer.objective.preset=gdpo reward.name=rewards.py:close", None),
-        ("trainer.objective.preset=gigpo", "states that come back, and single_turn names none"),
-        ("trainer.objective.preset=marti rollout.workflow=flows.py:talk", None),
-        ("trainer.objective.preset=marti", "turns by their own rewards, and single_turn gives turns none"),
-    ],
-)
-def test_an_advantage_without_what_it_compares_is_warned_of(folder, fields, said):
-    found = [str(warning) for warning in advise(load_job(folder / "job.yaml", fields.split()))]
-    assert [said in warning for warning in found] == ([] if said is None else [True])
-
-
-def test_a_penalty_without_a_gradient_is_warned_of(folder):
-    kl = "trainer.objective.kl={coefficient: 0.1, estimator: k1, straight_through: %s}"
-    (warning,) = advise(load_job(folder / "job.yaml", [kl % "false"]))
-    assert warning.field == "trainer.objective.kl.estimator"
-    assert advise(load_job(folder / "job.yaml", [kl % "true"])) == []
-
-
-@pytest.mark.parametrize(
-    ("eta", "running", "warned"),
-    [(4, 16, False), (4, 17, True), (2, 8, False), (2, 9, True), (1, 4, False), (1, 5, True), (8, 33, True)],
-)
-def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder, eta, running, warned):
-    job = load_job(folder / "job.yaml", overrides(eta, 16, 1, 8 * running))
-    assert running_groups(job) == running
-    assert bool(advise(job)) == warned
-
-
-@pytest.mark.parametrize(
-    ("tokens", "workflow", "running", "warned"),
-    [
-        (16, "single_turn", 32, False),
-        (17, "single_turn", 32, True),
-        (16, "single_turn", 33, True),
-        (16, "flows.py:talk", 32, True),
-    ],
-)
-def test_short_answers_take_alike_and_a_whole_batch_of_them_per_step_of_the_bound_is_no_warning(
-    folder, tokens, workflow, running, warned
-):
-    short = [f"rollout.sampling.max_new_tokens={tokens}", f"rollout.workflow={workflow}"]
-    job = load_job(folder / "job.yaml", [*overrides(2, 16, 1, 8 * running), *short])
-    assert bool(advise(job)) == warned
-
-
-@pytest.mark.parametrize("fields", [overrides(0, 16, 8, 64), [*overrides(1, 4, 2, 64), "kind=sft"]])
-def test_synchronous_and_supervised_training_overtake_nothing(folder, fields):
-    warned = [warning.field for warning in advise(load_job(folder / "job.yaml", fields))]
-    assert "buffer.max_staleness" not in warned
+def test_more_groups_at_once_than_the_bound_leaves_time_for_are_warned_of(folder, eta, most, more):
+    """Short answers take alike, so a whole batch of them per step of the bound is no warning."""
+    for running in (most, most + 1):
+        job = load_job(folder / "job.yaml", [*overrides(eta, 16, 1, 8 * running), *more])
+        assert running_groups(job) == running
+        assert bool(advise(job)) == (running > most)
 
 
 def test_the_warning_names_the_fields_and_fixes_that_help(folder):
     (warning,) = advise(load_job(folder / "job.yaml", overrides(2, 16, 2, 64)))
-    text = str(warning)
-    for field in ("max_staleness", "rollout.workers", "max_concurrent", "group_size", "buffer.batch_groups"):
-        assert field in text
-    assert "16 groups running at once" in text
-    assert "rollout.max_concurrent to 32" in text
-    assert "max_staleness to 4" in text
+    fields = ("max_staleness", "rollout.workers", "max_concurrent", "group_size", "buffer.batch_groups")
+    fixes = ("16 groups running at once", "rollout.max_concurrent to 32", "max_staleness to 4")
+    assert [words for words in fields + fixes if words not in str(warning)] == []
     for fixed in (overrides(2, 16, 2, 32), overrides(4, 16, 2, 64), overrides(2, 32, 2, 64)):
         assert advise(load_job(folder / "job.yaml", fixed)) == []
-
-
-def test_a_limit_below_one_group_is_not_proposed(folder):
     (warning,) = advise(load_job(folder / "job.yaml", overrides(1, 4, 2, 16)))
-    assert "max_concurrent to" not in str(warning)
+    assert "max_concurrent to" not in str(warning), "a limit below one group"
     assert "Raise max_staleness to 4" in str(warning)

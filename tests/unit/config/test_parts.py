@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from areal_async import registry
 from areal_async.config.errors import Mistake
@@ -32,13 +31,8 @@ def careful_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job_with(tmp_path: Path, name: str, **arguments: object) -> JobConfig:
-    content: dict[str, object] = {
-        "job": "test",
-        "model": tmp_path,
-        "tasks": {"train": tmp_path / "train.jsonl"},
-        "reward": {"name": name, "args": arguments},
-    }
-    return JobConfig.model_validate(content)
+    content: dict[str, object] = {"job": "test", "model": tmp_path, "tasks": {"train": tmp_path / "t.jsonl"}}
+    return JobConfig.model_validate(content | {"reward": {"name": name, "args": arguments}})
 
 
 def about_rewards(mistakes: Iterator[Mistake]) -> list[str]:
@@ -46,18 +40,13 @@ def about_rewards(mistakes: Iterator[Mistake]) -> list[str]:
 
 
 def test_every_part_that_a_job_names_is_asked(tmp_path):
-    fields = [part.field for part in named_parts(job_with(tmp_path, "exact_match"))]
-    assert set(fields) == {
-        "rollout.engine",
-        "rollout.workflow",
-        "reward.name",
-        "trainer.backend",
-        "trainer.objective.advantage",
-        "trainer.objective.loss",
-        "trainer.objective.correction",
-        "trainer.objective.normaliser",
-        "weights.channel",
-    }
+    fields = {part.field for part in named_parts(job_with(tmp_path, "exact_match"))}
+    objective = {f"trainer.objective.{part}" for part in ("advantage", "loss", "correction", "normaliser")}
+    others = {"rollout.engine", "rollout.workflow", "reward.name", "trainer.backend", "weights.channel"}
+    assert fields == objective | others
+
+
+FLOW = "rollout={workflow: "
 
 
 @pytest.mark.parametrize(
@@ -67,11 +56,8 @@ def test_every_part_that_a_job_names_is_asked(tmp_path):
         ("reward.name=parts/mine.py:part", registry.REWARDS),
         ("reward.routes=[{name: 'parts/mine.py:part'}]", registry.REWARDS),
         ("reward={name: weighted, args: {parts: [{name: 'parts/mine.py:part'}]}}", registry.REWARDS),
-        (
-            "rollout={workflow: multi_turn, workflow_args: {environment: 'parts/mine.py:part'}}",
-            registry.ENVIRONMENTS,
-        ),
-        ("rollout={workflow: tool_use, workflow_args: {tools: ['parts/mine.py:part']}}", registry.TOOLS),
+        (f"{FLOW}multi_turn, workflow_args: {{environment: 'parts/mine.py:part'}}}}", registry.ENVIRONMENTS),
+        (f"{FLOW}tool_use, workflow_args: {{tools: ['parts/mine.py:part']}}}}", registry.TOOLS),
     ],
 )
 def test_a_part_of_every_kind_is_in_a_file_beside_the_job_file(override, kind, folder, monkeypatch):
@@ -107,20 +93,11 @@ def test_a_name_that_nothing_has_is_a_mistake_and_a_users_file_is_read_apart(tmp
 
 
 def test_paths_in_the_arguments_are_relative_to_the_job_file(tmp_path):
-    content = yaml.safe_load(
-        """
-        job: test
-        model: m
-        tasks: {train: t.jsonl}
-        rollout:
-          workflow: tool_use
-          workflow_args: {tools: [t.py:look_up], environment: sub/w.py:World, answer: "x.py: {answer}"}
-        """
-    )
+    given = {"tools": ["t.py:look_up"], "environment": "sub/w.py:World", "answer": "x.py: {answer}"}
+    content = {"job": "test", "model": "m", "tasks": {"train": "t.jsonl"}}
+    content["rollout"] = {"workflow": "tool_use", "workflow_args": given}
     read = job_from_mapping(content, source="test", base=tmp_path, files=False).rollout.workflow_args
-    assert read["tools"] == [
-        f"{tmp_path}/t.py:look_up",
-    ]
+    assert read["tools"] == [f"{tmp_path}/t.py:look_up"]
     assert read["environment"] == f"{tmp_path}/sub/w.py:World"
     assert read["answer"] == "x.py: {answer}"
 

@@ -23,16 +23,8 @@ from areal_async.quickstart.model import make_tokenizer
 from areal_async.tasks import task_rows
 
 ROOT, RECIPES = recipe_runs.ROOT, recipe_runs.RECIPES
-NAMES = (
-    "code-sandbox",
-    "dapo-maths",
-    "distillation",
-    "dpo",
-    "gsm8k-grpo",
-    "multi-turn-agent",
-    "rm-ppo",
-    "tool-use",
-)
+RUNS = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
+NAMES = sorted(RUNS)
 DATA = re.compile(r"## Data\n+```\n(.*?)```", re.DOTALL)
 
 
@@ -80,20 +72,14 @@ def eurus(i):
     }
 
 
-ULTRAFEEDBACK = ("train_prefs", "train_sft", "train_gen", "test_prefs", "test_sft", "test_gen")
-HUB = {  # file -> its rows; the places and columns that these data sets have on the hub
-    **{
-        f"openai/gsm8k/{kind}/{split}-00000-of-00001": gsm8k
-        for kind in ("main", "socratic")
-        for split in ("train", "test")
-    },
-    "BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k": maths,
-    "BytedTsinghua-SIA/AIME-2024/data/aime-2024": maths,
-    **{
-        f"HuggingFaceH4/ultrafeedback_binarized/data/{split}-00000-of-00001": feedback
-        for split in ULTRAFEEDBACK
-    },
-    **{f"PRIME-RL/Eurus-2-RL-Data/data/{split}-00000-of-00001": eurus for split in ("train", "validation")},
+HUB = {  # folder and names of its files -> their rows; the places and columns that they have on the hub
+    "openai/gsm8k/main train test": gsm8k,
+    "openai/gsm8k/socratic train test": gsm8k,
+    "BytedTsinghua-SIA/DAPO-Math-17k/data dapo-math-17k": maths,
+    "BytedTsinghua-SIA/AIME-2024/data aime-2024": maths,
+    "HuggingFaceH4/ultrafeedback_binarized/data "
+    "train_prefs train_sft train_gen test_prefs test_sft test_gen": feedback,
+    "PRIME-RL/Eurus-2-RL-Data/data train validation": eurus,
 }
 
 
@@ -105,10 +91,13 @@ def hub(tmp_path_factory):
     import pyarrow.parquet as pq
 
     folder = tmp_path_factory.mktemp("hub")
-    for place, row in HUB.items():
-        path = folder / f"{place}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist([row(i) for i in range(40)]), path)
+    for (place, *names), row in ((key.split(), row) for key, row in HUB.items()):
+        (folder / place).mkdir(parents=True)
+        for name in names:
+            file = name if row is maths else f"{name}-00000-of-00001"
+            pq.write_table(
+                pa.Table.from_pylist([row(i) for i in range(40)]), folder / place / f"{file}.parquet"
+            )
     tokenizer = make_tokenizer("".join(map(chr, range(32, 127))))
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for model in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"):
@@ -122,7 +111,7 @@ def models(tmp_path_factory):
 
 
 def test_each_recipe_has_a_page_and_every_size():
-    assert tuple(recipe_runs.names()) == NAMES
+    assert [*recipe_runs.names()] == NAMES
     for name in NAMES:
         there = {path.name for path in (RECIPES / name).iterdir()}
         assert there >= {"README.md", "1_gpu.yaml", "8_gpus.yaml", "64_gpus.yaml", "tiny.yaml"}
@@ -156,9 +145,6 @@ def test_the_commands_for_two_cores_end_in_the_small_job(name):
         elif words[1] == "run":
             job_file = RECIPES / name / words[2].rpartition("/")[2]
             load_job(job_file, files=False)
-
-
-RUNS = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())
 
 
 @pytest.mark.parametrize("name", NAMES)

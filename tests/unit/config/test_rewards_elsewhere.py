@@ -86,19 +86,16 @@ def test_files_are_beside_the_job_file_and_other_names_are_of_the_hub(grader, fo
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("file", "content", "says"),
     [
-        (lambda model: (model / "config.json").unlink(), "no config.json"),
-        (lambda model: (model / "model.safetensors").unlink(), "pickled .bin files are never loaded"),
-        (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
-        (
-            lambda model: (model / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}'),
-            "is no reward model",
-        ),
+        ("config.json", None, "no config.json"),
+        ("model.safetensors", None, "pickled .bin files are never loaded"),
+        ("tokenizer.json", None, "has no tokenizer"),
+        ("config.json", '{"architectures": ["Qwen2ForCausalLM"]}', "is no reward model"),
     ],
 )
-def test_a_folder_that_is_no_reward_model_is_said(grader, folder, spoil, says):
-    spoil(grader)
+def test_a_folder_that_is_no_reward_model_is_said(grader, folder, file, content, says):
+    (grader / file).unlink() if content is None else (grader / file).write_text(content)
     with pytest.raises(ConfigError, match=r"reward\.args\.model: ") as found:
         load_job(folder / "job.yaml", ["reward={name: reward_model, args: {model: ./grader}}"])
     assert says in str(found.value)

@@ -77,7 +77,7 @@ def test_what_was_not_looked_at_for_want_of_a_model_is_said(write, tmp_path):
 
 def test_a_job_says_what_its_data_must_fit(write, tmp_path, chat_model):
     chats = [
-        task([{"role": "user", "content": "a" * n}], data_source="sums" if n > 7 else "x") for n in (5, 9)
+        task([{"role": "user", "content": "a" * n}], data_source=of) for n, of in ((5, "x"), (9, "sums"))
     ]
     write("train.jsonl", chats)
     (tmp_path / "job.yaml").write_text(
@@ -87,12 +87,8 @@ def test_a_job_says_what_its_data_must_fit(write, tmp_path, chat_model):
     )
     (file,) = check(tmp_path / "job.yaml")["files"]
     assert file["tokens"]["max"] == 12
-    assert {name: found["reward"] for name, found in file["sources"].items()} == {
-        "sums": "arithmetic",
-        "x": "math",
-    }
-    with (tmp_path / "job.yaml").open("a") as job:
-        job.write("trainer: {steps: 1}\n")
+    rewards = {name: found["reward"] for name, found in file["sources"].items()}
+    assert rewards == {"sums": "arithmetic", "x": "math"}
     text = (tmp_path / "job.yaml").read_text()
     given = text.replace("rollout: {", "rollout: {template_args: {enable_thinking: false}, ")
     (tmp_path / "job.yaml").write_text(given)

@@ -38,13 +38,9 @@ def test_every_file_of_the_folder_works_as_it_is(made):
         ["areal-async", "run", f"{folder.parent}/My"],
     ]
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=os.environ | {"PYTHONPATH": path},
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    given = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": path}}
+    tested = subprocess.run(command, timeout=LIMIT_S, **given)
     assert tested.returncode == 0, tested.stdout
     warm = load_job(folder / "warm_start.yaml")
     assert warm.job == "my-task-warm"
@@ -55,14 +51,12 @@ def test_every_file_of_the_folder_works_as_it_is(made):
     assert json.loads(checked.stdout)["overlap"] == 0
 
 
-def test_the_tiny_model_takes_a_chat_file_too(made, tmp_path):
+def test_the_tiny_model_takes_a_chat_file_too_and_writes_every_character_of_a_task(made, tmp_path):
     from transformers import AutoTokenizer
 
     folder, _ = made
-    chats = [
-        [{"role": "user", "content": f"{n} or 500?"}, {"role": "assistant", "content": str(max(n, 500))}]
-        for n in range(100, 140)
-    ]
+    asked = ((f"{n} or 500?", str(max(n, 500))) for n in range(100, 140))
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in asked]
     lines = (json.dumps({"messages": chat}) + "\n" for chat in chats)
     (tmp_path / "chats.jsonl").write_text("".join(lines))
     how = ["--held-out", "8", "--model", str(folder / "base"), "--json"]
@@ -73,17 +67,10 @@ def test_the_tiny_model_takes_a_chat_file_too(made, tmp_path):
     assert tokenizer_mistakes(job) == []
     tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
     assert tokenizer.decode(prompt_ids(tokenizer, chats[0][:1])) == "100 or 500?="
-
-
-def test_the_tiny_model_reads_and_writes_every_character_of_a_task(made):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(made[0] / "base", local_files_only=True)
     text = "Sort 3 words,\n\tdon't (ask): A_b{c}~="
     ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text)
+    assert (len(ids), tokenizer.decode(ids)) == (len(text), text)
     assert tokenizer.unk_token_id not in ids
-    assert tokenizer.decode(ids) == text
 
 
 def test_what_is_there_is_left_alone(made):

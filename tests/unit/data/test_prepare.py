@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from areal_async.cli.main import app
 from areal_async.data.prepare import Recipe, prepare, split_key, write_rows
 from areal_async.data.sources import DataError, Source, find_source, source_rows
-from areal_async.data.styles import BadRow, Style, extract
+from areal_async.data.styles import Style, extract
 from areal_async.examples import read_examples
 from areal_async.tasks import read_tasks
 
@@ -20,20 +20,18 @@ GSM8K = [
     {"question": f"Tom has {n} apples, and buys one.", "answer": f"He has <<{n}+1>>.\n#### 1,{n:03}"}
     for n in range(40)
 ]
-MATH = [
-    {
-        "problem": f"What is {n}/7?",
-        "solution": f"It is $\\boxed{{\\frac{{{n}}}{{7}}}}$.",
-        "level": f"Level {n}",
-    }
-    for n in range(20)
-]
+BOX = "It is $\\boxed{\\frac{%s}{7}}$."
+MATH = [{"problem": f"What is {n}/7?", "solution": BOX % n, "level": f"Level {n}"} for n in range(20)]
 
 
 def call(*arguments, status=0):
     done = CliRunner().invoke(app, ["data", "prepare", *map(str, arguments)])
     assert done.exit_code == status, done.output + done.stderr
     return done.output if status == 0 else done.stderr
+
+
+def said(role, content):
+    return {"role": role, "content": content}
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -54,35 +52,27 @@ def test_gsm8k_becomes_tasks_with_a_held_out_file(write, tmp_path):
     assert train[3]["extra_info"] == {"split": "train", "index": 3}
 
 
-def test_math_gives_what_its_box_holds(write, tmp_path):
-    out = tmp_path / "out.parquet"
-    call(write("math.jsonl", MATH), "--out", out, "--keep", "level")
+def test_math_gives_what_its_box_holds_and_rows_are_chosen_by_what_a_column_has(write, tmp_path):
+    source, out, one = write("math.jsonl", MATH), tmp_path / "out.parquet", tmp_path / "one.jsonl"
+    call(source, "--out", out, "--keep", "level")
     (task,) = [task for task in read_tasks(out) if task.prompt == "What is 3/7?"]
-    assert task.ground_truth == "\\frac{3}{7}"
+    assert (task.ground_truth, task.data_source) == ("\\frac{3}{7}", "math")
     assert task.extra_info["level"] == "Level 3"
-    assert task.data_source == "math"
-
-
-def test_rows_are_chosen_by_what_a_column_has(write, tmp_path):
-    source, out = write("math.jsonl", MATH), tmp_path / "out.jsonl"
-    told = call(source, "--out", out, "--keep", "level", "--where", "level=Level 3")
-    assert {row["extra_info"]["level"] for row in rows_of(out)} == {"Level 3"}
-    assert f"{len(MATH) - len(rows_of(out))} of other --where" in told
+    told = call(source, "--out", one, "--keep", "level", "--where", "level=Level 3")
+    assert {row["extra_info"]["level"] for row in rows_of(one)} == {"Level 3"}
+    assert f"{len(MATH) - len(rows_of(one))} of other --where" in told
     assert "takes none of" in call(source, "--out", tmp_path / "x.jsonl", "--where", "level=9", status=2)
 
 
 def test_a_chat_asks_all_but_its_last_reply(write, tmp_path):
     chats = [
         {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
-        {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]},
+        {"messages": [said("user", "2+2"), said("assistant", "4")]},
     ]
     out = tmp_path / "out.jsonl"
     call(write("chats.jsonl", chats), "--out", out, "--system", "Be short.")
     asked = {row["prompt"][-1]["content"]: row for row in rows_of(out)}
-    assert asked["1+1"]["prompt"] == [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "1+1"},
-    ]
+    assert asked["1+1"]["prompt"] == [said("system", "Be short."), said("user", "1+1")]
     assert asked["2+2"]["reward_model"]["ground_truth"] == "4"
     call(tmp_path / "chats.jsonl", "--out", tmp_path / "sft.jsonl", "--kind", "sft")
     form, examples = read_examples(tmp_path / "sft.jsonl", "sft")
@@ -91,10 +81,7 @@ def test_a_chat_asks_all_but_its_last_reply(write, tmp_path):
 
 
 def test_preferences_are_pairs_whose_prompt_is_on_one_side_of_the_split(write, tmp_path):
-    pairs = [
-        {"question": f"q{n // 2}", "chosen": f"good {n}", "rejected": f"bad {n}", "margin_of": 1}
-        for n in range(40)
-    ]
+    pairs = [{"question": f"q{n // 2}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
     out = tmp_path / "pairs.parquet"
     call(write("pairs.jsonl", pairs), "--out", out, "--held-out", 10, "--map", "prompt=question")
     files = [list(read_examples(path, "preference")[1]) for path in (out, tmp_path / "held_out.parquet")]
@@ -105,22 +92,14 @@ def test_preferences_are_pairs_whose_prompt_is_on_one_side_of_the_split(write, t
 
 def test_tools_stay_with_their_rows(write, tmp_path):
     schema = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}]
-    chat = [
-        {"role": "user", "content": "1+2"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
-        },
-        {"role": "tool", "content": "3", "name": None},
-        {"role": "assistant", "content": "3"},
-    ]
-    other = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    asked = said("assistant", None) | {"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    chat = [said("user", "1+2"), asked, said("tool", "3") | {"name": None}, said("assistant", "3")]
+    other = [said("user", "hello"), said("assistant", "hi")]
     source = write("tools.jsonl", [{"messages": chat, "tools": json.dumps(schema)}, {"messages": other}])
     call(source, "--out", tmp_path / "rl.jsonl")
     (task,) = [row for row in rows_of(tmp_path / "rl.jsonl") if "tools" in row["extra_info"]]
     assert task["extra_info"]["tools"] == schema
-    assert task["prompt"][2] == {"role": "tool", "content": "3"}
+    assert task["prompt"][2] == said("tool", "3")
     assert "arguments" in str(task["prompt"][1])
     call(source, "--out", tmp_path / "sft.jsonl", "--kind", "sft")
     examples = list(read_examples(tmp_path / "sft.jsonl", "sft")[1])
@@ -145,16 +124,12 @@ def test_folders_of_datasets_and_the_hub_are_read_without_that_package(tmp_path)
         layout.mkdir(parents=True, exist_ok=True)
         pq.write_table(part, layout / f"{split}-00000-of-00001.parquet")
     (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    for place, split, expected in (
-        ("saved", "train", GSM8K[:30]),
-        ("saved", "test", GSM8K[30:]),
-        ("saved/test", "train", GSM8K[30:]),
-        ("gsm8k", "train", GSM8K[:30]),
-        ("gsm8k", "test", GSM8K[30:]),
-        ("gsm8k/main/*.parquet", "train", GSM8K[30:] + GSM8K[:30]),
-    ):
+    train, test = GSM8K[:30], GSM8K[30:]
+    expected = {"saved train": train, "saved test": test, "saved/test train": test}
+    expected |= {"gsm8k train": train, "gsm8k test": test, "gsm8k/main/*.parquet train": test + train}
+    for place, split in map(str.split, expected):
         found = find_source(str(tmp_path / place), split)
-        assert [row for _, row in source_rows(found)] == expected, place
+        assert [row for _, row in source_rows(found)] == expected[f"{place} {split}"], place
     assert find_source(str(tmp_path / "gsm8k" / "main" / "*.parquet"), "train").name == "gsm8k"
     with pytest.raises(DataError, match="has no split 'validation': choose with --split"):
         find_source(str(tmp_path / "gsm8k"), "validation")
@@ -170,9 +145,8 @@ def test_a_split_of_the_hub_has_its_whole_name(tmp_path):
             pq.write_table(pa.Table.from_pylist([row | {"split": split}]), tmp_path / name)
     rows = [row for _, row in source_rows(find_source(str(tmp_path), "train_gen"))]
     assert [row["split"] for row in rows] == ["train_gen"] * 2
-    with pytest.raises(
-        DataError, match="no split 'train': choose with --split test_prefs, train_gen, train_prefs"
-    ):
+    choice = "no split 'train': choose with --split test_prefs, train_gen, train_prefs"
+    with pytest.raises(DataError, match=choice):
         find_source(str(tmp_path), "train")
 
 
@@ -196,13 +170,9 @@ def test_a_mixture_has_its_shares_and_a_split_shares_no_prompt(tmp_path_factory,
     sources = []
     for number, size in enumerate(sizes):
         path = folder / f"{number}.jsonl"
-        path.write_text(
-            "".join(json.dumps({"prompt": f"{number}/{n}", "answer": "1"}) + "\n" for n in range(size))
-        )
+        path.write_text("".join(f'{{"prompt": "{number}/{n}", "answer": "1"}}\n' for n in range(size)))
         sources.append(Source(f"s{number}", (path,)))
-    weights = tuple(
-        data.draw(st.lists(st.sampled_from([0.5, 1, 3]), min_size=len(sizes), max_size=len(sizes)))
-    )
+    weights = data.draw(st.tuples(*[st.sampled_from([0.5, 1, 3])] * len(sizes)))
     recipe = Recipe(seed=seed, weights=weights, held_out=held_out)
     try:
         done = prepare(sources, Style(), recipe)
@@ -221,15 +191,10 @@ def test_a_mixture_has_its_shares_and_a_split_shares_no_prompt(tmp_path_factory,
     assert (again.train, again.held_out) == (done.train, done.held_out)
 
 
-def test_what_the_seed_draws_is_another_for_another_seed(write, tmp_path):
-    source = find_source(str(write("gsm8k.jsonl", GSM8K)), "train")
-    one, two = (prepare([source], Style(), Recipe(seed=seed, held_out=8)) for seed in (0, 1))
-    assert {row["prompt"] for row in one.held_out} != {row["prompt"] for row in two.held_out}
-
-
 def test_duplicates_go_and_where_they_are_kept_they_stay_on_one_side(write, tmp_path):
     source = find_source(str(write("twice.jsonl", [*GSM8K, *GSM8K])), "train")
-    done = prepare([source], Style(), Recipe(held_out=0.25))
+    done, other = (prepare([source], Style(), Recipe(seed=seed, held_out=0.25)) for seed in (0, 1))
+    assert {row["prompt"] for row in done.held_out} != {row["prompt"] for row in other.held_out}
     assert done.counts["twice"].duplicates == 40
     assert len(done.train) + len(done.held_out) == 40
     kept = prepare([source], Style(), Recipe(held_out=0.25, keep_duplicates=True))
@@ -254,11 +219,7 @@ def test_prompts_are_counted_as_the_template_makes_them(write, tmp_path, chat_mo
 @pytest.mark.parametrize(
     ("row", "options", "words"),
     [
-        (
-            {"prompt": "1+1", "answer": "2", "image": "x.png"},
-            (),
-            "has the column image",
-        ),
+        ({"prompt": "1+1", "answer": "2", "image": "x.png"}, (), "has the column image"),
         ({"prompt": "<image> what?", "answer": "2"}, (), "line 2: column `prompt` has <image>"),
         (
             {"prompt": "1+1", "solution": "no box"},
@@ -338,8 +299,3 @@ def test_nothing_is_overwritten_unless_asked(write, tmp_path):
 )
 def test_answers_are_found_where_they_stand(text, how, answer):
     assert extract(text, how) == answer
-
-
-def test_a_bad_row_is_an_error_of_the_data():
-    with pytest.raises(BadRow, match=r"line 7 has no prompt"):
-        Style().convert("file x, line 7", {"a": 1}, "x")

@@ -77,19 +77,12 @@ class Tab:
         text = {"Enter": "\r", " ": " "}.get(key)
         for kind in ("keyDown", "keyUp"):
             more: dict[str, Any] = {"text": text} if text and kind == "keyDown" else {}
-            code = KEYS[key]
-            self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more
-            )
+            more |= {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
+            self.send("Input.dispatchKeyEvent", type=kind, **more)
 
     def size(self, width: int, height: int, theme: str = "light") -> None:
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **shape)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     def picture(self, path: Path, *, whole: bool = False) -> None:

@@ -86,14 +86,11 @@ def test_a_run_is_followed_as_it_goes_on(tab: Tab, tmp_path: Path) -> None:
         assert int(sizes[-1][0]) > 0  # it went on, and did not begin again
         write_samples(folder, "step-00000002.jsonl", [episode()])
         tab.wait("document.querySelector('#sample-list button')")
-        append(
-            folder, [{"kind": "resume", "time_s": 9.5}, step(1, reward_mean=0.75)]
-        )  # what came after is no more
+        # What came after is no more.
+        append(folder, [{"kind": "resume", "time_s": 9.5}, step(1, reward_mean=0.75)])
         tab.wait(f"{CHART % 'Learning'}.getAttribute('aria-label').includes('training reward 0.75 at 1')")
-        again = "new Charts.Store(), rows = [0, 1, 2, 1].map(x => ['p', x, 0, { a: 1 }])"
-        assert tab.eval(
-            f"(() => {{ const s = {again}; s.add(rows); return [...s.series.values()][0].x }})()"
-        ) == [0, 1]
+        again = "const s = new Charts.Store(); s.add([0, 1, 2, 1].map(x => ['p', x, 0, { a: 1 }]))"
+        assert tab.eval(f"(() => {{ {again}; return [...s.series.values()][0].x }})()") == [0, 1]
         shutil.rmtree(folder)
         tab.wait("document.getElementById('trouble').textContent.includes('there is no run')")
     assert [said for said in tab.said if "404" not in said] == []
@@ -144,9 +141,10 @@ def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab, tmp_path: Path) -
             assert tab.eval("document.querySelectorAll('main img, main script').length") == 0
             assert tab.said == []
             # and were one to get in, the policy of the page would not run it
-            tab.eval(
-                "{const s = document.createElement('script'); s.text = 'hurt = 1'; document.body.append(s)}"
+            let_in = (
+                "const s = document.createElement('script'); s.text = 'hurt = 1'; document.body.append(s)"
             )
+            tab.eval(f"{{{let_in}}}")
             assert tab.eval("window.hurt") is None
 
 
@@ -154,26 +152,24 @@ def test_the_samples_are_reached_and_read_by_keyboard(tab: Tab, tmp_path: Path) 
     folder = run_folder(tmp_path)
     append(folder, [step(0), step(1)])
     write_samples(folder, "step-00000000.jsonl", [episode(), episode(["a", "b", "c"])])
+
+    def reach(place: str) -> None:
+        for _ in range(60):
+            if tab.eval(place):
+                return
+            tab.press("Tab")
+        raise AssertionError(f"no key leads to {place}")
+
     with served(folder) as url:
         fresh(tab, f"{url}/#token={TOKEN}")
         tab.wait("document.querySelectorAll('#sample-list button').length === 2")
         names = tab.controls()
         assert [role for role, name in names if not name] == [], names
         assert {"Step", "Search", "Colour units by", "Theme", "Rolling mean"} <= {name for _, name in names}
-        last = "document.activeElement === document.querySelectorAll('#sample-list button')[1]"
-        for _ in range(60):
-            if tab.eval(last):
-                break
-            tab.press("Tab")
-        assert tab.eval(last)
+        reach("document.activeElement === document.querySelectorAll('#sample-list button')[1]")
         tab.press("Enter")
         tab.wait("document.querySelector('#sample-shown').textContent.includes('abc')")
-        for _ in range(30):
-            tab.press("Tab")
-            if tab.eval(
-                "document.activeElement.getAttribute('aria-label') === 'turn 1: assistant · 3 units'"
-            ):
-                break
+        reach("document.activeElement.getAttribute('aria-label') === 'turn 1: assistant · 3 units'")
         tab.press("ArrowRight")
         tab.press("ArrowRight")
         said = tab.eval("document.getElementById('sample-unit').textContent")
@@ -229,19 +225,12 @@ def test_strangers_are_refused_and_asked_for_a_token(tab: Tab, tmp_path: Path) -
             except urllib.error.HTTPError as error:
                 return error.code
 
-        good = {"authorization": f"Bearer {TOKEN}"}
-        assert status("/v1/page/jobs", **good) == 200
-        assert status("/v1/page/jobs") == 401
-        assert status("/v1/page/jobs", authorization="Bearer other") == 401
-        assert status("/v1/page/jobs", **good, Host="evil.example") == 400
-        assert status("/", Host="evil.example") == 400
-        for path in (
-            "/v1/page/jobs/..",
-            "/v1/page/jobs/%2e%2e%2fetc",
-            "/page/../app.py",
-            "/page/%2e%2e/app.py",
-        ):
-            assert status(path, **good) == 404, path
+        good, bad = {"authorization": f"Bearer {TOKEN}"}, {"authorization": "Bearer other"}
+        evil = {"Host": "evil.example"}
+        asked = [status("/v1/page/jobs", **headers) for headers in (good, {}, bad, good | evil)]
+        assert [*asked, status("/", **evil)] == [200, 401, 401, 400, 400]
+        outside = "/v1/page/jobs/.. /v1/page/jobs/%2e%2e%2fetc /page/../app.py /page/%2e%2e/app.py"
+        assert {path: status(path, **good) for path in outside.split()} == dict.fromkeys(outside.split(), 404)
         fresh(tab, "about:blank")
         tab.open(url)
         tab.wait("!document.getElementById('login').hidden")

@@ -12,6 +12,7 @@ import pytest
 from areal_async.page import folder as reading
 from areal_async.page.folder import UnknownName
 from areal_async.page.report import MOST_ROWS, write_report
+from areal_async.page.series import ChartRow
 from tests.unit.page.runs import HOSTILE, append, episode, load, run_folder, step, write_samples
 
 
@@ -34,19 +35,23 @@ def test_records_are_read_on_from_where_the_last_answer_ended(tmp_path: Path) ->
     assert reading.records_from(folder, second["offset"])["reset"]
 
 
+def pieces_of(folder: Path) -> tuple[list[list[ChartRow]], int]:
+    """Return the rows of each answer until there are no more, and where the last one ended."""
+    pieces, offset, more = [], 0, True
+    while more:
+        answer = reading.records_from(folder, offset)
+        pieces.append(answer["rows"])
+        offset, more = answer["offset"], answer["more"]
+    return pieces, offset
+
+
 def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
     folder = run_folder(tmp_path)
     append(folder, map(step, range(20)))
-    offset, seen, pieces = 0, [], 0
-    while True:
-        answer = reading.records_from(folder, offset)
-        seen += [row.x for row in answer["rows"]]
-        offset, pieces = answer["offset"], pieces + 1
-        if not answer["more"]:
-            break
-    assert seen == [*range(20)]
-    assert pieces > 5
+    pieces, _ = pieces_of(folder)
+    assert [row.x for rows in pieces for row in rows] == [*range(20)]
+    assert len(pieces) > 5
 
 
 def test_of_a_long_history_few_rows_come_and_the_last_of_each_piece(
@@ -56,23 +61,15 @@ def test_of_a_long_history_few_rows_come_and_the_last_of_each_piece(
         monkeypatch.setattr(reading, name, value)
     folder = run_folder(tmp_path)
     for at in range(0, 1000, 10):
-        append(
-            folder,
-            [load(float(at), at, trainer={"busy_s": {"train": at / 2}}), *map(step, range(at, at + 10))],
-        )
+        append(folder, [load(float(at), at, trainer={"busy_s": {"train": at / 2}})])
+        append(folder, map(step, range(at, at + 10)))
     append(folder, [{"kind": "evaluation", "version": 1000, "accuracy": 0.5}])
-    offset, rows = 0, []
-    while True:
-        answer = reading.records_from(folder, offset)
-        rows += answer["rows"]
-        if offset == 0:
-            assert len(answer["rows"]) < 15
-        offset = answer["offset"]
-        if not answer["more"]:
-            break
+    pieces, offset = pieces_of(folder)
+    rows = [row for piece in pieces for row in piece]
     steps = [row.x for row in rows if "loss" in row.figures]
     assert steps == sorted(steps)
     assert (steps[-1], rows[-1].figures) == (999, {"accuracy": 0.5})
+    assert len(pieces[0]) < 15
     assert 100 < len(rows) < 500
     assert {row.figures["busy:trainer"] for row in rows if "busy:trainer" in row.figures} == {0.5}
     append(folder, [step(1000), step(1001)])
@@ -133,10 +130,8 @@ def test_samples_are_listed_newest_first_and_found_by_text_task_and_policy(tmp_p
     listed = [(each["policy"], each["kind"], each["step"]) for each in reading.list_samples(folder)]
     assert listed == [("", "evaluation", 10), ("", "step", 9), ("tester", "step", 3)]
     found = reading.search_samples(folder, "idea")
-    assert [(each["key"], each["index"]) for each in found] == [
-        ("/evaluation-00000010.jsonl", 0),
-        ("/step-00000009.jsonl", 1),
-    ]
+    keys = ["/evaluation-00000010.jsonl", "/step-00000009.jsonl"]
+    assert [(each["key"], each["index"]) for each in found] == [*zip(keys, (0, 1), strict=True)]
     assert found[1]["place"] == "no idea"
     assert [each["task"] for each in reading.search_samples(folder, "T2")] == ["t2"]
 

@@ -26,16 +26,10 @@ def row_of(text: str, *begins: str) -> list[str]:
     return next(row for row in rows if row[: len(begins)] == list(begins))
 
 
-def test_a_threshold_counts_from_the_first_checkpoint_at_or_above_it() -> None:
-    assert first_at(CURVE, 0.70) == (50, 20.0)
-    assert first_at(CURVE, 0.75) == (50, 20.0)
-    assert first_at(CURVE, 0.82) is None
-
-
-def test_between_checkpoints_a_curve_rises_evenly() -> None:
+def test_a_threshold_counts_from_the_first_checkpoint_above_it_or_from_an_even_rise_between_two() -> None:
+    assert [first_at(CURVE, share) for share in (0.70, 0.75, 0.82)] == [(50, 20.0), (50, 20.0), None]
     assert crossed_at(CURVE, 0.70) == pytest.approx((37.5, 15.0))
-    assert crossed_at(CURVE, 0.45) == (0, 0.0)
-    assert crossed_at(CURVE, 0.82) is None
+    assert [crossed_at(CURVE, share) for share in (0.45, 0.82)] == [(0, 0.0), None]
 
 
 def test_the_better_learning_rate_comes_farther_and_then_sooner() -> None:
