@@ -37,9 +37,7 @@ async def seeds_of(
 
 
 @pytest.mark.parametrize("asked", [{}, {"seed": 7}], ids=["job", "agent"])
-async def test_the_samples_of_a_group_and_its_attempts_have_seeds_of_their_own(
-    asked: dict[str, Any], tokenizer: Any
-) -> None:
+async def test_the_samples_of_a_group_and_its_attempts_have_seeds_of_their_own(asked, tokenizer):
     with made_gateway(tokenizer) as gateway:
         places = [(sample, attempt) for sample in range(3) for attempt in range(2)]
         found = [await seeds_of(gateway, tokenizer, *place, **asked) for place in places]

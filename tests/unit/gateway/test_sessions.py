@@ -76,9 +76,7 @@ def address_for_others() -> str:
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_at_an_address_that_others_reach_only_an_episodes_own_key_opens_it(
-    named: bool, tokenizer: Any
-) -> None:
+async def test_at_an_address_that_others_reach_only_an_episodes_own_key_opens_it(named, tokenizer):
     """By `rollout.gateway.host: IP`, or `host` where the run's hosts know this one by that address."""
     address, engine = address_for_others(), Scripted(tokenizer)
     how = {"host": address} if named else {"host": "host", "address": address}

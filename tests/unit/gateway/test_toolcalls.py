@@ -85,9 +85,7 @@ def chat_template() -> ChatTemplate:
 
 @settings(max_examples=150)
 @given(st.lists(st.sampled_from(PARTS), max_size=12), st.lists(st.integers(1, 5), max_size=8), st.booleans())
-def test_what_is_streamed_is_a_beginning_of_what_is_said(
-    parts: list[str], cuts: list[int], stops: bool
-) -> None:
+def test_what_is_streamed_is_a_beginning_of_what_is_said(parts, cuts, stops):
     template = chat_template()
     ids = np.asarray(encoded(template.tokenizer, "".join(parts)), np.int32)
     stop = ("##",) if stops else ()

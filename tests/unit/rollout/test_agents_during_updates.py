@@ -76,9 +76,7 @@ async def test_the_rows_of_a_tool_agent_are_the_engines_ids(stream: bool, chat_m
     assert called_a_tool(episode)
 
 
-async def test_in_a_worker_the_first_words_come_before_the_answer_is_complete(
-    chat_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_in_a_worker_the_first_words_come_before_the_answer_is_complete(chat_model, monkeypatch):
     """Through everything that stands between an agent and the engine of a job."""
     steps, model, said = Steps(monkeypatch), Tiny(chat_model, noise=0.02), [""] * 4
     replicas = ReplicaSet(lambda _: LocalEngine(chat_model, slots=8, max_model_len=4096))

@@ -205,9 +205,7 @@ def loads(*given: int, capacity: int = 8, kv: tuple[float, ...] = ()) -> list[Re
         ([], None, None),
     ],
 )
-def test_the_least_loaded_is_chosen_unless_the_prefix_is_elsewhere(
-    replicas: list[ReplicaLoad], home: int | None, chosen: int | None
-) -> None:
+def test_the_least_loaded_is_chosen_unless_the_prefix_is_elsewhere(replicas, home, chosen):
     assert choose(replicas, home) == chosen
 
 
@@ -226,9 +224,7 @@ def test_the_least_loaded_is_chosen_unless_the_prefix_is_elsewhere(
     ),
     st.none() | st.integers(0, 9),
 )
-def test_the_choice_has_room_and_is_never_far_above_the_least(
-    replicas: list[ReplicaLoad], home: int | None
-) -> None:
+def test_the_choice_has_room_and_is_never_far_above_the_least(replicas, home):
     index = choose(replicas, home)
     open_ = [replica for replica in replicas if replica.has_room]
     if index is None:

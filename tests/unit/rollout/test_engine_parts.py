@@ -132,9 +132,7 @@ def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> Non
         ("vllm", "kv-cache-dtype", "fp8", False),
     ],
 )
-def test_flags_of_servers_that_updates_do_not_reach_are_refused(
-    engine: str, flag: str, value: Any, refused: bool
-) -> None:
+def test_flags_of_servers_that_updates_do_not_reach_are_refused(engine, flag, value, refused):
     server = {"arguments": {flag: value}}
     found = mistakes(engine=engine, server=server)
     assert [f"rollout.server.arguments.{flag}" in one for one in found] == [True] * refused
@@ -155,9 +153,7 @@ def test_flags_of_servers_that_updates_do_not_reach_are_refused(
         ("vllm", "seed", 3, "bfloat16"),
     ],
 )
-def test_the_log_probs_of_a_quantised_server_are_not_those_of_its_dtype(
-    engine: str, flag: str, value: Any, dtype: str
-) -> None:
+def test_the_log_probs_of_a_quantised_server_are_not_those_of_its_dtype(engine, flag, value, dtype):
     rollout = job(engine=engine, dtype="bfloat16", server={"arguments": {flag: value}}).rollout
     assert engine_part(engine).served_dtype(rollout) == dtype
 
@@ -196,9 +192,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
 
 
-def test_replicas_of_two_workers_and_the_evaluation_have_gpus_of_their_own(
-    tmp_path: Path, four_gpus: None
-) -> None:
+def test_replicas_of_two_workers_and_the_evaluation_have_gpus_of_their_own(tmp_path, four_gpus):
     two = job(device="cuda", workers=2, replicas=2)
     worker = context_for_test(two, tmp_path, "rollout", "rollout-1", index=1)
     assert [own_device(two, worker, replica) for replica in range(2)] == ["cuda:2", "cuda:3"]

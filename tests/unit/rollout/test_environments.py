@@ -181,9 +181,7 @@ def test_a_missing_library_names_the_extra(name: str, library: str, monkeypatch:
         (COUNTDOWN, None, {"numbers": 12}, "numbers"),
     ],
 )
-def test_an_environment_that_cannot_be_loaded_says_why(
-    name: str, source: str | None, options: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_an_environment_that_cannot_be_loaded_says_why(name, source, options, says, tmp_path):
     if source is not None:
         (tmp_path / "w.py").write_text(source)
     with pytest.raises(EnvironmentFailure, match=says):

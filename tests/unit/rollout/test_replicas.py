@@ -146,9 +146,7 @@ async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on_as_the
         assert told == [True, False] * 2
 
 
-async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(monkeypatch):
     async with driven(2, started=False) as fleet:
 
         def write(event: str, *, replica: int, policy: str, epoch: int, version: int) -> None:

@@ -124,9 +124,7 @@ class Probes:
     ("misses", "silent_s", "over"),
     [(1, 100.0, False), (2, 100.0, False), (3, 19.9, False), (3, 20.0, True), (90, 19.0, False)],
 )
-def test_a_server_is_given_up_after_several_misses_over_a_stated_time(
-    misses: int, silent_s: float, over: bool
-) -> None:
+def test_a_server_is_given_up_after_several_misses_over_a_stated_time(misses, silent_s, over):
     assert Patience().is_over(misses, silent_s) is over
 
 

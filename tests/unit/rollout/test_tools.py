@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,9 +218,7 @@ TOOL = "from rollout_service.workflows import tool\n@tool\ndef cook(x): ..."
         (["{}/t.py:cook", "{}/t.py:cook"], TOOL, "two tools called 'cook'"),
     ],
 )
-def test_tools_that_cannot_be_loaded_say_why(
-    names: list[str], source: str | None, says: str, tmp_path: Path
-) -> None:
+def test_tools_that_cannot_be_loaded_say_why(names, source, says, tmp_path):
     if source is not None:
         (tmp_path / "t.py").write_text(source)
     with pytest.raises(ToolError, match=says):

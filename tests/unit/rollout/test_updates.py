@@ -102,9 +102,7 @@ async def test_weights_that_do_not_fit_are_acknowledged_with_the_reason_and_end_
 
 
 @pytest.mark.parametrize("first", [EngineLost("the load broke"), EngineError("it does not fit")])
-async def test_the_first_error_of_an_update_is_the_one_told(
-    first: EngineError, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_first_error_of_an_update_is_the_one_told(first, caplog):
     class Broken(ScriptedEngine):
         async def load(self, snapshot: Any) -> None:
             raise first

@@ -46,9 +46,7 @@ async def test_groups_are_whole_and_travel_in_few_messages() -> None:
             assert (episode.header.prompt_text, episode.header.response_text) == ("abc", "cba")
 
 
-async def test_the_first_of_a_group_is_answered_greedily_and_not_trained_where_a_baseline_is_asked_for() -> (
-    None
-):
+async def test_the_first_of_a_group_is_answered_greedily_and_not_trained_where_a_baseline_is_asked_for():
     async def workflow(ctx: Any, task: Task) -> None:
         await ctx.generate(task.prompt, temperature=0.7)
 

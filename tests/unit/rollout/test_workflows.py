@@ -44,9 +44,7 @@ from tests.unit.rollout.fakes import eventually
         ("flow.py:go", "raise SystemExit(3)", "SystemExit"),
     ],
 )
-def test_a_workflow_that_cannot_be_loaded_says_why(
-    name: str, source: str | None, says: str, tmp_path: Path
-) -> None:
+def test_a_workflow_that_cannot_be_loaded_says_why(name, source, says, tmp_path):
     if source is not None:
         (tmp_path / "flow.py").write_text(source)
     if name.startswith("flow.py"):
@@ -187,9 +185,7 @@ async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: An
 @pytest.mark.parametrize(
     "sampling", [{"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 2}]
 )
-async def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
-    endless: Any, tokenizer: Any, sampling: dict[str, float]
-) -> None:
+async def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(endless, tokenizer, sampling):
     """The buffer takes no episode in which such units would be trained, and says what to do."""
 
     async def episode(train: bool | None) -> Any:
@@ -253,9 +249,7 @@ def test_every_argument_of_a_workflow_is_on_its_page() -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["one tokenizer", "two"])
-async def test_each_policy_answers_by_its_own_engine_tokenizer_and_parameters(
-    endless: Any, tokenizer: Any, alike: bool
-) -> None:
+async def test_each_policy_answers_by_its_own_engine_tokenizer_and_parameters(endless, tokenizer, alike):
     engines = [Logged(endless.engine()) for _ in range(2)]
     for version, engine in enumerate(engines):
         await engine.start(endless.weights(version + 3, epoch=2 - version))
