@@ -114,24 +114,17 @@ def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> Non
 @pytest.mark.parametrize(
     ("engine", "flag", "value", "refused"),
     [
-        ("sglang", "quantization", "fp8", True),
-        ("sglang", "--quantization_param_path", "scales.json", True),
-        ("sglang", "hicache-storage-backend", "file", True),
-        ("sglang", "weight-cache-mode", "off", False),
-        ("sglang", "kv-cache-dtype", "fp8_e4m3", False),
-        ("sglang", "enable-lmcache", False, False),
-        ("sglang", "offload-group-size", 4, True),
-        ("sglang", "offload-group-size", -1, False),
-        ("sglang", "cpu-offload-gb", 4, False),
-        ("vllm", "calculate-kv-scales", True, True),
+        ("sglang", "quantization", "fp8", True), ("sglang", "--quantization_param_path", "scales.json", True),
+        ("sglang", "hicache-storage-backend", "file", True), ("sglang", "weight-cache-mode", "off", False),
+        ("sglang", "kv-cache-dtype", "fp8_e4m3", False), ("sglang", "enable-lmcache", False, False),
+        ("sglang", "offload-group-size", 4, True), ("sglang", "offload-group-size", -1, False),
+        ("sglang", "cpu-offload-gb", 4, False), ("vllm", "calculate-kv-scales", True, True),
         ("vllm", "enable_eplb", True, True),
         ("vllm", "kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}', True),
-        ("vllm", "kv-offloading-size", 4, False),
-        ("vllm", "cpu-offload-gb", 0, False),
-        ("vllm", "cpu-offload-gb", 4, True),
-        ("vllm", "kv-cache-dtype", "fp8", False),
+        ("vllm", "kv-offloading-size", 4, False), ("vllm", "cpu-offload-gb", 0, False),
+        ("vllm", "cpu-offload-gb", 4, True), ("vllm", "kv-cache-dtype", "fp8", False),
     ],
-)
+)  # fmt: skip
 def test_flags_of_servers_that_updates_do_not_reach_are_refused(engine, flag, value, refused):
     server = {"arguments": {flag: value}}
     found = mistakes(engine=engine, server=server)

@@ -57,12 +57,9 @@ def swap(core: EngineCore, snapshot: Any) -> None:
 
 
 MIXED = [
-    {"temperature": 1.0},
-    {"temperature": 0.6, "top_p": 0.8},
-    {"temperature": 0.0},
-    {"temperature": 1.3, "top_k": 5},
-    {"temperature": 1.0, "top_p": 0.9, "top_k": 9},
-]
+    {"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 5}, {"temperature": 1.0, "top_p": 0.9, "top_k": 9},
+]  # fmt: skip
 
 
 def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any) -> None:

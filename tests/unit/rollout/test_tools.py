@@ -163,18 +163,11 @@ async def test_an_answer_that_comes_together_with_its_deadline_is_the_answer() -
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("calc(1+2)", ("calc", "1+2")),
-        ("let me see: calc(2*(3+4))  \n", ("calc", "2*(3+4)")),
-        ("f(a)(b)", None),
-        ("calc()", ("calc", "")),
-        ("calc (1)", None),
-        ("(1+2)", None),
-        ("calc(1+2) is 3", None),
-        ("1+2)", None),
-        ("", None),
-        ("9x_1(y)", ("x_1", "y")),
+        ("calc(1+2)", ("calc", "1+2")), ("let me see: calc(2*(3+4))  \n", ("calc", "2*(3+4)")),
+        ("f(a)(b)", None), ("calc()", ("calc", "")), ("calc (1)", None), ("(1+2)", None),
+        ("calc(1+2) is 3", None), ("1+2)", None), ("", None), ("9x_1(y)", ("x_1", "y")),
     ],
-)
+)  # fmt: skip
 def test_a_plain_call_is_a_name_and_brackets_at_the_very_end(text: str, found: Any) -> None:
     assert plain_call(text) == (RequestedCall(*found) if found else None)
 
