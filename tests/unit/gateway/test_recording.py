@@ -48,7 +48,7 @@ async def test_a_tool_call_that_no_reply_could_carry_is_text(what, engine, strea
 
     talks = engine(tokenizer, [said + "{END}"])
     async with serving(talks, tokenizer) as (gateway, _, _session):
-        ctx = make_context(talks, tokenizer, gateway, max_new_tokens=10_000)
+        ctx = make_context(talks, tokenizer, gateway, tokens=10_000)
         async with ctx.gateway() as session, openai_of(session) as client:
             asked = {**CHAT, "tools": [TOOL]}
             if stream:
@@ -159,7 +159,7 @@ async def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, to
 
     engine = Scripted(tokenizer, ["x" * 9000 + "{END}"] * 8)
     async with serving(engine, tokenizer) as (gateway, _, _session):
-        ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
+        ctx = make_context(engine, tokenizer, gateway, tokens=10_000)
         async with ctx.gateway() as session:
             body = CHAT | {"logprobs": True, "n": 8}
             client = await asyncio.to_thread(raw_client, session, body, receive_bytes=4096)
