@@ -53,33 +53,25 @@ def test_a_workflow_that_cannot_be_loaded_says_why(name, source, says, tmp_path)
         load_workflow(name)
 
 
-async def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> None:
-    (tmp_path / "neighbour_of_flow.py").write_text("ANSWER = 42")
-    (tmp_path / "flow.py").write_text(
-        "from neighbour_of_flow import ANSWER\nasync def go(ctx, task):\n    ctx.said = ANSWER\n"
-    )
-    ctx: Any = SimpleNamespace()
-    await load_workflow(f"{tmp_path}/flow.py:go")(ctx, Task("t", ""))
-    assert ctx.said == 42
-
-
 CLASS = """
 from areal_async.config.base import Section
+from neighbour_of_flow import ANSWER
 class Debate:
     class Arguments(Section):
         rounds: int = 2
     def __init__(self, arguments, resources):
         self.rounds = arguments.rounds
     async def __call__(self, ctx, task):
-        ctx.said = [task.prompt] * self.rounds
+        ctx.said = [task.prompt, ANSWER] * self.rounds
 """
 
 
-async def test_a_workflow_may_be_a_class_that_declares_its_arguments(tmp_path: Path) -> None:
+async def test_a_workflow_may_be_a_class_with_arguments_and_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_flow.py").write_text("ANSWER = 42")
     (tmp_path / "flow.py").write_text(CLASS)
     ctx: Any = SimpleNamespace()
     await load_workflow(f"{tmp_path}/flow.py:Debate", {"rounds": 3})(ctx, Task("t", "x"))
-    assert ctx.said == ["x"] * 3
+    assert ctx.said == ["x", 42] * 3
     with pytest.raises(WorkflowError, match=r"workflow_args of .*no argument 'round'"):
         load_workflow(f"{tmp_path}/flow.py:Debate", {"round": 3})
 
@@ -90,17 +82,16 @@ def tokenizer(tiny: Any) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(tiny.directory)
 
 
-def test_text_is_tokenised_as_it_is(tokenizer: Any) -> None:
-    assert prompt_ids(tokenizer, "1+2=") == [3, 12, 4, 14]
-    assert prompt_text(tokenizer, "1+2=") == "1+2="
-
-
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 
 
-def test_messages_without_a_template_are_joined_by_newlines(tokenizer: Any) -> None:
-    assert prompt_text(tokenizer, CHAT) == "1+2=\n3"
-    assert tokenizer.decode(prompt_ids(tokenizer, CHAT)) == "1+2=\n3"
+@pytest.mark.parametrize(("prompt", "text"), [("1+2=", "1+2="), (CHAT, "1+2=\n3")])
+def test_text_is_tokenised_as_it_is_and_messages_without_a_template_are_lines(
+    tokenizer, prompt, text
+) -> None:
+    assert prompt_text(tokenizer, prompt) == text
+    ids = prompt_ids(tokenizer, prompt)
+    assert (tokenizer.decode(ids), ids[:4]) == (text, [3, 12, 4, 14])
 
 
 def test_text_becomes_the_ids_that_its_tokenizer_gives_whatever_that_was_set_to(tokenizer: Any) -> None:
