@@ -42,22 +42,7 @@ CALLS = [f'<tool_call>{{"name":"add","arguments":{{"a":{a},"b":{b}}}}}</tool_cal
 VOCAB = [*SPECIALS, *CHARACTERS, *CALLS]
 EOS = VOCAB.index("<|im_end|>")
 
-TEMPLATE = """
-{%- if tools %}{{ '<|im_start|>system\\n' }}
-{%- for m in messages if m.role == 'system' %}{{ m.content + '\\n' }}{% endfor %}
-{{- '# Tools\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- else %}{% for m in messages if m.role == 'system' %}
-{{- '<|im_start|>system\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
-{%- elif m.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + CONTENT }}
-{%- for call in m.tool_calls or [] %}
-{{- '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
+TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 KEEPING = TEMPLATE.replace("CONTENT", "m.content")
 FORGETFUL = TEMPLATE.replace("CONTENT", "(m.content if loop.last else m.content.split('</think>')[-1])")
 """Drops earlier thinking, as templates of reasoning models do."""
@@ -88,19 +73,10 @@ def write_chat_model(folder: Path, *, hidden_size: int = 32) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(11)
-    config = Qwen2Config(
-        vocab_size=len(VOCAB),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16_384,
-        initializer_range=0.05,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=EOS,
-    )
+    sizes = {"vocab_size": len(VOCAB), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    how = {"initializer_range": 0.05, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": EOS}
+    config = Qwen2Config(max_position_embeddings=16_384, **sizes, **how)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
@@ -183,19 +159,11 @@ class Talking(Scripted):
         return result
 
 
-def make_context(
-    engine: Any, tokenizer: Any, gateway: Gateway, *, greedy: bool = False, **sampling: Any
-) -> Context:
-    return Context(
-        engine,
-        Renderer(tokenizer),
-        EpisodeBuilder("job", "t", "t#0", 0),
-        episode_id="t#0.0",
-        sampling=Sampling(**{"max_new_tokens": 128, **sampling}),
-        seed=5,
-        gateway=gateway,
-        greedy=greedy,
-    )
+def make_context(engine: Any, tokenizer: Any, gateway: Any, *, tokens: int = 128, **how: Any) -> Context:
+    sample, attempt = how.setdefault("sample", 0), how.setdefault("attempt", 0)
+    builder = how.pop("builder", None) or EpisodeBuilder("job", "t", "t#0", sample, attempt)
+    how |= {"sampling": Sampling(max_new_tokens=tokens), "seed": 5, "gateway": gateway}
+    return Context(engine, Renderer(tokenizer), builder, episode_id=f"t#{attempt}.{sample}", **how)
 
 
 def http_of(session: Any) -> httpx.AsyncClient:
@@ -244,23 +212,16 @@ class Started:
 @contextmanager
 def made_gateway(tokenizer: Any, **how: Any) -> Iterator[Gateway]:
     """A gateway that starts in this loop; `how` is of its section and its own."""
-    own = {
-        name: how.pop(name)
-        for name in ("trains", "header_s", "max_model_len", "start", "model")
-        if name in how
-    }
-    address = how.pop("address", "127.0.0.1")
-    started = Started(tokenizer)
+    names = ("trains", "header_s", "max_model_len", "start", "model")
+    own = {name: how.pop(name) for name in names if name in how}
+    address, started = how.pop("address", "127.0.0.1"), Started(tokenizer)
     with TemporaryDirectory(prefix="areal-") as folder:
         place = Path(folder)
         host = make_host("local", run_dir=place, socket_dir=place, shm_dir=place, address=address)
         keys = RunSecret.generate().of("rollout")
         model = own.pop("model", Path()), own.pop("max_model_len", 4096)
-        own = {
-            "models": dict.fromkeys(how.pop("policies", ("policy",)), model),
-            "start": started.start,
-            **own,
-        }
+        models = dict.fromkeys(how.pop("policies", ("policy",)), model)
+        own = {"models": models, "start": started.start, **own}
         gateway = Gateway(GatewaySection(**how), job="job", name="w", host=host, keys=keys, **own)
         gateway.started = started  # type: ignore[attr-defined]
         yield gateway

@@ -88,9 +88,7 @@ async def test_a_command_is_an_agent(tmp_path: Path, tokenizer: Any, monkeypatch
         ("no", "async def"),
     ],
 )
-async def test_an_agent_that_fails_makes_its_episode_fail(
-    name: str, says: str, tmp_path: Path, tokenizer: Any
-) -> None:
+async def test_an_agent_that_fails_makes_its_episode_fail(name, says, tmp_path, tokenizer):
     (tmp_path / "mine.py").write_text(FUNCTION)
     with pytest.raises((AgentError, RuntimeError), match=says):
         await run({"agent": f"{tmp_path}/mine.py:{name}"}, tokenizer)

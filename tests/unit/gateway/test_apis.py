@@ -7,11 +7,13 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import yaml
 
 from rollout_service.engines.base import EngineError, RequestError
 from tests.unit.gateway.fakes import (
@@ -117,59 +119,24 @@ async def test_what_cannot_be_trained_on_is_refused_or_ignored_as_the_job_says(t
     }
 
 
-REFUSED: dict[str, list[dict[str, Any]]] = {
-    "messages": [{"messages": []}, {"messages": "hello"}],
-    "messages[0].role": [{"messages": [{"role": "wizard", "content": ""}]}],
-    "messages[0].content": [{"messages": [{"role": "user", "content": None}]}],
-    "messages[0].content[0].type": [{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}],
-    "model": [{"model": None}],
-    "n": [{"n": 0}, {"n": True}],
-    "temperature": [{"temperature": "hot"}, {"temperature": -1}],
-    "top_p": [{"top_p": 0}],
-    "max_tokens": [{"max_tokens": 0}],
-    "stop": [{"stop": [""]}],
-    "response_format": [{"response_format": {"type": "json_object"}}],
-    "frequency_penalty": [{"frequency_penalty": 0.5}],
-    "top_logprobs": [{"logprobs": True, "top_logprobs": 2}],
-    "parallel_tool_calls": [{"parallel_tool_calls": False}],
-    "tool_choice": [{"tool_choice": "required"}],
-    "tools[0].type": [{"tools": [{"type": "web_search"}]}],
-    "tools[0].function.name": [{"tools": [{"type": "function", "function": {}}]}],
-    "functions": [{"functions": []}],
-    "temprature": [{"temprature": 1}],
-    "chat_template_kwargs": [{"chat_template_kwargs": {"tokenize": True}}],
-    "stream_options.what": [{"stream_options": {"what": 1}}],
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
 
 
 async def test_a_body_is_refused_by_field(tokenizer: Any) -> None:
     engine = Scripted(tokenizer)
     async with calling(engine) as (http, _):
-        for field, changes in REFUSED.items():
-            for change in changes:
-                reply = await http.post(ROUTE, json={**CHAT, **change})
-                error = reply.json()["error"]
-                assert (reply.status_code, error["param"]) == (400, field)
-                assert error["type"] == "invalid_request_error"
-                assert error["message"]
+        for field, change in TABLE["refused"]:
+            reply = await http.post(ROUTE, json={**CHAT, **change})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, field)
+            assert error["type"] == "invalid_request_error"
+            assert error["message"]
     assert not engine.begun
 
 
 async def test_harmless_fields_are_ignored(tokenizer: Any) -> None:
-    harmless = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": False,
-        "frequency_penalty": 0,
-        "response_format": {"type": "text"},
-        "parallel_tool_calls": True,
-        "logit_bias": None,
-        "tool_choice": "auto",
-    }
-
     async with calling(Scripted(tokenizer)) as (http, _):
-        reply = await http.post(ROUTE, json={**CHAT, **harmless})
-    assert reply.status_code == 200
+        assert (await http.post(ROUTE, json={**CHAT, **TABLE["ignored"]})).status_code == 200
 
 
 async def test_failures_of_the_engine_have_their_status(tokenizer: Any) -> None:
@@ -192,9 +159,7 @@ async def test_failures_of_the_engine_have_their_status(tokenizer: Any) -> None:
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event_and_records_nothing(tokenizer: Any) -> None:
-    heard = (
-        asyncio.Event()
-    )  # The client has the first of the answer; before that an error would have its status
+    heard = asyncio.Event()  # the client has the first of the answer, else an error would have its status
 
     class Breaking(Talking):
         async def generate(self, request: Any, tell: Any = None) -> Any:

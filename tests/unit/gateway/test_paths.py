@@ -88,9 +88,7 @@ async def test_a_conversation_is_one_path_of_the_sampled_ids(tokenizer: Any) -> 
     ],
     ids=["cut by its length", "a stop text stays though the agent does not see it", "another end token"],
 )
-async def test_a_turn_is_closed_as_the_template_closes_it(
-    said: str, asked: Any, shown: str, path: str, tokenizer: Any
-) -> None:
+async def test_a_turn_is_closed_as_the_template_closes_it(said, asked, shown, path, tokenizer):
     async with talking(tokenizer, said, "ok{END}") as talk:
         message = await ask(talk, [user("go")], **asked)
         assert message.content == shown
@@ -106,9 +104,7 @@ async def test_a_turn_is_closed_as_the_template_closes_it(
     ("template", "roots"),
     [(None, {"new": 1}), (FORGETFUL, {"new": 1, "template": 1}), (SHORTENING, {"new": 1, "template": 1})],
 )
-async def test_a_template_that_drops_text_makes_a_new_root_and_is_counted(
-    template: str | None, roots: dict[str, int], tokenizer: Any
-) -> None:
+async def test_a_template_that_drops_text_makes_a_new_root_and_is_counted(template, roots, tokenizer):
     tokenizer = tokenizer if template is None else make_tokenizer(template)
     async with talking(tokenizer, "<think>hm</think>yes{END}", "ok{END}") as talk:
         message = await ask(talk, [user("go")])

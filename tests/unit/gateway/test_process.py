@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ from tests.unit.gateway.fakes import (
 from tests.waiting import until
 
 
-async def test_a_killed_gateway_loses_its_open_calls_only_and_comes_back(
-    tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_killed_gateway_loses_its_open_calls_only_and_comes_back(tokenizer, tmp_path, capfd):
     tokenizer.save_pretrained(tmp_path)
     processes, held = list[Any](), asyncio.Event()
     engine = Talking(tokenizer, ["one{END}", "lost{END}", "two{END}", "new{END}"])

@@ -43,14 +43,12 @@ BROKEN = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("engine", [Scripted, Talking])
 @pytest.mark.parametrize("what", ["half a surrogate pair in an argument", "lists 3,000 deep"])
-async def test_a_tool_call_that_no_reply_could_carry_is_text(
-    what: str, engine: Any, stream: bool, tokenizer: Any
-) -> None:
+async def test_a_tool_call_that_no_reply_could_carry_is_text(what, engine, stream, tokenizer):
     said = f"<tool_call>{BROKEN[what]}</tool_call>"
 
     talks = engine(tokenizer, [said + "{END}"])
     async with serving(talks, tokenizer) as (gateway, _, _session):
-        ctx = make_context(talks, tokenizer, gateway, max_new_tokens=10_000)
+        ctx = make_context(talks, tokenizer, gateway, tokens=10_000)
         async with ctx.gateway() as session, openai_of(session) as client:
             asked = {**CHAT, "tools": [TOOL]}
             if stream:
@@ -96,9 +94,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("what", NESTED)
-async def test_a_request_that_cannot_be_carried_is_a_sentence(
-    what: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_request_that_cannot_be_carried_is_a_sentence(what, tokenizer, caplog):
     async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session), http_of(session) as http:
         reply = await http.post(ROUTE, content=NESTED[what])
         # Arguments are text to the API: what is no JSON in them is shown to the model as it is.
@@ -163,7 +159,7 @@ async def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, to
 
     engine = Scripted(tokenizer, ["x" * 9000 + "{END}"] * 8)
     async with serving(engine, tokenizer) as (gateway, _, _session):
-        ctx = make_context(engine, tokenizer, gateway, max_new_tokens=10_000)
+        ctx = make_context(engine, tokenizer, gateway, tokens=10_000)
         async with ctx.gateway() as session:
             body = CHAT | {"logprobs": True, "n": 8}
             client = await asyncio.to_thread(raw_client, session, body, receive_bytes=4096)
@@ -179,9 +175,7 @@ async def test_an_answer_is_recorded_when_its_last_byte_has_left(reads: bool, to
             assert session.calls == int(reads)
 
 
-async def test_an_agents_calls_are_greedy_and_not_trained_in_an_episode_that_is_a_baseline(
-    tokenizer: Any,
-) -> None:
+async def test_an_agents_calls_are_greedy_and_not_trained_in_an_episode_that_is_a_baseline(tokenizer):
     talks = Scripted(tokenizer, ["yes{END}"])
     async with serving(talks, tokenizer) as (gateway, _, _session):
         ctx = make_context(talks, tokenizer, gateway, greedy=True)

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.gateway import Gateway
-from rollout_service.workflows import Context, Renderer
-from tests.unit.gateway.fakes import CHAT, ROUTE, Scripted, http_of, made_gateway
-
-GROUP_SEED = 5
+from tests.unit.gateway.fakes import CHAT, ROUTE, Scripted, http_of, made_gateway, make_context
 
 
 async def seeds_of(
@@ -19,17 +15,7 @@ async def seeds_of(
 ) -> list[int]:
     """The seeds that the engine was given by the calls of one episode, in their order."""
     engine = Scripted(tokenizer)
-    episode = Context(
-        engine,  # type: ignore[arg-type]
-        Renderer(tokenizer),
-        EpisodeBuilder("job", "t", "t#0", sample, attempt),
-        episode_id=f"t#{attempt}.{sample}",
-        sampling=Sampling(max_new_tokens=8),
-        seed=GROUP_SEED,
-        sample=sample,
-        attempt=attempt,
-        gateway=gateway,
-    )
+    episode = make_context(engine, tokenizer, gateway, sample=sample, attempt=attempt, tokens=8)
     async with episode.gateway() as session, http_of(session) as http:
         for _ in range(calls):
             assert (await http.post(ROUTE, json=CHAT | asked)).status_code == 200
@@ -37,9 +23,7 @@ async def seeds_of(
 
 
 @pytest.mark.parametrize("asked", [{}, {"seed": 7}], ids=["job", "agent"])
-async def test_the_samples_of_a_group_and_its_attempts_have_seeds_of_their_own(
-    asked: dict[str, Any], tokenizer: Any
-) -> None:
+async def test_the_samples_of_a_group_and_its_attempts_have_seeds_of_their_own(asked, tokenizer):
     with made_gateway(tokenizer) as gateway:
         places = [(sample, attempt) for sample in range(3) for attempt in range(2)]
         found = [await seeds_of(gateway, tokenizer, *place, **asked) for place in places]

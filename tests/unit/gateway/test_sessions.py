@@ -42,30 +42,6 @@ class Gated(Talking):
         await self.open.wait()
 
 
-async def test_a_key_works_while_its_episode_lasts(tokenizer: Any) -> None:
-    engine = Scripted(tokenizer)
-    async with serving(engine, tokenizer) as (gateway, _, first):
-        other = make_context(engine, tokenizer, gateway)
-        async with other.gateway() as second, http_of(second) as http:
-            assert first.api_key != second.api_key
-            assert len(second.api_key) > 32
-            assert second.origin.startswith("http://127.0.0.1:")
-            assert (await http.post(ROUTE, json=CHAT)).status_code == 200
-        assert (first.calls, second.calls) == (0, 1)
-        async with httpx.AsyncClient(base_url=first.origin, trust_env=False) as http:
-            for key, reason in (
-                (second.api_key, "has ended"),
-                ("guess", "no session has this API key"),
-                ("", "an API key is needed"),
-            ):
-                headers = {"authorization": f"Bearer {key}".strip()}
-                reply = await http.post(ROUTE, json=CHAT, headers=headers)
-                assert reply.status_code == 401
-                assert reply.json()["error"]["type"] == "authentication_error"
-                assert reason in reply.json()["error"]["message"]
-                assert (await http.get("/v1/models", headers=headers)).status_code == 401
-
-
 def address_for_others() -> str:
     """An address of this machine that is not loopback."""
     for addresses in psutil.net_if_addrs().values():
@@ -75,30 +51,36 @@ def address_for_others() -> str:
     pytest.skip("this machine has no address but loopback")
 
 
-@pytest.mark.parametrize("named", [True, False])
-async def test_at_an_address_that_others_reach_only_an_episodes_own_key_opens_it(
-    named: bool, tokenizer: Any
-) -> None:
-    """By `rollout.gateway.host: IP`, or `host` where the run's hosts know this one by that address."""
-    address, engine = address_for_others(), Scripted(tokenizer)
-    how = {"host": address} if named else {"host": "host", "address": address}
+@pytest.mark.parametrize("place", ["loopback", "named", "the host's"])
+async def test_only_an_episodes_own_key_opens_it_and_only_while_it_lasts(place: str, tokenizer: Any) -> None:
+    """By `rollout.gateway.host: IP`, or `host` if the hosts of the run know this one by that address."""
+    address, engine = "127.0.0.1" if place == "loopback" else address_for_others(), Scripted(tokenizer)
+    how = {"loopback": {}, "named": {"host": address}}.get(place, {"host": "host", "address": address})
     async with serving(engine, tokenizer, **how) as (gateway, _, first):
         assert first.origin.startswith(f"http://{address}:")
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", int(first.origin.rpartition(":")[2])), timeout=5)
-        async with httpx.AsyncClient(base_url=first.origin, trust_env=False) as http:
-            for headers in ({}, {"authorization": "Bearer guess"}, {"x-api-key": "guess"}):
-                for reply in (
-                    await http.post(ROUTE, json=CHAT, headers=headers),
-                    await http.get("/v1/models"),
-                ):
-                    assert reply.status_code == 401
+        if place != "loopback":
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(("127.0.0.1", int(first.origin.rpartition(":")[2])), timeout=5)
         other = make_context(engine, tokenizer, gateway)
         async with other.gateway() as second, http_of(second) as http:
+            assert len(second.api_key) > 32
             assert (await http.post(ROUTE, json=CHAT)).status_code == 200
         assert (first.calls, second.calls) == (0, 1), "a key opens its own episode alone"
-        async with http_of(second) as http:
-            assert (await http.post(ROUTE, json=CHAT)).status_code == 401, "its episode has ended"
+        async with httpx.AsyncClient(base_url=first.origin, trust_env=False) as http:
+            for key, reason in (
+                (second.api_key, "has ended"), ("guess", "no session has this"), ("", "API key is needed"),
+            ):  # fmt: skip
+                headers = {"authorization": f"Bearer {key}".strip(), "x-api-key": "guess"}
+                for reply in (
+                    await http.post(ROUTE, json=CHAT, headers=headers),
+                    await http.get("/v1/models", headers=headers),
+                ):
+                    assert reply.status_code == 401
+                    assert reply.json()["error"]["type"] == "authentication_error"
+                    assert reason in reply.json()["error"]["message"]
+            unknown = await http.get(f"/session/{first.api_key}/nothing")
+            assert unknown.status_code == 404
+            assert first.api_key not in unknown.text, "whoever put the key there"
         assert len(engine.log) == 1, "who was refused has reached no engine"
         async with http_of(first) as http:
             assert (await http.post(ROUTE, json=CHAT)).status_code == 200
@@ -117,14 +99,6 @@ async def test_nothing_of_an_episode_is_kept_once_it_has_ended(tokenizer: Any) -
         async with asyncio.timeout(LIMIT_S):
             await until(lambda: gc.collect() is not None and all(one() is None for one in kept))
         await gateway.close()
-
-
-async def test_a_path_that_is_not_served_is_not_repeated(tokenizer: Any) -> None:
-    async with serving(Scripted(tokenizer), tokenizer) as (_, _ctx, session):
-        async with httpx.AsyncClient(base_url=session.origin, trust_env=False) as http:
-            unknown = await http.get(f"/session/{session.api_key}/nothing")
-    assert unknown.status_code == 404
-    assert session.api_key not in unknown.text, "whoever put the key there"
 
 
 async def test_nothing_listens_before_an_episode_asks_and_after_the_end(tokenizer: Any) -> None:

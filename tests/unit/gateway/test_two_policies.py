@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from areal_async.trajectory import EpisodeBuilder, Sampling, seen_by
-from rollout_service.workflows import Context, PolicyEngine, Renderer
-from tests.unit.gateway.fakes import DEADLINE_S, Scripted, made_gateway, openai_of
+from rollout_service.workflows import PolicyEngine, Renderer
+from tests.unit.gateway.fakes import DEADLINE_S, Scripted, made_gateway, make_context, openai_of
 
 
 async def test_the_model_names_the_policy_and_each_has_conversations_of_its_own(tokenizer: Any) -> None:
@@ -18,21 +18,11 @@ async def test_the_model_names_the_policy_and_each_has_conversations_of_its_own(
         "coder": Scripted(tokenizer, ["I write.{END}", "Again.{END}"]),
         "tester": Scripted(tokenizer, ["I test.{END}"]),
     }
-    builder = EpisodeBuilder(
-        "job", "t", "t#0", 0, policies=("coder", "tester"), agents=(("coder", 0), ("tester", 1))
-    )
-    render = Renderer(tokenizer)
+    policies, agents = ("coder", "tester"), (("coder", 0), ("tester", 1))
+    builder = EpisodeBuilder("job", "t", "t#0", 0, policies=policies, agents=agents)
     with made_gateway(tokenizer, policies=("coder", "tester")) as gateway:
-        ctx = Context(
-            engines["coder"],
-            render,
-            builder,
-            episode_id="t#0.0",
-            sampling=Sampling(max_new_tokens=64),
-            seed=5,
-            gateway=gateway,
-            others={"tester": PolicyEngine(engines["tester"], render, Sampling(max_new_tokens=32))},
-        )
+        others = {"tester": PolicyEngine(engines["tester"], Renderer(tokenizer), Sampling(max_new_tokens=32))}
+        ctx = make_context(engines["coder"], tokenizer, gateway, tokens=64, builder=builder, others=others)
         try:
             async with asyncio.timeout(DEADLINE_S), ctx.gateway() as session, openai_of(session) as client:
                 models = (await client.models.list()).data

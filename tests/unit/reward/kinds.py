@@ -55,13 +55,10 @@ async def later(inputs: list[RewardInput]):
 
 PARTS = {
     "good": Parts(segments={1: 0.5}, agents={"main": 1.0}, units=[0.0, 0.0, 0.0, 0.5, 0.5]),
-    "short": Parts(units=[1.0]),
-    "no segment": Parts(segments={7: 1.0}),
-    "no agent": Parts(agents={"other": 1.0}),
-    "nan": Parts(segments={0: float("nan")}),
-    "type": Parts(units=5),
-    "none": None,
-}
+    "short": Parts(units=[1.0]), "no segment": Parts(segments={7: 1.0}),
+    "no agent": Parts(agents={"other": 1.0}), "nan": Parts(segments={0: float("nan")}),
+    "type": Parts(units=5), "none": None,
+}  # fmt: skip
 
 
 @reward

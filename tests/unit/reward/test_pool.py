@@ -19,37 +19,22 @@ from tests.scoring import processes_below, scored, texts, verdicts_of
 from tests.waiting import LIMIT_S, until, wait_for
 
 GOOD = {
-    "true": Score(1.0),
-    "integer": Score(3.0),
-    "score": Score(0.5, {"format": 1.0, "answer": 0.0}),
-    "abstain": Abstain("too short"),
-    "print": Score(0.25),
-    "print much": Score(0.25),
-}
+    "true": Score(1.0), "integer": Score(3.0), "score": Score(0.5, {"format": 1.0, "answer": 0.0}),
+    "abstain": Abstain("too short"), "print": Score(0.25), "print much": Score(0.25),
+}  # fmt: skip
 RAISES = {
-    "raise": "ValueError: on purpose",
-    "raise unprintable": "no text",
-    "raise huge": "ValueError: xxx",
-    "raise surrogate": "ValueError: ?",
-    "sys.exit": "SystemExit: 3",
-    "interrupt": "KeyboardInterrupt",
-    "memory error": "MemoryError",
-    "assert": "AssertionError",
-    "deep recursion": "RecursionError",
-}
+    "raise": "ValueError: on purpose", "raise unprintable": "no text", "raise huge": "ValueError: xxx",
+    "raise surrogate": "ValueError: ?", "sys.exit": "SystemExit: 3", "interrupt": "KeyboardInterrupt",
+    "memory error": "MemoryError", "assert": "AssertionError", "deep recursion": "RecursionError",
+}  # fmt: skip
 WRONG = dict.fromkeys(["nan", "infinity", "too large", "nan component"], "not_finite") | dict.fromkeys(
     ["none", "text", "list", "strange", "complex", "text component", "text value", "many components"],
     "return_type",
 )
 DIES = {
-    "os._exit": "exit status 3",
-    "exit 0": "exit status 0",
-    "abort": "SIGABRT",
-    "segfault": "SIGSEGV",
-    "crash the stack": "",
-    "kill itself": "SIGKILL",
-    "close everything": "",
-}
+    "os._exit": "exit status 3", "exit 0": "exit status 0", "abort": "SIGABRT", "segfault": "SIGSEGV",
+    "crash the stack": "", "kill itself": "SIGKILL", "close everything": "",
+}  # fmt: skip
 HANGS = ["spin", "sleep", "deaf", "stop itself", "print for ever"]
 
 

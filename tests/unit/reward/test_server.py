@@ -20,12 +20,15 @@ from tests.unit.reward.fake_buffer import FakeBuffer, serve
 
 
 def test_every_claimed_episode_gets_one_verdict_whatever_the_reward_does(section):
+    """Rewards see the text, the task and the trajectory."""
     names = (["true"] * 7 + ["raise", "nan"]) * 20
     names[30], names[60] = "spin", "segfault"
 
     async def drive(buffer):
         buffer.ids = [buffer.store(name) for name in names]
-        await buffer.has(*buffer.ids)
+        seen = [buffer.store("value", value=0.75), buffer.store("version")]
+        await buffer.has(*buffer.ids, *seen)
+        assert [buffer.taken[each].verdict for each in seen] == [Score(0.75), Score(3.0)]
 
     buffer = serve(section(), drive, timeout_s=1.0)
     kinds = Counter(type(buffer.taken[i].verdict).__name__ for i in buffer.ids)
@@ -72,15 +75,6 @@ async def test_a_reward_of_groups_keeps_all_workers_busy():
     assert [len(call) for call in router.calls] == [8] * 16
 
 
-def test_rewards_see_the_texts_the_task_and_the_trajectory(section):
-    async def drive(buffer):
-        buffer.ids = [buffer.store("value", value=0.75), buffer.store("version")]
-        await buffer.has(*buffer.ids)
-
-    buffer = serve(section(), drive)
-    assert [buffer.taken[i].verdict for i in buffer.ids] == [Score(0.75), Score(3.0)]
-
-
 def test_a_slow_call_delays_neither_the_claims_nor_the_verdicts_of_others(section):
     async def drive(buffer):
         slow = buffer.store("nap", group="slow", seconds=20.0)
@@ -108,21 +102,6 @@ def test_an_outage_of_the_buffer_loses_and_repeats_no_verdict(section):
     serve(section(), drive)
 
 
-def test_what_the_buffer_refuses_is_counted_and_let_go(section):
-    def refused():
-        return REGISTRY.get_sample_value("areal_reward_verdicts_refused_total")
-
-    before = refused()
-
-    async def drive(buffer):
-        one, two = buffer.store("true"), buffer.store("true")
-        buffer.refuse = {one}
-        await buffer.has(one, two)
-
-    serve(section(), drive)
-    assert refused() == before + 1
-
-
 def test_a_fault_that_no_retry_cures_ends_the_service(section):
     async def drive(buffer):
         buffer.fault = FaultError("fenced", "a newer buffer has taken over")
@@ -133,47 +112,43 @@ def test_a_fault_that_no_retry_cures_ends_the_service(section):
         serve(section(), drive)
 
 
-def test_stopping_finishes_what_is_short(section):
+@pytest.mark.parametrize(
+    ("response", "extra", "timeout_s"), [("nap", {"seconds": 0.1}, 20.0), ("spin", {}, 600.0)]
+)
+def test_stopping_finishes_what_is_short_and_abandons_what_hangs(section, response, extra, timeout_s):
     async def drive(buffer):
-        buffer.ids = [buffer.store("nap", seconds=0.1) for _ in range(4)]
-        await buffer.has(buffer.ids[0])
-
-    buffer = serve(section(), drive)
-    assert set(buffer.taken) == set(buffer.claims)
-    assert buffer.stop_s < 60.0
-
-
-def test_stopping_abandons_what_hangs_in_bounded_time(section):
-    async def drive(buffer):
-        buffer.ids = [buffer.store("spin"), buffer.store("true")]
+        for name in (response, "true"):
+            buffer.store(name, **extra)
         await buffer.until(lambda: len(buffer.claims) == 2)
 
-    buffer = serve(section(), drive, timeout_s=600.0)
+    buffer = serve(section(), drive, timeout_s=timeout_s)
+    assert response == "spin" or set(buffer.taken) == set(buffer.claims)
     assert buffer.stop_s < 60.0
 
 
 def test_the_series_of_the_contract_are_served(section):
-    def sample(name, **labels):
-        return REGISTRY.get_sample_value(name, labels) or 0.0
-
     name = {"reward": "misbehaving.py:behave"}
-    before = {kind: sample("areal_reward_verdicts_total", kind=kind, **name) for kind in ("score", "error")}
-    calls = sample("areal_reward_call_seconds_count", **name)
-    scores = sample("areal_reward_score_count", **name)
+    counted = {
+        ("areal_reward_verdicts_total", "score"): 2, ("areal_reward_verdicts_total", "error"): 1,
+        ("areal_reward_call_seconds_count", ""): 3, ("areal_reward_score_count", ""): 2,
+        ("areal_reward_verdicts_refused_total", None): 1,
+    }  # fmt: skip
+
+    def sample(series, kind=None):
+        labels = {} if kind is None else name | ({"kind": kind} if kind else {})
+        return REGISTRY.get_sample_value(series, labels) or 0.0
 
     async def drive(buffer):
         ids = [buffer.store(name) for name in ("true", "raise", "true")]
+        buffer.refuse = {ids[0]}  # what the buffer refuses is counted and let go
         await buffer.has(*ids)
         assert sample("areal_reward_workers_alive") == 1
 
+    before = {each: sample(*each) for each in counted}
     serve(section(), drive)
-    assert sample("areal_reward_verdicts_total", kind="score", **name) == before["score"] + 2
-    assert sample("areal_reward_verdicts_total", kind="error", **name) == before["error"] + 1
-    assert sample("areal_reward_call_seconds_count", **name) == calls + 3
-    assert sample("areal_reward_score_count", **name) == scores + 2
-    assert sample("areal_reward_queue_age_seconds", **name) == 0
-    assert sample("areal_reward_pending_episodes") == 0
-    assert sample("areal_reward_workers_alive") == 0
+    assert {each: sample(*each) - before[each] for each in counted} == counted
+    assert REGISTRY.get_sample_value("areal_reward_queue_age_seconds", name) == 0
+    assert sample("areal_reward_pending_episodes") == sample("areal_reward_workers_alive") == 0
 
 
 def test_kinds_of_error_are_told_apart_up_to_a_bound():

@@ -126,39 +126,31 @@ def save_tokenizer(directory: Path, vocab: Sequence[str] = VOCAB) -> None:
     )
 
 
-def save_model(directory: Path, config: object) -> Tiny:
+def save_model(directory: Path, config: object, *, eos: bool = True) -> Tiny:
+    """Without `eos` every answer is as long as was asked for."""
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     save_tokenizer(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(path.read_text() if eos else path.read_text().replace('"eos_token": "<eos>",', ""))
     return Tiny(directory)
 
 
-def qwen2(**changes: object) -> Qwen2Config:
-    values: dict[str, object] = {
-        "vocab_size": len(VOCAB),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.25,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-    return Qwen2Config(**{**values, **changes})
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "vocab_size": len(VOCAB)}
+OTHERS = {"initializer_range": 0.25, "tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1}
+
+
+def tiny_config(kind: Any = Qwen2Config, **changes: object) -> Any:
+    return kind(**SIZES | OTHERS | changes)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return save_model(tmp_path_factory.mktemp("tiny"), qwen2())
+    return save_model(tmp_path_factory.mktemp("tiny"), tiny_config())
 
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The same model without an eos: every answer is as long as was asked for."""
-    made = save_model(tmp_path_factory.mktemp("endless"), qwen2(eos_token_id=None))
-    path = made.directory / "tokenizer_config.json"
-    path.write_text(path.read_text().replace('"eos_token": "<eos>",', ""))
-    return made
+    """The same model without an eos."""
+    return save_model(tmp_path_factory.mktemp("endless"), tiny_config(eos_token_id=None), eos=False)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rollout_service.engines.local.engine import LocalEngine
-from rollout_service.replicas import ReplicaSet
 from tests.unit.gateway.agents import (
     ANSWER,
     TURNS,
@@ -21,9 +20,8 @@ from tests.unit.gateway.agents import (
     spans_an_update,
     with_openai,
 )
-from tests.unit.gateway.fakes import CHAT, make_tokenizer, openai_of, serving, write_chat_model
+from tests.unit.gateway.fakes import make_tokenizer, serving, write_chat_model
 from tests.unit.rollout.conftest import Tiny
-from tests.unit.rollout.test_local_engine import Steps
 from tests.waiting import until
 
 
@@ -74,34 +72,3 @@ async def test_the_rows_of_a_tool_agent_are_the_engines_ids(stream: bool, chat_m
     assert spans_an_update(episode)
     assert episode.max_version > episode.min_version
     assert called_a_tool(episode)
-
-
-async def test_in_a_worker_the_first_words_come_before_the_answer_is_complete(
-    chat_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through everything that stands between an agent and the engine of a job."""
-    steps, model, said = Steps(monkeypatch), Tiny(chat_model, noise=0.02), [""] * 4
-    replicas = ReplicaSet(lambda _: LocalEngine(chat_model, slots=8, max_model_len=4096))
-    await replicas.start(model.weights(0))
-    try:
-        async with serving(replicas, make_tokenizer()) as (_, ctx, _):
-            # Any unit may end an answer, but few do: of many the most go on.
-            ctx.sampling = ctx.sampling.__class__(max_new_tokens=40)
-            async with ctx.gateway() as session, openai_of(session) as client:
-                steps.allow(3)
-                chunks = await client.chat.completions.create(**CHAT, n=4, stream=True)
-                async for chunk in chunks:
-                    said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-                    if any(said):
-                        break
-                assert replicas.stats().running > 0, "the answers are far from complete"
-                await replicas.exchange(model.weights(1))
-                steps.allow(100)
-                async for chunk in chunks:
-                    said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-            episode = ctx.builder.build()
-    finally:
-        await replicas.stop()
-    assert len(episode.header.calls) == 4
-    assert (episode.min_version, episode.max_version) == (0, 1)
-    assert all(said)

@@ -151,9 +151,7 @@ def test_multi_turn_plays_an_environment_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(("rule", "total"), [("sum", 6.0), ("final", 3.0)])
-def test_the_reward_of_an_episode_is_the_sum_of_its_turns_or_the_last(
-    rule: str, total: float, tmp_path: Path
-) -> None:
+def test_the_reward_of_an_episode_is_the_sum_of_its_turns_or_the_last(rule, total, tmp_path):
     (tmp_path / "count.py").write_text(
         "class Count:\n"
         "    def __init__(self, limit): self.limit, self.at = limit, 0\n"

@@ -140,41 +140,25 @@ def test_it_settles_around_what_the_engine_can_run() -> None:
 # --- progress ------------------------------------------------------------------------------------------
 
 
-class Watched:
-    """A detector on a clock of the test's own."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.now_s = 0.0
-        self.detector = StallDetector(limit_s, lambda: self.now_s)
-
-    def look(self, now_s: float, **change: int) -> float | None:
-        self.now_s = now_s
+def looks(*readings: tuple[float, dict[str, int]], limit_s: float = 10.0) -> list[bool]:
+    """Whether a detector takes the engine for stuck, at each reading: its time, and what has changed."""
+    now_s, found = 0.0, []
+    detector = StallDetector(limit_s, lambda: now_s)
+    for now_s, change in readings:  # noqa: B007
         reading = {"tokens": 5, "requests": 1, "running": 2} | change
-        return self.detector.look(paused=bool(reading.pop("paused", 0)), **reading)
-
-
-def test_an_engine_is_stuck_after_so_long_without_a_token() -> None:
-    watched = Watched(10.0)
-    assert watched.look(100.0) is None
-    for tenths in range(1, 100):
-        assert watched.look(100.0 + tenths / 10) is None
-    assert watched.look(110.1) is not None
+        found.append(detector.look(paused=bool(reading.pop("paused", 0)), **reading) is not None)
+    return found
 
 
 @pytest.mark.parametrize("change", [{"tokens": 6}, {"requests": 2}, {"running": 0}, {"paused": 1}])
-def test_a_token_an_end_a_pause_and_idleness_are_no_standstill(change: dict[str, int]) -> None:
-    watched = Watched(4.0)
-    for second in range(4):
-        assert watched.look(float(second)) is None
-    assert watched.look(4.0, **change) is None
-    assert watched.look(5.0) is None
+def test_an_engine_is_stuck_after_so_long_without_a_token_an_end_a_pause_or_idleness(change: Any) -> None:
+    still = [(100.0 + tenths / 10, {}) for tenths in range(100)]
+    assert looks(*still, (110.1, {})) == [False] * 100 + [True]
+    assert looks(*((second, {}) for second in range(4)), (4.0, change), (5.0, {}), limit_s=4.0) == [False] * 6
 
 
 def test_a_process_that_was_stopped_does_not_take_its_engine_for_dead() -> None:
-    watched = Watched(10.0)
-    watched.look(0.0)
-    assert watched.look(1000.0) is None
-    assert watched.look(2000.0) is not None, "it has been looked at twice, and stands still"
+    assert looks((0.0, {}), (1000.0, {}), (2000.0, {})) == [False, False, True], "it has been looked at twice"
 
 
 # --- where a request goes ------------------------------------------------------------------------------
@@ -205,9 +189,7 @@ def loads(*given: int, capacity: int = 8, kv: tuple[float, ...] = ()) -> list[Re
         ([], None, None),
     ],
 )
-def test_the_least_loaded_is_chosen_unless_the_prefix_is_elsewhere(
-    replicas: list[ReplicaLoad], home: int | None, chosen: int | None
-) -> None:
+def test_the_least_loaded_is_chosen_unless_the_prefix_is_elsewhere(replicas, home, chosen):
     assert choose(replicas, home) == chosen
 
 
@@ -226,9 +208,7 @@ def test_the_least_loaded_is_chosen_unless_the_prefix_is_elsewhere(
     ),
     st.none() | st.integers(0, 9),
 )
-def test_the_choice_has_room_and_is_never_far_above_the_least(
-    replicas: list[ReplicaLoad], home: int | None
-) -> None:
+def test_the_choice_has_room_and_is_never_far_above_the_least(replicas, home):
     index = choose(replicas, home)
     open_ = [replica for replica in replicas if replica.has_room]
     if index is None:

@@ -114,27 +114,18 @@ def test_what_an_engine_says_of_itself_is_asked_of_the_job(package: None) -> Non
 @pytest.mark.parametrize(
     ("engine", "flag", "value", "refused"),
     [
-        ("sglang", "quantization", "fp8", True),
-        ("sglang", "--quantization_param_path", "scales.json", True),
-        ("sglang", "hicache-storage-backend", "file", True),
-        ("sglang", "weight-cache-mode", "off", False),
-        ("sglang", "kv-cache-dtype", "fp8_e4m3", False),
-        ("sglang", "enable-lmcache", False, False),
-        ("sglang", "offload-group-size", 4, True),
-        ("sglang", "offload-group-size", -1, False),
-        ("sglang", "cpu-offload-gb", 4, False),
-        ("vllm", "calculate-kv-scales", True, True),
+        ("sglang", "quantization", "fp8", True), ("sglang", "--quantization_param_path", "scales.json", True),
+        ("sglang", "hicache-storage-backend", "file", True), ("sglang", "weight-cache-mode", "off", False),
+        ("sglang", "kv-cache-dtype", "fp8_e4m3", False), ("sglang", "enable-lmcache", False, False),
+        ("sglang", "offload-group-size", 4, True), ("sglang", "offload-group-size", -1, False),
+        ("sglang", "cpu-offload-gb", 4, False), ("vllm", "calculate-kv-scales", True, True),
         ("vllm", "enable_eplb", True, True),
         ("vllm", "kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}', True),
-        ("vllm", "kv-offloading-size", 4, False),
-        ("vllm", "cpu-offload-gb", 0, False),
-        ("vllm", "cpu-offload-gb", 4, True),
-        ("vllm", "kv-cache-dtype", "fp8", False),
+        ("vllm", "kv-offloading-size", 4, False), ("vllm", "cpu-offload-gb", 0, False),
+        ("vllm", "cpu-offload-gb", 4, True), ("vllm", "kv-cache-dtype", "fp8", False),
     ],
-)
-def test_flags_of_servers_that_updates_do_not_reach_are_refused(
-    engine: str, flag: str, value: Any, refused: bool
-) -> None:
+)  # fmt: skip
+def test_flags_of_servers_that_updates_do_not_reach_are_refused(engine, flag, value, refused):
     server = {"arguments": {flag: value}}
     found = mistakes(engine=engine, server=server)
     assert [f"rollout.server.arguments.{flag}" in one for one in found] == [True] * refused
@@ -155,9 +146,7 @@ def test_flags_of_servers_that_updates_do_not_reach_are_refused(
         ("vllm", "seed", 3, "bfloat16"),
     ],
 )
-def test_the_log_probs_of_a_quantised_server_are_not_those_of_its_dtype(
-    engine: str, flag: str, value: Any, dtype: str
-) -> None:
+def test_the_log_probs_of_a_quantised_server_are_not_those_of_its_dtype(engine, flag, value, dtype):
     rollout = job(engine=engine, dtype="bfloat16", server={"arguments": {flag: value}}).rollout
     assert engine_part(engine).served_dtype(rollout) == dtype
 
@@ -196,9 +185,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
 
 
-def test_replicas_of_two_workers_and_the_evaluation_have_gpus_of_their_own(
-    tmp_path: Path, four_gpus: None
-) -> None:
+def test_replicas_of_two_workers_and_the_evaluation_have_gpus_of_their_own(tmp_path, four_gpus):
     two = job(device="cuda", workers=2, replicas=2)
     worker = context_for_test(two, tmp_path, "rollout", "rollout-1", index=1)
     assert [own_device(two, worker, replica) for replica in range(2)] == ["cuda:2", "cuda:3"]

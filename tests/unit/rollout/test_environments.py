@@ -98,19 +98,10 @@ def test_countdown_can_be_solved_and_takes_no_number_twice(seed: int, numbers: i
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        ("(3+4)*5", 1.0),
-        ("5*(4+3)=35", 1.0),
-        ("35", 0.0),
-        ("3+4+5", 0.25),
-        ("4*(5+3)", 0.25),
-        ("7*5", 0.0),
-        ("", 0.0),
-        ("3+", 0.0),
-        ("__import__('os')", 0.0),
-        ("3/(4-4)", 0.0),
-        ("9" * 300, 0.0),
+        ("(3+4)*5", 1.0), ("5*(4+3)=35", 1.0), ("35", 0.0), ("3+4+5", 0.25), ("4*(5+3)", 0.25), ("7*5", 0.0),
+        ("", 0.0), ("3+", 0.0), ("__import__('os')", 0.0), ("3/(4-4)", 0.0), ("9" * 300, 0.0),
     ],
-)
+)  # fmt: skip
 def test_countdown_judges(answer: str, reward: float) -> None:
     world = load_environment(COUNTDOWN, {"wrong": 0.25})()
     world.reset(0, task(nums=[3, 4, 5], target=35))
@@ -181,9 +172,7 @@ def test_a_missing_library_names_the_extra(name: str, library: str, monkeypatch:
         (COUNTDOWN, None, {"numbers": 12}, "numbers"),
     ],
 )
-def test_an_environment_that_cannot_be_loaded_says_why(
-    name: str, source: str | None, options: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_an_environment_that_cannot_be_loaded_says_why(name, source, options, says, tmp_path):
     if source is not None:
         (tmp_path / "w.py").write_text(source)
     with pytest.raises(EnvironmentFailure, match=says):

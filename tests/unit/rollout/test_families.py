@@ -62,9 +62,7 @@ def requests(temperature: float, new_tokens: int = 24) -> list[GenerateRequest]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_sampled_logprobs_and_greedy_ids_are_those_of_the_models_own_forward(
-    family: str, dtype: str, tmp_path: Path
-) -> None:
+def test_sampled_logprobs_and_greedy_ids_are_those_of_the_models_own_forward(family, dtype, tmp_path):
     core, model = core_of(save_model(tmp_path, FAMILIES[family]()).directory, dtype)
     core.model.check()
     longest = compared = 0
@@ -106,9 +104,7 @@ def test_every_one_of_several_eos_ids_ends_an_answer(tmp_path: Path) -> None:
         assert not set(result.token_ids[:-1].tolist()) & {1, 5, 9}
 
 
-def test_a_family_with_attention_of_another_kind_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_with_attention_of_another_kind_is_refused(tmp_path, monkeypatch):
     """What the engine cannot do exactly it says at the start, instead of sampling from something else."""
     config: PretrainedConfig = LlamaConfig(**FAMILIES["llama"]().to_dict())
     model = LocalModel(save_model(tmp_path, config).directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,28 +34,32 @@ def submit(core: EngineCore, *requests: GenerateRequest) -> None:
         core.submit(core.checked(one))
 
 
-def run(core: EngineCore, *requests: GenerateRequest, steps: int = 10_000) -> dict[str, GenerateResult]:
-    """Submit, and step until nothing is left. Every request must come out once, and well."""
+def run(core: EngineCore, *requests: GenerateRequest, at: Any = None) -> dict[str, GenerateResult]:
+    """Submit, and step until nothing is left; `at` is called with the number of steps after each, and may
+    return what it finished. Every request must come out once, and well."""
     submit(core, *requests)
     done: dict[str, GenerateResult] = {}
     with torch.inference_mode():
-        for _ in range(steps):
+        for step in itertools.count(1):
             if core.idle:
                 break
-            for item in core.step():
+            for item in [*core.step(), *((at and at(step)) or ())]:
                 assert item.request_id not in done
                 assert isinstance(item.outcome, GenerateResult), item.outcome
                 done[item.request_id] = item.outcome
+    assert len(done) == len(requests)
     return done
 
 
+def swap(core: EngineCore, snapshot: Any) -> None:
+    core.swap(snapshot)
+    core.rebuild()
+
+
 MIXED = [
-    {"temperature": 1.0},
-    {"temperature": 0.6, "top_p": 0.8},
-    {"temperature": 0.0},
-    {"temperature": 1.3, "top_k": 5},
-    {"temperature": 1.0, "top_p": 0.9, "top_k": 9},
-]
+    {"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 5}, {"temperature": 1.0, "top_p": 0.9, "top_k": 9},
+]  # fmt: skip
 
 
 def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any) -> None:
@@ -63,7 +68,6 @@ def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any) -> None
         for i, prompt in enumerate(prompts(40))
     ]
     done = run(tiny.core(slots=8), *asked)
-    assert len(done) == 40
     for one in asked:
         got = done[one.request_id]
         tiny.assert_true(one, got)
@@ -72,18 +76,6 @@ def test_logprobs_equal_a_full_forward_pass_in_a_ragged_batch(tiny: Any) -> None
         if got.finish_reason == "length":
             assert len(got.token_ids) == one.sampling.max_new_tokens
     assert {r.finish_reason for r in done.values()} == {"stop", "length"}
-
-
-def test_what_a_seed_samples_does_not_depend_on_its_neighbours(tiny: Any) -> None:
-    asked = [request(i, p, max_new_tokens=25, seed=100 + i) for i, p in enumerate(prompts(30))]
-    alone = {r.request_id: run(tiny.core(slots=1), r)[r.request_id] for r in asked[:6]}
-    some = run(tiny.core(slots=3), *asked[:6])
-    crowd = run(tiny.core(slots=16), *reversed(asked))
-    for name, want in alone.items():
-        assert some[name].token_ids.tolist() == want.token_ids.tolist()
-        assert crowd[name].token_ids.tolist() == want.token_ids.tolist()
-    other = run(tiny.core(slots=1), request(0, asked[0].prompt_ids, max_new_tokens=25, seed=999))
-    assert other["0"].token_ids.tolist() != alone["0"].token_ids.tolist()
 
 
 def crowded() -> list[GenerateRequest]:
@@ -95,9 +87,7 @@ def crowded() -> list[GenerateRequest]:
     ]
 
 
-def test_a_prefix_is_computed_once_for_as_long_as_requests_share_it(
-    endless: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_is_computed_once_for_as_long_as_requests_share_it(endless, monkeypatch):
     core, asked, widths = endless.core(slots=24), crowded(), []
     hidden = core.model.hidden
     monkeypatch.setattr(
@@ -119,17 +109,12 @@ def test_a_prefix_is_computed_once_for_as_long_as_requests_share_it(
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
 def test_requests_that_share_a_prefix_are_what_they_are_alone(endless: Any, mode: Any) -> None:
     def after_an_update(core: EngineCore, *asked: GenerateRequest) -> dict[str, Any]:
-        submit(core, *asked)
-        done: dict[str, Any] = {}
-        with torch.inference_mode():
-            for step in range(100):
-                done |= {f.request_id: f.outcome for f in core.step()}
-                if step == 2:
-                    core.swap(endless.weights(1))
-                    core.rebuild()
-                if step == 4:
-                    done |= {f.request_id: f.outcome for f in core.abort(["0", "7", "13"])}
-        return done
+        def at(step: int) -> Any:
+            if step == 3:
+                swap(core, endless.weights(1))
+            return core.abort(["0", "7", "13"]) if step == 5 else ()
+
+        return run(core, *asked, at=at)
 
     asked = crowded()
     together = after_an_update(endless.core(slots=24, update_mode=mode), *asked)
@@ -145,38 +130,16 @@ def test_requests_that_share_a_prefix_are_what_they_are_alone(endless: Any, mode
 def test_prompts_beyond_one_pass_are_prefilled_in_several(endless: Any) -> None:
     asked = [request(i, p, max_new_tokens=6, seed=i) for i, p in enumerate(prompts(12, longest=60))]
     core = endless.core(slots=12, prefill_tokens=24)
-    submit(core, *asked)
-    done: dict[str, Any] = {}
-    with torch.inference_mode():
-        for step in range(100):
-            done |= {f.request_id: f.outcome for f in core.step()}
-            if step == 3:
-                core.swap(endless.weights(1))
-                core.rebuild()
-    assert len(done) == 12
+    done = run(core, *asked, at=lambda step: step == 4 and swap(core, endless.weights(1)))
     for one in asked:
         endless.assert_true(one, done[one.request_id])
 
 
-def swapping(
-    made: Any, mode: str, asked: list[GenerateRequest], every: int
-) -> tuple[dict[str, GenerateResult], int]:
+def swapping(made: Any, mode: str, asked: list[GenerateRequest], every: int) -> tuple[Any, int]:
     """Run requests with a new version after every `every` steps. Returns results and the last version."""
     core = made.core(slots=6, update_mode=mode)
-    submit(core, *asked)
-    done: dict[str, Any] = {}
-    version = step = 0
-    with torch.inference_mode():
-        while not core.idle:
-            for item in core.step():
-                assert item.request_id not in done
-                done[item.request_id] = item.outcome
-            step += 1
-            if step % every == 0:
-                version += 1
-                core.swap(made.weights(version))
-                core.rebuild()
-    return done, version
+    done = run(core, *asked, at=lambda n: n % every == 0 and swap(core, made.weights(n // every)))
+    return done, core.tag.version
 
 
 def test_versions_are_true_across_updates_when_kv_is_recomputed(endless: Any) -> None:
@@ -247,22 +210,14 @@ def test_an_answer_ends_at_the_models_length(endless: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "says"),
     [
-        ([], {}, "at least one"),
-        ([3, 10_000], {}, "10000"),
-        ([-1], {}, "-1"),
-        ([3] * 96, {}, "max_model_len is 96"),
-        ([[3]], {}, "list"),
-        (["x"], {}, "list"),
-        ([3], {"temperature": -1.0}, "temperature"),
-        ([3], {"top_p": 0.0}, "top_p"),
-        ([3], {"top_k": -1}, "top_k"),
-        ([3], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([], {}, "at least one"), ([3, 10_000], {}, "10000"), ([-1], {}, "-1"),
+        ([3] * 96, {}, "max_model_len is 96"), ([[3]], {}, "list"), (["x"], {}, "list"),
+        ([3], {"temperature": -1.0}, "temperature"), ([3], {"top_p": 0.0}, "top_p"),
+        ([3], {"top_k": -1}, "top_k"), ([3], {"max_new_tokens": 0}, "max_new_tokens"),
         ([3], {"stop": ("",)}, "stop"),
     ],
-)
-def test_a_request_that_cannot_be_served_is_refused_by_name(
-    tiny: Any, prompt: Any, sampling: dict[str, Any], says: str
-) -> None:
+)  # fmt: skip
+def test_a_request_that_cannot_be_served_is_refused_by_name(tiny, prompt, sampling, says):
     with pytest.raises(RequestError, match=says):
         tiny.core().checked(request("x", prompt, **sampling))
 
@@ -387,9 +342,7 @@ def test_uniforms_depend_on_seed_and_counter_alone_and_look_uniform() -> None:
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
 )
 @settings(max_examples=60)
-def test_logprobs_are_of_the_distribution_drawn_from(
-    seed: int, temperature: float, top_k: int, top_p: float
-) -> None:
+def test_logprobs_are_of_the_distribution_drawn_from(seed, temperature, top_k, top_p):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(4, 12)).astype(np.float32) * 3
     plain = Sampling()

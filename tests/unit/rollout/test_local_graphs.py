@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from areal_async.trajectory import Sampling
-from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult
+from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.graphs import few
 from rollout_service.engines.local.model import LocalModel
 from tests.unit.families import FAMILIES
 from tests.unit.rollout.conftest import Tiny, save_model
+from tests.unit.rollout.test_local_core import run, swap
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,31 +29,12 @@ def core_of(tiny: Tiny, slots: int = 12) -> EngineCore:
 
 def asked(temperature: Sequence[float]) -> list[GenerateRequest]:
     """Samples of a few prompts, of different lengths: rows come, part and go."""
-    return [
-        GenerateRequest(
-            str(i),
-            [5, 6, 7 + i % 5],
-            Sampling(max_new_tokens=10 + 3 * i, seed=i, temperature=temperature[i % len(temperature)]),
-        )
-        for i in range(24)
-    ]
 
+    def one(i: int) -> GenerateRequest:
+        how = Sampling(max_new_tokens=10 + 3 * i, seed=i, temperature=temperature[i % len(temperature)])
+        return GenerateRequest(str(i), [5, 6, 7 + i % 5], how)
 
-def run(core: EngineCore, requests: list[GenerateRequest], swaps: Sequence[Any] = ()) -> dict[str, Any]:
-    """Every request's result; after each tenth step comes the next of `swaps`."""
-    for one in requests:
-        core.submit(core.checked(one))
-    done: dict[str, Any] = {}
-    waiting, steps = list(swaps), 0
-    with torch.inference_mode():
-        while not core.idle:
-            done |= {item.request_id: item.outcome for item in core.step()}
-            steps += 1
-            if steps % 10 == 0 and waiting:
-                core.swap(waiting.pop(0))
-                core.rebuild()
-    assert len(done) == len(requests)
-    return done
+    return [one(i) for i in range(24)]
 
 
 @on_a_gpu
@@ -63,7 +45,7 @@ def test_graphs_change_no_answer(family: str, tmp_path: Path) -> None:
     made = save_model(tmp_path, config)
     core, requests = core_of(made), asked([0.0, 1.0, 0.3])
     for _ in range(2):  # shapes are recorded, then all are
-        done = run(core, requests)
+        done = run(core, *requests)
         for one in requests:
             made.assert_true(one, done[one.request_id])
 
@@ -75,15 +57,14 @@ def test_a_graph_computes_with_the_newest_weights(endless: Any, able: bool) -> N
     if not able:  # a number on the host is what cannot be recorded
         hidden = core.model.hidden
         core.model.hidden = lambda ids, *rest: (ids.sum().item(), hidden(ids, *rest))[1]
-    run(core, requests)
-    done = run(core, requests, [endless.weights(version) for version in range(1, 6)])
+    run(core, *requests)
+    done = run(core, *requests, at=lambda n: n in range(10, 60, 10) and swap(core, endless.weights(n // 10)))
     assert len({int(version) for got in done.values() for version in got.versions}) > 3
     for one in requests:
-        assert isinstance(done[one.request_id], GenerateResult)
         endless.assert_true(one, done[one.request_id])
     core.fail(EngineError("the cache begins anew"))
     core.swap(endless.weights(0))
-    again = run(core, requests)
+    again = run(core, *requests)
     for one in requests:
         endless.assert_true(one, again[one.request_id])
 

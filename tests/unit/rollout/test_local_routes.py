@@ -29,8 +29,8 @@ from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.engine import LocalEngine
 from rollout_service.engines.local.model import LocalModel
-from tests.unit.rollout.conftest import VOCAB, Tiny, save_model
-from tests.unit.rollout.test_local_core import run, submit
+from tests.unit.rollout.conftest import Tiny, save_model, tiny_config
+from tests.unit.rollout.test_local_core import run, swap
 from tests.unit.rollout.test_workflows import context
 
 LAYERS, CHOSEN = 2, 2
@@ -40,29 +40,10 @@ SAMPLING = Sampling(max_new_tokens=6)
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Three layers, the middle one dense; no end of sequence."""
-    config = Qwen3MoeConfig(
-        vocab_size=len(VOCAB),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=6,
-        num_experts_per_tok=CHOSEN,
-        moe_intermediate_size=24,
-        mlp_only_layers=[1],
-        max_position_embeddings=128,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    made = save_model(tmp_path_factory.mktemp("mixture"), config)
-    path = made.directory / "tokenizer_config.json"
-    path.write_text(path.read_text().replace('"eos_token": "<eos>",', ""))
-    return made
+    changes = {"num_experts": 6, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 24, "head_dim": 8}
+    changes |= {"num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 48}
+    changes |= {"tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
+    return save_model(tmp_path_factory.mktemp("mixture"), tiny_config(Qwen3MoeConfig, **changes), eos=False)
 
 
 def core_of(tiny: Tiny, *, routes: bool = True, **options: Any) -> EngineCore:
@@ -113,15 +94,7 @@ def test_routes_are_those_of_a_plain_pass_in_a_ragged_batch_of_shared_prompts(mi
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
 def test_a_token_keeps_the_routes_under_which_the_next_one_was_sampled(mixture: Tiny, mode: str) -> None:
     core, request = core_of(mixture, update_mode=mode), asked("r", [5, 6, 7, 8], max_new_tokens=8)
-    submit(core, request)
-    done = []
-    with torch.inference_mode():
-        for step in range(8):
-            if step == 4:
-                core.swap(mixture.weights(1))
-                core.rebuild()
-            done += core.step()
-    got = done[0].outcome
+    got = run(core, request, at=lambda step: step == 4 and swap(core, mixture.weights(1)))["r"]
     assert got.versions.tolist() == [0] * 5 + [1] * 3
     before = len(request.prompt_ids) + 4  # fed under version 0, and all but the newest again under version 1
     ids = fed(request, got.token_ids)

@@ -16,7 +16,7 @@ from rollout_service.metrics import EngineMetrics
 from rollout_service.replicas import ReplicaGone, replica, replica_set
 from rollout_service.worker import Worker
 from rollout_service.workflows import Renderer, load_workflow
-from tests.unit.rollout.fakes import FakeBuffer, LetterTokenizer, eventually, group, job
+from tests.unit.rollout.fakes import FakeBuffer, LetterTokenizer, eventually, group, job, working
 from tests.unit.rollout.fleet import Fleet, Snapshot, driven
 
 
@@ -146,9 +146,7 @@ async def test_weights_that_do_not_fit_are_an_error_and_the_engines_go_on_as_the
         assert told == [True, False] * 2
 
 
-async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_an_engine_serves_is_written_down_before_it_samples_from_it(monkeypatch):
     async with driven(2, started=False) as fleet:
 
         def write(event: str, *, replica: int, policy: str, epoch: int, version: int) -> None:
@@ -386,17 +384,11 @@ async def test_what_was_told_is_never_told_otherwise_when_the_engine_is_lost() -
 # --- with a worker around them -------------------------------------------------------------------------
 
 
-def worker_over(fleet: Fleet, buffer: FakeBuffer) -> Worker:
-    workflow, render = load_workflow("single_turn"), Renderer(LetterTokenizer())
-    return Worker(buffer, fleet.set, workflow, render, job=job(), name="rollout-0")
-
-
 async def test_leases_outlive_the_death_of_the_engine() -> None:
-    async with driven() as fleet:
-        buffer = FakeBuffer([group(0, life_ms=60), group(1, life_ms=60)])
-        worker = worker_over(fleet, buffer)
-        stop = asyncio.Event()
-        running = asyncio.ensure_future(worker.run(stop))
+    async with (
+        driven() as fleet,
+        working(FakeBuffer([group(0, life_ms=60), group(1, life_ms=60)]), engine=fleet.set) as (_, buffer, _),
+    ):
         await eventually(lambda: begun(fleet) == 5)
         fleet.start_errors.append(EngineError("not yet"))
         fleet.server(0).kill()
@@ -406,15 +398,14 @@ async def test_leases_outlive_the_death_of_the_engine() -> None:
         await buffer.until(lambda: len(buffer.beats) > beats)
         fleet.let_go()
         await buffer.until(lambda: buffer.whole(0, 1))
-        stop.set()
-        await running
-        assert buffer.released == {}
+    assert buffer.released == {}
 
 
 async def test_a_worker_whose_engine_is_dead_for_good_ends_with_the_last_words_of_its_server() -> None:
     async with driven() as fleet:
         buffer = FakeBuffer([group(0)])
-        worker = worker_over(fleet, buffer)
+        render = Renderer(LetterTokenizer())
+        worker = Worker(buffer, fleet.set, load_workflow("single_turn"), render, job=job(), name="rollout-0")
         running = asyncio.ensure_future(worker.run(asyncio.Event(), fleet.set.watch()))
         await eventually(lambda: begun(fleet) == 4)
         fleet.start_errors += [EngineError("it ended. The end of its log:\nno kernel image")] * 9

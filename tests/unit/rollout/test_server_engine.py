@@ -75,9 +75,7 @@ def asked(name: str = "r") -> GenerateRequest:
     return GenerateRequest(name, [1, 2], GREEDY)
 
 
-async def test_a_session_is_cached_under_the_version_it_began_under_if_this_server_had_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_session_is_cached_under_the_version_it_began_under_if_this_server_had_it(tmp_path):
     async with serving_engine(tmp_path, update_mode="session") as (engine, server):
         server.held.set()
 
@@ -130,9 +128,7 @@ async def test_an_engine_whose_old_weights_do_not_come_back_is_lost(tmp_path: Pa
 
 
 @pytest.mark.parametrize("silent", [2, 10**6])
-async def test_an_attached_server_is_lost_after_several_silent_probes_and_not_after_two(
-    tmp_path: Path, silent: int
-) -> None:
+async def test_an_attached_server_is_lost_after_several_silent_probes_and_not_after_two(tmp_path, silent):
     async with serving_engine(tmp_path) as (engine, server):
         server.breaks, server.silent = True, silent
         calls = [engine.generate(asked(f"r{n}")) for n in range(5)]

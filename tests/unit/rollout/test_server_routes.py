@@ -8,27 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_async.modelfiles import Mixture
 from rollout_service.engines.base import EngineError
-from rollout_service.engines.sglang.adapter import INSIDE, variables
 from rollout_service.engines.sglang.messages import AnswerMeta, Generated, expert_ids
 from tests.unit.rollout.test_server_engine import asked, serving_engine
-from tests.unit.rollout.test_sglang_parts import flags, launched
+from tests.unit.rollout.test_server_launch import MIXTURE
 
-MIXTURE = Mixture(experts=8, chosen=2, layers=(0, 1))
 TELLS = {"enable_return_routed_experts": True}
 LAYERS = 4
-
-
-def test_a_server_is_started_to_tell_routes_where_they_are_replayed() -> None:
-    assert flags(launched(mixture=MIXTURE))["enable-return-routed-experts"] is True
-    assert "enable-return-routed-experts" not in flags(launched())
-    assert variables(launched(mixture=MIXTURE), {})["PYTHONPATH"] == str(INSIDE)
-    assert "PYTHONPATH" not in variables(launched(mixture=MIXTURE, device="cuda"), {})
-    assert "PYTHONPATH" not in variables(launched(), {})
-    (declared,) = INSIDE.glob("*.dist-info/entry_points.txt")  # by which the server finds the plugin
-    assert "areal_sglang_cpu:register" in declared.read_text()
-    assert "def register()" in (INSIDE / "areal_sglang_cpu.py").read_text()
 
 
 async def test_routes_of_the_layers_with_experts_come_with_an_answer(tmp_path: Path) -> None:

@@ -176,26 +176,15 @@ def test_an_sglang_stream_that_never_finished_is_no_answer() -> None:
 # --- vLLM's --------------------------------------------------------------------------------------------
 
 
-def vllm_part(ids: Sequence[int], *, reason: str | None = None, units: int | None = None) -> answer.Answer:
-    choice = {
-        "finish_reason": reason,
-        "token_ids": list(ids),
-        "logprobs": {"content": [{"token_id": i, "logprob": -0.1 * i} for i in ids]},
-        "weight_versions": None
-        if units is None
-        else [{"version": "policy-e0-v3.me", "start": 0, "end": units}],
-    }
-    return msgspec.convert({"choices": [choice]}, answer.Answer)
-
-
-def parsed(whole: answer.Answer) -> GenerateResult:
-    return answer.parse(whole, "me", decode=str, logprobs_of="sampled")
-
-
 def test_a_vllm_stream_that_never_finished_is_no_answer() -> None:
+    def parsed() -> GenerateResult:
+        return answer.parse(heard.answer(), "me", decode=str, logprobs_of="sampled")
+
     heard = answer.VllmStream(lambda piece: None)
     with pytest.raises(EngineError, match="0 answers"):
-        parsed(heard.answer())
-    heard.take(vllm_part([5]))
+        parsed()
+    logprobs = {"content": [{"token_id": 5, "logprob": -0.5}]}
+    choice = {"finish_reason": None, "token_ids": [5], "logprobs": logprobs, "weight_versions": None}
+    heard.take(msgspec.convert({"choices": [choice]}, answer.Answer))
     with pytest.raises(EngineError, match="ended a request by None"):
-        parsed(heard.answer())
+        parsed()

@@ -33,9 +33,7 @@ def test_a_second_worker_of_the_same_name_is_refused_and_the_first_goes_on(tmp_p
         pass
 
 
-async def test_each_restart_of_an_engine_holds_its_snapshot_for_itself_and_outlives_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_restart_holds_its_snapshot_for_itself_and_outlives_the_trainer(tmp_path, monkeypatch):
     names: list[str] = []
 
     class Source:

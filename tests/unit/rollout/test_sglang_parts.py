@@ -1,80 +1,18 @@
-"""The SGLang engine without a server: how one is started, asked, understood and refused."""
+"""The SGLang engine without a server: how its answers and its absence are understood."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import EngineError, EngineLost
-from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings
-from rollout_service.engines.http.client import KEEPALIVE_S, ServerClient
-from rollout_service.engines.sglang.adapter import Loads, command, variables
+from rollout_service.engines.http.client import ServerClient
+from rollout_service.engines.sglang.adapter import Loads
 from rollout_service.engines.sglang.messages import Generated, parse
 from tests.waiting import LIMIT_S
-
-WEIGHTS = Directory(VersionTag("policy", 1, 7), Path("/snapshots/policy-e1-v7"))
-
-
-def launched(**settings: Any) -> Launch:
-    given = {"slots": 16, "max_model_len": 64, "python": Path("/env/bin/python")} | settings
-    return Launch(ServerSettings(**given), Path("/model"), WEIGHTS, 64, 1234)
-
-
-def flags(launch: Launch) -> dict[str, str | bool]:
-    words = command(launch)
-    assert words[:6] == ["/env/bin/python", "-W", "ignore", "-P", "-m", "sglang.launch_server"]
-    found: dict[str, str | bool] = {}
-    for word, following in zip(words[6:], [*words[7:], "--"], strict=True):
-        if word.startswith("--"):
-            found[word[2:]] = True if following.startswith("--") else following
-    return found
-
-
-def test_a_server_starts_on_the_snapshot_under_its_version() -> None:
-    found = flags(launched())
-    assert found["model-path"] == "/snapshots/policy-e1-v7"
-    assert found["weight-version"] == "policy-e1-v7"
-    assert found["load-format"] == "safetensors"
-    assert found["host"] == "127.0.0.1"
-    assert found["context-length"] == "72"  # the server ends two tokens before it
-    assert found["max-total-tokens"] == str(16 * 72)
-
-
-def test_a_gpu_gets_no_flag_of_a_cpu() -> None:
-    found = flags(launched(device="cuda:3", dtype="bfloat16"))
-    assert found["device"] == "cuda"
-    assert not {"attention-backend", "disable-cuda-graph", "max-total-tokens"} & set(found)
-    assert "disable-overlap-schedule" not in found
-    assert "disable-overlap-schedule" in flags(launched(device="cuda", update_mode="keep"))
-
-
-def test_arguments_of_the_job_file_are_added_changed_and_left_out() -> None:
-    arguments = {"tp_size": 2, "sleep-on-idle": False, "log-level": None, "enable-mixed-chunk": True}
-    found = flags(launched(arguments=arguments))
-    assert found["tp-size"] == "2"
-    assert found["enable-mixed-chunk"] is True
-    assert not {"sleep-on-idle", "log-level"} & set(found)
-    says = r"rollout\.server\.arguments\.context_length.*rollout\.max_model_len"
-    with pytest.raises(EngineError, match=says):
-        flags(launched(arguments={"context_length": 9}))
-
-
-def test_the_servers_environment_is_its_own() -> None:
-    foreign = {"PYTHONPATH": "/here", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "VIRTUAL_ENV": "/v"}
-    ours = foreign | {"HOME": "/home"}
-    found = variables(launched(), ours)
-    assert not set(foreign) & set(found)
-    assert (found["HOME"], found["SGLANG_USE_CPU_ENGINE"]) == ("/home", "1")
-    assert float(found["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S
-    gpu = variables(launched(device="cuda"), ours)
-    assert not {"SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES"} & set(gpu)
-    several = variables(launched(device="cuda:3", gpus=("3", "4")), ours)
-    assert several["CUDA_VISIBLE_DEVICES"] == "3,4"
 
 
 def answer(**changes: Any) -> Generated:

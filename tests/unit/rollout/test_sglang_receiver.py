@@ -151,8 +151,7 @@ def test_a_group_is_formed_once_and_used_again() -> None:
 
 @pytest.mark.parametrize("at", [JOINS, ALL[0], ALL[1], ALL[-1]])
 def test_what_fails_in_the_middle_is_loaded_from_the_directory(at: str) -> None:
-    server = ScriptedServer()
-    trainer = ScriptedTrainer(sends(), sends("g1"))
+    server, trainer = ScriptedServer(), ScriptedTrainer(sends(), sends("g1"))
     receiver = TensorReceiver(trainer, "r/0")
     server.refuses = {at}
     load(receiver, server, 1)
@@ -183,12 +182,10 @@ def test_what_fails_elsewhere_keeps_no_server_inside_a_broadcast(at: int, entere
 
 @pytest.mark.parametrize("at", [JOINS, ALL[1], ALL[-1]])
 def test_a_server_that_does_not_answer_is_lost(at: str) -> None:
-    server = ScriptedServer()
-    trainer = ScriptedTrainer(sends())
-    receiver = TensorReceiver(trainer, "r/0")
+    server, trainer = ScriptedServer(), ScriptedTrainer(sends())
     server.loses = {at}
     with pytest.raises(EngineLost):
-        load(receiver, server, 1)
+        load(TensorReceiver(trainer, "r/0"), server, 1)
     assert trainer.broken == ["g0"]
     assert LOADS not in server.journal
 

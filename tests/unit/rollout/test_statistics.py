@@ -40,9 +40,7 @@ def test_figures_of_tasks_are_the_obvious_ones(samples: list[ScoredSample]) -> N
 
 @settings(max_examples=30, derandomize=True)
 @given(SAMPLES, st.randoms(use_true_random=False))
-def test_neither_the_order_of_samples_nor_of_tasks_matters(
-    samples: list[ScoredSample], random: object
-) -> None:
+def test_neither_the_order_of_samples_nor_of_tasks_matters(samples, random):
     before = statistics_of(samples, seed=3)
     shuffled = samples[:]
     random.shuffle(shuffled)  # type: ignore[attr-defined]

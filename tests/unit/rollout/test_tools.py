@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,18 +163,11 @@ async def test_an_answer_that_comes_together_with_its_deadline_is_the_answer() -
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("calc(1+2)", ("calc", "1+2")),
-        ("let me see: calc(2*(3+4))  \n", ("calc", "2*(3+4)")),
-        ("f(a)(b)", None),
-        ("calc()", ("calc", "")),
-        ("calc (1)", None),
-        ("(1+2)", None),
-        ("calc(1+2) is 3", None),
-        ("1+2)", None),
-        ("", None),
-        ("9x_1(y)", ("x_1", "y")),
+        ("calc(1+2)", ("calc", "1+2")), ("let me see: calc(2*(3+4))  \n", ("calc", "2*(3+4)")),
+        ("f(a)(b)", None), ("calc()", ("calc", "")), ("calc (1)", None), ("(1+2)", None),
+        ("calc(1+2) is 3", None), ("1+2)", None), ("", None), ("9x_1(y)", ("x_1", "y")),
     ],
-)
+)  # fmt: skip
 def test_a_plain_call_is_a_name_and_brackets_at_the_very_end(text: str, found: Any) -> None:
     assert plain_call(text) == (RequestedCall(*found) if found else None)
 
@@ -219,9 +211,7 @@ TOOL = "from rollout_service.workflows import tool\n@tool\ndef cook(x): ..."
         (["{}/t.py:cook", "{}/t.py:cook"], TOOL, "two tools called 'cook'"),
     ],
 )
-def test_tools_that_cannot_be_loaded_say_why(
-    names: list[str], source: str | None, says: str, tmp_path: Path
-) -> None:
+def test_tools_that_cannot_be_loaded_say_why(names, source, says, tmp_path):
     if source is not None:
         (tmp_path / "t.py").write_text(source)
     with pytest.raises(ToolError, match=says):

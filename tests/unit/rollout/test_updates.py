@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -21,32 +22,19 @@ from rollout_service.engines.base import EngineError, EngineLost, GenerateReques
 from rollout_service.replicas import ReplicaSet, exchange
 from rollout_service.worker import WeightUpdates
 from tests.unit.rollout.fakes import Over, ScriptedSource, eventually, notice
+from tests.unit.rollout.fleet import FakeServer, Fleet
 from tests.waiting import LIMIT_S
 
 SECRET = RunSecret(bytes(32))
 
 
-class ScriptedEngine:
-    def __init__(self, journal: list[str], misfit: int = -1) -> None:
-        self.journal = journal
-        self.misfit = misfit
-
-    async def start(self, snapshot: Any) -> None:
-        self.journal.append(f"start {snapshot.tag.version}")
-
-    async def pause(self) -> None:
-        self.journal.append("pause")
-
-    async def load(self, snapshot: Any) -> None:
-        self.journal.append(f"load {snapshot.tag.version}")
-        if snapshot.tag.version == self.misfit:
-            raise EngineError("it does not fit")
-
-    async def resume(self) -> None:
-        self.journal.append("resume")
-
-    async def exchange(self, snapshot: Any) -> Any:
-        return await exchange(self, snapshot)
+def engine_of(source: ScriptedSource, misfit: int = -1) -> Any:
+    """A server that writes into the journal of its source."""
+    fleet = Fleet()
+    fleet.misfits.add(misfit)
+    server: Any = FakeServer(0, fleet)
+    server.journal, server.exchange = source.journal, functools.partial(exchange, server)
+    return server
 
 
 async def follow(source: ScriptedSource, engine: Any = None) -> list[int]:
@@ -54,7 +42,7 @@ async def follow(source: ScriptedSource, engine: Any = None) -> list[int]:
     changes: list[int] = []
     updates = WeightUpdates(
         source,
-        engine or ScriptedEngine(source.journal),
+        engine or engine_of(source),
         lambda: changes.append(len(source.journal)),
         retry_pause_s=0.0,
         finished_pause_s=0.0,
@@ -94,7 +82,7 @@ async def test_a_publisher_that_is_away_is_waited_for() -> None:
 
 async def test_weights_that_do_not_fit_are_acknowledged_with_the_reason_and_end_the_worker() -> None:
     source = ScriptedSource(notice(0), notice(1))
-    engine: Any = ScriptedEngine(source.journal, misfit=1)
+    engine = engine_of(source, misfit=1)
     with pytest.raises(EngineError, match="does not fit"):
         await follow(source, engine)
     assert source.journal[-3:] == ["load 1", "resume", "ack 1"]
@@ -102,19 +90,17 @@ async def test_weights_that_do_not_fit_are_acknowledged_with_the_reason_and_end_
 
 
 @pytest.mark.parametrize("first", [EngineLost("the load broke"), EngineError("it does not fit")])
-async def test_the_first_error_of_an_update_is_the_one_told(
-    first: EngineError, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Broken(ScriptedEngine):
-        async def load(self, snapshot: Any) -> None:
-            raise first
+async def test_the_first_error_of_an_update_is_the_one_told(first, caplog):
+    async def fails(snapshot: Any) -> None:
+        raise first
 
-        async def resume(self) -> None:
-            await super().resume()
-            raise EngineLost("no connection")
+    async def loses() -> None:
+        source.journal.append("resume")
+        raise EngineLost("no connection")
 
     source = ScriptedSource(notice(0), notice(1))
-    engine: Any = Broken(source.journal)
+    engine = engine_of(source)
+    engine.load, engine.resume = fails, loses
     with pytest.raises(EngineError, match=str(first)):
         await follow(source, engine)
     assert source.journal[-2:] == ["resume", "ack 1"]

@@ -1,11 +1,9 @@
-"""The engine `vllm` without a server: command line, request and answer, directories, gauges, probes."""
+"""The engine `vllm` without a server: seeds, answers, directories, gauges."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,17 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_async.quickstart.model import write_model
 from areal_async.rpc.schema import VersionTag
-from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 from rollout_service.engines.http.adapter import (
-    Directory,
-    Launch,
     ServerLoad,
-    ServerSettings,
     read_layout,
 )
-from rollout_service.engines.http.client import KEEPALIVE_S
-from rollout_service.engines.vllm.adapter import command, parse_load, variables
+from rollout_service.engines.vllm.adapter import parse_load
 from rollout_service.engines.vllm.messages import (
     Answer,
     label,
@@ -35,15 +28,7 @@ from rollout_service.engines.vllm.messages import (
 )
 from rollout_service.engines.vllm.weights import is_tied, untied
 
-
-def launched(**settings: Any) -> Launch:
-    given = {"slots": 32, "max_model_len": 64, "python": Path("/venv/bin/python")} | settings
-    weights = Directory(VersionTag("policy", 0, 0), Path("/snapshots/policy-e0-v0"))
-    return Launch(ServerSettings(**given), Path("/model"), weights, 64, 4711)
-
-
 OWNER = "0badcafe"
-SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("\n",), seed=3)
 
 
 def answer(
@@ -61,68 +46,6 @@ def answer(
         "logprobs": {"content": [{"token_id": i, "logprob": -0.1 * i, "rank": 1} for i in ids]},
     }
     return msgspec.json.decode(json.dumps({"request_id": "x", "choices": [choice]}), type=Answer)
-
-
-# --- the command line ---------------------------------------------------------------------------------
-
-
-def test_the_server_is_bound_to_loopback_and_gives_log_probs_of_what_it_samples_from() -> None:
-    argv = command(launched())
-    flags = dict(itertools.pairwise(argv))
-    assert argv[:4] == ["/venv/bin/python", "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    assert (flags["--host"], flags["--port"]) == ("127.0.0.1", "4711")
-    assert flags["--logprobs-mode"] == "processed_logprobs"
-    assert (flags["--max-model-len"], flags["--max-num-seqs"]) == ("64", "32")
-    assert {"--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"} <= set(argv)
-
-
-def test_arguments_of_the_job_are_appended_replace_and_leave_out() -> None:
-    given = {"block_size": 32, "--enable-sleep-mode": True, "enforce-eager": False, "disable-log-stats": None}
-    argv = command(launched(arguments=given))
-    assert argv[argv.index("--block-size") + 1] == "32"
-    assert "--enable-sleep-mode" in argv
-    assert not {"--enforce-eager", "--disable-log-stats"} & set(argv)
-
-
-def test_on_a_cpu_the_model_is_in_the_scheduler_s_process_unless_there_are_several_ranks() -> None:
-    """Two processes that wait for each other by yielding take a machine of two cores from everything else."""
-    executor = "--distributed-executor-backend"
-    argv = command(launched())
-    assert argv[argv.index(executor) + 1].endswith("UniProcExecutor")
-    assert executor not in command(launched(arguments={"tensor_parallel_size": 2}))
-    assert executor not in command(launched(device="cuda"))
-    chosen = command(launched(arguments={"distributed_executor_backend": "mp"}))
-    assert chosen[chosen.index(executor) + 1] == "mp"
-
-
-@pytest.mark.parametrize("name", ["logprobs-mode", "--logprobs_mode", "port", "model", "spec-method"])
-def test_an_argument_that_is_the_engine_s_own_is_refused_by_name(name: str) -> None:
-    with pytest.raises(EngineError, match=f"rollout.server.arguments.{name} cannot be given"):
-        command(launched(arguments={name: "x"}))
-
-
-def test_bfloat16_on_a_cpu_is_refused_and_on_a_gpu_taken() -> None:
-    with pytest.raises(EngineError, match=r"rollout\.dtype"):
-        command(launched(dtype="bfloat16"))
-    argv = command(launched(dtype="bfloat16", device="cuda"))
-    assert argv[argv.index("--dtype") + 1] == "bfloat16"
-    assert "--enforce-eager" not in argv
-
-
-def test_the_server_s_environment_has_its_endpoints_on_and_nothing_of_our_python() -> None:
-    inherited = {"PATH": "/bin", "PYTHONPATH": "/here", "VIRTUAL_ENV": "/venv", "VLLM_CPU_KVCACHE_SPACE": "3"}
-    found = variables(launched(), inherited)
-    assert found["VLLM_SERVER_DEV_MODE"] == "1"
-    assert (found["PATH"], found["VLLM_CPU_KVCACHE_SPACE"]) == ("/bin", "3")
-    assert found["PYTHONPATH"].endswith("vllm/inside")
-    assert "VIRTUAL_ENV" not in found
-    # Bound to cores, as is its default, two servers of one machine would share them.
-    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    # A POST on a connection that the server is just closing would look like its death.
-    assert float(found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S
-    gpu = variables(launched(device="cuda:3", gpus=("3",)), {})
-    assert gpu["CUDA_VISIBLE_DEVICES"] == "3"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in gpu
 
 
 # --- requests -----------------------------------------------------------------------------------------

@@ -29,9 +29,13 @@ from tests.unit.rollout.fakes import FakeBuffer, FakeEngine, eventually, group, 
 
 
 async def test_groups_are_whole_and_travel_in_few_messages() -> None:
-    async with working(FakeBuffer(map(group, range(20)))) as (_worker, buffer, engine):
+    groups = FakeBuffer(map(group, range(20)))
+    async with working(groups, episode_timeout_s=60) as (_worker, buffer, engine):
         await buffer.until(lambda: buffer.whole(*range(20)))
     assert len(buffer.puts) == 20
+    turns = {(int(r.session[1:].partition("#")[0]), r.priority) for r in engine.seen}
+    assert turns == {(n, n + 1) for n in range(20)}, "the turn of the lease"
+    assert all(r.session == r.request_id.partition("/")[0] and r.deadline_s for r in engine.seen)
     seeds = {r.request_id.partition("/")[0]: r.sampling.seed for r in engine.seen}
     assert seeds == {f"t{n}#0.{s}": call_seed(1000 + n, s, 0, 0) for n in range(20) for s in range(4)}
     assert buffer.released == {}
@@ -46,9 +50,7 @@ async def test_groups_are_whole_and_travel_in_few_messages() -> None:
             assert (episode.header.prompt_text, episode.header.response_text) == ("abc", "cba")
 
 
-async def test_the_first_of_a_group_is_answered_greedily_and_not_trained_where_a_baseline_is_asked_for() -> (
-    None
-):
+async def test_the_first_of_a_group_is_answered_greedily_and_not_trained_where_a_baseline_is_asked_for():
     async def workflow(ctx: Any, task: Task) -> None:
         await ctx.generate(task.prompt, temperature=0.7)
 
@@ -320,17 +322,6 @@ async def test_an_episode_that_takes_too_long_is_aborted_and_its_sample_handed_b
     assert sorted(buffer.stored["t0#0"]) == [0, 3]
     assert buffer.released == {"L0": "EpisodeTimeout: it took longer than 0.2 s (rollout.episode_timeout_s)"}
     assert engine.cancelled == ["t0#0.2/L0/0"]
-
-
-async def test_requests_carry_their_episode_and_the_turn_of_their_lease() -> None:
-    async with working(FakeBuffer(map(group, range(3))), episode_timeout_s=60) as (_, buffer, engine):
-        await buffer.until(lambda: buffer.whole(0, 1, 2))
-    by_group: dict[str, set[int]] = {}
-    for request in engine.seen:
-        assert request.session == request.request_id.partition("/")[0]
-        assert request.deadline_s is not None
-        by_group.setdefault(request.session.rpartition(".")[0], set()).add(request.priority)
-    assert by_group == {"t0#0": {1}, "t1#0": {2}, "t2#0": {3}}
 
 
 async def test_more_run_at_once_as_long_as_the_engine_takes_them() -> None:

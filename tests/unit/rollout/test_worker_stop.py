@@ -31,15 +31,6 @@ async def draining() -> AsyncIterator[tuple[Any, FakeBuffer, asyncio.Event]]:
         yield worker, buffer, release
 
 
-async def test_a_draining_worker_finishes_what_it_has_and_leases_no_more() -> None:
-    async with draining() as (worker, buffer, release):
-        assert worker.wanted_groups() == 0
-        assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
-        release.set()
-        await buffer.until(lambda: buffer.whole(0))
-    assert buffer.released == {}
-
-
 async def test_a_worker_that_need_not_drain_any_more_does_not_say_so() -> None:
     async with draining() as (_, buffer, _):
         assert REGISTRY.get_sample_value("areal_rollout_draining") == 1
@@ -120,8 +111,9 @@ async def test_a_stop_does_not_wait_for_a_buffer_that_is_gone(monkeypatch: pytes
         await eventually(lambda: worker.uploader.queue.episodes == 4)
 
 
-async def test_a_drained_worker_ends_by_itself_once_it_has_finished_what_it_had() -> None:
+async def test_a_draining_worker_leases_no_more_and_ends_once_it_has_finished_what_it_has() -> None:
     async with draining() as (worker, buffer, release):
+        assert worker.wanted_groups() == 0
         release.set()
         await asyncio.Event().wait()  # the block ends with the worker
     assert worker.drained

@@ -44,9 +44,7 @@ from tests.unit.rollout.fakes import eventually
         ("flow.py:go", "raise SystemExit(3)", "SystemExit"),
     ],
 )
-def test_a_workflow_that_cannot_be_loaded_says_why(
-    name: str, source: str | None, says: str, tmp_path: Path
-) -> None:
+def test_a_workflow_that_cannot_be_loaded_says_why(name, source, says, tmp_path):
     if source is not None:
         (tmp_path / "flow.py").write_text(source)
     if name.startswith("flow.py"):
@@ -55,33 +53,25 @@ def test_a_workflow_that_cannot_be_loaded_says_why(
         load_workflow(name)
 
 
-async def test_a_workflow_of_ones_own_may_import_its_neighbours(tmp_path: Path) -> None:
-    (tmp_path / "neighbour_of_flow.py").write_text("ANSWER = 42")
-    (tmp_path / "flow.py").write_text(
-        "from neighbour_of_flow import ANSWER\nasync def go(ctx, task):\n    ctx.said = ANSWER\n"
-    )
-    ctx: Any = SimpleNamespace()
-    await load_workflow(f"{tmp_path}/flow.py:go")(ctx, Task("t", ""))
-    assert ctx.said == 42
-
-
 CLASS = """
 from areal_async.config.base import Section
+from neighbour_of_flow import ANSWER
 class Debate:
     class Arguments(Section):
         rounds: int = 2
     def __init__(self, arguments, resources):
         self.rounds = arguments.rounds
     async def __call__(self, ctx, task):
-        ctx.said = [task.prompt] * self.rounds
+        ctx.said = [task.prompt, ANSWER] * self.rounds
 """
 
 
-async def test_a_workflow_may_be_a_class_that_declares_its_arguments(tmp_path: Path) -> None:
+async def test_a_workflow_may_be_a_class_with_arguments_and_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_flow.py").write_text("ANSWER = 42")
     (tmp_path / "flow.py").write_text(CLASS)
     ctx: Any = SimpleNamespace()
     await load_workflow(f"{tmp_path}/flow.py:Debate", {"rounds": 3})(ctx, Task("t", "x"))
-    assert ctx.said == ["x"] * 3
+    assert ctx.said == ["x", 42] * 3
     with pytest.raises(WorkflowError, match=r"workflow_args of .*no argument 'round'"):
         load_workflow(f"{tmp_path}/flow.py:Debate", {"round": 3})
 
@@ -92,17 +82,16 @@ def tokenizer(tiny: Any) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(tiny.directory)
 
 
-def test_text_is_tokenised_as_it_is(tokenizer: Any) -> None:
-    assert prompt_ids(tokenizer, "1+2=") == [3, 12, 4, 14]
-    assert prompt_text(tokenizer, "1+2=") == "1+2="
-
-
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 
 
-def test_messages_without_a_template_are_joined_by_newlines(tokenizer: Any) -> None:
-    assert prompt_text(tokenizer, CHAT) == "1+2=\n3"
-    assert tokenizer.decode(prompt_ids(tokenizer, CHAT)) == "1+2=\n3"
+@pytest.mark.parametrize(("prompt", "text"), [("1+2=", "1+2="), (CHAT, "1+2=\n3")])
+def test_text_is_tokenised_as_it_is_and_messages_without_a_template_are_lines(
+    tokenizer, prompt, text
+) -> None:
+    assert prompt_text(tokenizer, prompt) == text
+    ids = prompt_ids(tokenizer, prompt)
+    assert (tokenizer.decode(ids), ids[:4]) == (text, [3, 12, 4, 14])
 
 
 def test_text_becomes_the_ids_that_its_tokenizer_gives_whatever_that_was_set_to(tokenizer: Any) -> None:
@@ -187,9 +176,7 @@ async def test_a_path_is_exactly_what_the_engine_saw(endless: Any, tokenizer: An
 @pytest.mark.parametrize(
     "sampling", [{"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 2}]
 )
-async def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(
-    endless: Any, tokenizer: Any, sampling: dict[str, float]
-) -> None:
+async def test_what_is_sampled_otherwise_than_trained_is_context_or_refused(endless, tokenizer, sampling):
     """The buffer takes no episode in which such units would be trained, and says what to do."""
 
     async def episode(train: bool | None) -> Any:
@@ -253,9 +240,7 @@ def test_every_argument_of_a_workflow_is_on_its_page() -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["one tokenizer", "two"])
-async def test_each_policy_answers_by_its_own_engine_tokenizer_and_parameters(
-    endless: Any, tokenizer: Any, alike: bool
-) -> None:
+async def test_each_policy_answers_by_its_own_engine_tokenizer_and_parameters(endless, tokenizer, alike):
     engines = [Logged(endless.engine()) for _ in range(2)]
     for version, engine in enumerate(engines):
         await engine.start(endless.weights(version + 3, epoch=2 - version))

@@ -33,87 +33,88 @@ class Keeper:
         return PutAck([0, 1, 2], "memory")
 
 
-def folders(at: Path) -> ServerFiles:
-    (at / "held").mkdir()
-    (at / "held" / "some").write_bytes(b"0123456789")
-    return ServerFiles(at / "incoming", at / "held", flush=True)
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "some").write_bytes(b"0123456789")
+    return ServerFiles(tmp_path / "incoming", tmp_path / "held", flush=True)
 
 
-async def test_large_attachments_come_in_a_file_that_the_client_removes(endpoint, tmp_path):
-    keeper, files = Keeper(tmp_path / "held"), folders(tmp_path)
+@pytest.fixture
+def keeper(files, tmp_path):
+    return Keeper(tmp_path / "held")
+
+
+def put(client, attachments):
+    return client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=attachments, timeout_s=60)
+
+
+async def test_large_attachments_come_in_a_file_that_the_client_removes(endpoint, keeper, files):
     async with serving(endpoint, keeper, files=files) as server, client_of(server.endpoint) as client:
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=LARGE)
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=[b"a", b"", b"c"])
+        await put(client, LARGE)
+        await put(client, [b"a", b"", b"c"])
     assert keeper.got == [LARGE, [b"a", b"", b"c"]]
     assert len(keeper.filed) == 1
     assert not keeper.filed[0].exists()
     assert all(peer.reads_files for peer in keeper.peers)
 
 
-async def test_a_client_that_does_not_see_the_folder_uses_the_socket(ipc, tmp_path):
-    keeper, files = Keeper(tmp_path / "held"), folders(tmp_path)
+async def test_a_client_that_does_not_see_the_folder_uses_the_socket(ipc, tmp_path, keeper, files):
     (tmp_path / "incoming" / ".token").write_text("of another host")
     async with serving(ipc, keeper, files=files), client_of(ipc) as client:
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=LARGE)
+        await put(client, LARGE)
     assert keeper.got == [LARGE]
     assert keeper.filed == []
     assert not keeper.peers[0].reads_files
 
 
-async def test_what_the_server_holds_in_files_is_mapped(ipc, tmp_path):
-    async with serving(ipc, Keeper(tmp_path / "held"), files=folders(tmp_path)), client_of(ipc) as client:
+async def test_what_the_server_holds_in_files_is_mapped(ipc, keeper, files):
+    async with serving(ipc, keeper, files=files), client_of(ipc) as client:
         _, found = await client.exchange(Fetch(["a", "b", "c"]))
         assert [bytes(each) for each in found] == [b"3456", b"frame", b""]
 
 
-async def test_a_file_that_cannot_be_written_goes_through_the_socket(ipc, tmp_path, monkeypatch):
-    keeper = Keeper(tmp_path / "held")
-    async with serving(ipc, keeper, files=folders(tmp_path)), client_of(ipc) as client:
+async def test_a_file_that_cannot_be_written_goes_through_the_socket(
+    ipc, tmp_path, monkeypatch, keeper, files
+):
+    async with serving(ipc, keeper, files=files), client_of(ipc) as client:
 
         def full(*_):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "pwrite", full)
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=LARGE)
+        await put(client, LARGE)
     assert keeper.got == [LARGE]
     assert [each.name for each in (tmp_path / "incoming").iterdir()] == [".token"]
 
 
-async def test_another_server_is_asked_anew_whether_it_takes_files(ipc, tmp_path):
-    keeper, files, client = Keeper(tmp_path / "held"), folders(tmp_path), client_of(ipc)
+async def test_another_server_is_asked_anew_whether_it_takes_files(ipc, keeper, files):
+    client = client_of(ipc)
     async with serving(ipc, keeper, files=files):
         await client.connect(10)
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=LARGE)
+        await put(client, LARGE)
     async with serving(ipc, keeper):
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=[b"small"], timeout_s=60)
-        await client.call(PutEpisodes("l", "g", [0, 1, 2]), attachments=LARGE)
+        await put(client, [b"small"])
+        await put(client, LARGE)
     await client.close()
     assert keeper.got == [LARGE, [b"small"], LARGE]
     assert len(keeper.filed) == 1
 
 
-def test_a_name_leads_nowhere_but_into_the_folder_and_a_short_file_is_refused(tmp_path):
-    files = folders(tmp_path)
+def test_a_name_leads_nowhere_but_into_the_folder_and_a_short_file_is_refused(tmp_path, files):
     incoming = tmp_path / "incoming"
     (incoming / "1.1").write_bytes(b"abc")
     (incoming / "1.2").symlink_to(tmp_path / "held" / "some")
     assert [bytes(each) for each in files.read([FilePart("1.1", 1, 2)])] == [b"bc"]
-    for part in (
-        FilePart("../held/some", 0, 1),
-        FilePart(".token", 0, 1),
-        FilePart("1.2", 0, 1),
-        FilePart("1.3", 0, 1),
-        FilePart("1.1", 2, 2),
-        FilePart("1.1", 1 << 62, 1 << 62),
-    ):
+    outside = [("../held/some", 0, 1), (".token", 0, 1), ("1.2", 0, 1), ("1.3", 0, 1)]
+    for part in (*outside, ("1.1", 2, 2), ("1.1", 1 << 62, 1 << 62)):
         with pytest.raises(ProtocolError):
-            files.read([part])
+            files.read([FilePart(*part)])
     with pytest.raises(ProtocolError, match="one file"):
         files.read([FilePart("1.1", 0, 1), None])
 
 
-def test_what_a_dead_client_left_is_removed_in_time(tmp_path):
-    files = folders(tmp_path)
+def test_what_a_dead_client_left_is_removed_in_time(tmp_path, files):
     for name in ("1.1", "1.2"):
         (tmp_path / "incoming" / name).write_bytes(b"abc")
     os.utime(tmp_path / "incoming" / "1.1", (0, os.stat(tmp_path).st_mtime - STALE_S - 60))

@@ -15,38 +15,36 @@ from areal_async.rpc.sockets import READ_BURST_MESSAGES, PolledSocket
 from tests.unit.rpc.peers import client_of, pair, server_of
 from tests.waiting import LIMIT_S
 
+FORM = "ipc://PATH or tcp://HOST:PORT"
+LONG = "x" * 120
+NO_ENDPOINTS = ["", "ipc://", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://:80", "/run/s"]
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.168.1.7", "[::]", "example.org"])
-async def test_nothing_is_bound_beyond_loopback_without_keys(host):
-    with pytest.raises(EndpointError, match="CURVE"):
-        await server_of(f"tcp://{host}:0", access=Password(b"u", b"w")).start()
-    check_bindable(f"tcp://{host}:0", CurveKeys.generate().guard("", ""))
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *((f"tcp://{host}:0", "CURVE") for host in ("0.0.0.0", "*", "192.168.1.7", "[::]", "example.org")),
+        *((text, FORM) for text in NO_ENDPOINTS),
+        (f"ipc://FOLDER/{LONG}", "bytes; the system's limit is 107"),
+        ("ipc://FOLDER/absent/s", "absent does not exist"),
+    ],
+)  # fmt: skip
+async def test_an_endpoint_that_cannot_be_served_is_refused_by_name(text, says, socket_dir):
+    text = text.replace("FOLDER", str(socket_dir))
+    with pytest.raises(EndpointError, match=says) as refused:
+        await server_of(text, access=Password(b"u", b"w")).start()
+    if says == FORM:
+        with pytest.raises(EndpointError, match=FORM):
+            await client_of(text).connect(0.1)
+    elif LONG in text:
+        assert f"{len(text) - len('ipc://')} bytes" in str(refused.value)
+    elif says == "CURVE":
+        check_bindable(text, CurveKeys.generate().guard("", ""))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
 def test_loopback_may_be_bound(host):
     check_bindable(f"tcp://{host}:0", Password(b"u", b"w").guard("", ""))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "ipc://", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://:80", "/run/s"]
-)
-async def test_what_is_no_endpoint_is_said_to_be_none(text):
-    with pytest.raises(EndpointError, match="ipc://PATH or tcp://HOST:PORT"):
-        await server_of(text).start()
-    with pytest.raises(EndpointError, match="ipc://PATH or tcp://HOST:PORT"):
-        await client_of(text).connect(0.1)
-
-
-async def test_a_path_beyond_the_systems_limit_is_named_with_its_size(socket_dir):
-    path = f"{socket_dir}/{'x' * 120}"
-    with pytest.raises(EndpointError, match=f"{len(path)} bytes; the system's limit is 107"):
-        await server_of(f"ipc://{path}").start()
-
-
-async def test_a_missing_directory_is_named(socket_dir):
-    with pytest.raises(EndpointError, match="absent does not exist"):
-        await server_of(f"ipc://{socket_dir}/absent/s").start()
 
 
 async def test_a_served_address_is_not_taken_over(endpoint):

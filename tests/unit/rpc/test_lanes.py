@@ -84,37 +84,27 @@ def lane_of(request: Message) -> str:
     return "score" if isinstance(request, Claim) else "put"
 
 
-def put(client: Client, timeout_s: float = 10.0) -> asyncio.Task[PutAck]:
-    return asyncio.create_task(
-        client.call(PutEpisodes("l", "g", [0]), attachments=[b"x"], timeout_s=timeout_s)
-    )
+def put(client: Client) -> asyncio.Task[PutAck]:
+    request = PutEpisodes("l", "g", [0])
+    return asyncio.create_task(client.call(request, attachments=[b"x"], timeout_s=10.0))
 
 
-def test_a_claim_passes_the_puts_that_wait(ipc: str) -> None:
-    async def main() -> None:
-        puts, lanes = Putting(), {"put": Lane(1, most_running=1), "score": Lane(4)}
-        async with (
-            serving(ipc, puts, lanes=lanes, lane_of=lane_of),
-            client_of(ipc) as worker,
-            client_of(ipc, name="m") as scorer,
-        ):
-            waiting = [put(worker) for _ in range(5)]
-            await puts.begun.acquire()
+async def test_a_claim_passes_the_puts_that_wait(ipc):
+    puts, lanes = Putting(), {"put": Lane(1, most_running=1), "score": Lane(4)}
+    async with serving(ipc, puts, lanes=lanes, lane_of=lane_of), client_of(ipc) as worker:
+        waiting = [put(worker) for _ in range(5)]
+        await puts.begun.acquire()
+        async with client_of(ipc, name="m") as scorer:
             await scorer.call(Claim("s", 1), timeout_s=60)
-            assert puts.order == ["PutEpisodes", "Claim"]
-            puts.go.set()
-            assert len(await asyncio.gather(*waiting)) == 5
-
-    asyncio.run(main())
+        assert puts.order == ["PutEpisodes", "Claim"]
+        puts.go.set()
+        assert len(await asyncio.gather(*waiting)) == 5
 
 
-def test_a_full_lane_answers_busy_and_what_comes_again_is_answered(ipc: str) -> None:
-    async def main() -> None:
-        puts, lanes = Putting(), {"put": Lane(1, most_running=1, most_waiting=1), "score": Lane(4)}
-        async with serving(ipc, puts, lanes=lanes, lane_of=lane_of) as server, client_of(ipc) as worker:
-            waiting = [put(worker) for _ in range(5)]
-            await until(lambda: server.counters["busy"] >= 3, "three refused calls")
-            puts.go.set()
-            assert len(await asyncio.gather(*waiting)) == 5
-
-    asyncio.run(main())
+async def test_a_full_lane_answers_busy_and_what_comes_again_is_answered(ipc):
+    puts, lanes = Putting(), {"put": Lane(1, most_running=1, most_waiting=1), "score": Lane(4)}
+    async with serving(ipc, puts, lanes=lanes, lane_of=lane_of) as server, client_of(ipc) as worker:
+        waiting = [put(worker) for _ in range(5)]
+        await until(lambda: server.counters["busy"] >= 3, "three refused calls")
+        puts.go.set()
+        assert len(await asyncio.gather(*waiting)) == 5

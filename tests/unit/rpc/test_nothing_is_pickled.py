@@ -65,21 +65,14 @@ def test_nothing_is_pickled_in_our_source():
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle",
-        "from multiprocessing import Pool",
-        "import torch.multiprocessing as mp",
-        "import torch\ntorch.multiprocessing.spawn(f)",
-        "from concurrent.futures import ProcessPoolExecutor",
-        "from concurrent import futures\nfutures.ProcessPoolExecutor()",
-        "import torch\ntorch.load('x')",
-        "import torch\ntorch.load('x', weights_only=False)",
-        "import torch\ntorch.save({}, 'x')",
-        "from torch import load",
-        "import numpy as np\nnp.load('x', allow_pickle=True)",
-        "socket.send_pyobj(1)",
-        "import torch.distributed as dist\ndist.broadcast_object_list([1])",
+        "import pickle", "from multiprocessing import Pool", "import torch.multiprocessing as mp",
+        "import torch\ntorch.multiprocessing.spawn(f)", "from concurrent.futures import ProcessPoolExecutor",
+        "from concurrent import futures\nfutures.ProcessPoolExecutor()", "import torch\ntorch.load('x')",
+        "import torch\ntorch.load('x', weights_only=False)", "import torch\ntorch.save({}, 'x')",
+        "from torch import load", "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "socket.send_pyobj(1)", "import torch.distributed as dist\ndist.broadcast_object_list([1])",
     ],
-)
+)  # fmt: skip
 def test_nothing_is_pickled_unseen_by_the_scan(source):
     assert list(offences(source))
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from areal_async.errors import FaultError, ProtocolError
 from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
@@ -224,26 +222,6 @@ def test_a_process_that_fails_without_closing_ends_all_the_same(ipc):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
     assert ended.returncode == 1
     assert "RuntimeError: a bug" in ended.stderr
-
-
-@given(st.lists(st.lists(st.binary(max_size=64), min_size=1, max_size=4), max_size=8), st.booleans())
-@settings(max_examples=40)
-def test_nothing_a_peer_sends_ends_the_server(messages, greeted):
-    async def main():
-        async with serving("tcp://127.0.0.1:0") as server, Wire(server.endpoint) as wire:
-            if greeted:
-                await wire.hello()
-            for frames in messages:
-                await wire.send(list(frames))
-            head = HEADER.pack(b"AA", WIRE_VERSION, Kind.REQUEST, 3, 5, 9, 0) + b"\xa0garbage"
-            await wire.send([head, *(messages[0] if messages else [])])
-            kind, request, reply = await wire.reply()
-            assert (kind, request, reply.kind) == (Kind.REPLY, 9, "invalid")
-            assert server.counters["malformed"] == len(messages) + 1
-            async with client_of(server.endpoint) as client:
-                assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
-
-    asyncio.run(main())
 
 
 async def test_a_connection_cannot_speak_for_another_client(ipc):

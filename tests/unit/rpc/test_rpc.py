@@ -27,10 +27,13 @@ async def test_a_call_reaches_the_handler_and_its_reply_comes_back(endpoint):
         assert [bytes(a) for a in attachments] == blobs
 
 
-async def test_a_reply_that_does_not_belong_to_the_request_is_a_protocol_error(ipc):
+async def test_a_reply_of_another_request_and_a_message_that_cannot_be_sent_fail_their_call_alone(ipc):
     async with pair(ipc, echo) as (_, client):
         with pytest.raises(ProtocolError, match="answered Commit with Fetched"):
             await client.call(Commit("policy", 1, 1))
+        with pytest.raises(ProtocolError, match="65537 attachments"):
+            await client.exchange(Fetch([]), timeout_s=60, attachments=[b""] * (MAX_ATTACHMENTS + 1))
+        await client.call(Fetch([]), timeout_s=60)
 
 
 async def test_a_request_without_a_handler_of_its_type_is_refused_by_name(ipc):
@@ -216,13 +219,6 @@ async def test_a_cancelled_call_leaves_the_client_in_order(ipc):
         gate.open.set()
         for _ in range(100):
             assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
-
-
-async def test_a_message_that_cannot_be_sent_fails_its_own_call_only(ipc):
-    async with pair(ipc, echo) as (_, client):
-        with pytest.raises(ProtocolError, match="65537 attachments"):
-            await client.call(Fetch([]), timeout_s=60, attachments=[b""] * (MAX_ATTACHMENTS + 1))
-        await client.call(Fetch([]), timeout_s=60)
 
 
 async def test_the_server_stops_in_time_and_answers_what_it_cuts_short(ipc):

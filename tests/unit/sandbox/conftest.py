@@ -1,8 +1,10 @@
 """One sandbox of each kind for all tests; a kind that this machine does not offer skips its tests."""
 
 import os
+from pathlib import Path
 
 import pytest
+import yaml
 
 from reward_service.sandbox import Program, RunLimits, Sandbox, SandboxError
 from reward_service.sandbox.confinement import START, LauncherClient
@@ -52,16 +54,11 @@ def best(secret):
         yield box
 
 
-@pytest.fixture(scope="session")
-def unprotected(secret):
-    with opened("none") as box:
-        yield box
-
-
-@pytest.fixture(params=["best", "unprotected"])
-def sandbox(request):
+@pytest.fixture(scope="session", params=["best", "none"])
+def sandbox(request, best):
     """For programs that harm nobody: how memory is held makes no difference to them."""
-    return request.getfixturevalue(request.param)
+    with opened("none") as unprotected:
+        yield best if request.param == "best" else unprotected
 
 
 @pytest.fixture(autouse=True)
@@ -72,27 +69,13 @@ def isolation(request):
 
 
 LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
-OPENING = """
-import ctypes, errno, fcntl, mmap, os, signal, socket, sys, time
-libc = ctypes.CDLL(None, use_errno=True)
-def tried(what, call, *arguments):
-    try:
-        call(*arguments)
-    except (OSError, ValueError, PermissionError):
-        return
-    print('ESCAPED', what)
-def refused(what, number, *arguments):
-    "A system call by its number must fail."
-    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
-    if libc.syscall(ctypes.c_long(number), *words) >= 0:
-        print('ESCAPED', what)
-"""
+PROGRAMS = yaml.safe_load(Path(__file__).with_name("programs.yaml").read_text())
 
 
 @pytest.fixture(scope="session")
 def opening():
-    """What such programs begin with."""
-    return OPENING
+    """Text in front of such programs."""
+    return PROGRAMS["opening"]
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +84,7 @@ def attempt(isolated):
     is false."""
 
     def made(source, limits=LIMITS, *, ok=True):
-        outcome = isolated.run(Program(source=OPENING + source, limits=limits))
+        outcome = isolated.run(Program(source=PROGRAMS["opening"] + source, limits=limits))
         assert b"ESCAPED" not in outcome.stdout + outcome.stderr, outcome.stdout.decode()
         assert outcome.ok or not ok, outcome.describe()
         return outcome

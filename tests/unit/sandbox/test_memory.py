@@ -10,106 +10,13 @@ from reward_service.sandbox import Program, RunLimits, Sandbox
 from reward_service.sandbox.isolation import cgroup
 from reward_service.sandbox.languages import installed
 from tests.scoring import processes_below
+from tests.unit.sandbox.conftest import LIMITS, PROGRAMS
 from tests.waiting import LIMIT_S
 
-LIMITS = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16)
 NO_ADDRESS_SPACE = RunLimits(wall_s=30, cpu_s=20, memory_mb=128, processes=16, address_space=False)
 needs_c = pytest.mark.skipif("c" not in installed(), reason="no C compiler here")
 
-MAPPINGS = """
-zero = os.open('/dev/zero', os.O_RDWR)
-kept = []
-while True:
-    one = mmap.mmap({})
-    one.write(bytes(8 << 20))
-    kept.append(one)
-"""
-EATERS = {
-    "shared anonymous mappings": MAPPINGS.format("-1, 8 << 20"),
-    "shared mappings that are let go of": MAPPINGS.format("-1, 8 << 20") + "    one.madvise(4)",
-    "a device that gives memory": MAPPINGS.format("zero, 8 << 20"),
-    "many processes": """
-for _ in range(12):
-    if os.fork() == 0:
-        kept = bytearray(30 << 20)
-        time.sleep(1000)
-time.sleep(1000)
-""",
-    "memory files": """
-fd = os.memfd_create('x')
-while True:
-    os.write(fd, bytes(1 << 20))
-""",
-    "files and memory together": """
-for n in range(30):
-    with open(f'part{n}', 'wb') as file:
-        file.write(bytes(1 << 20))
-kept = []
-while True:
-    kept.append(bytearray(1 << 20))
-""",
-    "sockets": """
-kept = []
-for _ in range(12):
-    if os.fork() == 0:
-        break
-pairs = [socket.socketpair() for _ in range(28)]
-for one, other in pairs:
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
-    one.setblocking(False)
-    try:
-        while True:
-            one.send(bytes(1 << 16))
-    except OSError:
-        continue
-time.sleep(1000)
-""",
-    "pipes": """
-for _ in range(12):
-    if os.fork() == 0:
-        break
-for _ in range(28):
-    reading, writing = os.pipe()
-    try:
-        fcntl.fcntl(writing, 1031, 1 << 20)
-    except OSError:
-        pass
-    os.set_blocking(writing, False)
-    try:
-        while True:
-            os.write(writing, bytes(1 << 16))
-    except OSError:
-        continue
-kept = bytearray(100 << 20)
-time.sleep(1000)
-""",
-    "page tables": """
-import mmap
-size = 1 << 44
-area = libc.mmap
-area.restype = ctypes.c_void_p
-start = area(None, ctypes.c_size_t(size), 1, 0x4022, -1, ctypes.c_long(0))
-if start in (None, ctypes.c_void_p(-1).value):
-    raise SystemExit(1)
-for at in range(0, size, 2 << 20):
-    ctypes.string_at(start + at, 1)
-""",
-    "pages lent to pipes": """
-class Part(ctypes.Structure):
-    _fields_ = [('base', ctypes.c_void_p), ('size', ctypes.c_size_t)]
-held = []
-for _ in range(16):
-    area = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(14)
-    area.write(bytes(64 << 20))
-    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    reading, writing = os.pipe()
-    for at in range(0, 32 << 20, 2 << 20):
-        libc.vmsplice(writing, ctypes.byref(Part(start + at, 4096)), 1, 0)
-    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(64 << 20), 4)
-    held.append((area, reading, writing))
-""",
-}
+EATERS = PROGRAMS["eaters"]
 
 
 @pytest.mark.parametrize(
@@ -160,19 +67,10 @@ def test_the_peak_is_told_truthfully_of_one_process_and_of_several(isolated, att
     spin = "" if "memory group" in isolated.guards else "while True: pass"
     limits = RunLimits(wall_s=60, cpu_s=1, memory_mb=256)
     one = attempt("x = bytearray(80 << 20)\n" + spin, limits, ok=not spin)
-    several = attempt(
-        "gate, opened = os.pipe()\n"
-        "for _ in range(3):\n"
-        "    if os.fork() == 0:\n"
-        "        x = bytearray(40 << 20)\n"
-        "        os.write(opened, b'x')\n"
-        "        time.sleep(1000)\n"
-        "for _ in range(3): os.read(gate, 1)\n" + spin,
-        limits,
-        ok=not spin,
-    )
+    several = attempt(PROGRAMS["several that hold memory"] + spin, limits, ok=not spin)
     files = attempt("open('file', 'wb').write(bytes(24 << 20))\n" + spin, limits, ok=not spin)
     assert 80 <= one.peak_mb < 110
+    assert one.cpu_ms > 5
     assert 120 <= several.peak_mb < 160
     assert 24 <= files.peak_mb < 70
 

@@ -4,12 +4,14 @@ texts of one piece again and again. What goes back over a text from each of its 
 """
 
 import sys
+from pathlib import Path
 
 import countdown
 import instructions
 import json_schema
 import texts
-from instructions import CHECKS, follows
+import yaml
+from instructions import follows
 
 from reward_service.sdk import RewardInput, load_reward
 from reward_service.verifiers import answers, writing
@@ -28,27 +30,9 @@ PIECES = [
 ]  # fmt: skip
 ENDS = ("", "x", "!", "1")
 STARTS = ("", "1", "\\text{", "$", "answer is ", "```json\n", "\\boxed{", "[")
-ARGUMENTS = {
-    "keywords:existence": {"keywords": ["a", "1"]},
-    "keywords:forbidden_words": {"forbidden_words": ["x"]},
-    "keywords:frequency": {"keyword": "a", "frequency": 1},
-    "keywords:letter_frequency": {"letter": "a", "let_frequency": 1},
-    "length_constraints:number_words": {"num_words": 1},
-    "length_constraints:number_sentences": {"num_sentences": 1},
-    "length_constraints:number_paragraphs": {"num_paragraphs": 1},
-    "length_constraints:nth_paragraph_first_word": {
-        "num_paragraphs": 1,
-        "nth_paragraph": 1,
-        "first_word": "a",
-    },
-    "detectable_content:number_placeholders": {"num_placeholders": 1},
-    "detectable_format:number_bullet_lists": {"num_bullets": 1},
-    "detectable_format:number_highlighted_sections": {"num_highlights": 1},
-    "detectable_format:multiple_sections": {"section_spliter": "Section", "num_sections": 2},
-    "change_case:capital_word_frequency": {"capital_frequency": 1},
-    "combination:repeat_prompt": {"prompt_to_repeat": "a"},
-    "startend:end_checker": {"end_phrase": "a"},
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("verdicts.yaml").read_text(encoding="utf-8"))
+ARGUMENTS = {name: arguments for name, arguments, _, _ in TABLE["instructions"]}
+INSTRUCTIONS = {"instruction_id_list": list(ARGUMENTS), "kwargs": list(ARGUMENTS.values())}
 REWARDS = {
     "math": "57",
     "gsm8k": "57",
@@ -59,10 +43,7 @@ REWARDS = {
     f"{texts.__file__}:f1": "57",
     "format_tags": None,
     f"{json_schema.__file__}:json_schema": "true",
-    f"{instructions.__file__}:instructions": {
-        "instruction_id_list": list(CHECKS),
-        "kwargs": [ARGUMENTS.get(n, {}) for n in CHECKS],
-    },
+    f"{instructions.__file__}:instructions": INSTRUCTIONS,
     f"{texts.__file__}:repetition": None,
 }
 
@@ -83,8 +64,8 @@ def read_by_parts(text: str) -> None:
     chosen(text, {"A": "x", "B": "y"})
     number_of(text, flexible=True)
     final_number(text)
-    for instruction in CHECKS:
-        follows(text, instruction, ARGUMENTS.get(instruction, {}))
+    for instruction, arguments in ARGUMENTS.items():
+        follows(text, instruction, arguments)
 
 
 def read_by_rewards(text: str) -> None:

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
 from reward_service import metrics
-from reward_service.sdk import RewardLoadError
-from tests.scoring import given
+from reward_service.sdk import RewardInput, RewardLoadError
+from tests.scoring import episode_blob, given
 from tests.waiting import until
 
 
@@ -53,114 +53,95 @@ async def test_a_wrong_token_is_found_at_the_start(example, backend, collect, tm
     assert found[0].value == 1.0
 
 
-async def test_every_kind_of_verdict_arrives_as_it_was_sent(scripted, backend, collect):
-    said = [
-        {"type": "score", "value": 1, "components": {"format": 0.5}, "parts": {"segments": {"1": 2.0}}},
-        {"type": "abstain", "reason": "no opinion"},
-        {"type": "error", "kind": "exception", "message": "it broke"},
-        {"type": "timeout", "limit_ms": 100},
-    ]
-
-    async with scripted().serving() as server, backend(server.url) as entered:
-        good, declined, failed, late = await collect(
-            entered, [given(json.dumps(verdict)) for verdict in said]
-        )
-    assert (good.value, good.components, good.parts.segments) == (1.0, {"format": 0.5}, {1: 2.0})
-    assert declined == Abstain("no opinion")
-    assert failed == Failure("exception", "it broke")
-    assert late == Timeout(100)
+ONE = {"type": "score", "value": 1}
 
 
-@pytest.mark.parametrize(
-    "said", ["1.0", "null", '{"value": 1}', '{"type": "score"}', '{"type": "score", "value": "1"}', "[]"]
-)
-async def test_what_is_no_verdict_is_an_error_of_that_input_alone(said, scripted, backend, collect):
-    async with scripted().serving() as server, backend(server.url) as entered:
-        first, wrong, last = await collect(entered, [given(score(0.25)), given(said), given(score(0.75))])
-    assert (first, last) == (Score(0.25), Score(0.75))
-    assert isinstance(wrong, Failure)
-    assert wrong.kind == "remote"
+@pytest.fixture
+def ask(scripted, backend, collect):
+    """`await ask(responses, *answers, **options)`: verdicts of a server that gives these answers first, and
+    the number of requests that it got."""
+
+    async def asked(responses, *answers, **options):
+        async with scripted().serving() as server, backend(server.url, **options) as entered:
+            server.answers += answers
+            calls = [one if isinstance(one, RewardInput) else given(one) for one in responses]
+            return await collect(entered, calls), len(server.requests)
+
+    return asked
 
 
 def answer(status=200, body=b"", **headers):
     return lambda asked: (status, headers, body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
+async def test_every_kind_of_verdict_arrives_as_it_was_sent(ask):
+    said = [
+        ONE | {"components": {"format": 0.5}, "parts": {"segments": {"1": 2.0}, "units": [1.0] * 5}},
+        {"type": "abstain", "reason": "no opinion"},
+        {"type": "error", "kind": "exception", "message": "it broke"},
+        {"type": "timeout", "limit_ms": 100},
+    ]
+    (good, *others), _ = await ask([given(json.dumps(one), blob=episode_blob()) for one in said])
+    assert good == Score(1.0, {"format": 0.5}, parts=Parts(segments={1: 2.0}, units=[1.0] * 5))
+    assert others == [Abstain("no opinion"), Failure("exception", "it broke"), Timeout(100)]
+
+
+NO_VERDICT = ["1.0", "null", '{"value": 1}', '{"type": "score"}', '{"type": "score", "value": "1"}', "[]"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "options"),
+    [
+        *((said, "remote", {}) for said in NO_VERDICT),
+        ("hang", "timeout", {"timeout_s": 0.5}), ("drop", "unreachable", {"retries": 1}),
+        (given(score(1), extra_info={"x": object()}), "input", {}),
+        (given(json.dumps(ONE | {"parts": {"units": [1.0] * 4}}), blob=episode_blob()), "parts", {}),
+    ],
+)  # fmt: skip
+async def test_an_input_that_goes_wrong_is_an_error_and_its_neighbours_are_scored(bad, kind, options, ask):
+    (first, wrong, last), _ = await ask([score(0.25), bad, score(0.75)], **options)
+    assert (first, last) == (Score(0.25), Score(0.75))
+    assert wrong == Timeout(500) if kind == "timeout" else isinstance(wrong, Failure)
+    assert kind in ("timeout", "parts") or wrong.kind == kind
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        answer(body={"verdicts": [{"type": "score", "value": 1}]}),
-        answer(body={"verdicts": []}),
-        answer(body={"verdicts": [{"type": "score", "value": 1}] * 2, "request_id": "another"}),
-        answer(body=b"<html>not json</html>"),
-        answer(body={"scores": [1, 1]}),
-        answer(307, Location="/elsewhere"),
+        answer(body={"verdicts": [ONE]}), answer(body={"verdicts": []}),
+        answer(body={"verdicts": [ONE] * 2, "request_id": "another"}), answer(body=b"<html>not json</html>"),
+        answer(body={"scores": [1, 1]}), answer(307, Location="/elsewhere"),
     ],
-)
-async def test_an_answer_outside_the_protocol_is_an_error_never_zero(wrong, scripted, backend, collect):
-    async with scripted().serving() as server, backend(server.url) as entered:
-        server.answers.append(wrong)
-        found = await collect(entered, [given(score(1)), given(score(1))])
-    for verdict in found:
+)  # fmt: skip
+async def test_an_answer_outside_the_protocol_is_an_error_never_zero(wrong, ask):
+    for verdict in (await ask([score(1), score(1)], wrong))[0]:
         assert isinstance(verdict, Failure)
         assert verdict.kind == "remote"
         assert "127.0.0.1" in verdict.message
 
 
-async def test_a_busy_server_is_asked_again_after_the_time_it_names(scripted, backend, collect):
-    busy = answer(429, {"error": {"kind": "busy", "message": "full", "retry_after_ms": 300}})
-
-    async with scripted().serving() as server, backend(server.url) as entered:
-        server.answers += [busy, busy]
-        began_s = time.monotonic()
-        verdicts = await collect(entered, [given(score(0.5))])
-        took_s = time.monotonic() - began_s
-    assert verdicts == [Score(0.5)]
-    assert took_s >= 0.6
+BUSY = answer(429, {"error": {"kind": "busy", "message": "full", "retry_after_ms": 300}})
+OOPS = answer(500, b"oops")
 
 
-async def test_a_time_that_is_none_does_no_harm(scripted, backend, collect):
-    async with scripted().serving() as server, backend(server.url) as entered:
-        server.answers.append(answer(429, b"", **{"Retry-After": "²"}))
-        assert await collect(entered, [given(score(0.5))]) == [Score(0.5)]
-
-
-async def test_a_server_that_is_busy_for_good_ends_in_rate_limited(scripted, backend, collect):
-    async with scripted().serving() as server, backend(server.url, outage_s=0.5) as entered:
-        server.answers += [answer(429, b"")] * 1000
-        (verdict,) = await collect(entered, [given(score(0.5))])
-    assert verdict.kind == "rate_limited"
-
-
-async def test_a_server_that_fails_inside_is_tried_again_so_many_times_and_no_more(
-    scripted, backend, collect
+@pytest.mark.parametrize(
+    ("answers", "options", "kind", "requests", "least_s"),
+    [
+        ([BUSY, BUSY], {}, "", 3, 0.6), ([answer(429, b"", **{"Retry-After": "²"})], {}, "", 2, 0),
+        ([answer(429, b"")] * 1000, {"outage_s": 0.5}, "rate_limited", None, 0),
+        ([OOPS] * 2, {"retries": 2}, "", 3, 0), ([OOPS] * 3, {"retries": 2}, "remote", 3, 0),
+    ],
+    ids=["busy", "a time that is none", "busy for good", "fails and heals", "fails"],
+)  # fmt: skip
+async def test_a_server_is_asked_again_so_often_and_after_the_time_it_names(
+    answers, options, kind, requests, least_s, ask
 ):
-    async with scripted().serving() as server, backend(server.url, retries=2) as entered:
-        server.answers += [answer(500, b"oops")] * 2
-        healed = await collect(entered, [given(score(0.5))])
-        server.answers += [answer(500, b"oops")] * 3
-        failed = await collect(entered, [given(score(0.5))])
-        n_requests = len(server.requests)
-    assert healed == [Score(0.5)]
-    assert failed[0].kind == "remote"
-    assert "oops" in failed[0].message
-    assert n_requests == 6
-
-
-async def test_an_input_that_hangs_is_a_timeout_and_its_neighbours_are_scored(scripted, backend, collect):
-    async with scripted().serving() as server, backend(server.url, timeout_s=0.5) as entered:
-        calls = [given(score(0.5)), given("hang"), given(score(0.25))]
-        found = await collect(entered, calls)
-    assert found == [Score(0.5), Timeout(500), Score(0.25)]
-
-
-async def test_an_input_that_takes_its_server_down_is_an_error_and_its_neighbours_are_scored(
-    scripted, backend, collect
-):
-    async with scripted().serving() as server, backend(server.url, retries=1) as entered:
-        good, bad, other = await collect(entered, [given(score(0.5)), given("drop"), given(score(0.25))])
-    assert (good, other) == (Score(0.5), Score(0.25))
-    assert bad.kind == "unreachable"
+    began_s = time.monotonic()
+    (verdict,), asked = await ask([score(0.5)], *answers, **options)
+    assert time.monotonic() - began_s >= least_s
+    assert verdict.kind == kind if kind else verdict == Score(0.5)
+    assert requests in (None, asked)
+    assert kind != "remote" or "oops" in verdict.message
 
 
 async def test_without_any_server_for_long_the_verdict_is_unreachable(scripted, backend, collect):
@@ -257,13 +238,6 @@ async def test_closing_gives_what_waits_its_verdict(scripted, backend, collect):
             await server.arrived.wait()
         found = await collecting
     assert {verdict.kind for verdict in found} == {"pool"}
-
-
-async def test_an_input_that_json_cannot_carry_is_an_error_of_that_input(scripted, backend, collect):
-    async with scripted().serving() as server, backend(server.url) as entered:
-        good, bad = await collect(entered, [given(score(1)), given(score(1), extra_info={"x": object()})])
-    assert good == Score(1.0)
-    assert bad.kind == "input"
 
 
 async def test_a_server_is_shown_while_it_is_asked(scripted, backend):

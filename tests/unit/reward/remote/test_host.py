@@ -18,7 +18,7 @@ import yaml
 
 from areal_async.cli.tools import ServeRequest
 from areal_async.errors import ArealError, EndpointError
-from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Score, Timeout
 from reward_service.backends.remote.host.__main__ import serve as run_server
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, read_offers
@@ -114,17 +114,6 @@ async def test_a_server_that_asks_for_episodes_gets_them_as_base64_in_json(host,
         _, _, answer = await post(server.url, sent)
     assert found == [Score(5.0)]
     assert answer["verdicts"][0]["value"] == 5.0
-
-
-async def test_values_by_unit_must_be_as_many_as_the_units(scripted, backend, collect):
-    def said(values):
-        return json.dumps({"type": "score", "value": 1, "parts": {"units": values}})
-
-    async with scripted().serving() as server, backend(server.url) as entered:
-        calls = [given(said([1.0] * n), blob=episode_blob()) for n in (5, 4)]
-        right, wrong = await collect(entered, calls)
-    assert right.parts.units == [1.0] * 5
-    assert isinstance(wrong, Failure)
 
 
 @pytest.mark.parametrize(
