@@ -46,8 +46,8 @@ def test_services_are_children_of_the_supervisor_and_end_with_it(tmp_path):
         assert names == {"buffer", "trainer", "reward", "rollout-0"}
         for process in services:
             words = process.cmdline()
-        assert words[:3] == [sys.executable, "-P", "-m"]
-        assert words[-2] == "--ready-fd"
+            assert words[:3] == [sys.executable, "-P", "-m"]
+            assert words[-2] == "--ready-fd"
             assert process.environ()["AREAL_ASYNC_TEST_MARK"] == "marked"
             assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
             open_files = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in (1, 2)}
