@@ -164,13 +164,7 @@ def test_a_file_that_is_a_folder_too_is_refused_and_nothing_is_written_through_a
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "run_dir=/tmp/elsewhere",
-        "run_dir=../../..",
-        "run_dir={x: 1}",
-        "run_dir=",
-    ],
+    "override", ["run_dir=/tmp/elsewhere", "run_dir=../../..", "run_dir={x: 1}", "run_dir="]
 )
 def test_runs_lie_in_the_jobs_folder_whatever_a_job_says(tmp_path, override):
     given = submission("sums", overrides=[override], job={"run_dir": "/tmp/elsewhere"})

@@ -3,6 +3,7 @@
 import json
 import struct
 import threading
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,38 +172,37 @@ def entries_of(data, block=32768):
 
 
 def test_wandb_offline_reads_what_the_records_say(tmp_path, monkeypatch):
+    """Two loggers of one process: who closes first does not end the other."""
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
+    both = [{"name": "wandb", "args": {"project": project}} for project in ("sums", "twice")]
     a_run(tmp_path, 4)
-    watch(tmp_path, {"name": "wandb", "args": {"project": "sums"}})
+    watch(tmp_path, *both)
     a_run(tmp_path, 7, first=2)
-    watch(tmp_path, {"name": "wandb", "args": {"project": "sums"}})
-    rows, tables, ids = [], [], set()
+    watch(tmp_path, *both)
+    found = defaultdict(list)
     for path in sorted((tmp_path / "loggers" / "wandb").glob("offline-run-*/*.wandb")):
         for data in entries_of(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.HasField("run"):
-                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+                run = (record.run.run_id, record.run.project, record.run.display_name)
             if record.HasField("history"):
-                said = {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-                (tables if any(name.startswith("samples/") for name in said) else rows).append(said)
-    assert len({entry[0] for entry in ids}) == 1
-    assert {entry[1:] for entry in ids} == {("sums", "sums")}
-    want = expected(tmp_path)
-    for name, values in want.items():
-        told = [(said["steps"], said[name]) for said in rows if name in said]
-        assert len(told) == len(values)
-        assert dict(told) == values
-    assert [said["steps"] for said in tables] == [1, 3, 3, 5]
-    table = next(
-        (tmp_path / "loggers").glob("wandb/offline-run-*/files/media/table/samples/step*.table.json")
-    )
+                items = record.history.item
+                names = [item.key or "/".join(item.nested_key) for item in items]
+                values = [json.loads(item.value_json) for item in items]
+                found[run].append(dict(zip(names, values, strict=True)))
+    assert sorted(run[1:] for run in found) == [("sums", "sums"), ("twice", "sums")]
+    for said in found.values():
+        for name, values in expected(tmp_path).items():
+            told = [(row["steps"], row[name]) for row in said if name in row]
+            assert len(told) == len(values)
+            assert dict(told) == values
+        sampled = [row["steps"] for row in said if any(name.startswith("samples/") for name in row)]
+        assert sampled == [1, 3, 3, 5]
+    table = next(tmp_path.glob("loggers/wandb/offline-run-*/files/media/table/samples/step*.table.json"))
     assert json.loads(table.read_text())["data"][0] == row(SAMPLE)
 
 

@@ -175,13 +175,7 @@ def test_each_step_and_evaluation_is_one_short_line_of_key_and_value():
         "wall_s": "3.21",
     }
     assert (after["accuracy"], after["left"]) == ("0.633", "41:27")
-    assert other == {
-        "step": "7",
-        "policy": "other",
-        "reward": "0.612",
-        "staleness": "3",
-        "grad_norm": "12.3",
-    }
+    assert other == {"step": "7", "policy": "other", "reward": "0.612", "staleness": "3", "grad_norm": "12.3"}
     lesson = PlainLines(console, policy="policy")
     lesson.record(record("sft", step=12, loss=1.5, accuracy=0.25, held_out_loss=1.6, tokens=900, step_s=0.5))
     lesson.flush()
