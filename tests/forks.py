@@ -207,7 +207,7 @@ def _fork_services() -> None:
 
 def _start_by(helper: socket.socket, *, beside_spares: bool = False) -> type[Any]:
     """Let the local launcher of this process have its services forked by `helper`; return what it used to
-    start them with. With `beside_spares` also those of a job with spare processes, where no spare is ready."""
+    start them with. With `beside_spares` also those of a job with spare processes, if no spare is ready."""
     from areal_async.launch import here
     from areal_async.launch.spares import Spares
 
