@@ -75,6 +75,13 @@ def watch(folder, *named):
     return threads
 
 
+def live_twice(folder, *named):
+    a_run(folder, 4)
+    watch(folder, *named)
+    a_run(folder, 7, first=2)  # steps 2 and 3 are done again
+    watch(folder, *named)
+
+
 def test_figures_have_the_names_that_their_users_know(tmp_path):
     a_run(tmp_path, 3)
     found = expected(tmp_path)
@@ -97,10 +104,7 @@ def test_tensorboard_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    a_run(tmp_path, 4)
-    watch(tmp_path, "tensorboard")
-    a_run(tmp_path, 7, first=2)  # steps 2 and 3 are done again
-    watch(tmp_path, "tensorboard")
+    live_twice(tmp_path, "tensorboard")
     events = EventAccumulator(
         str(tmp_path / "loggers" / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
     )
@@ -120,10 +124,7 @@ def test_tensorboard_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
 def test_mlflow_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
     mlflow = pytest.importorskip("mlflow")
 
-    a_run(tmp_path, 4)
-    watch(tmp_path, "mlflow")
-    a_run(tmp_path, 7, first=2)
-    watch(tmp_path, "mlflow")
+    live_twice(tmp_path, "mlflow")
     own = tmp_path / "loggers" / "mlflow"
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{own / 'mlflow.db'}")
     (experiment,) = [e for e in client.search_experiments() if e.name == "areal-async"]
@@ -169,11 +170,7 @@ def test_wandb_offline_reads_what_the_records_say(tmp_path, monkeypatch):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    both = [{"name": "wandb", "args": {"project": project}} for project in ("sums", "twice")]
-    a_run(tmp_path, 4)
-    watch(tmp_path, *both)
-    a_run(tmp_path, 7, first=2)
-    watch(tmp_path, *both)
+    live_twice(tmp_path, *({"name": "wandb", "args": {"project": name}} for name in ("sums", "twice")))
     found = defaultdict(list)
     for path in sorted((tmp_path / "loggers" / "wandb").glob("offline-run-*/*.wandb")):
         for data in entries_of(path.read_bytes()):
@@ -251,7 +248,7 @@ def test_a_logger_that_raises_or_hangs_costs_nothing_but_itself(tmp_path, monkey
         wait_for(lambda: "late" in made and len(made["late"].calls) >= 4)
         run_log.write("end", ending="interrupted")
     # The hanging one kept nobody waiting for longer than it may; the absent one was tried again and again.
-    assert [thread.name for thread in threads if thread._thread.is_alive()] == ["hanging"]
+    assert [thread.name for thread in threads if not thread.wait(0.0)] == ["hanging"]
     release.set()
     assert opens.count("absent") >= 2
     assert made["late"].calls[-1] == "interrupted"

@@ -1,6 +1,7 @@
 import io
 import os
 import shlex
+from types import SimpleNamespace
 
 import msgspec
 import pyte
@@ -77,15 +78,21 @@ def test_every_line_fits_the_terminal(width, changes):
     assert len(lines) < 24
 
 
+def plain(moments, **options):
+    """What is printed of these moments, 0.5 s apart."""
+    console, now = paper(), SimpleNamespace(s=0.0)
+    view = PlainLines(console, clock=lambda: now.s, **options)
+    for moment in moments:
+        view.show(moment)
+        now.s += 0.5
+    return text(console)
+
+
 def test_the_interval_and_the_self_check_have_a_place():
     shown = status(accuracy_interval=(0.59, 0.671), self_check="passed: 512 log-probs")
     assert "0.380 → 0.630 [0.590, 0.671] at version 100" in drawn(shown)
     assert "self-check  passed: 512 log-probs" in drawn(shown)
-    console = paper()
-    view = PlainLines(console)
-    for _ in range(3):
-        view.show(shown)
-    assert text(console).count('self_check="passed: 512 log-probs"') == 1
+    assert plain([shown] * 3).count('self_check="passed: 512 log-probs"') == 1
 
 
 STARTING = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
@@ -179,16 +186,11 @@ def test_how_the_run_stands_is_one_short_line():
 
 
 def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
-    console = paper()
-    now_s = 0.0
-    view = PlainLines(console, every_s=5.0, clock=lambda: now_s)
-    for tick in range(24):
-        now_s = tick * 0.5
-        view.show(status(message=f'trainer waits for "{tick}"' if tick in (3, 4, 6) else "", trained=False))
-    for tick in range(24, 120):
-        now_s = tick * 0.5
-        view.show(status(message="rollout-0 was killed" if tick in (30, 31, 40) else ""))
-    lines = [parsed(line) for line in text(console).splitlines()]
+    first = {tick: f'trainer waits for "{tick}"' for tick in (3, 4, 6)}
+    moments = [status(message=first.get(tick, ""), trained=False) for tick in range(24)]
+    died = dict.fromkeys((30, 31, 40), "rollout-0 was killed")
+    moments += [status(message=died.get(tick, "")) for tick in range(24, 120)]
+    lines = [parsed(line) for line in plain(moments, every_s=5.0).splitlines()]
     assert sum("done" in line for line in lines) == 3 + 2
     assert [line for line in lines if "message" in line] == [
         {"message": 'trainer waits for "3"', "time": "1:23"},
@@ -198,25 +200,19 @@ def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
 
 
 def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
-    console = paper()
-    view = PlainLines(console)
-    for _ in range(3):
-        view.show(status(dropped=LOST))
-    told = [parsed(line)["no_score"] for line in text(console).splitlines() if "no_score" in line]
+    told = [parsed(line).get("no_score") for line in plain([status(dropped=LOST)] * 3).splitlines()]
+    told = [line for line in told if line]
     assert [line.split(":")[0] for line in told] == ["timeout ×14", "error"]
     assert told[1].startswith("error:exception ×12: ValueError: the grader lost")
 
 
 def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():
-    console = paper()
-    now_s = 0.0
-    view = PlainLines(console, every_s=1e9, clock=lambda: now_s)
-    for tick in range(80):
-        now_s = tick * 0.5
-        edge = "reward" if tick < 70 else "rollout"
+    moments = []
+    for now_s in (tick * 0.5 for tick in range(80)):
+        edge = "reward" if now_s < 35 else "rollout"
         stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
-        view.show(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
-    told = [parsed(line) for line in text(console).splitlines()]
+        moments.append(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
+    told = [parsed(line) for line in plain(moments, every_s=1e9).splitlines()]
     assert [line["stall"] for line in told if "stall" in line] == [
         "stalled for 0:00: trainer waits; reward has not answered for 0 s",
         "stalled for 0:30: trainer waits; reward has not answered for 30 s",
