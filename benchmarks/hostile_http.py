@@ -121,8 +121,8 @@ class Subject:
 
 
 @contextlib.contextmanager
-def served(kind: str, folder: Path) -> Iterator[Subject]:
-    """A server of its own process, which may open `OPEN_FILES` files."""
+def served(kind: str, folder: Path, open_files: int = OPEN_FILES) -> Iterator[Subject]:
+    """A server of its own process, which may open so many files."""
     log = folder / f"{kind}.log"
     port = free_port()
     python = [sys.executable]
@@ -143,7 +143,7 @@ def served(kind: str, folder: Path) -> Iterator[Subject]:
             stdout=subprocess.PIPE if kind in ("metrics", "gateway") else written,
             stderr=written,
             text=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES)),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files)),
         )
     try:
         subject = Subject(kind, process, port, log)

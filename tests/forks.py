@@ -18,7 +18,9 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import functools
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -29,8 +31,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import IO, Any
@@ -62,6 +64,7 @@ PRELOADED = (
         for name in ("rank", "hosts", "files", "group", "names", "sequence")
     ),
 )
+LIGHT = ("areal_async.runtime.service", "areal_async.status.record", "areal_async.rpc.server")
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 ROOM = "AREAL_ASYNC_TEST_ROOM"
 ROOM_BYTES = 16 << 10
@@ -194,21 +197,70 @@ def _fork_services() -> None:
     _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.fork() == 0:
         ours.close()
+        _die_with(command, signal.SIGKILL)
         _serve_orders(theirs, command)
     theirs.close()
 
+    _start_by(ours)
+
+
+def _start_by(helper: socket.socket, *, beside_spares: bool = False) -> type[Any]:
+    """Let the local launcher of this process have its services forked by `helper`; return what it used to
+    start them with. With `beside_spares` also those of a job with spare processes, if no spare is ready."""
     from areal_async.launch import here
     from areal_async.launch.spares import Spares
 
     class ForkedStarts(Spares):
-        """Forks each service, unless the job is to have spare processes."""
+        """Forks each service."""
 
         def take(self, place, topology, output, environment, descriptors):  # type: ignore[no-untyped-def]
-            if self.after_s is not None:
-                return super().take(place, topology, output, environment, descriptors)
-            return _ForkedService(ours, place, topology, output, environment, descriptors)
+            spare = super().take(place, topology, output, environment, descriptors)
+            if spare is not None or (self.after_s is not None and not beside_spares):
+                return spare
+            return _ForkedService(helper, place, topology, output, environment, descriptors)
 
-    here.Spares = ForkedStarts  # type: ignore[misc]
+    before, here.Spares = here.Spares, ForkedStarts  # type: ignore[misc]
+    return before
+
+
+@contextmanager
+def forked_services() -> Iterator[None]:
+    """Let the local launcher of this process fork its services meanwhile, from a process that has imported
+    what stand-ins of services need: no torch."""
+    from areal_async.launch import here
+
+    if os.environ.get(CLEAN_VARIABLE):
+        yield
+        return
+    helper = _light_helper()
+    _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    before = _start_by(helper, beside_spares=True)
+    try:
+        yield
+    finally:
+        here.Spares = before  # type: ignore[misc]
+        _libc().prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@functools.cache
+def _light_helper() -> socket.socket:
+    """The end of a helper that serves this process until it exits."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = f"from tests.forks import serve_process; serve_process({theirs.fileno()}, {os.getpid()})"
+    subprocess.Popen(
+        [sys.executable, "-c", f"{code}  # {' ' * ROOM_BYTES}"],
+        pass_fds=[theirs.fileno()],
+        env=os.environ | dict.fromkeys(ONE_THREAD, "1") | {ROOM: " " * ROOM_BYTES},
+    )
+    theirs.close()
+    return ours
+
+
+def serve_process(orders: int, process: int) -> None:
+    """Fork services for this process from now on."""
+    for module in LIGHT:
+        importlib.import_module(module)
+    _serve_orders(socket.socket(fileno=orders), process)
 
 
 class _ForkedService:
@@ -280,8 +332,7 @@ class _ForkedService:
 
 
 def _serve_orders(orders: socket.socket, command: int) -> None:
-    """Fork a service for each order, until the command has exited."""
-    _die_with(command, signal.SIGKILL)
+    """Fork a service for each order, until the command has closed its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         data, fds, _, _ = socket.recv_fds(orders, ORDER_BYTES, 16)
@@ -325,6 +376,8 @@ def _become_service(order: Mapping[str, Any], fds: Sequence[int], command: int) 
     faulthandler.enable()
     gc.freeze()
     sys.argv = [order["module"], *arguments]
+    folders = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
 

@@ -47,11 +47,7 @@ PLACES = {
     "evaluator": {"labels": {"part": "engine"}},
 }
 """Where the processes of a job go: each role to the hosts that have its label."""
-RAY = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
-}
+RAY = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 CERTIFICATES = "/tmp/certificates"

@@ -14,6 +14,9 @@ from areal_async.status.loggers import LoggedRun, missing_package
 from areal_async.status.loggers.tables import COLUMNS, row
 from areal_async.status.samples import SampleKind
 
+_open: set[str] = set()
+"""Ids of the runs of this process that are not closed. They share wandb's service process."""
+
 
 class WeightsAndBiases:
     """Its environment variables (WANDB_API_KEY, WANDB_BASE_URL, WANDB_MODE …) hold where nothing is given."""
@@ -34,6 +37,7 @@ class WeightsAndBiases:
         own = run.state.setdefault("id", secrets.token_hex(8))
         offline = (mode or os.environ.get("WANDB_MODE", "")) == "offline"
         self._table = wandb.Table
+        _open.add(own)
         self._run: Any = wandb.init(
             project=project,
             entity=entity,
@@ -67,4 +71,11 @@ class WeightsAndBiases:
         """Its own process has what `log` was given."""
 
     def close(self, ending: str) -> None:
+        """Return once every figure is in the files. `finish` alone returns before wandb's service process has
+        written the end of an offline run, so the last run to close waits until that process has exited."""
+        import wandb
+
         self._run.finish(exit_code=0 if ending == "finished" else 1)
+        _open.discard(self._run.id)
+        if not _open:
+            wandb.teardown()

@@ -30,15 +30,15 @@ class Served:
         self.world = self.thread.submit(World, folder).result()
         self.downs = []
         self.woken = 0
-        api = ControllerApi(
+        self.app = ControllerApi(
             self.world.controller,
             ClusterConfig(),
             TokenBook(self.folder.tokens),
             self.thread,
             wake=self.wake,
             on_down=self.downs.append,
-        )
-        self.server = HttpServer(api.app, listen("127.0.0.1", 0), LIMITS, name="controller")
+        ).app
+        self.server = HttpServer(self.app, listen("127.0.0.1", 0), LIMITS, name="controller")
         self.server.start()
         self.client = ControllerClient(self.server.url, self.folder.token())
 

@@ -9,6 +9,7 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
+from prometheus_client import REGISTRY
 
 from areal_async.config.errors import ConfigError
 from areal_async.controller import api as api_module
@@ -16,7 +17,6 @@ from areal_async.controller.api import LIMITS
 from areal_async.controller.client import ControllerClient, ControllerGone, TokenRefused, reached
 from areal_async.controller.folder import hash_of
 from areal_async.controller.messages import WorkersAnswer
-from areal_async.controller.metrics import REFUSED
 from areal_async.controller.operations import LOG_BYTES, OPERATIONS, openapi_document
 from areal_async.controller.processes import JobFolder
 from areal_async.controller.states import JobRefused, UnknownJob
@@ -32,7 +32,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def counted(reason):
-    return REFUSED.labels(reason)._value.get()
+    return REGISTRY.get_sample_value("areal_controller_refused_total", {"reason": reason}) or 0
 
 
 def test_the_document_that_is_committed_is_the_one_that_is_served():
@@ -58,7 +58,7 @@ async def test_every_answer_is_what_the_document_says(served, monkeypatch):
     job = "/v1/jobs/{job}"
     async with served() as there:
         await there.start("sums")
-        log = there.world.controller._jobs / "1-sums" / "output.log"
+        log = there.world.folder / "jobs" / "1-sums" / "output.log"
         log.write_text("hello")
         asked = [
             ("get", "/healthz", "", None, 200),
@@ -117,11 +117,7 @@ async def test_a_token_that_may_look_changes_nothing_and_none_sees_nothing(serve
                 assert status == (200 if operation.right is None else 401), (operation.name, header)
         assert counted("right") - rights == sum(each.right == "submit" for each in OPERATIONS)
         assert counted("token") - tokens == 5 * sum(each.right is not None for each in OPERATIONS)
-        assert (
-            there.world.states()
-            if False
-            else await there.on_thread(there.world.states) == {"sums": "RUNNING"}
-        )
+        assert await there.on_thread(there.world.states) == {"sums": "RUNNING"}
         assert there.downs == []
 
 
@@ -169,10 +165,8 @@ async def test_the_client_says_what_the_controller_says(served, monkeypatch):
         (second,) = await ask(client.submit, submission("wide", job={"rollout": {"workers": 9}}))
         await there.on_thread(there.world.tick)
         jobs = await ask(client.jobs, ended=False)
-        assert [(each.state, each.waits_for) for each in jobs] == [
-            ("STARTING", ""),
-            ("PENDING", "waits for 4 cores"),
-        ]
+        waits = [(each.state, each.waits_for) for each in jobs]
+        assert waits == [("STARTING", ""), ("PENDING", "waits for 4 cores")]
         assert (await ask(client.cluster)).free.cpus == 2
         output = JobFolder(Path(job.run_folder).parent.parent).output
         output.write_text(f"a line\n{WAITS}, for its trainer: GPU 1\n")
@@ -239,7 +233,7 @@ async def test_a_log_is_followed_over_a_lost_connection_to_the_end_of_its_job(se
     monkeypatch.setattr("areal_async.controller.client.LOG_WAIT_S", wait_s)
     async with served() as there:
         await there.start("sums")
-        log = there.world.controller._jobs / "1-sums" / "output.log"
+        log = there.world.folder / "jobs" / "1-sums" / "output.log"
         log.write_bytes(b"x" * (LOG_BYTES + 10))
         found, asked, request = bytearray(), [], there.client.request
         there.client.request = lambda *given: (asked.append(given), request(*given))[1]
@@ -257,8 +251,7 @@ async def test_a_log_is_followed_over_a_lost_connection_to_the_end_of_its_job(se
         await there.server.close(grace_s=0.0)
         with log.open("ab") as file:
             file.write("grüße".encode())
-        app = there.server._app
-        there.server = HttpServer(app, listen("127.0.0.1", port), LIMITS, name="controller")
+        there.server = HttpServer(there.app, listen("127.0.0.1", port), LIMITS, name="controller")
         there.server.start()
         await until(lambda: following.done() or bytes(found).endswith("grüße".encode()))
         there.world.real.end((1, 1))
@@ -270,7 +263,7 @@ async def test_a_log_is_followed_over_a_lost_connection_to_the_end_of_its_job(se
 async def test_a_log_that_began_anew_is_read_from_its_beginning(served):
     async with served() as there:
         await there.start("sums")
-        log = there.world.controller._jobs / "1-sums" / "output.log"
+        log = there.world.folder / "jobs" / "1-sums" / "output.log"
         log.write_text("new")
         status, headers, content = await there.ask("GET", "/v1/jobs/sums/logs/run?offset=100")
         assert (status, headers["areal-log-offset"], content) == (200, "3", b"new")
@@ -281,7 +274,7 @@ async def test_a_log_that_began_anew_is_read_from_its_beginning(served):
 async def test_what_a_job_puts_in_a_logs_place_is_not_read(served, tmp_path):
     async with served() as there:
         await there.start("sums")
-        folder = there.world.controller._jobs / "1-sums"
+        folder = there.world.folder / "jobs" / "1-sums"
         logs = folder / "runs" / "sums" / "logs"
         logs.mkdir(parents=True, mode=0o700)
         (logs / "trainer.log").write_text("it trains")
@@ -302,7 +295,7 @@ async def test_what_a_job_puts_in_a_logs_place_is_not_read(served, tmp_path):
 async def test_prometheus_is_told_what_the_runs_of_jobs_say_under_their_names(served):
     async with served() as there:
         await there.start("sums")
-        folder = there.world.controller._jobs / "1-sums" / "runs" / "prometheus"
+        folder = there.world.folder / "jobs" / "1-sums" / "runs" / "prometheus"
         folder.mkdir(parents=True)
         for text, told in (
             (None, []),

@@ -57,12 +57,7 @@ def test_jobs_start_by_priority_as_far_as_there_is_room(world):
     for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 5)):
         world.controller.submit(submission(name, priority=priority))
     world.tick()
-    assert world.states() == {
-        "low": "PENDING",
-        "first": "STARTING",
-        "second": "PENDING",
-        "high": "STARTING",
-    }
+    assert world.states() == {"low": "PENDING", "first": "STARTING", "second": "PENDING", "high": "STARTING"}
     waits = world.controller.turns().waits
     assert list(waits.values()) == ["waits for 2 cores", "waits behind second"]
     assert world.controller.free() == Resources(0)
@@ -273,11 +268,7 @@ def asks(world, name, verb):
 
 def check(world):
     """Nothing was lost, and nothing was run twice."""
-    assert world.states() == {
-        "one": "SUCCEEDED",
-        "two-lr-1e-3": "STOPPED",
-        "two-lr-2e-3": "SUCCEEDED",
-    }
+    assert world.states() == {"one": "SUCCEEDED", "two-lr-1e-3": "STOPPED", "two-lr-2e-3": "SUCCEEDED"}
     assert max(world.real.runs.values()) == 1
     assert max(world.real.most_at_once.values()) == 1
     assert world.real.alive == {}

@@ -80,23 +80,17 @@ def cmdline(process):
     return []
 
 
-def test_of_several_that_come_up_at_once_one_is_the_controller(cluster):
+def test_of_several_that_come_up_at_once_one_is_the_controller_and_nobody_waits_for_its_end(cluster):
     with ThreadPoolExecutor(3) as threads:
-        urls = set(threads.map(lambda _: start_controller(cluster), range(3)))
-    assert len(urls) == 1
-    assert urls == {json.loads(call("up", "--json").stdout)["url"]}
+        (url,) = set(threads.map(lambda _: start_controller(cluster), range(3)))
+    assert url == start_controller(cluster) == json.loads(call("up", "--json").stdout)["url"]
+    here = [process for process in psutil.process_iter() if str(cluster.path) in cmdline(process)]
     owner = cluster.controller()
+    assert [process.pid for process in here] == [owner.pid]
     os.kill(owner.pid, signal.SIGTERM)
     wait_for(lambda: cluster.controller() is None, "its end")
     assert not cluster.address.exists()
     wait_for(lambda: is_gone(owner.pid), "the end of its process")
-
-
-def test_a_controller_that_came_too_late_does_not_wait_for_the_others_end(cluster):
-    url = start_controller(cluster)
-    assert start_controller(cluster) == url
-    here = [process for process in psutil.process_iter() if str(cluster.path) in cmdline(process)]
-    assert [process.pid for process in here] == [cluster.controller().pid]
 
 
 def test_jobs_are_submitted_shown_changed_and_there_again(cluster, job_file, tmp_path):

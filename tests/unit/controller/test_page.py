@@ -121,11 +121,8 @@ async def test_who_may_look_is_shown_jobs_charts_and_samples(served: Serving) ->
         for name, kind in STATIC.items():
             path = "/" if name == "index.html" else f"/page/{name}"
             status, headers, _ = await there.ask("GET", path, token="")
-            assert (status, headers["content-type"], headers["content-security-policy"]) == (
-                200,
-                kind,
-                POLICY,
-            )
+            assert (status, headers["content-type"]) == (200, kind)
+            assert headers["content-security-policy"] == POLICY
             assert headers["x-content-type-options"] == "nosniff"
 
 
@@ -153,37 +150,22 @@ async def test_no_name_that_a_reader_gives_leads_out_of_the_files_of_samples(ser
         outside = there.folder.path / "step-00000009.jsonl"
         outside.write_text(json.dumps(episode(["outside"])) + "\n")
         good = bearer(there.folder.token("look"))
-        ups = (
-            "..",
-            "%2e%2e",
-            "%2e%2e%2f%2e%2e",
-            "..%2f..%2fjobs",
-            "%252e%252e",
-            "..%5c..",
-            "%00",
-            "sums%00",
-            "%ff",
+        ups = ".. %2e%2e %2e%2e%2f%2e%2e ..%2f..%2fjobs %252e%252e ..%5c.. %00 sums%00 %ff"
+        names = (
+            *ups.split(),
+            "1-sums",
+            "sums%2f..%2fsums",
+            "%2Fetc",
+            str(folder).replace("/", "%2f"),
+            "9" * 400,
         )
-        names = (*ups, "1-sums", "sums%2f..%2fsums", "%2Fetc", str(folder).replace("/", "%2f"), "9" * 400)
         for name in names:
             for rest in ("", "/records", "/samples", f"/samples?key={KEY}", "/samples?search=outside"):
                 status, content = await seen(there, f"/v1/page/jobs/{name}{rest}", **good)
                 assert status in (404, 405), (name, rest, status)
                 assert "outside" not in content.replace("search=outside", "")
-        keys = (
-            "/../../step-00000009.jsonl",
-            "../step-00000009.jsonl",
-            str(outside),
-            f"/{outside}",
-            "/job.yaml",
-        )
-        keys += (
-            "/../job.yaml",
-            "\0",
-            "/step-00000009.jsonl\0",
-            "step-00000009.jsonl",
-            "//step-00000009.jsonl",
-        )
+        names = f"/../..{KEY} ..{KEY} {outside} /{outside} /job.yaml /../job.yaml \0 {KEY}\0 {KEY[1:]} /{KEY}"
+        keys = names.split(" ")
         for key in (*keys, *(each.replace(".", "%2e").replace("/", "%2f") for each in keys)):
             for more in ("", "&episode=0"):
                 quoted = key.replace("\0", "%00")
@@ -194,14 +176,14 @@ async def test_no_name_that_a_reader_gives_leads_out_of_the_files_of_samples(ser
         for offset in ("-1", "1e9", "x", "9" * 400, "%d9%a1"):
             assert (await seen(there, f"{DATA[2]}?offset={offset}", **good))[0] == 200, offset
         for path in (
-            "/page/../app.py",
-            "/page/%2e%2e/app.py",
-            "/page/..%2fapp.py",
-            "//page/page.js",
-            "/page/",
-            "/page/x",
+            "page/../app.py",
+            "page/%2e%2e/app.py",
+            "page/..%2fapp.py",
+            "/page/page.js",
+            "page/",
+            "page/x",
         ):
-            assert (await seen(there, path, **good))[0] == 404, path
+            assert (await seen(there, f"/{path}", **good))[0] == 404, path
 
 
 def secret_place(tmp_path: Path) -> Path:

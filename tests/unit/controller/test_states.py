@@ -77,20 +77,13 @@ def test_what_a_person_asked_twice_changes_nothing_or_is_refused(events):
 @pytest.mark.parametrize(
     ("wish", "how", "state"),
     [
-        ("run", "finished", "SUCCEEDED"),
-        ("run", "failed", "FAILED"),
-        ("run", "lost", "FAILED"),
-        ("run", "unstarted", "FAILED"),
-        ("run", "interrupted", "STOPPED"),
-        ("pause", "interrupted", "PAUSED"),
-        ("pause", "lost", "PAUSED"),
-        ("pause", "unstarted", "PAUSED"),
-        ("pause", "finished", "SUCCEEDED"),
-        ("pause", "failed", "FAILED"),
-        ("stop", "interrupted", "STOPPED"),
-        ("stop", "failed", "STOPPED"),
-        ("stop", "lost", "STOPPED"),
-        ("stop", "finished", "SUCCEEDED"),
+        (wish, *pair.split("="))
+        for wish, pairs in (
+            ("run", "finished=SUCCEEDED failed=FAILED lost=FAILED unstarted=FAILED interrupted=STOPPED"),
+            ("pause", "interrupted=PAUSED lost=PAUSED unstarted=PAUSED finished=SUCCEEDED failed=FAILED"),
+            ("stop", "interrupted=STOPPED failed=STOPPED lost=STOPPED finished=SUCCEEDED"),
+        )
+        for pair in pairs.split()
     ],
 )
 def test_how_a_run_ended_and_what_was_wished_make_the_state(wish, how, state):

@@ -10,6 +10,7 @@ import pytest
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import RunFolders, claim_folders
 from areal_async.runtime.process import kill_processes_of
+from tests.forks import forked_services
 
 
 @pytest.fixture
@@ -20,8 +21,8 @@ def shm(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have the stand-in services of the test behave as told, by process name."""
+def behave(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Have the stand-in services of the test, which are forks, behave as told, by process name."""
     here = str(Path(__file__).parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")])))
 
@@ -29,7 +30,8 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setenv("AREAL_TEST_BEHAVIOUR", json.dumps(behaviour or {}))
 
     set_behaviour()
-    return set_behaviour
+    with forked_services():
+        yield set_behaviour
 
 
 @pytest.fixture

@@ -48,11 +48,7 @@ def life(places):
 
 def test_every_rank_is_a_process_with_a_place_of_its_own(job, places):
     ranks = [place for place in places if place.role == "trainer"]
-    assert [(place.name, place.index) for place in ranks] == [
-        ("trainer", 0),
-        ("trainer-1", 1),
-        ("trainer-2", 2),
-    ]
+    assert [(place.name, place.index) for place in ranks] == [(name, i) for i, name in enumerate(RANKS)]
     with_ports = changed(changed(job, "trainer", ranks=3), "observe", metrics_port=9000)
     ports = [place.metrics_port for place in services_of(with_ports)]
     assert ports == list(range(9000, 9000 + len(ports)))

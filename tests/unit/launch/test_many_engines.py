@@ -7,19 +7,10 @@ import many_engines
 
 async def test_the_cost_of_head_and_front_is_measured_in_a_real_run(tmp_path):
     out = tmp_path / "rows.json"
-    given = [
-        "--workers",
-        "8",
-        "--limits",
-        "generation",
-        "--seconds",
-        "3",
-        "--answer-s",
-        "0.3",
-        "--units",
-        "64",
-    ]
-    options = many_engines.arguments().parse_args([*given, "--dir", str(tmp_path), "--json", str(out)])
+    given = (
+        f"--workers 3 --limits generation --seconds 1 --answer-s 0.1 --units 16 --dir {tmp_path} --json {out}"
+    )
+    options = many_engines.arguments().parse_args(given.split())
     await many_engines.main(options)
     (row,) = json.loads(out.read_text())["rows"]
     assert {"head", "front", "redis", "trainer", "workers"} <= row["cpu"].keys()

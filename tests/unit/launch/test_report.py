@@ -144,10 +144,7 @@ def test_the_paragraph_names_service_status_words_and_log(tmp_path):
             Ending("died", "trainer-1", -9, 1.0, 6, "gave no sign of life for 60 s and was killed"),
             "was doing",
         ),
-        (
-            Ending("died", "trainer-1", -9, 1.0, 6, "did not come to a collective within 9 s"),
-            "was doing",
-        ),
+        (Ending("died", "trainer-1", -9, 1.0, 6, "did not come to a collective within 9 s"), "was doing"),
         (Ending("died", "trainer", -11, 1.0), "SIGSEGV"),
         (Ending("died", "trainer", -40, 1.0), "signal 40"),
         (Ending("died", "trainer", 143, 1.0), "something outside the run sent it a signal"),

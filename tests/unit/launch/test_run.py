@@ -41,17 +41,8 @@ def test_a_run_leaves_all_that_was_promised(job, behave):
     assert (result.summary["accuracy_start"], result.summary["accuracy_end"]) == (0.25, 0.75)
     assert result.summary["steps"] == 5
     assert result.summary["trainer_busy"] == 0.8
-    names = {
-        "summary.json",
-        "metrics.jsonl",
-        "curves.png",
-        "report.html",
-        "job.yaml",
-        "logs",
-        "model",
-        "topology.json",
-    }
-    assert names <= {path.name for path in folder.iterdir()}
+    names = "summary.json metrics.jsonl curves.png report.html job.yaml logs model topology.json"
+    assert {*names.split()} <= {path.name for path in folder.iterdir()}
     assert "0.250 → 0.750" in shown
     assert "test is done" in shown
     assert not (job.run_dir / "prometheus" / "test.json").exists()
@@ -111,47 +102,41 @@ def loads(folder):
     return [record for record in read_run_log(folder / "metrics.jsonl") if record["kind"] == "load"]
 
 
-def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_reward(job, tmp_path):
-    def shown():
-        with console.capture() as capture:
-            print_closing(console, job, RunResult(tmp_path, summarise(job, records)))
-        return capture.get()
+STEPS = [{"kind": "step", "step": step, "reward_mean": step / 40} for step in range(40)]
 
-    console = Console(width=100)
-    records = [{"kind": "step", "step": step, "reward_mean": step / 40} for step in range(40)]
-    assert "0.113 → 0.863" in shown()
-    assert "held-out" not in shown()
-    records.append({"kind": "evaluation", "version": 40, "accuracy": 0.5, "partial_credit": True})
-    assert "held-out mean reward" in shown()
+
+def closing(job, records, folder=Path("runs/test"), width=100, **terminal):
+    """What is printed when a job with these records is done."""
+    console = Console(width=width, **terminal)
+    with console.capture() as capture:
+        print_closing(console, job, RunResult(folder, summarise(job, records)))
+    return capture.get()
+
+
+def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_reward(job):
+    assert "0.113 → 0.863" in closing(job, STEPS)
+    assert "held-out" not in closing(job, STEPS)
+    evaluation = {"kind": "evaluation", "version": 40, "accuracy": 0.5, "partial_credit": True}
+    assert "held-out mean reward" in closing(job, [*STEPS, evaluation])
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_what_came_out_is_told_whole_however_long_the_path(job, tmp_path, width):
-    records = [{"kind": "step", "step": step, "reward_mean": step / 40} for step in range(40)]
     folder = tmp_path / ("a-long-name-" * 8)
-    result = RunResult(folder, summarise(job, records))
-    console = Console(width=width, force_terminal=True, color_system=None)
-    with console.capture() as capture:
-        print_closing(console, job, result)
-    panel = capture.get().splitlines()
+    panel = closing(job, STEPS, folder, width, force_terminal=True, color_system=None).splitlines()
     assert len({len(line) for line in panel}) == 1
     assert f"{folder}/model" in "".join(line[1:-1].strip() for line in panel)
-    with (console := Console(width=width, force_terminal=False)).capture() as capture:
-        print_closing(console, job, result)
-    lines = capture.get().splitlines()
+    lines = closing(job, STEPS, folder, width, force_terminal=False).splitlines()
     assert lines[:2] == ["test is done", "mean reward: 0.113 → 0.863  (first and last steps' batches)"]
     assert f"model: {folder}/model" in lines
 
 
-def test_the_panel_names_the_adapter_and_who_was_started_again(job, tmp_path):
-    console = Console(width=100)
+def test_the_panel_names_the_adapter_and_who_was_started_again(job):
     lora = changed(job, "trainer", lora=LoraSection(rank=2))
     names = ("rollout-0", "trainer-1", "rollout-0")
-    records = [{"kind": "step", "step": 0}, *({"kind": "restart", "service": name} for name in names)]
-    with console.capture() as capture:
-        print_closing(console, lora, RunResult(tmp_path, summarise(lora, records)))
-    assert "3 (rollout-0 ×2, trainer-1)" in capture.get()
-    assert "/adapter" in capture.get()
+    panel = closing(lora, [STEPS[0], *({"kind": "restart", "service": name} for name in names)])
+    assert "3 (rollout-0 ×2, trainer-1)" in panel
+    assert "/adapter" in panel
 
 
 def test_a_supervised_job_is_the_trainer_alone_and_its_run_is_only_replaced_when_asked(job, behave):

@@ -124,15 +124,8 @@ def test_a_folder_that_was_moved_is_where_it_is(run_dir, tmp_path):
 @pytest.mark.parametrize(
     "override",
     [
-        "seed=4",
-        "rollout.group_size=2",
-        "tasks.train=x",
-        "model=y",
-        "job=z",
-        "policy=bob",
-        "trainer.lora.alpha=64",
-        "trainer.lora.rank=8",
-        "trainer={lora: {rank: 8}}",
+        *("seed=4", "rollout.group_size=2", "tasks.train=x", "model=y", "job=z", "policy=bob"),
+        *("trainer.lora.alpha=64", "trainer.lora.rank=8", "trainer={lora: {rank: 8}}"),
     ],
 )
 def test_what_batches_and_weights_depend_on_cannot_be_changed(run_dir, override):

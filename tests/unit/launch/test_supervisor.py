@@ -100,18 +100,13 @@ def test_a_service_that_never_serves_ends_the_run(job, folders, behave):
     assert "supervisor.ready_s" in failure_text(ending, folders.logs / "buffer.log")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_everything_and_its_repetitions_count_once(job, folders, behave, number):
+def test_an_interrupt_ends_everything_and_its_repetitions_count_once(job, folders, behave):
     behave({"rollout-0": "leaves helpers", "trainer": "blocks in native code"})
-    before = signal.getsignal(number)
-
-    def interrupt():
-        for _ in range(3):
-            os.kill(os.getpid(), number)
-
-    ending, _ = supervise(job, folders, on_serving=interrupt)
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    ending, _ = supervise(job, folders, lambda: [os.kill(os.getpid(), number) for number in numbers])
     assert ending == Ending("interrupted")
-    assert signal.getsignal(number) is before
+    assert [signal.getsignal(number) for number in numbers] == before
     assert (folders.run_dir / "order").read_text().split()[-1] == "buffer"
 
 

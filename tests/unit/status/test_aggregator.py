@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import sys
-import time
 
 import msgspec
 import psutil
@@ -18,7 +17,7 @@ from areal_async.status.aggregator import MESSAGE_LIFE_S, StatusAggregator
 from areal_async.status.load import LoadLog
 from areal_async.status.monitor import Monitor
 from areal_async.status.record import RunLog, Tail
-from tests.waiting import LIMIT_S, until, wait_for
+from tests.waiting import until, wait_for
 
 BURN = "import time; t = time.process_time\nwhile t() < 0.3: pass\ntime.sleep(600)"
 NAMES = ("buffer", "trainer", "rollout-0", "rollout-1")
@@ -227,15 +226,20 @@ class Answers:
     async def close(self): ...
 
 
-def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job, tmp_path):
+def monitor_of(job, clients, show=lambda status: None, **options):
+    """A monitor of services that all serve."""
+    names = list(clients.answers)
+    phases = dict.fromkeys(names, "serving")
+    given = {"clients": clients, "phases": lambda: phases, "show": show, "load": None}
+    return Monitor(StatusAggregator(job, names, 0.0), **(given | options))
+
+
+def test_a_monitor_shows_what_it_is_told_and_survives_who_does_not_answer(job):
     trainer = told("trainer", {"kind": "step", "step": 4}, recorded=1, notice="odd", notices=1)
     shown = []
-    monitor = Monitor(
-        StatusAggregator(job, ["trainer", "reward"], 0.0),
-        clients=Answers(trainer=trainer),
-        phases=lambda: {"trainer": "serving", "reward": "serving"},
-        show=shown.append,
-        load=LoadLog(RunLog(tmp_path / "metrics.jsonl")),
+    answers = Answers(trainer=trainer)
+    monitor = monitor_of(
+        job, answers, shown.append, phases=lambda: {"trainer": "serving", "reward": "serving"}
     )
     monitor.start()
     monitor.look()
@@ -252,13 +256,7 @@ async def test_a_monitor_whose_view_fails_watches_on_and_once_ended_says_so(job,
         shown.append(status)
         raise error
 
-    monitor = Monitor(
-        StatusAggregator(job, ["trainer"], 0.0),
-        clients=Answers(trainer=said("trainer")),
-        phases=lambda: {"trainer": "serving"},
-        show=show,
-        load=None,
-    )
+    monitor = monitor_of(job, Answers(trainer=said("trainer")), show)
     monitor.start()
     await until(lambda: shown and monitor.newest is not shown[0])
     assert await monitor.metrics("trainer") == b"areal_told 7"
@@ -271,23 +269,12 @@ async def test_a_monitor_whose_view_fails_watches_on_and_once_ended_says_so(job,
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
-def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job, tmp_path):
-    names = ("trainer", "trainer-1", "rollout-0", "buffer")
-    answers = Answers(**{name: said(name) for name in names})
-    monitor = Monitor(
-        StatusAggregator(job, names, 0.0),
-        clients=answers,
-        phases=lambda: dict.fromkeys(names, "serving"),
-        show=lambda status: None,
-        load=LoadLog(RunLog(tmp_path / "metrics.jsonl")),
-        threads=lambda status: {"trainer": 3, "rollout": 2},
-    )
+def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job):
+    answers = Answers(**{name: said(name) for name in ("trainer", "trainer-1", "rollout-0", "buffer")})
+    monitor = monitor_of(job, answers, threads=lambda status: {"trainer": 3, "rollout": 2})
     monitor.start()
-    monitor.look()
-    deadline_s = time.monotonic() + LIMIT_S
-    while answers.threads != {"trainer": 3, "trainer-1": 3, "rollout-0": 2, "buffer": 0}:
-        assert time.monotonic() < deadline_s, answers.threads
-        monitor.look()
+    wanted = {"trainer": 3, "trainer-1": 3, "rollout-0": 2, "buffer": 0}
+    wait_for(lambda: monitor.look() or answers.threads == wanted)
     monitor.stop()
 
 
@@ -364,10 +351,8 @@ def test_a_trainer_of_which_a_rank_stands_still_computes_nothing(aggregator):
             if each != "trainer-1" or now_s < 110:
                 aggregator.feed_status(each, said(each, {"train": float(now_s)}), float(now_s))
     stall = aggregator.stall(158.0)
-    assert (stall.edge, stall.detail) == (
-        "trainer",
-        "no step is trained; trainer-1 has not answered for 50 s",
-    )
+    assert stall.edge == "trainer"
+    assert stall.detail == "no step is trained; trainer-1 has not answered for 50 s"
     aggregator.feed_status("trainer-1", said("trainer-1", {"train": 9.0}), 159.0)
     aggregator.feed_status("trainer", said("trainer", {"train": 160.0}), 159.0)
     assert aggregator.stall(160.0) is None

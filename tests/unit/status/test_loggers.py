@@ -3,6 +3,7 @@
 import json
 import struct
 import threading
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,21 +75,20 @@ def watch(folder, *named):
     return threads
 
 
+def live_twice(folder, *named):
+    a_run(folder, 4)
+    watch(folder, *named)
+    a_run(folder, 7, first=2)  # steps 2 and 3 are done again
+    watch(folder, *named)
+
+
 def test_figures_have_the_names_that_their_users_know(tmp_path):
     a_run(tmp_path, 3)
     found = expected(tmp_path)
-    names = {
-        "reward",
-        "kl",
-        "entropy",
-        "response_length",
-        "clip_ratio",
-        "grad_norm",
-        "lr",
-        "throughput",
-        "loss",
-    }
-    assert names | {"rewards/right", "time/update", "ess", "held_out/gsm8k/accuracy"} <= found.keys()
+    names = (
+        "reward kl entropy response_length clip_ratio grad_norm lr throughput loss rewards/right time/update"
+    )
+    assert {*names.split(), "ess", "held_out/gsm8k/accuracy"} <= found.keys()
     assert {"mfu", "held_out/maj"}.isdisjoint(found)
     assert found["reward"] == {1: 0.0, 2: pytest.approx(0.1), 3: pytest.approx(0.2)}
     assert found["held_out/accuracy"] == {3: pytest.approx(0.4)}
@@ -104,10 +104,7 @@ def test_tensorboard_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    a_run(tmp_path, 4)
-    watch(tmp_path, "tensorboard")
-    a_run(tmp_path, 7, first=2)  # steps 2 and 3 are done again
-    watch(tmp_path, "tensorboard")
+    live_twice(tmp_path, "tensorboard")
     events = EventAccumulator(
         str(tmp_path / "loggers" / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
     )
@@ -127,10 +124,7 @@ def test_tensorboard_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
 def test_mlflow_reads_what_the_records_say_and_a_resume_goes_on(tmp_path):
     mlflow = pytest.importorskip("mlflow")
 
-    a_run(tmp_path, 4)
-    watch(tmp_path, "mlflow")
-    a_run(tmp_path, 7, first=2)
-    watch(tmp_path, "mlflow")
+    live_twice(tmp_path, "mlflow")
     own = tmp_path / "loggers" / "mlflow"
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{own / 'mlflow.db'}")
     (experiment,) = [e for e in client.search_experiments() if e.name == "areal-async"]
@@ -171,38 +165,33 @@ def entries_of(data, block=32768):
 
 
 def test_wandb_offline_reads_what_the_records_say(tmp_path, monkeypatch):
+    """Two loggers of one process: who closes first does not end the other."""
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    a_run(tmp_path, 4)
-    watch(tmp_path, {"name": "wandb", "args": {"project": "sums"}})
-    a_run(tmp_path, 7, first=2)
-    watch(tmp_path, {"name": "wandb", "args": {"project": "sums"}})
-    rows, tables, ids = [], [], set()
+    live_twice(tmp_path, *({"name": "wandb", "args": {"project": name}} for name in ("sums", "twice")))
+    found = defaultdict(list)
     for path in sorted((tmp_path / "loggers" / "wandb").glob("offline-run-*/*.wandb")):
         for data in entries_of(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.HasField("run"):
-                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+                run = (record.run.run_id, record.run.project, record.run.display_name)
             if record.HasField("history"):
-                said = {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-                (tables if any(name.startswith("samples/") for name in said) else rows).append(said)
-    assert len({entry[0] for entry in ids}) == 1
-    assert {entry[1:] for entry in ids} == {("sums", "sums")}
-    want = expected(tmp_path)
-    for name, values in want.items():
-        told = [(said["steps"], said[name]) for said in rows if name in said]
-        assert len(told) == len(values)
-        assert dict(told) == values
-    assert [said["steps"] for said in tables] == [1, 3, 3, 5]
-    table = next(
-        (tmp_path / "loggers").glob("wandb/offline-run-*/files/media/table/samples/step*.table.json")
-    )
+                items = record.history.item
+                names = [item.key or "/".join(item.nested_key) for item in items]
+                values = [json.loads(item.value_json) for item in items]
+                found[run].append(dict(zip(names, values, strict=True)))
+    assert sorted(run[1:] for run in found) == [("sums", "sums"), ("twice", "sums")]
+    for said in found.values():
+        for name, values in expected(tmp_path).items():
+            told = [(row["steps"], row[name]) for row in said if name in row]
+            assert len(told) == len(values)
+            assert dict(told) == values
+        sampled = [row["steps"] for row in said if any(name.startswith("samples/") for name in row)]
+        assert sampled == [1, 3, 3, 5]
+    table = next(tmp_path.glob("loggers/wandb/offline-run-*/files/media/table/samples/step*.table.json"))
     assert json.loads(table.read_text())["data"][0] == row(SAMPLE)
 
 
@@ -259,7 +248,7 @@ def test_a_logger_that_raises_or_hangs_costs_nothing_but_itself(tmp_path, monkey
         wait_for(lambda: "late" in made and len(made["late"].calls) >= 4)
         run_log.write("end", ending="interrupted")
     # The hanging one kept nobody waiting for longer than it may; the absent one was tried again and again.
-    assert [thread.name for thread in threads if thread._thread.is_alive()] == ["hanging"]
+    assert [thread.name for thread in threads if not thread.wait(0.0)] == ["hanging"]
     release.set()
     assert opens.count("absent") >= 2
     assert made["late"].calls[-1] == "interrupted"

@@ -1,6 +1,7 @@
 import io
 import os
 import shlex
+from types import SimpleNamespace
 
 import msgspec
 import pyte
@@ -77,15 +78,21 @@ def test_every_line_fits_the_terminal(width, changes):
     assert len(lines) < 24
 
 
+def plain(moments, **options):
+    """What is printed of these moments, 0.5 s apart."""
+    console, now = paper(), SimpleNamespace(s=0.0)
+    view = PlainLines(console, clock=lambda: now.s, **options)
+    for moment in moments:
+        view.show(moment)
+        now.s += 0.5
+    return text(console)
+
+
 def test_the_interval_and_the_self_check_have_a_place():
     shown = status(accuracy_interval=(0.59, 0.671), self_check="passed: 512 log-probs")
     assert "0.380 → 0.630 [0.590, 0.671] at version 100" in drawn(shown)
     assert "self-check  passed: 512 log-probs" in drawn(shown)
-    console = paper()
-    view = PlainLines(console)
-    for _ in range(3):
-        view.show(shown)
-    assert text(console).count('self_check="passed: 512 log-probs"') == 1
+    assert plain([shown] * 3).count('self_check="passed: 512 log-probs"') == 1
 
 
 STARTING = ServiceActivity("rollout-0", "starting", None, "its SGLang server to load")
@@ -153,35 +160,11 @@ def test_each_step_and_evaluation_is_one_short_line_of_key_and_value():
     told = text(console).splitlines()
     assert max(map(len, told)) <= 110
     first, second, evaluation, after, other = map(parsed, told)
-    assert (
-        first | {"left": "41:40"}
-        == second | {"step": "98"}
-        == {
-            "step": "98",
-            "reward": "0.612",
-            "staleness": "3",
-            "tok/s": "10000",
-            "loss": "-0.000123",
-            "grad_norm": "12.3",
-            "left": "41:40",
-        }
-    )
-    assert evaluation == {
-        "evaluation": "100",
-        "accuracy": "0.633",
-        "low": "0.59",
-        "high": "0.67",
-        "tasks": "512",
-        "wall_s": "3.21",
-    }
+    step = "step=98 reward=0.612 staleness=3 tok/s=10000 loss=-0.000123 grad_norm=12.3 left=41:40"
+    assert first | {"left": "41:40"} == second | {"step": "98"} == parsed(step)
+    assert evaluation == parsed("evaluation=100 accuracy=0.633 low=0.59 high=0.67 tasks=512 wall_s=3.21")
     assert (after["accuracy"], after["left"]) == ("0.633", "41:27")
-    assert other == {
-        "step": "7",
-        "policy": "other",
-        "reward": "0.612",
-        "staleness": "3",
-        "grad_norm": "12.3",
-    }
+    assert other == {"step": "7", "policy": "other", "reward": "0.612", "staleness": "3", "grad_norm": "12.3"}
     lesson = PlainLines(console, policy="policy")
     lesson.record(record("sft", step=12, loss=1.5, accuracy=0.25, held_out_loss=1.6, tokens=900, step_s=0.5))
     lesson.flush()
@@ -193,42 +176,21 @@ def test_how_the_run_stands_is_one_short_line():
     groups = {"queued": 2, "leased": 130, "generated": 2, "scored": 70, "trained": 6400}
     line = status_line(status(step=999, steps=1000, groups=groups, dropped=LOST))
     assert len(line) <= 130
-    assert parsed(line) == {
-        "time": "1:23",
-        "done": "999/1000",
-        "left": "2:01",
-        "generated/s": "4512",
-        "busiest": "rollout-0:96%",
-        "leased": "130",
-        "generated": "2",
-        "scored": "70",
-        "dropped": "9",
-        "masked": "14",
-    }
-    starts = status(
-        trained=False,
-        services=(
-            ServiceActivity("trainer", "starting", None, "the model's files"),
-            ServiceActivity("buffer", "serving"),
-        ),
+    assert line == (
+        "time=1:23 done=999/1000 left=2:01 generated/s=4512 busiest=rollout-0:96% leased=130 generated=2 "
+        "scored=70 dropped=9 masked=14"
     )
-    assert parsed(status_line(starts)) == {
-        "time": "1:23",
-        "starting": "trainer (waits for the model's files)",
-    }
+    trainer = ServiceActivity("trainer", "starting", None, "the model's files")
+    starts = parsed(status_line(status(trained=False, services=(trainer, SERVICES[0]))))
+    assert starts == {"time": "1:23", "starting": "trainer (waits for the model's files)"}
 
 
 def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
-    console = paper()
-    now_s = 0.0
-    view = PlainLines(console, every_s=5.0, clock=lambda: now_s)
-    for tick in range(24):
-        now_s = tick * 0.5
-        view.show(status(message=f'trainer waits for "{tick}"' if tick in (3, 4, 6) else "", trained=False))
-    for tick in range(24, 120):
-        now_s = tick * 0.5
-        view.show(status(message="rollout-0 was killed" if tick in (30, 31, 40) else ""))
-    lines = [parsed(line) for line in text(console).splitlines()]
+    first = {tick: f'trainer waits for "{tick}"' for tick in (3, 4, 6)}
+    moments = [status(message=first.get(tick, ""), trained=False) for tick in range(24)]
+    died = dict.fromkeys((30, 31, 40), "rollout-0 was killed")
+    moments += [status(message=died.get(tick, "")) for tick in range(24, 120)]
+    lines = [parsed(line) for line in plain(moments, every_s=5.0).splitlines()]
     assert sum("done" in line for line in lines) == 3 + 2
     assert [line for line in lines if "message" in line] == [
         {"message": 'trainer waits for "3"', "time": "1:23"},
@@ -238,25 +200,19 @@ def test_plain_lines_of_the_whole_come_now_and_then_and_warnings_at_once():
 
 
 def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
-    console = paper()
-    view = PlainLines(console)
-    for _ in range(3):
-        view.show(status(dropped=LOST))
-    told = [parsed(line)["no_score"] for line in text(console).splitlines() if "no_score" in line]
+    told = [parsed(line).get("no_score") for line in plain([status(dropped=LOST)] * 3).splitlines()]
+    told = [line for line in told if line]
     assert [line.split(":")[0] for line in told] == ["timeout ×14", "error"]
     assert told[1].startswith("error:exception ×12: ValueError: the grader lost")
 
 
 def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():
-    console = paper()
-    now_s = 0.0
-    view = PlainLines(console, every_s=1e9, clock=lambda: now_s)
-    for tick in range(80):
-        now_s = tick * 0.5
-        edge = "reward" if tick < 70 else "rollout"
+    moments = []
+    for now_s in (tick * 0.5 for tick in range(80)):
+        edge = "reward" if now_s < 35 else "rollout"
         stall = Stall(edge, f"trainer waits; {edge} has not answered for {now_s:.0f} s")
-        view.show(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
-    told = [parsed(line) for line in text(console).splitlines()]
+        moments.append(status(elapsed_s=now_s, stall=stall, stall_s=now_s))
+    told = [parsed(line) for line in plain(moments, every_s=1e9).splitlines()]
     assert [line["stall"] for line in told if "stall" in line] == [
         "stalled for 0:00: trainer waits; reward has not answered for 0 s",
         "stalled for 0:30: trainer waits; reward has not answered for 30 s",
