@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.weights.retention import RetentionPolicy
 from tests.waiting import LIMIT_S
 from trainer_service.checkpoint import (
     Checkpoints,
@@ -112,34 +111,6 @@ def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_pa
 )
 def test_what_is_kept_is_bounded(accuracy, pending, kept):
     assert to_keep([1, 3, 5, 6, 8], accuracy, pending, keep=1, keep_best=2) == kept
-
-
-def test_the_best_is_kept_though_its_evaluation_comes_after_the_next_checkpoints(tmp_path):
-    policy = RetentionPolicy(keep=1, hold_ms=1)
-    measured = []
-    checkpoints = Checkpoints(
-        tmp_path,
-        **OF,
-        keep=1,
-        keep_best=1,
-        ranks=join_ranks(0, 1),
-        measured=lambda: measured,
-        pending=lambda: [tag.version for tag in policy.pending_evaluations],
-    )
-    under_way = None
-    for step in range(1, 13):  # an evaluation takes three steps, each of which makes a checkpoint
-        policy.add(VersionTag("policy", 3, step), evaluate=True, final=False)
-        if step % 3 == 1:
-            if under_way is not None:
-                measured.append(Measured(3, under_way.version, 1 / under_way.version))
-                policy.acknowledge("evaluator", "evaluate", under_way)
-            under_way = policy.evaluate("evaluator", under_way, now_ms=0)
-        _save(tmp_path, step, checkpoints=checkpoints)
-        there = {step_of(folder) for folder in named_checkpoints(tmp_path)}
-        assert under_way.version in there, "it may turn out to be the best"
-        assert len(there) <= 1 + 1 + 4
-    assert 1 in there, "the best of all"
-    assert [each.version for each in measured] == [1, 3, 6]
 
 
 def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_path):
