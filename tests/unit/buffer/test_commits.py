@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from areal_async.rpc.messages import (
@@ -15,6 +16,7 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Ok
 from replay_buffer.ledger.abandoned import counted_as, is_on_lineage
 from replay_buffer.ledger.batching import too_old
+from replay_buffer.ledger.committing import Copy
 from replay_buffer.ledger.index import has_place
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import NO_VERSION, Consumer, EpisodeRecord, Span, Versions
@@ -31,6 +33,25 @@ def test_a_commit_whose_acknowledgement_was_lost_may_be_repeated(drive):
     for step in (0, 1):
         assert ledger.commit(step) == Ok()
         assert ledger.index.meta == before
+
+
+def test_a_trainer_commits_no_batch_that_was_given_to_the_one_before_it(drive):
+    ledger = drive(batch_groups=1)
+    ledger.steps(1)
+    ledger.open(0)
+    assert ledger.commit(0).kind == "invalid"
+    ledger.batch(0)
+    assert ledger.commit(0) == Ok()
+
+
+def test_a_group_in_a_batch_keeps_its_place_and_is_in_the_ledger_copy(drive):
+    ledger = drive(batch_groups=1, max_staleness=1)
+    (group,) = ledger.scored(1)
+    ledger.batch()
+    assert len(ledger.lease(10)) == 1
+    assert group.group_id in [
+        held.group_id for held in msgspec.msgpack.decode(ledger.export(), type=Copy).groups
+    ]
 
 
 def test_a_checkpoint_frees_what_was_trained_before_it_and_no_more(drive):
