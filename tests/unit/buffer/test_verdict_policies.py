@@ -76,6 +76,14 @@ def test_masked_samples_are_none_of_those_that_have_come_by_the_deadline(
     assert ledger.count("dropped:deadline") == (ends is None)
 
 
+def test_a_group_with_too_few_scores_left_is_dropped_also_by_its_last_verdicts(drive):
+    ledger = masking(drive)
+    (group,) = ledger.generated()
+    verdicts = [Abstain(), Abstain(), Abstain(), Score(1.0)]
+    ledger.judge_each(zip(ledger.claim(), verdicts, strict=True))
+    assert ledger.state(group) is None
+
+
 def test_dynamic_filtering_looks_at_the_scores_that_are_left(drive):
     ledger = masking(drive, dynamic_filtering=True)
     same, differ = ledger.generated(2)
