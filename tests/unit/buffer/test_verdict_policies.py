@@ -122,6 +122,13 @@ def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
     assert stats(ledger.index, ledger.now_ms).failed == reply.message
 
 
+def test_a_job_that_has_failed_is_scored_no_more(drive):
+    ledger = drive(group_size=1, on_error=FAIL)
+    ledger.generated(2)
+    ledger.judge(ledger.claim(1), Failure("exception", "no"))
+    assert ledger.claim() == []
+
+
 def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive):
     ledger = drive(group_size=1, on_error=FAIL, batch_groups=1)
     ledger.generated()
