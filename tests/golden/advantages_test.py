@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -520,14 +519,3 @@ def test_a_whitened_batch_in_which_all_is_equal_is_exactly_zero():
     n = 100_003
     table = units(np.zeros(n), episode=np.zeros(n, np.int64), advantage=np.zeros(n))
     assert not table.whiten(torch.full((n,), 0.1, dtype=torch.float64)).any()
-
-
-def test_the_cases_are_ragged(cases):
-    assert any(len(set(case.groups)) > 1 for case in cases)
-    assert any(1 in [case.groups.count(group) for group in case.groups] for case in cases)
-    assert any(len(set(case.rewards)) == 1 and len(case.rewards) > 1 for case in cases)
-    assert any(len(case.rows) > len(case.rewards) for case in cases)
-    assert any(len(segment.units) == 1 for case in cases for segment in case.segments)
-    assert any(a.turn == b.turn for case in cases for a, b in pairwise(case.segments))
-    for kind in ("segments", "agents", "units"):
-        assert any(getattr(given, kind) for case in cases for given in case.parts if given is not None)

@@ -11,7 +11,7 @@ import torch
 from areal_async.config.objective import ObjectiveSection
 from tests.golden import plain_objective as plain
 from tests.golden.tables import Threads, shuffled, totals_of, unrewarded
-from trainer_service.algorithms.kl import KlPenalty, estimate
+from trainer_service.algorithms.kl import KlPenalty
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.parts import Correction, Loss, correction, loss
 from trainer_service.algorithms.table import Alone, UnitTable
@@ -268,24 +268,6 @@ def test_auto_takes_a_pass_for_the_proximal_policy_only_where_it_differs(objecti
     assert ("prox" in composed.columns) == (mode == "recompute")
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("straight_through", [False, True])
-def test_the_gradient_of_a_kl_estimate(estimator, straight_through):
-    logp = torch.randn(20, dtype=torch.float64, requires_grad=True)
-    ref = torch.randn(20, dtype=torch.float64)
-    penalty = KlPenalty(
-        ObjectiveSection(kl={"estimator": estimator, "straight_through": straight_through}).kl
-    )
-    if not straight_through:
-        assert torch.autograd.gradcheck(lambda x: penalty.in_loss(x, ref), (logp,))
-    value = penalty.in_loss(logp, ref)
-    torch.testing.assert_close(value, estimate(estimator, logp, ref))
-    d = (logp - ref).detach()
-    slopes = {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp()}
-    value.sum().backward()
-    torch.testing.assert_close(logp.grad, d if straight_through else slopes[estimator])
-
-
 def test_a_penalty_in_the_reward_is_of_the_policy_at_the_start_of_the_step_or_else_of_the_behaviour():
     units = table(case(3)).cleared()
     for prox, start in (("auto", "prox"), ("reuse", "behaviour"), ("loglinear", "behaviour")):
@@ -361,17 +343,6 @@ def test_a_part_that_returns_another_shape_is_told_so(what, monkeypatch):
     shape = len(every) - 1 if what != "figure" else 1
     with pytest.raises(ObjectiveError, match=rf"was to return.* {len(every)} numbers.* shape \({shape},\)"):
         run(objective, table(every), of(every, "logp"))
-
-
-def test_at_a_ratio_of_one_every_loss_of_a_ratio_has_the_policy_gradient():
-    """With one minibatch a step, whatever the bounds: -A for each unit."""
-    for name in ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "kimi", "reinforce"):
-        every = case(7)
-        objective = Objective(section(name, "none"))
-        assert objective.prox == "reuse"
-        _, units, gradient, _ = run(objective, _without(table(every), "prox"), of(every, "logp"))
-        wanted = torch.where(units.mask, -units.advantage, torch.zeros(())) / units.mask.sum()
-        torch.testing.assert_close(gradient, wanted)
 
 
 def test_the_formulas_that_are_compared_with_are_those_by_hand():

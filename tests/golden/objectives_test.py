@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
-from math import log, sqrt
+from math import log
 
 import pytest
 import torch
@@ -14,10 +14,7 @@ from trainer_service.algorithms import (
     ADVANTAGES,
     CORRECTIONS,
     LOSSES,
-    advantages,
-    losses,
 )
-from trainer_service.algorithms.credit import Samples
 from trainer_service.algorithms.objective import Objective, UnitTerms
 from trainer_service.algorithms.off_policy import StepStatistics
 from trainer_service.algorithms.table import masked
@@ -27,40 +24,6 @@ NAN = float("nan")
 
 def close(actual, expected, atol=1e-6):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=0)
-
-
-def samples(rewards, groups):
-    ones = torch.ones_like(groups)
-    return Samples(rewards.double(), groups, ones, ones == 0)
-
-
-def grpo(rewards, groups, **arguments):
-    return advantages.grpo(samples(rewards, groups), **arguments).float()
-
-
-def test_grpo_by_hand():
-    # group 5: mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4; group 2: mean 2, sample variance 2
-    rewards = tensor([1.0, 0.0, 0.0, 0.0, 3.0, 1.0])
-    groups = tensor([5, 5, 5, 5, 2, 2])
-    s = sqrt(2)
-    close(
-        grpo(rewards, groups, eps=0.1),
-        [0.75 / 0.6, -0.25 / 0.6, -0.25 / 0.6, -0.25 / 0.6, 1 / (s + 0.1), -1 / (s + 0.1)],
-    )
-
-
-def test_ppo_by_hand():
-    ratio = [1.5, 1.5, 0.5, 0.5, 1.1, 1.0]
-    advantage = [2.0, -1.0, 1.0, -2.0, 3.0, -1.0]
-    prox = tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.0])
-    logp = (prox + tensor(ratio).log()).requires_grad_()
-    u = units([0.0] * 6, episode=[0] * 6, advantage=advantage, prox=prox)
-    loss, shares = losses.ppo(logp, u, clip_low=0.2, clip_high=0.3)
-    close(loss, [-2.6, 1.5, -0.5, 1.6, -3.3, 1.0])
-    assert shares["clip_high_share"].tolist() == [True, False, False, False, False, False]
-    assert shares["clip_low_share"].tolist() == [False, False, False, True, False, False]
-    loss.sum().backward()
-    close(logp.grad, [0.0, 1.5, -0.5, 0.0, -3.3, 1.0])
 
 
 MASKS = (

@@ -31,9 +31,21 @@ def test_a_worker_may_have_the_groups_of_the_steps_that_can_train_its_version(se
 
 
 def test_no_group_is_leased_for_which_no_step_is_left():
-    assert allowed(demand(steps=11), 10) == B
-    assert allowed(demand(steps=12), 10) == 2 * B
-    assert room(demand(steps=10), 10) == (0, "all 10 steps are trained")
+    assert [allowed(demand(steps=steps), 10) for steps in (10, 11, 12)] == [0, B, 2 * B]
+
+
+@pytest.mark.parametrize(
+    ("changes", "serving", "places", "words"),
+    [
+        ({"outstanding": 3 * B - 1}, 10, 1, ""),
+        ({"outstanding": 3 * B}, 10, 0, "generation waits for the trainer"),
+        ({"outstanding": 1}, 7, 0, "too old"),
+        ({"steps": 10}, 10, 0, "all 10 steps are trained"),
+    ],
+)
+def test_a_worker_that_gets_nothing_is_told_why(changes, serving, places, words):
+    found, why = room(demand(**changes), serving)
+    assert (found, bool(why), words in why) == (places, bool(words), True)
 
 
 def test_what_is_batched_takes_a_place_of_its_own_step_and_of_no_other():

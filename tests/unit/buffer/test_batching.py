@@ -167,6 +167,14 @@ def test_under_mask_a_group_with_nothing_left_to_train_is_dropped(drive):
     assert ledger.count("dropped:stale") == 1
 
 
+def test_no_batch_is_given_while_two_commits_are_to_come(drive):
+    ledger = drive(batch_groups=1, max_staleness=3)
+    ledger.scored(3)
+    ledger.batch(0)
+    ledger.batch(1)
+    assert ledger.ask(2).kind == "invalid"
+
+
 def filtered(drive, batch_groups=1, max_staleness=1):
     return drive(group_size=3, batch_groups=batch_groups, max_staleness=max_staleness, dynamic_filtering=True)
 

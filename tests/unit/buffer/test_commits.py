@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
-    Claim,
-    Commit,
-    EpisodeVerdict,
     ExportLedger,
-    Lease,
     NextBatch,
-    PutVerdicts,
     Release,
     Waiting,
 )
-from areal_async.rpc.schema import Ok, VersionTag
-from areal_async.rpc.verdicts import Score
+from areal_async.rpc.schema import Ok
 from replay_buffer.ledger.abandoned import counted_as, is_on_lineage
 from replay_buffer.ledger.batching import too_old
+from replay_buffer.ledger.committing import Copy
 from replay_buffer.ledger.index import has_place
-from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import NO_VERSION, Consumer, EpisodeRecord, Span, Versions
 from replay_buffer.ledger.rules import MAX_LEASES, ConsumerRules, Rules
 from replay_buffer.ledger.transaction import Transaction
 from tests.unit.buffer.conftest import Driver
-
-POLICIES = ("alice", "bob")
+from tests.unit.buffer.test_two_policies import POLICIES, lease, opened, put, score, train
 
 
 def test_a_commit_whose_acknowledgement_was_lost_may_be_repeated(drive):
@@ -39,6 +33,25 @@ def test_a_commit_whose_acknowledgement_was_lost_may_be_repeated(drive):
     for step in (0, 1):
         assert ledger.commit(step) == Ok()
         assert ledger.index.meta == before
+
+
+def test_a_trainer_commits_no_batch_that_was_given_to_the_one_before_it(drive):
+    ledger = drive(batch_groups=1)
+    ledger.steps(1)
+    ledger.open(0)
+    assert ledger.commit(0).kind == "invalid"
+    ledger.batch(0)
+    assert ledger.commit(0) == Ok()
+
+
+def test_a_group_in_a_batch_keeps_its_place_and_is_in_the_ledger_copy(drive):
+    ledger = drive(batch_groups=1, max_staleness=1)
+    (group,) = ledger.scored(1)
+    ledger.batch()
+    assert len(ledger.lease(10)) == 1
+    assert group.group_id in [
+        held.group_id for held in msgspec.msgpack.decode(ledger.export(), type=Copy).groups
+    ]
 
 
 def test_a_checkpoint_frees_what_was_trained_before_it_and_no_more(drive):
@@ -158,27 +171,15 @@ def test_a_version_counts_as_the_last_that_its_epoch_shares_with_the_lineage(ver
 @pytest.fixture
 def shared() -> Driver:
     """Both train every task, one group a step, and both have opened at step 0."""
-    driver = Driver(consumers={"alice": ConsumerRules(1, 0), "bob": ConsumerRules(1, 3)})
-    for policy in POLICIES:
-        driver.send(OpenedWith(policy, "trainer", 0))
-    return driver
+    return opened({"alice": ConsumerRules(1, 0), "bob": ConsumerRules(1, 3)})
 
 
 def scored(ledger: Driver) -> str:
     """One group with units of version 0 of both, scored."""
-    group = ledger.send(Lease("w", 1, [VersionTag(policy, 1, 0) for policy in POLICIES])).groups[0]
-    versions = {policy: Versions(0, 0, 1) for policy in POLICIES}
-    arrivals = tuple(Arrival(sample, 10, 4, 2, versions) for sample in group.missing)
-    ledger.send(StoreEpisodes(group.lease_id, group.group_id, arrivals))
-    items = ledger.send(Claim("s", 100)).items
-    verdicts = [EpisodeVerdict(item.episode_id, item.claim_id, Score(1.0)) for item in items]
-    ledger.send(PutVerdicts("s", verdicts))
+    group = lease(ledger)
+    put(ledger, group)
+    score(ledger)
     return group.group_id
-
-
-def train(ledger: Driver, policy: str) -> None:
-    assert isinstance(ledger.send(NextBatch(policy, 1, 0)), Batch)
-    assert ledger.send(Commit(policy, 1, 0)) == Ok()
 
 
 def test_a_policy_is_held_to_its_own_bound(shared):
@@ -190,11 +191,11 @@ def test_a_policy_is_held_to_its_own_bound(shared):
 
 def test_a_checkpoint_of_one_policy_leaves_the_group_and_its_bytes_to_the_other(shared):
     group = scored(shared)
-    train(shared, "alice")
+    train(shared, "alice", 0)
     assert shared.send(Checkpointed("alice", 1, 1)) == Ok()
     assert group in shared.index.groups
     assert not any(decision.writes.freed for decision in shared.decisions if decision.writes is not None)
-    train(shared, "bob")
+    train(shared, "bob", 0)
     shared.send(Checkpointed("bob", 1, 1))
     assert group not in shared.index.groups
     assert list(shared.decisions[-1].writes.freed) == [group]
@@ -202,7 +203,7 @@ def test_a_checkpoint_of_one_policy_leaves_the_group_and_its_bytes_to_the_other(
 
 def test_what_one_policy_drops_is_tried_again_for_that_one_alone(shared):
     group = scored(shared)
-    train(shared, "alice")
+    train(shared, "alice", 0)
     tx = Transaction(shared.index, shared.now_ms)
     tx.drop_for(group, "bob", "stale")
     shared.index.apply(tx.decide(Ok()).writes)
@@ -213,7 +214,7 @@ def test_what_one_policy_drops_is_tried_again_for_that_one_alone(shared):
 def test_a_trainer_that_comes_back_leaves_the_clocks_of_the_others(shared):
     scored(shared)
     for policy in POLICIES:
-        train(shared, policy)
+        train(shared, policy, 0)
     shared.send(OpenedWith("alice", "trainer", 0))
     assert [shared.index.consumer(policy).v_train for policy in POLICIES] == [0, 1]
 
@@ -221,7 +222,7 @@ def test_a_trainer_that_comes_back_leaves_the_clocks_of_the_others(shared):
 def test_where_a_copy_of_one_policy_won_nobody_speaks_for_the_others(shared):
     scored(shared)
     for policy in POLICIES:
-        train(shared, policy)
+        train(shared, policy, 0)
     copy = shared.decide(ExportLedger("alice", 1, 1)).payload
     empty = Driver(consumers=shared.rules.consumers)
     empty.send(OpenedWith("alice", "trainer", 1, copy, 1))

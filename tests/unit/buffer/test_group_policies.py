@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from areal_async.rpc.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.decide import ExpireDeadlines, ExtendDeadlines
-from replay_buffer.ledger.records import EpisodeState, GroupState
-from tests.unit.buffer.conftest import Driver, reasons
+from replay_buffer.ledger.records import EpisodeState
+from tests.unit.buffer.conftest import reasons
 
 ENDED = 5_000
 
@@ -80,10 +75,18 @@ def test_a_sample_that_comes_after_the_deadline_is_refused_and_one_stored_before
     assert ledger.index.payload_bytes == 200
 
 
-@pytest.mark.parametrize("least", [2, 3])
-def test_a_partial_group_whose_leases_are_used_up_goes_on_with_what_has_come(drive, least):
+@pytest.mark.parametrize(
+    ("policy", "least", "goes_on"),
+    [
+        ("deadline_partial", 2, True),
+        ("deadline_partial", 3, False),
+        ("deadline_drop", 2, False),
+        ("complete", 2, False),
+    ],
+)
+def test_a_partial_group_whose_leases_are_used_up_goes_on_with_what_has_come(drive, policy, least, goes_on):
     """A sample that fails every time need not wait for the deadline, nor cost the others."""
-    ledger = partial(drive, min_samples=least)
+    ledger = partial(drive, policy, min_samples=least)
     (group,) = ledger.lease()
     ledger.put(group, [0, 2])
     for _ in range(4):
@@ -92,11 +95,31 @@ def test_a_partial_group_whose_leases_are_used_up_goes_on_with_what_has_come(dri
         assert group.missing == [1, 3]
     ledger.release(group)
     assert ledger.index.leases == {}
-    assert ledger.state(group) == (None if least == 3 else "GENERATED")
-    assert ledger.count("dropped:leases_used_up") == (least == 3)
-    assert ledger.count("generated:leases_used_up") == (least == 2)
-    if least == 2:
+    assert ledger.state(group) == ("GENERATED" if goes_on else None)
+    assert ledger.count("dropped:leases_used_up") == (not goes_on)
+    assert ledger.count("generated:leases_used_up") == goes_on
+    if goes_on:
         assert ledger.states(group) == ["STORED", "ABSENT", "STORED", "ABSENT"]
+
+
+@pytest.mark.parametrize("policy", ["deadline_drop", "deadline_partial"])
+def test_a_group_that_was_whole_in_time_is_scored_after_its_deadline(drive, policy):
+    ledger = partial(drive, policy)
+    (group,) = ledger.generated()
+    assert ledger.index.next_deadline_ms is None
+    ledger.now_ms += ENDED
+    ledger.judge(ledger.claim())
+    assert ledger.states(group) == ["VERDICT"] * 4
+    assert ledger.batch().groups[0].group_id == group.group_id
+
+
+def test_a_partial_group_whose_samples_have_their_scores_is_scored_at_its_deadline(drive):
+    ledger = partial(drive)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 3])
+    ledger.judge(ledger.claim())
+    ledger.now_ms += ENDED
+    assert [episode.sample for episode in ledger.batch().groups[0].episodes] == [0, 3]
 
 
 def test_an_outage_moves_the_deadline_on(drive):
@@ -145,141 +168,3 @@ def test_a_partial_group_that_loses_samples_to_a_restart_may_be_made_whole_again
     (again,) = ledger.lease()
     assert (again.group_id, again.missing) == (group.group_id, [1, 2, 3])
     assert ledger.index.next_deadline_ms == ledger.now_ms + ENDED
-
-
-PATHS = {
-    # The states that a group goes through between two that one decision leads from and to.
-    (None, "LEASED"): ["queued", "leased"],
-    (None, "QUEUED"): ["queued"],
-    ("QUEUED", "SCORED"): ["generated", "scored"],
-    ("LEASED", "SCORED"): ["generated", "scored"],
-}
-
-
-def moves(before, after):
-    """The transitions that led from one set of groups to another; an end is `ended`."""
-    made: Counter[str] = Counter()
-    for group_id in before.keys() | after.keys():
-        was, now = before.get(group_id), after.get(group_id)
-        if was != now:
-            made.update(PATHS.get((was, now), ["ended" if now is None else now.lower()]))
-    return made
-
-
-def counted(before, after):
-    """What was counted between two looks, reasons cut off."""
-    made: Counter[str] = Counter()
-    for name, times in after.items():
-        word = name.partition(":")[0]
-        word = "ended" if word in ("dropped", "committed") else word
-        if word.upper() in GroupState.__members__ or word == "ended":
-            made[word] += times - before.get(name, 0)
-    return +made
-
-
-def look(ledger):
-    return {id_: GroupState(group.least_state).name for id_, group in ledger.index.groups.items()}
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(0, 2**32), st.sampled_from(["complete", "deadline_drop", "deadline_partial"]), st.booleans()
-)
-def test_groups_are_whole_or_follow_their_policy(seed, policy, filtering):
-    """Random arrivals, verdicts, lost leases, drains and outages: every group ends exactly once, each
-    transition is counted, and a batch holds nothing absent."""
-    rng = random.Random(seed)
-    least = rng.randint(1, 4)
-    ledger = Driver(
-        group_size=4,
-        batch_groups=2,
-        max_staleness=2,
-        lease_ms=3_000,
-        claim_ms=3_000,
-        retries=1,
-        group_policy=policy,
-        group_deadline_ms=None if policy == "complete" else ENDED,
-        min_samples=least,
-        dynamic_filtering=filtering,
-    )
-    ledger.open()
-    leases, claims, ended = [], [], set()
-    before, counts = {}, {}
-
-    def check():
-        nonlocal before, counts
-        after = look(ledger)
-        made, seen = counted(counts, ledger.index.meta.counts), moves(before, after)
-        # One decision may take a group through a state that is not seen: QUEUED, where its lease expires with
-        # it; GENERATED, where it has no variance at its deadline.
-        unseen = made - seen
-        left = sum(was == "LEASED" and after.get(id_) != was for id_, was in before.items())
-        gone = sum(was in ("QUEUED", "LEASED") and id_ not in after for id_, was in before.items())
-        assert unseen["queued"] <= left
-        assert unseen["generated"] <= gone
-        assert not seen - made, ledger.index.meta.counts
-        assert unseen.keys() <= {"queued", "generated"}, ledger.index.meta.counts
-        assert not ended & after.keys(), "a group that has ended is back"
-        ended.update(before.keys() - after.keys())
-        for group in ledger.index.groups.values():
-            absent = group.count(EpisodeState.ABSENT)
-            if absent:
-                assert policy == "deadline_partial"
-                assert 4 - absent >= least
-                assert not group.missing
-            if group.state >= GroupState.GENERATED:
-                assert not group.missing
-            if group.state >= GroupState.SCORED:
-                rewards = {e.reward for e in group.episodes if e.state == EpisodeState.VERDICT}
-                assert len(rewards) > 1 or not filtering
-        due_ms = ledger.index.next_deadline_ms
-        assert list(ledger.rebuilt().deadlines) == list(ledger.index.deadlines)
-        before, counts = after, dict(ledger.index.meta.counts)
-        return due_ms
-
-    def act():
-        choice = rng.randrange(10)
-        if choice == 0:
-            leases.extend(ledger.lease(rng.randint(1, 3), worker=f"rollout-{rng.randrange(2)}"))
-        elif choice <= 3 and leases:
-            lease = rng.choice(leases)
-            ledger.put(lease, rng.sample(range(4), rng.randint(1, 4)))
-        elif choice == 4:
-            claims.extend(ledger.claim(rng.randint(1, 9)))
-        elif choice == 5 and claims:
-            verdict = rng.choice([Score(0.0), Score(1.0), Score(1.0), Score(0.5), Failure("x", "y")])
-            ledger.judge([claims.pop(rng.randrange(len(claims)))], verdict)
-        elif choice == 6 and leases:
-            lease = leases.pop(rng.randrange(len(leases)))
-            for worker in ("rollout-0", "rollout-1"):
-                ledger.release(lease, worker)
-        elif choice == 7:
-            ledger.now_ms += rng.randrange(2_000)
-            ledger.heartbeat(*leases, worker=f"rollout-{rng.randrange(2)}")
-        elif choice == 8:
-            outage_ms = rng.randrange(20_000)
-            ledger.now_ms += outage_ms
-            ledger.take(ExtendDeadlines(outage_ms))
-        else:
-            reply = ledger.ask()
-            for group in getattr(reply, "groups", ()):
-                assert len(group.episodes) >= (least if policy == "deadline_partial" else 4)
-                held = ledger.index.groups[group.group_id]
-                trained = [i for i, e in enumerate(held.episodes) if e.state == EpisodeState.VERDICT]
-                assert [e.sample for e in group.episodes] == trained
-            if hasattr(reply, "groups"):
-                check()
-                ledger.commit()
-                check()
-                ledger.checkpointed()
-
-    for _ in range(150):
-        # As the front does: time that has come is decided on before anything else, and seen here alone.
-        due_ms = ledger.index.next_deadline_ms
-        if due_ms is not None and due_ms <= ledger.now_ms:
-            ledger.take(ExpireDeadlines())
-            check()
-            due_ms = ledger.index.next_deadline_ms
-            assert due_ms is None or due_ms > ledger.now_ms, "what is due is dealt with at once"
-        act()
-        check()

@@ -7,6 +7,7 @@ import pytest
 from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.rewards import Routing
 from areal_async.rpc.messages import Claim
+from areal_async.rpc.verdicts import Failure, Score
 from replay_buffer.ledger.rules import Rules
 from tests.unit.buffer.conftest import CountedTasks, sums_job
 
@@ -36,6 +37,14 @@ def test_a_claim_takes_whole_groups_at_least_one_and_no_more_than_fit(drive):
     assert counts == [3, 3, 3]
     ledger.generated(3)
     assert len(ledger.send(Claim("reward-0", 8)).items) == 6
+
+
+def test_a_group_of_which_one_call_failed_is_scored_again_whole(drive):
+    ledger = as_one(drive, retries=1)
+    ledger.generated()
+    ledger.judge_each(zip(ledger.claim(), [Score(1.0), Failure("x", "no"), Score(0.0)], strict=True))
+    again = ledger.claim()
+    assert [item.tries for item in again] == [1, 1, 1]
 
 
 def test_a_large_group_is_given_the_time_of_its_episodes(drive):

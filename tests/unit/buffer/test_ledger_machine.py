@@ -97,6 +97,7 @@ class OnRedis(ReturningMachine):
 
 
 MASK, FAIL = VerdictPolicy(1, "mask"), VerdictPolicy(1, "fail_job")
+PARTIAL = {"group_policy": "deadline_partial", "group_deadline_ms": 2500, "min_samples": 1}
 AT_ONCE = VerdictPolicy(0, "mask")
 AS_ONE = Routing(RewardSection(name="r.py:f", scope="group"))
 
@@ -111,6 +112,11 @@ RULES = {
     "abandoned trains": (2, {"abandoned_trains": True}),
     "abandoned trains, with reuse": (1, {"abandoned_trains": True, "max_reuse": 2, "overtaken_waits": False}),
     "replay by priority": (3, {"max_reuse": 3, "sampling": "priority", "priority": "advantage"}),
+    "deadline drop": (1, {"group_policy": "deadline_drop", "group_deadline_ms": 2500}),
+    "deadline partial": (
+        1,
+        {"group_policy": "deadline_partial", "group_deadline_ms": 2500, "min_samples": 1},
+    ),
     "no score masks": (2, {"on_error": MASK, "on_timeout": MASK, "on_abstain": AT_ONCE, "min_scored": 1}),
     "no score masks, with reuse": (
         2,

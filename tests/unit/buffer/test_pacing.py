@@ -64,13 +64,6 @@ def test_one_batch_and_the_bound_are_the_ends():
     assert pacing.start(B, 0) == 0
 
 
-def test_the_first_step_of_a_trainer_says_nothing():
-    first = pacing.anew(SETTLED)
-    pace = after(lacks(first, 30, 0), waited_ms=50_000)
-    assert pace.ahead == 32
-    assert pace.step_ms == pace.waited == 0
-
-
 def test_an_outage_is_no_time_that_the_trainer_waited():
     waiting = lacks(SETTLED, 30, 11_000)
     moved = pacing.later(waiting, 60_000)

@@ -61,6 +61,16 @@ def test_a_group_that_becomes_too_old_is_trained_for_good_and_not_dropped(drive)
     assert f"{a.partition('#')[0]}#1" not in ledger.index.groups, "its task is not tried again"
 
 
+def test_a_use_that_a_restart_undid_does_not_count(drive):
+    ledger = drive(batch_groups=1, max_staleness=4, max_reuse=2)
+    (group,) = names(ledger.scored(1))
+    train(ledger)
+    ledger.open(0)
+    assert [each.uses for each in ledger.batch(0).groups] == [0]
+    ledger.commit(0)
+    assert held(ledger, group).steps == (0,)
+
+
 def test_no_step_is_made_of_used_groups_at_the_cost_of_one_under_way(drive):
     """Three groups of version 1 are generated: with step 1 made of used ones, step 2 has place for two."""
     ledger = drive(batch_groups=2, max_staleness=1, max_reuse=2, lease_ms=10**9)

@@ -13,25 +13,20 @@ from areal_async.errors import FaultError
 from areal_async.rpc.by_file import ClientFiles, Filed
 from areal_async.rpc.messages import (
     Checkpointed,
-    Claim,
     Commit,
-    EpisodeVerdict,
     Fetch,
-    Lease,
     NextBatch,
-    OpenTrainer,
     PutEpisodes,
-    PutVerdicts,
     Stats,
 )
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Score
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.routes import PREFIX, RouteFiles
 from tests.unit.buffer.conftest import judge, lease, reasons, serving
+from tests.unit.buffer.test_server import opened as opened_over_wire
+from tests.unit.buffer.test_server import score
 from tests.waiting import until
 
 RULES = Rules.alone(group_size=2, batch_groups=1, max_staleness=1, durability="memory")
@@ -172,8 +167,7 @@ async def test_routes_over_the_wire(
         monkeypatch.setattr(ClientFiles, "find", lambda here: None)
     ctx = context()
     async with serving(ctx) as client:
-        tag = VersionTag("policy", (await client.call(OpenTrainer("policy", "t", 0))).epoch, 0)
-        groups = (await client.call(Lease("w0", 2, [tag]))).groups
+        tag, groups = await opened_over_wire(client, 2)
         for group in groups:
             blobs = [blob(job_name, group.group_id, sample) for sample in (0, 1)]
             request = PutEpisodes(group.lease_id, group.group_id, [0, 1], [1])
@@ -187,7 +181,7 @@ async def test_routes_over_the_wire(
         stats = await client.call(Stats())
         assert stats.payload_bytes == 2 * (sum(map(len, blobs)) + len(routes_of(1)))
         assert MARK not in in_redis(redis, job_name)
-        items, claimed = await score_all(client)
+        items, claimed = await score(client)
         assert [len(each) for each in claimed] == [len(blobs[0])] * 4  # who scores does not get them
         batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000))
         ids = [episode.episode_id for group in batch.groups for episode in group.episodes]
@@ -202,10 +196,3 @@ async def test_routes_over_the_wire(
         await client.call(Checkpointed("policy", tag.epoch, 1))
         await until(lambda: not files_in(folder))
         assert items
-
-
-async def score_all(client: Any) -> tuple[Any, Any]:
-    claims, blobs = await client.exchange(Claim("reward-0", 100, wait_ms=2000))
-    verdicts = [EpisodeVerdict(i.episode_id, i.claim_id, Score(0.5)) for i in claims.items]
-    assert (await client.call(PutVerdicts("reward-0", verdicts))).refused == []
-    return claims.items, blobs

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from areal_async.tasks import read_tasks
-from replay_buffer.ledger.admission import Demand, capacity, room
 from replay_buffer.ledger.rules import TaskOrder
 
 
@@ -45,43 +44,3 @@ def test_a_task_carries_its_row_and_pass_in_its_id(table):
     task = tasks.task(7, 3)
     assert task.task_id == f"{tasks.dataset_hash}:7:3"
     assert task.ground_truth == 7
-
-
-def demand(max_staleness=4, steps=1000, v_train=10, outstanding=0):
-    return Demand("policy", max_staleness, 16, steps, v_train, outstanding)
-
-
-@pytest.mark.parametrize(
-    ("changes", "v_serving", "expected"),
-    [
-        ({"max_staleness": 0}, 10, 16),
-        ({"max_staleness": 0}, 9, 0),
-        ({}, 10, 80),
-        ({}, 9, 64),
-        ({}, 6, 16),
-        ({}, 5, 0),
-        ({}, 0, 0),
-        ({}, 11, 80),  # the snapshot of a step is published before the step is committed
-        ({"steps": 12}, 10, 32),  # the last steps are not over-supplied
-        ({"steps": 12}, 6, 16),
-        ({"steps": 10}, 10, 0),
-    ],
-)
-def test_capacity_is_the_formula(changes, v_serving, expected):
-    assert capacity(demand(**changes), v_serving) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "serving", "places", "words"),
-    [
-        ({"outstanding": 70}, 10, 10, ""),
-        ({"outstanding": 80}, 10, 0, "generation waits for the trainer"),
-        ({"outstanding": 10}, 5, 0, "too old"),
-        ({"v_train": 1000}, 1000, 0, "all 1000 steps are trained"),
-    ],
-)
-def test_room_is_what_each_limit_leaves_and_why_there_is_none_is_said_in_words(
-    changes, serving, places, words
-):
-    found, why = room(demand(**changes), serving)
-    assert (found, words in why) == (places, True)

@@ -18,13 +18,18 @@ from tests.unit.buffer.conftest import Driver
 POLICIES = ("alice", "bob")
 
 
-@pytest.fixture
-def ledger():
-    """Both train every task, one group a step; both trainers have opened at step 0."""
-    driver = Driver(consumers=dict.fromkeys(POLICIES, ConsumerRules(1, 2)))
+def opened(consumers):
+    """A ledger of two policies whose trainers have opened at step 0."""
+    driver = Driver(consumers=consumers)
     for policy in POLICIES:
         driver.send(OpenedWith(policy, "trainer", 0))
     return driver
+
+
+@pytest.fixture
+def ledger():
+    """Both train every task, one group a step."""
+    return opened(dict.fromkeys(POLICIES, ConsumerRules(1, 2)))
 
 
 def lease(ledger, **versions):
@@ -84,29 +89,24 @@ def test_a_policy_whose_weights_are_abandoned_leaves_what_it_does_not_train(ledg
     shared = lease(ledger)
     put(ledger, shared)
     score(ledger)
-    assert ledger.send(NextBatch("bob", 1, 0)).groups
-    assert ledger.send(Commit("bob", 1, 0)) == Ok()
+    train(ledger, "bob", 0)
     context = only_for_alice(ledger, bob=1)
     put(ledger, context, bob=1)
     score(ledger)
     # Bob comes back, and what he publishes as version 1 is another: version 1 of epoch 1 is left behind.
     ledger.send(OpenedWith("bob", "trainer", 0))
-    assert ledger.send(NextBatch("bob", 2, 0)).groups
-    assert ledger.send(Commit("bob", 2, 0)) == Ok()
+    train(ledger, "bob", 0, epoch=2)
     assert context.group_id in ledger.index.groups, "alice still trains it"
 
 
-def train(ledger, policy, step):
-    assert ledger.send(NextBatch(policy, 1, step)).step == step
-    assert ledger.send(Commit(policy, 1, step)) == Ok()
+def train(ledger, policy, step, epoch=1):
+    assert ledger.send(NextBatch(policy, epoch, step)).step == step
+    assert ledger.send(Commit(policy, epoch, step)) == Ok()
 
 
 def test_a_policy_that_has_trained_all_its_steps_is_waited_for_no_more():
     """The other one gets groups of its own then, for which there need be no room of the first."""
-    rules = {"alice": ConsumerRules(1, 2, steps=1), "bob": ConsumerRules(1, 2, steps=3)}
-    ledger = Driver(consumers=rules)
-    for policy in POLICIES:
-        ledger.send(OpenedWith(policy, "trainer", 0))
+    ledger = opened({"alice": ConsumerRules(1, 2, steps=1), "bob": ConsumerRules(1, 2, steps=3)})
     for step in range(3):
         group = lease(ledger, alice=min(step, 1), bob=step)
         assert group.group_id.endswith("#0:bob" if step else "#0")

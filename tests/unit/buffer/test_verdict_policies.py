@@ -76,6 +76,14 @@ def test_masked_samples_are_none_of_those_that_have_come_by_the_deadline(
     assert ledger.count("dropped:deadline") == (ends is None)
 
 
+def test_a_group_with_too_few_scores_left_is_dropped_also_by_its_last_verdicts(drive):
+    ledger = masking(drive)
+    (group,) = ledger.generated()
+    verdicts = [Abstain(), Abstain(), Abstain(), Score(1.0)]
+    ledger.judge_each(zip(ledger.claim(), verdicts, strict=True))
+    assert ledger.state(group) is None
+
+
 def test_dynamic_filtering_looks_at_the_scores_that_are_left(drive):
     ledger = masking(drive, dynamic_filtering=True)
     same, differ = ledger.generated(2)
@@ -112,6 +120,13 @@ def test_fail_job_tells_the_trainer_which_episode_failed_and_how(drive):
     assert ledger.state(group) == "GENERATED", "nothing is lost by it"
     assert ledger.count("job_failed:error") == 1
     assert stats(ledger.index, ledger.now_ms).failed == reply.message
+
+
+def test_a_job_that_has_failed_is_scored_no_more(drive):
+    ledger = drive(group_size=1, on_error=FAIL)
+    ledger.generated(2)
+    ledger.judge(ledger.claim(1), Failure("exception", "no"))
+    assert ledger.claim() == []
 
 
 def test_a_failure_is_not_taken_over_with_the_ledger_copy_of_a_checkpoint(drive):

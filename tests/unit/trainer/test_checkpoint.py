@@ -8,98 +8,60 @@ from pathlib import Path
 import pytest
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.weights.retention import RetentionPolicy
+from tests.unit.trainer.saving import OF, made, save, steps_in
 from tests.waiting import LIMIT_S
 from trainer_service.checkpoint import (
-    Checkpoints,
     Measured,
     named_checkpoints,
     newest_usable,
     open_checkpoint,
-    step_of,
     to_keep,
 )
-from trainer_service.disk import write_hashed
 from trainer_service.errors import CheckpointError
 from trainer_service.published import PublishedVersions
-from trainer_service.ranks import join_ranks
-
-OF = {"job": "job", "policy": "alice"}
-
-
-def _save(root, step, *, keep=2, checkpoints=None, content=b"weights"):
-    checkpoints = checkpoints or Checkpoints(root, **OF, keep=keep, ranks=join_ranks(0, 1))
-
-    def save(folder):
-        assert folder.name.startswith(".")
-        return lambda: {"policy.bin": write_hashed(folder / "policy.bin", [content])}
-
-    checkpoints.begin(step, epoch=3, updates={"policy": 2 * step}, save=save, ledger=lambda: b"ledger")
-    checkpoints.wait()
-    return checkpoints
 
 
 def test_what_was_saved_is_opened(tmp_path):
     assert newest_usable(tmp_path / "none", **OF) is None
-    _save(tmp_path, 50)
+    save(made(tmp_path), 50)
     checkpoint = newest_usable(tmp_path, **OF)
     assert checkpoint.folder == tmp_path / "step-000050"
     assert checkpoint.ledger() == b"ledger"
     manifest = checkpoint.manifest
-    assert (manifest.policy, manifest.step, manifest.epoch, manifest.updates) == (
-        "alice",
-        50,
-        3,
-        {"policy": 100},
-    )
+    named = (manifest.policy, manifest.step, manifest.epoch, manifest.updates)
+    assert named == ("alice", 50, 3, {"policy": 100})
     assert set(manifest.files) == {"policy.bin", "ledger.bin"}
 
 
 def test_the_newest_are_kept_and_those_of_others_are_left_alone(tmp_path):
     foreign = tmp_path / "step-000999"
     foreign.mkdir()
-    checkpoints = None
-    for step in (1, 2, 3):
-        checkpoints = _save(tmp_path, step, checkpoints=checkpoints)
+    save(made(tmp_path), 1, 2, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003", "step-000999"]
 
 
 def test_the_best_are_kept_beside_the_newest_once_their_accuracy_is_known(tmp_path):
     measured, pending = [Measured(3, 1, 0.9)], {3}
-    checkpoints = Checkpoints(
-        tmp_path,
-        **OF,
-        keep=1,
-        keep_best=1,
-        ranks=join_ranks(0, 1),
-        measured=lambda: measured,
-        pending=lambda: pending,
-    )
-
-    def there(*steps):
-        return [step_of(folder) for folder in named_checkpoints(tmp_path)] == list(steps)
-
-    for step in (1, 2, 3):
-        _save(tmp_path, step, checkpoints=checkpoints)
-    assert there(1, 3)
-    _save(tmp_path, 4, checkpoints=checkpoints)
-    assert there(1, 3, 4), "the evaluation of 3 is still to come"
+    best = {"keep": 1, "keep_best": 1, "measured": lambda: measured}
+    checkpoints = made(tmp_path, **best, pending=lambda: pending)
+    save(checkpoints, 1, 2, 3)
+    assert steps_in(tmp_path) == [1, 3]
+    save(checkpoints, 4)
+    assert steps_in(tmp_path) == [1, 3, 4], "the evaluation of 3 is still to come"
     measured.append(Measured(2, 3, 1.0))
     pending.clear()
     checkpoints.prune()
-    assert there(1, 4), "an earlier trainer's version 3 had other weights"
+    assert steps_in(tmp_path) == [1, 4], "an earlier trainer's version 3 had other weights"
     pending.add(5)
-    _save(tmp_path, 5, checkpoints=checkpoints)
+    save(checkpoints, 5)
     measured.append(Measured(4, 5, 0.9))
     pending.clear()
-    _save(tmp_path, 6, checkpoints=checkpoints)
-    assert there(5, 6), "of equal ones the newer; measured by a trainer that came back at it"
-    again = Checkpoints(
-        tmp_path, **OF, keep=1, keep_best=1, ranks=join_ranks(0, 1), measured=lambda: measured
-    )
+    save(checkpoints, 6)
+    assert steps_in(tmp_path) == [5, 6], "of equal ones the newer; measured by a trainer that came back at it"
+    again = made(tmp_path, **best)
     again.went_on_from(newest_usable(tmp_path, **OF))
-    _save(tmp_path, 7, checkpoints=again)
-    assert there(5, 7)
+    save(again, 7)
+    assert steps_in(tmp_path) == [5, 7]
 
 
 @pytest.mark.parametrize(
@@ -114,39 +76,11 @@ def test_what_is_kept_is_bounded(accuracy, pending, kept):
     assert to_keep([1, 3, 5, 6, 8], accuracy, pending, keep=1, keep_best=2) == kept
 
 
-def test_the_best_is_kept_though_its_evaluation_comes_after_the_next_checkpoints(tmp_path):
-    policy = RetentionPolicy(keep=1, hold_ms=1)
-    measured = []
-    checkpoints = Checkpoints(
-        tmp_path,
-        **OF,
-        keep=1,
-        keep_best=1,
-        ranks=join_ranks(0, 1),
-        measured=lambda: measured,
-        pending=lambda: [tag.version for tag in policy.pending_evaluations],
-    )
-    under_way = None
-    for step in range(1, 13):  # an evaluation takes three steps, each of which makes a checkpoint
-        policy.add(VersionTag("policy", 3, step), evaluate=True, final=False)
-        if step % 3 == 1:
-            if under_way is not None:
-                measured.append(Measured(3, under_way.version, 1 / under_way.version))
-                policy.acknowledge("evaluator", "evaluate", under_way)
-            under_way = policy.evaluate("evaluator", under_way, now_ms=0)
-        _save(tmp_path, step, checkpoints=checkpoints)
-        there = {step_of(folder) for folder in named_checkpoints(tmp_path)}
-        assert under_way.version in there, "it may turn out to be the best"
-        assert len(there) <= 1 + 1 + 4
-    assert 1 in there, "the best of all"
-    assert [each.version for each in measured] == [1, 3, 6]
-
-
 def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_path):
-    checkpoints = Checkpoints(tmp_path, **OF, keep=2, ranks=join_ranks(0, 1))
+    checkpoints = made(tmp_path)
     release, order = threading.Event(), []
 
-    def save(step):
+    def held(step):
         def copies(folder):
             order.append(f"copy {step}")
 
@@ -160,11 +94,11 @@ def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_
         return copies
 
     checkpoints.begin(
-        1, epoch=1, updates={"policy": 1}, save=save(1), durable=lambda: order.append("durable 1")
+        1, epoch=1, updates={"policy": 1}, save=held(1), durable=lambda: order.append("durable 1")
     )
     assert named_checkpoints(tmp_path) == [], "what is being written has no name"
     threading.Timer(0.05, release.set).start()
-    checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=save(2))
+    checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=held(2))
     checkpoints.wait()
     assert order == ["copy 1", "write 1", "durable 1", "copy 2", "write 2"]
 
@@ -172,18 +106,16 @@ def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_
 KILLED = """
 import sys, time
 from pathlib import Path
-from tests.unit.trainer.test_checkpoint import OF, _save
-from trainer_service.checkpoint import Checkpoints
-from trainer_service.ranks import join_ranks
+from tests.unit.trainer.saving import made, save
 root = Path(sys.argv[1])
-checkpoints = _save(root, 1)
-def save(folder):
+checkpoints = save(made(root), 1)
+def half(folder):
     def write():
         (folder / "policy.bin").write_bytes(b"half")
         print("writing", flush=True)
         time.sleep(600)
     return write
-checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=save)
+checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=half)
 checkpoints.wait()
 """
 
@@ -196,44 +128,42 @@ def test_a_trainer_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path)
         process.kill()
     assert newest_usable(tmp_path, **OF).manifest.step == 1
     assert (tmp_path / ".step-000002.tmp").exists()
-    _save(tmp_path, 2)
+    save(made(tmp_path), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 
 def test_a_checkpoint_cut_short_has_no_name(tmp_path):
-    checkpoints = Checkpoints(tmp_path, **OF, keep=2, ranks=join_ranks(0, 1))
+    checkpoints = made(tmp_path)
 
-    def save(folder):
+    def half(folder):
         def write():
             (folder / "policy.bin").write_bytes(b"half")
             raise OSError("disk full")
 
         return write
 
-    checkpoints.begin(7, epoch=1, updates={"policy": 7}, save=save)
+    checkpoints.begin(7, epoch=1, updates={"policy": 7}, save=half)
     for _ in range(2):  # whoever looks after it ends by it
         with pytest.raises(OSError, match="disk full"):
             checkpoints.wait()
     assert newest_usable(tmp_path, **OF) is None
-    checkpoints = _save(tmp_path, 7)
+    checkpoints = save(made(tmp_path), 7)
     assert open_checkpoint(tmp_path / "step-000007", **OF).manifest.step == 7
-    _save(tmp_path, 7, checkpoints=checkpoints, content=b"again")
+    save(checkpoints, 7, content=b"again")
     assert (tmp_path / "step-000007" / "policy.bin").read_bytes() == b"again"
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
-    _save(tmp_path, 1)
+    save(made(tmp_path), 1)
     (folder,) = named_checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match="of job 'job', not of 'other'"):
         open_checkpoint(folder, **OF | {"job": "other"})
     with pytest.raises(CheckpointError, match=r"of policy 'alice', not of 'bob'.*\(policy: alice\)"):
         open_checkpoint(folder, **OF | {"policy": "bob"})
-    (folder / "policy.bin").write_bytes(b"weightz")
-    with pytest.raises(CheckpointError, match=r"policy\.bin is missing or damaged"):
-        open_checkpoint(folder, **OF)
-    (folder / "policy.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"policy\.bin is missing or damaged"):
-        open_checkpoint(folder, **OF)
+    for harm in (lambda file: file.write_bytes(b"weightz"), lambda file: file.unlink()):
+        harm(folder / "policy.bin")
+        with pytest.raises(CheckpointError, match=r"policy\.bin is missing or damaged"):
+            open_checkpoint(folder, **OF)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
         open_checkpoint(folder, **OF)
@@ -263,3 +193,14 @@ def test_what_a_checkpoint_covers_is_forgotten_and_a_torn_line_is_skipped(tmp_pa
     again = PublishedVersions(tmp_path)
     assert again.add(VersionTag("policy", 2, 1), "1") == []
     assert again.add(VersionTag("policy", 2, 2), "2") == [1]
+
+
+def test_a_trainer_that_goes_back_counts_no_checkpoint_of_the_steps_that_it_left(tmp_path):
+    save(made(tmp_path), 1, 2)
+    save(made(tmp_path), 3, 4)
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    back = made(tmp_path)
+    back.went_on_from(open_checkpoint(tmp_path / "step-000002", **OF))
+    assert back.newest == 2
+    assert save(back, 3).newest == 3
+    assert steps_in(tmp_path) == [2, 3, 4], "the oldest of two goes"

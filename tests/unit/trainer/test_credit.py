@@ -121,14 +121,6 @@ def test_gigpo_of_three_turns(advantages, pair):
     assert wrong == spread(-0.5 - 2 * 0.3125, -0.5 - 2 * 0.125, -0.5)
 
 
-@pytest.mark.parametrize("group_by", ["task_agent_turn", "task_turn"])
-def test_credit_of_turns(advantages, pair, group_by):
-    section = {"group_by": group_by, "turn_discount": 0.5}
-    right, wrong = advantages(*batch_of(pair, (1.0, 0.0)), "dr_grpo", **section)
-    assert right == spread(0.3125, 0.125, 0.25)
-    assert wrong == spread(-0.3125, -0.125, -0.25)
-
-
 def test_rewards_of_a_verdict_count_instead_of_those_of_the_workflow(advantages, pair):
     """The verdict gives the second reply (segment 3) 2, and the agent 3 in all: 1 is left for the last."""
     given = Parts(segments={3: 2.0}, agents={"main": 3.0})

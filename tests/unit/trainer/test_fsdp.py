@@ -130,19 +130,6 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_fp32_weights(model_dir, tmp_pat
     assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.float32}
 
 
-def test_an_empty_pass_adds_nothing(model_dir):
-    """The weights after an update with it are those without."""
-    one, other = _backend(model_dir), _backend(model_dir)
-    empty = build_micro_batch([])
-    norms = []
-    for backend, batches in ((one, [_batch(_rows())]), (other, [_batch(_rows()), empty])):
-        backend.train("policy", batches, lambda index, columns: columns["logp"].sum())
-        norms.append(backend.optimizer_step())
-    assert norms[0] == norms[1]
-    for name, tensor in _weights(one).items():
-        assert torch.equal(tensor, _weights(other)[name])
-
-
 def test_training_goes_on_identically_after_a_checkpoint(model_dir, tmp_path):
     first = _backend(model_dir)
     train(first, range(3))

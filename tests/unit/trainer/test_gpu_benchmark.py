@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ import gpu_parts
 import pytest
 import torch
 from gpu_picture import draw, picture_of
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from tests.waiting import LIMIT_S, deadline_s
@@ -123,28 +121,6 @@ def _results(scale, measured):
     if not measured:
         parts["quickstart"] = {"status": "ok", "took_s": 29.0, "curve": [[0, 0.002], [1, 0.002], [2, 0.002]]}
     return {"device": "cuda:0", "parts": parts}
-
-
-@pytest.mark.parametrize(("scale", "measured"), [(1.0, True), (1e-3, False), (1e-5, False)])
-def test_no_text_of_the_picture_meets_another_or_leaves_it(scale, measured):
-    figure = picture_of(_results(scale, measured))
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
-    not_drawn = {
-        tick.label1
-        for axis in axes
-        for tick in axis.get_major_ticks()
-        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
-    }
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
-    boxes = {text: text.get_window_extent(canvas.get_renderer()) for text in texts if text not in not_drawn}
-    for text, box in boxes.items():
-        of_axis = text.axes and text.get_text() == text.axes.get_title(loc="left")
-        room = text.axes.bbox if of_axis else figure.bbox
-        assert room.x0 - 1 <= box.x0 < box.x1 <= room.x1 + 1, text
-    for (one, first), (other, second) in itertools.combinations(boxes.items(), 2):
-        assert not first.overlaps(second), (one, other)
 
 
 def test_units_of_the_picture_are_chosen_by_size():

@@ -15,7 +15,6 @@ from trainer_service.backends.fsdp.memory import MemoryOptions, rank_memory, sha
 from trainer_service.backends.megatron import Megatron
 from trainer_service.backends.megatron.config import Dimensions, reasons_against
 from trainer_service.backends.megatron.memory import StageOptions, stage_memory
-from trainer_service.backends.megatron.names import StagePlace, boxes_of, global_name
 from trainer_service.backends.megatron.ranges import read_boxes
 from trainer_service.errors import CheckpointError
 
@@ -101,59 +100,6 @@ def test_the_models_beside_the_policy_are_looked_at_too(tmp_path, model_dir):
     job = rank_process.job_of(model_dir, tmp_path, **asked)
     found = {m.field: m.problem for m in Megatron().check_job(job, {}, "trainer.backend_args")}
     assert "model_type is gpt2" in found["trainer.reference.model"]
-
-
-def parameters(config: dict, place: StagePlace, experts: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a tensor rank's parameters of a whole model, `experts` of each layer."""
-    found, hidden = Dimensions.of(config), config["hidden_size"]
-    t, width = place.tensors, found.head_width
-    shapes = {
-        "embedding.word_embeddings.weight": (-(-found.vocabulary // t), hidden),
-        "output_layer.weight": (-(-found.vocabulary // t), hidden),
-        "decoder.final_layernorm.weight": (hidden,),
-    }
-    for layer in range(found.layers):
-        prefix = f"decoder.layers.{layer}."
-        shapes |= {
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}pre_mlp_layernorm.weight": (hidden,),
-            f"{prefix}self_attention.q_layernorm.weight": (width,),
-            f"{prefix}self_attention.k_layernorm.weight": (width,),
-            f"{prefix}self_attention.linear_qkv.weight": (
-                (found.heads + 2 * found.key_heads) * width // t,
-                hidden,
-            ),
-            f"{prefix}self_attention.linear_proj.weight": (hidden, found.heads * width // t),
-        }
-        mlp = {"mlp.": found.mlp}
-        if found.experts:
-            shapes[f"{prefix}mlp.router.weight"] = (found.experts, hidden)
-            mlp = {f"mlp.experts.local_experts.{n}.": found.expert_mlp for n in range(experts)}
-        for name, rows in mlp.items():
-            shapes[f"{prefix}{name}linear_fc1.weight"] = (2 * rows // t, hidden)
-            shapes[f"{prefix}{name}linear_fc2.weight"] = (hidden, rows // t)
-    return shapes
-
-
-@pytest.mark.parametrize(("config", "tensors", "experts"), [(CONFIG, 2, 1), (CONFIG, 4, 1), (MIXTURE, 2, 4)])
-def test_the_boxes_of_all_ranks_are_the_tensors_of_the_files_each_element_once(config, tensors, experts):
-    model, counted = Dimensions.of(config), {}
-    of_experts = model.experts // experts if model.experts else 1
-    for tensor in range(tensors):
-        for first in range(0, of_experts * experts, of_experts) if model.experts else [0]:
-            place = StagePlace(tensor, tensors, first)
-            for name, shape in parameters(config, place, of_experts).items():
-                copy = not name.endswith((".weight",)) or len(shape) == 1 or "router" in name
-                if (copy and tensor) or (first and "local_experts" not in name):
-                    continue
-                for box in boxes_of(global_name(name, 0, place), torch.ones(shape), place, model):
-                    whole = counted.setdefault(box.name, torch.zeros(box.shape))
-                    whole[box.box] += box.tensor
-    assert all((tensor == 1).all() for tensor in counted.values())
-    assert counted["lm_head.weight"].shape == (17, 32)
-    assert counted["model.layers.3.self_attn.q_proj.weight"].shape == (128, 32)
-    inside = "mlp.experts.7." if model.experts else "mlp."
-    assert counted[f"model.layers.3.{inside}down_proj.weight"].shape == (32, 24 if model.experts else 48)
 
 
 def ranges(folder, missing=()):

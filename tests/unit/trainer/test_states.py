@@ -6,15 +6,14 @@ import signal
 
 import pytest
 
+from tests.unit.trainer import saving
 from tests.unit.trainer.forked_ranks import run_script
-from trainer_service.checkpoint import Checkpoints, named_checkpoints, newest_usable, step_of
+from tests.unit.trainer.saving import OF, steps_in
+from trainer_service.checkpoint import newest_usable
 from trainer_service.disk import write_hashed
 from trainer_service.errors import DiskFull
 from trainer_service.ranks import join_ranks
 from trainer_service.states import FOLDER, Cadence, States, has_room, left_in_memory
-
-OF = {"job": "job", "policy": "alice"}
-
 
 KILLED = """
 import pathlib, sys
@@ -43,13 +42,11 @@ def save(folder):
 
 def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None, weights_bytes=10):
     (tmp_path / "shm").mkdir(exist_ok=True)
-    ranks = join_ranks(0, 1)
-    disk = Checkpoints(tmp_path / "checkpoints", **OF, keep=2, ranks=ranks)
-    left = (
-        Checkpoints(tmp_path / "shm" / FOLDER, **OF, keep=1, ranks=ranks, in_memory=True) if memory else None
-    )
+    left = saving.made(tmp_path / "shm" / FOLDER, keep=1, in_memory=True) if memory else None
     how = {"every": every, "longest": longest, "steps": 1000, "weights_bytes": weights_bytes}
-    return States(disk, left, ranks, clock=clock or Clock(), **how)
+    return States(
+        saving.made(tmp_path / "checkpoints"), left, join_ranks(0, 1), clock=clock or Clock(), **how
+    )
 
 
 def leave(states, place, step):
@@ -116,7 +113,7 @@ def test_the_newest_state_is_found_unless_one_on_disk_is_as_new(tmp_path):
     for step in (3, 4):
         leave(states, "memory", step)
     assert left(tmp_path).manifest.step == 4
-    assert [step_of(folder) for folder in named_checkpoints(states.memory.root)] == [4]
+    assert steps_in(states.memory.root) == [4]
     leave(states, "disk", 4)
     on_disk = newest_usable(tmp_path / "checkpoints", **OF)
     assert left(tmp_path, above=on_disk) is None, "one with its ledger is better"

@@ -13,44 +13,35 @@ from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageAway
 from areal_async.storage.transfer import HalfWritten, fetch
 from areal_async.tries import Tries
+from tests.unit.trainer import saving
 from tests.unit.trainer.forked_ranks import run_script
+from tests.unit.trainer.saving import OF, save
 from tests.unit.trainer.test_disk_full import ThreadRank, TwoThreads
 from tests.waiting import LIMIT_S
 from trainer_service import checkpoint as checkpoint_module
-from trainer_service.checkpoint import Checkpoints, Measured, newest_of_all, newest_usable
+from trainer_service.checkpoint import Measured, newest_of_all, newest_usable
 from trainer_service.disk import write_hashed
 from trainer_service.errors import CheckpointError, TrainerError
 from trainer_service.ranks import join_ranks
 from trainer_service.stored import CheckpointStore, push_trained
 from trainer_service.tools.checkpoint_model import _chosen
 
-OF = {"job": "job", "policy": "alice"}
 KILLED = """
 import sys
 from pathlib import Path
 from areal_async.runtime.events import arm
-from tests.unit.trainer.test_stored import made, save
+from tests.unit.trainer.saving import made, save
 from trainer_service.stored import CheckpointStore
 
-checkpoints = made(Path(sys.argv[1]), CheckpointStore(sys.argv[2]))
+checkpoints = made(Path(sys.argv[1]), store=CheckpointStore(sys.argv[2]))
 save(checkpoints, 1)
 arm("trainer.mid_store")
 save(checkpoints, 2)
 """
 
 
-def made(root, store, *, keep=5, **best):
-    return Checkpoints(root, **OF, keep=keep, ranks=join_ranks(0, 1), store=store, **best)
-
-
-def save(checkpoints, step, *, content=b"weights", durable=lambda: None):
-    def write(folder):
-        return lambda: {"policy.bin": write_hashed(folder / "policy.bin", [content])}
-
-    checkpoints.begin(
-        step, epoch=3, updates={"policy": step}, save=write, ledger=lambda: b"ledger", durable=durable
-    )
-    checkpoints.wait()
+def made(root, store, **options):
+    return saving.made(root, **{"keep": 5, "store": store} | options)
 
 
 def newest(root, store):
@@ -98,8 +89,7 @@ def test_a_trainer_that_was_killed_while_it_stored_one_leaves_the_one_before(url
 def test_what_was_begun_and_what_is_later_than_the_restored_one_is_taken_out(s3, url, tmp_path):
     store = CheckpointStore(url)
     first = made(tmp_path / "here", store)
-    for step in (1, 2, 3):
-        save(first, step)
+    save(first, 1, 2, 3)
     s3.files.pipe_file(f"{url}/step-000009/policy.bin", b"half")
     s3.files.pipe_file(f"{url}/step-000003/policy.bin", b"damaged")
     restored = newest(tmp_path / "there", store)
@@ -123,8 +113,7 @@ def test_all_damaged_in_the_store_and_none_here_is_an_error(s3, url, tmp_path):
 def test_the_best_and_the_newest_are_kept_in_the_store_too(url, tmp_path):
     store = CheckpointStore(url)
     checkpoints = made(tmp_path, store, keep=1, keep_best=1, measured=lambda: [Measured(3, 1, 0.9)])
-    for step in (1, 2, 3):
-        save(checkpoints, step)
+    save(checkpoints, 1, 2, 3)
     assert store.whole() == [1, 3]
 
 
@@ -213,7 +202,7 @@ def test_each_rank_stores_what_it_wrote_and_the_manifest_comes_when_all_have(
             really(step, folder, names)
 
         monkeypatch.setattr(store, "put", watched)
-        checkpoints = Checkpoints(tmp_path / "here", **OF, keep=1, ranks=ThreadRank(rank, both), store=store)
+        checkpoints = made(tmp_path / "here", store, keep=1, ranks=ThreadRank(rank, both))
 
         def write(folder):
             name = f"policy-{rank}.bin"

@@ -1,18 +1,18 @@
 """A teacher on servers: what it is asked, what of its answers is used, and what is done about bad ones."""
 
-import asyncio
+import json
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from aiohttp import ClientTimeout, client, web
+from aiohttp import ClientTimeout, client
 
 from areal_async.config.objective import TeacherSection
 from tests.unit.trainer.conftest import plain_row
-from tests.waiting import LIMIT_S
 from trainer_service.teacher import TeacherError, TeacherServers
 
 LAST = 10
@@ -40,39 +40,33 @@ def vllm(body):
     return {"choices": [{"prompt_logprobs": [None, *entries[1:]]}]}
 
 
+def reply(content, status=200, kind="application/json"):
+    return status, kind, content if isinstance(content, bytes) else json.dumps(content).encode()
+
+
 @contextmanager
 def serving(answer):
-    """`answer(request, body)` gives each response; yields the server's URL."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    runners, where = [], []
+    """`answer(headers, body)` gives each reply; yields the server's URL."""
 
-    async def handle(request):
-        return answer(request, await request.json())
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
 
-    async def start():
-        app = web.Application()
-        app.router.add_post("/{path:.*}", handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        runners.append(runner)
-        where.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        ready.set()
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, kind, data = answer(self.headers, body)
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
-    def run():
-        asyncio.set_event_loop(loop)
-        loop.create_task(start())
-        loop.run_forever()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert ready.wait(LIMIT_S)
-    try:
-        yield where[0]
-    finally:
-        asyncio.run_coroutine_threadsafe(runners[0].cleanup(), loop).result(LIMIT_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(LIMIT_S)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def rows():
@@ -92,7 +86,7 @@ def servers(*urls, api="sglang", timeout_s=30.0, **more):
 
 @pytest.mark.parametrize(("api", "answer"), [("sglang", sglang), ("vllm", vllm)])
 def test_each_unit_gets_the_log_prob_of_its_own_token(api, answer):
-    with serving(lambda request, body: web.json_response(answer(body))) as url:
+    with serving(lambda headers, body: reply(answer(body))) as url:
         found = servers(url, api=api).logprobs(rows())
     assert found.tolist() == pytest.approx(wanted(), rel=1e-6)
     assert servers("http://h").logprobs([]).tolist() == []
@@ -102,10 +96,10 @@ def test_a_server_that_is_busy_is_asked_again_and_another_one_too(monkeypatch):
     monkeypatch.setenv("TEACHER_KEY", "s3cret")
     seen = []
 
-    def answer(request, body):
-        seen.append(request.headers["Authorization"])
+    def answer(headers, body):
+        seen.append(headers["Authorization"])
         busy = len(seen) <= 2
-        return web.json_response({}, status=503) if busy else web.json_response(sglang(body))
+        return reply({}, 503) if busy else reply(sglang(body))
 
     with serving(answer) as url:
         found = servers("http://127.0.0.1:9", url, key_env="TEACHER_KEY").logprobs(rows())
@@ -130,16 +124,16 @@ def not_a_number(body):
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (lambda body: web.json_response({}, status=404), "refuses.*404"),
-        (lambda body: web.json_response(other_tokens(body)), "other tokens.*tokenizer"),
-        (lambda body: web.json_response({"text": ""}), r"no log-probs.*trainer\.teacher\.api"),
-        (lambda body: web.json_response(not_a_number(body)), "not finite"),
-        (lambda body: web.Response(text="<html>", content_type="text/html"), r"no log-probs.*\.api"),
-        (lambda body: web.Response(body=b"{\xff", content_type="application/json"), r"no log-probs.*\.api"),
+        (lambda body: reply({}, 404), "refuses.*404"),
+        (lambda body: reply(other_tokens(body)), "other tokens.*tokenizer"),
+        (lambda body: reply({"text": ""}), r"no log-probs.*trainer\.teacher\.api"),
+        (lambda body: reply(not_a_number(body)), "not finite"),
+        (lambda body: reply(b"<html>", kind="text/html"), r"no log-probs.*\.api"),
+        (lambda body: reply(b"{\xff"), r"no log-probs.*\.api"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_an_error(answer, says):
-    with serving(lambda request, body: answer(body)) as url, pytest.raises(TeacherError, match=says):
+    with serving(lambda headers, body: answer(body)) as url, pytest.raises(TeacherError, match=says):
         servers(url).logprobs(rows())
 
 
@@ -151,9 +145,9 @@ def test_a_teacher_that_stays_away_is_an_error_in_time():
 def test_the_only_limit_of_a_long_answer_is_that_of_the_step(monkeypatch):
     monkeypatch.setattr(client, "DEFAULT_TIMEOUT", ClientTimeout(total=0.05))  # 300 s without this
 
-    def slow(request, body):
+    def slow(headers, body):
         time.sleep(0.1)  # the fault itself: longer than the client's own limit
-        return web.json_response(sglang(body))
+        return reply(sglang(body))
 
     with serving(slow) as url:
         assert servers(url).logprobs(rows()).tolist() == pytest.approx(wanted(), rel=1e-6)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
 
 from areal_async.trajectory import pack, training_rows, unpack
-from areal_async.trajectory.episode import LOGPROB_SLACK
 from tests.unit.trajectory.conftest import histories
 
 drawn = settings(max_examples=60)
@@ -95,29 +93,3 @@ def test_what_an_episode_says_of_itself_agrees_with_the_log(history):
         if units
     }
     assert episode.versions == expected
-
-
-@drawn
-@given(histories())
-def test_what_is_built_satisfies_the_invariants_in_plain_words(history):
-    """The same invariants as `check`, restated unit by unit without its shortcuts."""
-    episode = history.episode
-    segments, units = episode.segments, episode.units
-    covered = []
-    for i in range(len(segments)):
-        assert -1 <= segments.parent[i] < i
-        span = range(segments.offset[i], segments.offset[i] + segments.length[i])
-        covered += span
-        for u in span:
-            assert np.isfinite(units.logprob[u])
-            assert units.logprob[u] <= LOGPROB_SLACK
-            if segments.kind[i] != 1:
-                assert units.mask[u] == 0
-                assert units.version[u] == -1
-            if units.mask[u]:
-                assert units.version[u] >= 0
-    assert covered == list(range(len(units)))
-    runs = [*episode.header.epochs, (len(units), -1)]
-    per_unit = {u: epoch for (first, epoch), (end, _) in pairwise(runs) for u in range(first, end)}
-    trained = np.flatnonzero(units.mask).tolist()
-    assert [per_unit[u] for u in trained] == history.trained("epochs")

@@ -99,16 +99,6 @@ async def test_receivers_on_other_hosts_get_the_snapshot_and_the_trainer_sends_i
         await r.close()
 
 
-async def test_a_receiver_on_the_trainers_host_reads_where_it_was_written(place, publishers):
-    p = publishers()
-    written_ = p.publish(tag(0), weights(0))
-    r = await receiver(place, "trainer")
-    _, snapshot = await take(r)
-    assert snapshot.path == written_.path
-    await r.close()
-    assert p.chunks.bytes_sent == 0
-
-
 async def test_one_process_per_host_fetches_and_the_others_find_it(place, publishers):
     p = publishers()
     size = p.publish(tag(0), weights(0)).size_bytes

@@ -5,8 +5,6 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from areal_async.weights.snapshot import open_snapshot
 from tests.unit.weights.world import LIMIT_S, Killed, download, server, table_of, written
@@ -74,46 +72,33 @@ async def test_versions_are_true_when_a_relay_is_killed_at_any_chunk(tmp_path, s
             assert_nothing_false_is_served(root, snapshots)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(victim=st.integers(0, 2), at=st.integers(0, N_CHUNKS - 1), second=st.integers(0, N_CHUNKS))
-def test_versions_are_true_when_a_receiver_is_killed_at_any_chunk_and_begins_again(
-    tmp_path_factory, snapshots, tables, victim, at, second
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("at", range(0, N_CHUNKS, 2))
+async def test_versions_are_true_when_a_receiver_is_killed_at_any_chunk_and_begins_again(
+    tmp_path, snapshots, tables, victim, at
 ):
     """Both versions come to three receivers at once; one dies in the middle of each, and comes back twice."""
-    root = tmp_path_factory.mktemp("run")
-    places = [root / name for name in "abc"]
-
-    async def main():
-        async with AsyncExitStack() as stack:
-            p, q = [
-                await stack.enter_async_context(server(snapshot, table=table))
-                for snapshot, table in zip(snapshots, tables, strict=True)
-            ]
-            alive = [await stack.enter_async_context(server()) for _ in places]
-            runs = []
-            for origin, snapshot, table in ((p, snapshots[0], tables[0]), (q, snapshots[1], tables[1])):
-                for i, (peer, place) in enumerate(zip(alive, places, strict=True)):
-                    line = [alive[j].endpoint for j in reversed(range(i))]
-                    dies = at if i == victim else None
-                    one = download(peer, snapshot, place, [*line, origin.endpoint], table, dies)
-                    runs.append((i, asyncio.create_task(one.run())))
-            for i, run in runs:
-                if i == victim:
-                    with pytest.raises(Killed):
-                        await asyncio.wait_for(run, LIMIT_S)
-                else:
-                    assert (await asyncio.wait_for(run, LIMIT_S)).exists()
+    places = [tmp_path / name for name in "abc"]
+    both = [*zip(snapshots, tables, strict=True)]
+    async with AsyncExitStack() as stack:
+        origins = [await stack.enter_async_context(server(snapshot, table=table)) for snapshot, table in both]
+        alive = [await stack.enter_async_context(server()) for _ in places]
+        runs = []
+        for origin, (snapshot, table) in zip(origins, both, strict=True):
+            for i, (peer, place) in enumerate(zip(alive, places, strict=True)):
+                line = [*(alive[j].endpoint for j in reversed(range(i))), origin.endpoint]
+                runs.append(download(peer, snapshot, place, line, table, at if i == victim else None).run())
+        ends = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), LIMIT_S)
+        assert [isinstance(end, Killed) for end in ends] == 2 * [i == victim for i in range(3)]
+        for limit in (N_CHUNKS - at, None):  # it begins again, dies again or not, and begins again
             for place in places:
                 assert_nothing_false_is_served(place, snapshots)
-            for limit in (second, None):  # it begins again, dies again, and begins again
-                for origin, snapshot, table in ((p, snapshots[0], tables[0]), (q, snapshots[1], tables[1])):
-                    if (places[victim] / snapshot.path.name).exists():
-                        continue
-                    again = download(None, snapshot, places[victim], [origin.endpoint], table, limit)
-                    try:
-                        assert (await asyncio.wait_for(again.run(), LIMIT_S)).exists()
-                    except Killed:
-                        assert limit is not None
-                assert_nothing_false_is_served(places[victim], snapshots)
-
-    asyncio.run(main())
+            again = [
+                download(None, snapshot, places[victim], [origin.endpoint], table, limit).run()
+                for origin, (snapshot, table) in zip(origins, both, strict=True)
+                if not (places[victim] / snapshot.path.name).exists()
+            ]
+            ends = await asyncio.wait_for(asyncio.gather(*again, return_exceptions=True), LIMIT_S)
+        assert all(end.exists() for end in ends)
+        assert_nothing_false_is_served(places[victim], snapshots)
+        assert {path.name for path in places[victim].iterdir()} >= {each.tag.label for each in snapshots}
