@@ -56,7 +56,7 @@ PRELOADED = (
 )
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--no-rerun", "--hypothesis-seed=0", "--tb=short")
 FIELDS = '["outcome", "CPU seconds", "test that failed"]'
-PATIENCE_S = deadline_s(30)
+PATIENCE_S = deadline_s(20)
 """A run that takes longer may be one that never ends: the same tests are timed without a change."""
 FACTOR = 10
 """The time limit of a mutant is this many times the time of its tests without a change."""

@@ -51,6 +51,11 @@ def test_the_family_is_read_off_the_template(template: str, family: str) -> None
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', ParsedText("", (ADD,))),
         ("hermes", '<tool_call>{"name": "add", "argu', ParsedText('<tool_call>{"name": "add", "argu')),
         ("hermes", '<tool_call>{"name": 1}</tool_call>', ParsedText('<tool_call>{"name": 1}</tool_call>')),
+        (
+            "hermes",
+            f"{CALLS[0]}<tool_call>[]</tool_call>",
+            ParsedText(f"{CALLS[0]}<tool_call>[]</tool_call>"),
+        ),
         ("hermes", "<tool_call>[]</tool_call>", ParsedText("<tool_call>[]</tool_call>")),
         (
             "xml",
@@ -84,9 +89,14 @@ def chat_template() -> ChatTemplate:
 
 
 @settings(max_examples=150)
-@given(st.lists(st.sampled_from(PARTS), max_size=12), st.lists(st.integers(1, 5), max_size=8), st.booleans())
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12),
+    st.lists(st.integers(1, 5), max_size=8),
+    st.booleans(),
+    st.booleans(),
+)
 def test_what_is_streamed_is_a_beginning_of_what_is_said(
-    parts: list[str], cuts: list[int], stops: bool
+    parts: list[str], cuts: list[int], stops: bool, tools: bool
 ) -> None:
     template = chat_template()
     ids = np.asarray(encoded(template.tokenizer, "".join(parts)), np.int32)
@@ -94,9 +104,9 @@ def test_what_is_streamed_is_a_beginning_of_what_is_said(
     body = template.body(ids)
     if stops:
         body = body.partition("##")[0]
-    parsed = parse(body, "hermes")
+    parsed = parse(body, "hermes") if tools else ParsedText(body)
     content = parsed.text if parsed.text.strip() or not parsed.calls else ""
-    growing, told, at = StreamedText(template, stop, MARKERS["hermes"]), "", 0
+    growing, told, at = StreamedText(template, stop, MARKERS["hermes"] if tools else ()), "", 0
     for size in [*cuts, len(ids)]:
         told += growing.grow(ids[at : at + size])
         at += size
