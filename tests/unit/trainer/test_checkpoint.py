@@ -1,7 +1,5 @@
 """A checkpoint is complete or not there; a damaged one is refused."""
 
-import subprocess
-import sys
 import signal
 import threading
 
