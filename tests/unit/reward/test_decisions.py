@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -40,13 +39,6 @@ from reward_service.server import (
 def test_nothing_is_unbounded_as_much_is_claimed_as_can_be_scored_soon(known, wanted):
     fields = {"workers": 2, "call_s": 1e-4, "calls_done": 10_000, "pending": 0, "pending_bytes": 0}
     assert episodes_to_claim([ClaimLoad(**{**fields, "deadline_s": math.inf, **known})]) == wanted
-
-
-def test_a_quick_reward_gets_nothing_while_a_slow_one_has_all_that_it_can_be_given():
-    quick = ClaimLoad(2, call_s=0.01, calls_done=1000, pending=0, pending_bytes=60, deadline_s=math.inf)
-    slow = replace(quick, call_s=10.0, pending=60)
-    assert episodes_to_claim([quick, slow]) == 0
-    assert episodes_to_claim([quick, replace(slow, pending=1)]) > 0
 
 
 LOADS = st.builds(
