@@ -114,9 +114,9 @@ test-nightly: $(STAMP) packages engines
 flaky: $(STAMP)
 	@$(BIN)/python -m tests.harness.history
 
-# One at a time, in a copy of the tree: ARGS="--part weights" for a part, ARGS="--only ID" for one row.
+# One per core, in copies of the tree: ARGS="--part weights" for a part, ARGS="--only ID" for one row.
 mutants: $(STAMP) packages
-	$(BIN)/python tests/mutants/run.py $(ARGS)
+	$(BIN)/python -m tests.mutants.run $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

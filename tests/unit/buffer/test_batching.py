@@ -8,7 +8,7 @@ from areal_async.rpc.messages import Batch
 from areal_async.rpc.schema import Fault
 from areal_async.rpc.verdicts import Score
 from areal_async.trajectory import EpisodeBuilder, row_profile
-from tests.unit.buffer.conftest import SAMPLING, CountedTasks, ids
+from tests.unit.buffer.conftest import SAMPLING, CountedTasks, ids, reasons
 
 
 def test_a_batch_holds_whole_groups_with_their_scores(drive):
@@ -23,6 +23,46 @@ def test_a_batch_holds_whole_groups_with_their_scores(drive):
         assert [(e.episode_id, e.sample, e.n_units, e.n_sampled, e.reward) for e in group.episodes] == [
             (f"{lease.group_id}.{sample}", sample, 8, 4, 1.0) for sample in range(3)
         ]
+
+
+def test_groups_are_whole_in_every_batch(drive):
+    ledger = drive(group_size=3, batch_groups=1)
+    (group,) = ledger.lease()
+    ledger.put(group, [0, 1])
+    ledger.judge(ledger.claim())
+    ledger.waiting()
+    ledger.put(group, [2])
+    ledger.waiting()
+    ledger.judge(ledger.claim())
+    assert len(ledger.batch().groups[0].episodes) == 3
+
+
+@pytest.mark.parametrize("eta", [1, 3])
+def test_staleness_is_bounded_in_the_batch(drive, eta):
+    """A scored group that has become too old is dropped, never trained."""
+    ledger = drive(batch_groups=1, max_staleness=eta, overtaken_waits=False)
+    (late,) = ledger.lease()
+    ledger.put(late, version=0)
+    items = ledger.claim()
+    for _ in range(eta):
+        ledger.step()
+    assert ledger.state(late) == "GENERATED"
+    ledger.scored()
+    batch = ledger.batch()
+    assert late.group_id not in ids(batch)
+    assert ledger.state(late) is None, "it could not have been trained in any later step"
+    assert ledger.count("dropped:overtaken") == 1
+    assert reasons(ledger.judge(items)) == ["group_ended"] * 2
+
+
+def test_the_hard_bound_does_not_rely_on_what_came_before(drive):
+    """staleness_is_bounded: a scored group that is too old, however it got there, is not in the batch."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    (old,) = ledger.scored(1, version=0)
+    ledger.set_consumer(v_train=2)
+    assert "has 0" in ledger.waiting(2).detail
+    assert ledger.state(old) is None
+    assert ledger.count("dropped:stale") == 1
 
 
 def test_a_waiting_trainer_is_told_what_lacks(drive):
@@ -167,12 +207,26 @@ def test_under_mask_a_group_with_nothing_left_to_train_is_dropped(drive):
     assert ledger.count("dropped:stale") == 1
 
 
-def test_no_batch_is_given_while_two_commits_are_to_come(drive):
-    ledger = drive(batch_groups=1, max_staleness=3)
-    ledger.scored(3)
-    ledger.batch(0)
-    ledger.batch(1)
-    assert ledger.ask(2).kind == "invalid"
+def test_staleness_is_bounded_without_a_mask_in_every_manifest(drive):
+    ledger = drive()
+    ledger.scored(2)
+    assert ledger.batch().lowest_version == 0
+
+
+def test_under_mask_a_checkpoint_does_not_make_old_units_abandoned(drive):
+    ledger, slow = overtaken(drive, overtaken_waits=False, overtaken_masks=True)
+    ledger.put(slow, [0], version=0)
+    ledger.judge(ledger.claim())
+    ledger.open(ledger.v_train)
+    for _ in range(4):
+        ledger.step()
+    ledger.checkpointed()
+    ledger.put(slow, [1])
+    ledger.judge(ledger.claim())
+    assert ledger.state(slow) == "SCORED"
+    batch = ledger.step()
+    assert ledger.count("dropped:abandoned") == 0
+    assert slow.group_id in ids(batch)
 
 
 def filtered(drive, batch_groups=1, max_staleness=1):
@@ -210,3 +264,61 @@ def test_a_trainer_that_starves_for_equal_rewards_is_told_so(drive):
     judged(ledger, [1.0, 1.0, 1.0])
     assert "1 so far were dropped for rewards that are all equal" in ledger.waiting().detail
     assert "equal" not in filtered(drive).waiting().detail
+
+
+def test_the_next_batch_is_given_before_the_commit_but_not_the_one_after(drive):
+    """trained_effectively_once, staleness_is_bounded: one step of look-ahead, and the bounds stay."""
+    ledger = drive(batch_groups=1, max_staleness=1)
+    first, second = ledger.scored(2)
+    assert ledger.ask(1).kind == "invalid", "the batch of step 0 was not given"
+    assert ids(ledger.batch()) == [first.group_id]
+    ahead = ledger.batch(1)
+    assert (ahead.step, ids(ahead)) == (1, [second.group_id])
+    assert "are outstanding" in ledger.why_not(1), "what is batched counts until its commit"
+    assert ledger.ask(2).kind == "invalid"
+    assert ledger.commit(1).kind == "invalid", "steps are committed in their order"
+    ledger.commit(0)
+    assert ledger.batch(1) == ahead, "the same however often it is asked for"
+    (third,) = ledger.scored(1, version=1)
+    assert ids(ledger.batch(2)) == [third.group_id]
+    ledger.commit(1)
+    ledger.commit(2)
+    assert ledger.v_train == 3
+
+
+def test_at_eta_0_the_next_batch_waits_for_the_weights_of_the_step_before(drive):
+    ledger = drive(batch_groups=1, max_staleness=0)
+    ledger.scored(1)
+    ledger.batch()
+    assert "has 0" in ledger.waiting(1).detail
+    assert ledger.lease(1, 1) == [], "no group of version 1 is begun before the commit"
+    ledger.commit()
+    (fresh,) = ledger.scored(1, version=1)
+    assert ids(ledger.batch(1)) == [fresh.group_id]
+
+
+def test_a_death_between_the_batch_ahead_and_the_commit_redoes_both(drive):
+    ledger = drive(batch_groups=1, max_staleness=2)
+    ledger.scored(3)
+    before = [ids(ledger.batch(step)) for step in (0, 1)]
+    assert ledger.open(0).epoch == 2
+    assert ledger.ask(1).kind == "invalid", "it was another trainer that had the batch of step 0"
+    assert ids(ledger.batch(0)) == before[0]
+    assert ledger.waiting(1).edge == "the commit of the step before"
+    ledger.commit(same_as=[1])
+    assert ids(ledger.batch(1)) == before[1]
+    assert ledger.waiting(2).edge == "the commit of the step before", "epoch 1 is equalled so far"
+    ledger.commit()
+    assert len(ids(ledger.batch(2))) == 1
+
+
+def test_what_a_step_trains_is_used_again_from_the_step_after_the_next_on(drive):
+    ledger = drive(batch_groups=1, max_staleness=2, max_reuse=2)
+    (first,) = ledger.scored(1)
+    ledger.batch()
+    assert "has 0" in ledger.waiting(1).detail, "its own groups come back with the commit"
+    (second,) = ledger.scored(1)
+    assert ids(ledger.batch(1)) == [second.group_id]
+    ledger.commit()
+    again = ledger.batch(2)
+    assert [(group.group_id, group.uses) for group in again.groups] == [(first.group_id, 1)]

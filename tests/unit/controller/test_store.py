@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from areal_async.controller.resources import Resources
-from areal_async.controller.states import Asked, JobRefused, TurnCame, decide
+from areal_async.controller.states import Asked, JobRefused, RunEnded, TurnCame, decide
 from areal_async.controller.store import JobStore, StoredJob
 
 
@@ -41,7 +41,9 @@ def test_of_two_moves_of_one_job_the_second_is_refused(store):
         store.move(seen, stops)
     assert store.get(1) == started
     assert (started.state, started.attempt, started.gpus) == ("STARTING", 1, [3])
-    assert [entry.state for entry in store.history(1)] == ["PENDING", "STARTING"]
+    ended = store.move(started, decide(started.standing, RunEnded("failed"), 3.0))
+    assert (ended.state, ended.gpus) == ("FAILED", [])
+    assert [entry.state for entry in store.history(1)] == ["PENDING", "STARTING", "FAILED"]
 
 
 def test_jobs_are_added_all_or_none(store):

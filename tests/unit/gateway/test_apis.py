@@ -201,6 +201,13 @@ async def test_tools_need_a_template_that_has_them(tokenizer: Any) -> None:
     assert reply.json()["error"]["param"] == "tools"
 
 
+async def test_a_call_after_a_stop_text_is_none(tokenizer: Any) -> None:
+    async with calling(Scripted(tokenizer, [f"{CALLS[0]}##{CALLS[1]}"])) as (http, _session):
+        reply = (await http.post(ROUTE, json={**CHAT, "tools": [TOOL], "stop": "##"})).json()
+    (call,) = reply["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"a":1,"b":2}'
+
+
 async def test_without_tools_to_choose_a_call_is_text(tokenizer: Any) -> None:
     async with calling(Scripted(tokenizer, [CALLS[0] + "{END}"])) as (http, _session):
         asked = {**CHAT, "tools": [TOOL], "tool_choice": "none"}

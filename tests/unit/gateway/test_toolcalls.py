@@ -38,17 +38,22 @@ def chat_template() -> ChatTemplate:
 
 
 @settings(max_examples=150)
-@given(st.lists(st.sampled_from(PARTS), max_size=12), st.lists(st.integers(1, 5), max_size=8), st.booleans())
-def test_what_is_streamed_is_a_beginning_of_what_is_said(parts, cuts, stops):
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12),
+    st.lists(st.integers(1, 5), max_size=8),
+    st.booleans(),
+    st.booleans(),
+)
+def test_what_is_streamed_is_a_beginning_of_what_is_said(parts, cuts, stops, tools):
     template = chat_template()
     ids = np.asarray(encoded(template.tokenizer, "".join(parts)), np.int32)
     stop = ("##",) if stops else ()
     body = template.body(ids)
     if stops:
         body = body.partition("##")[0]
-    parsed = parse(body, "hermes")
+    parsed = parse(body, "hermes") if tools else ParsedText(body)
     content = parsed.text if parsed.text.strip() or not parsed.calls else ""
-    growing, told, at = StreamedText(template, stop, MARKERS["hermes"]), "", 0
+    growing, told, at = StreamedText(template, stop, MARKERS["hermes"] if tools else ()), "", 0
     for size in [*cuts, len(ids)]:
         told += growing.grow(ids[at : at + size])
         at += size

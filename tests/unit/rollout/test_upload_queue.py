@@ -19,11 +19,12 @@ def queue_of(*leases: str, linger_s: float = 1.0, **limits: int) -> UploadQueue:
 def test_an_episode_waits_for_its_lease_but_not_longer_than_the_linger() -> None:
     box = queue_of("L")
     box.add("L", 0, b"a", now_s=10.0)
+    box.add("L", 1, b"b", now_s=10.8)
     assert box.take(10.9) is None
     assert box.next_due_s() == 11.0
     batch = box.take(11.0)
     assert batch is not None
-    assert batch.episodes == {0: b"a"}
+    assert batch.episodes == {0: b"a", 1: b"b"}
     assert box.next_due_s() == math.inf
 
 
@@ -35,6 +36,7 @@ def test_a_complete_lease_travels_at_once_in_one_message() -> None:
     batch = box.take(0.0)
     assert batch is not None
     assert sorted(batch.episodes) == [0, 1, 2, 3, 4]
+    assert box.pop_ended() == {}, "it is on its way"
     box.settled(batch)
     assert list(box.pop_ended()) == ["L"]
     assert box.episodes == 0

@@ -1,13 +1,12 @@
 """A checkpoint is complete or not there; a damaged one is refused."""
 
-import subprocess
-import sys
+import signal
 import threading
-from pathlib import Path
 
 import pytest
 
 from areal_async.rpc.schema import VersionTag
+from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.saving import OF, made, save, steps_in
 from tests.waiting import LIMIT_S
 from trainer_service.checkpoint import (
@@ -104,32 +103,24 @@ def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_
 
 
 KILLED = """
-import sys, time
-from pathlib import Path
+import pathlib, sys
+from areal_async.runtime.events import arm
 from tests.unit.trainer.saving import made, save
-root = Path(sys.argv[1])
+root = pathlib.Path(sys.argv[1])
 checkpoints = save(made(root), 1)
-def half(folder):
-    def write():
-        (folder / "policy.bin").write_bytes(b"half")
-        print("writing", flush=True)
-        time.sleep(600)
-    return write
-checkpoints.begin(2, epoch=1, updates={"policy": 2}, save=half)
-checkpoints.wait()
+arm("trainer.mid_checkpoint")
+save(checkpoints, 2)
 """
 
 
 def test_a_trainer_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
-    ) as process:
-        assert process.stdout.readline() == "writing\n"
-        process.kill()
-    assert newest_usable(tmp_path, **OF).manifest.step == 1
-    assert (tmp_path / ".step-000002.tmp").exists()
-    save(made(tmp_path), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+    (tmp_path / "killed.py").write_text(KILLED)
+    root = tmp_path / "checkpoints"
+    run_script(tmp_path / "killed.py", root, status=-signal.SIGKILL)
+    assert newest_usable(root, **OF).manifest.step == 1
+    assert (root / ".step-000002.tmp").exists()
+    save(made(root), 2)
+    assert sorted(path.name for path in root.iterdir()) == ["step-000001", "step-000002"]
 
 
 def test_a_checkpoint_cut_short_has_no_name(tmp_path):

@@ -95,8 +95,8 @@ def test_both_places_get_their_share_and_every_step_of_the_job_file_is_kept(tmp_
     assert places[:5] == ["disk", "memory", None, "memory", None]
     assert [step for step, place in enumerate(places, 1) if place == "disk"] == [1, 11, 21]
     assert states_of(tmp_path, longest=3, memory=False).due(3) == "disk", "the buffer holds no more steps"
-    fixed = states_of(tmp_path, every=4)
-    assert [fixed.due(step) for step in (3, 4, 1000)] == ["memory", "disk", "disk"]
+    fixed = states_of(tmp_path, every=3)
+    assert [fixed.due(step) for step in (2, 3, 1000)] == ["memory", "disk", "disk"], "1000 is the last step"
     assert states_of(tmp_path, memory=False, every=4).due(3) is None
 
 

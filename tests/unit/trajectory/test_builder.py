@@ -235,6 +235,9 @@ def test_a_call_takes_the_policy_of_its_agent_unless_told():
         add_call(b, [1], [-1.0], agent=agent, policy=policy)
     calls = b.build().header.calls
     assert calls == [Call(i, p, Sampling(), "stop", "sampled") for i, p in enumerate((0, 1, 0))]
+    assert (b.agent("y"), b.agent("y", 1), b.agent("z", 1)) == (1, 1, 2)
+    with pytest.raises(InvariantError, match="agent 'y' speaks for b"):
+        b.agent("y", 0)
 
 
 def test_epochs_run_over_segments_and_skip_what_is_not_trained(builder):

@@ -143,6 +143,12 @@ def test_hostile_bytes_are_refused_and_nothing_outside_is_touched(name):
     assert (guarded[32:] == 7).all()
 
 
+@pytest.mark.parametrize(("changed", "raw"), [(9, 9), (1, 1 << 30)])
+def test_counts_that_no_block_has_are_refused_before_anything_is_unpacked(changed, raw):
+    with pytest.raises(SnapshotError, match=f"a delta's block of 8 elements cannot have {changed} changed"):
+        apply(np.zeros(16, np.uint8), Reader(HEAD.pack(changed, raw, 1, 1)), 2)
+
+
 @given(st.data(), st.floats(0.001, 1), st.sampled_from([1, 2, 4]))
 @settings(max_examples=200)
 def test_a_damaged_delta_is_refused_or_makes_a_block(data, share, width):

@@ -93,6 +93,11 @@ async def test_a_receiver_makes_the_version_out_of_the_one_it_holds(publisher, g
         assert made.manifest_hash == news.manifest_hash == written.manifest_hash
         opened = open_snapshot(made.path, manifest_hash=news.manifest_hash)
         assert torch.equal(opened.tensors["w"], weights(1)["w"])
+        publisher.publish(tag(2), weights(2))
+        assert (await ask(1, wait_ms=20_000)).delta is not None
+        for other in (None, 0):  # holds nothing, or a version that the delta is not made of
+            news = await ask(other)
+            assert (news.tag, news.delta) == (tag(2), None)
 
 
 async def test_training_waits_for_no_delta_and_only_who_can_use_it_does(publisher, gate):
