@@ -19,6 +19,13 @@ def processes_of(run_id: str) -> list[psutil.Process]:
     return found
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; nothing for one that has exited, whether or not it was reaped."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def listening(processes: list[psutil.Process]) -> dict[int, psutil.Process]:
     """Port → the process that listens there."""
     return {

@@ -25,7 +25,7 @@ from areal_async.status.record import read_run_log
 from tests.forks import start_command
 from tests.harness.slot import in_job_slot
 from tests.jobs import Workspace, command, make_workspace
-from tests.processes import processes_of
+from tests.processes import processes_of, words_of
 from tests.waiting import LIMIT_S
 
 ATTEMPTS = 2
@@ -135,7 +135,7 @@ class RunningJob:
         if name == "redis":
             children = self.service("buffer").children(recursive=True)
             return next(child for child in children if "redis-server" in child.name())
-        return next(one for one in processes_of(self.record["run_id"]) if name in one.cmdline())
+        return next(one for one in processes_of(self.record["run_id"]) if name in words_of(one))
 
 
 @in_job_slot

@@ -9,6 +9,7 @@ import torch
 
 from areal_async.trajectory import unpack
 from tests.graders import share_of_ones, write_trained_reward_model
+from tests.processes import words_of
 from tests.unit.reward_models.tiny import bare_scores
 from trainer_service.data.recording import read_step
 
@@ -36,7 +37,7 @@ def job_file(workspace):
 
 
 def model_process(service):
-    return next(p for p in service.children() if "reward_service.pool.worker" in p.cmdline())
+    return next(p for p in service.children() if "reward_service.pool.worker" in words_of(p))
 
 
 @pytest.mark.nightly

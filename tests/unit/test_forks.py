@@ -11,7 +11,7 @@ import psutil
 from areal_async.runtime.process import RUN_VARIABLE
 from tests.forks import ForkedCommand, start_command
 from tests.jobs import make_workspace
-from tests.processes import processes_of
+from tests.processes import processes_of, words_of
 from tests.waiting import LIMIT_S, wait_for
 
 
@@ -41,7 +41,7 @@ def test_services_are_children_of_the_supervisor_and_end_with_it(tmp_path):
         wait_for(lambda: command.poll() is not None or (log.exists() and '"step"' in log.read_text()))
         assert command.poll() is None
         supervisor = psutil.Process(command.pid)
-        services = [process for process in supervisor.children() if "--name" in process.cmdline()]
+        services = [process for process in supervisor.children() if "--name" in words_of(process)]
         names = {process.cmdline()[process.cmdline().index("--name") + 1] for process in services}
         assert names == {"buffer", "trainer", "reward", "rollout-0"}
         for process in services:

@@ -40,6 +40,7 @@ from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import RedisClock
 from replay_buffer.server import BufferServer, main
 from tests.callers import put
+from tests.processes import words_of
 from tests.unit.buffer.conftest import serving
 from tests.waiting import LIMIT_S, until
 
@@ -222,7 +223,7 @@ async def test_its_own_redis_starts_and_ends_with_it_and_is_started_again_when_i
     async with serving(ctx) as client:
         tag, groups = await opened(client, 2)
         await generate(client, blob, job_name, groups)
-        (redis,) = (p for p in psutil.Process().children() if str(ctx.socket_dir) in " ".join(p.cmdline()))
+        (redis,) = (p for p in psutil.Process().children() if str(ctx.socket_dir) in " ".join(words_of(p)))
         redis.kill()
         await score(client)
         batch = await client.call(NextBatch("policy", tag.epoch, 0, wait_ms=5000))
