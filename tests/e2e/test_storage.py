@@ -44,7 +44,8 @@ def test_two_ranks_outlast_a_store_that_is_away_and_a_killed_job_is_resumed_from
 
         wait_for(lambda: stored(2), "checkpoint 2")
         s3.stop()
-        job.read_until("the store does not answer")
+        log = cache / run.replace("://", "/") / "logs" / "trainer.log"
+        wait_for(lambda: "the store does not answer" in log.read_text(), "the trainer's word of the store")
         s3.start()
         wait_for(lambda: stored(8), "checkpoint 8")
         record = json.loads((cache / run.replace("://", "/") / "run.lock").read_text())
