@@ -1,8 +1,9 @@
 """CPU-seconds of a whole job from its command to its first trained step, by process.
 
-    python benchmarks/start_cost.py [--runs 3] [--forked] [--out benchmarks/results/start_cost.json]
+    python benchmarks/start_cost.py [--runs 3] [--out benchmarks/results/start_cost.json]
 
-The job is the quickstart's RL job on its random model: buffer with Redis, reward service, one worker on the
+Once with clean starts, as a user's, and once with services that are forked as the tests fork them. The job
+is the quickstart's RL job on its random model: buffer with Redis, reward service, one worker on the
 local engine, evaluator, trainer. A process's seconds include those of its children that have exited.
 `validate` is timed on the same job: first with an empty cache, then again."""
 
@@ -26,9 +27,9 @@ import yaml
 
 from areal_async.quickstart.main import prepare
 from areal_async.status.record import read_run_log
+from tests.forks import CLEAN_VARIABLE, start_command
 
 CLI = ("-m", "areal_async.cli.main")
-FORKED_CLI = ("-m", "tests.forked_services")
 FIRST_STEP_LIMIT_S = 600.0
 JOB_NAME = "start-cost"
 
@@ -38,25 +39,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--forked", action="store_true", help="fork services as the tests do")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder))
         environment = os.environ | {"AREAL_ASYNC_CACHE": f"{folder}/cache"}
         validations = [timed_validation(job, environment) for _ in range(3)]
-        runs = [
-            until_first_step(FORKED_CLI if options.forked else CLI, job, environment)
-            for _ in range(options.runs)
-        ]
+        clean = [until_first_step(job, environment | {CLEAN_VARIABLE: "1"}) for _ in range(options.runs)]
+        start_command(["--version"]).wait()  # the fork server has done its imports
+        forked = [until_first_step(job, environment) for _ in range(options.runs)]
     found = {
         "command": " ".join(["python", "benchmarks/start_cost.py", *sys.argv[1:]]),
         "cores": len(os.sched_getaffinity(0)),
-        "total_cpu_s": [round(sum(run.values()), 1) for run in runs],
-        "median_cpu_s": {
-            name: round(statistics.median(run.get(name, 0.0) for run in runs), 2)
-            for name in sorted({name for run in runs for name in run})
-        },
+        "clean": summed(clean),
+        "forked": summed(forked),
         "validate_first": validations[0],
         "validate_again": validations[-1],
     }
@@ -64,6 +60,17 @@ def main() -> None:
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")
+
+
+def summed(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the total of each run and the median of each process, in CPU-seconds."""
+    names = sorted({name for run in runs for name in run})
+    return {
+        "total_cpu_s": [round(sum(run.values()), 1) for run in runs],
+        "median_cpu_s": {
+            name: round(statistics.median(run.get(name, 0.0) for run in runs), 2) for name in names
+        },
+    }
 
 
 def write_job(folder: Path) -> Path:
@@ -93,15 +100,11 @@ def timed_validation(job: Path, environment: Mapping[str, str]) -> dict[str, flo
     return {"wall_s": round(wall_s, 2), "cpu_s": round(usage.ru_utime + usage.ru_stime, 2)}
 
 
-def until_first_step(command: Sequence[str], job: Path, environment: Mapping[str, str]) -> dict[str, float]:
+def until_first_step(job: Path, environment: Mapping[str, str]) -> dict[str, float]:
     """Run the job up to its first step; return the CPU-seconds of each process by then."""
     folder = job.parent / JOB_NAME
-    process = psutil.Popen(
-        [sys.executable, *command, "run", str(job), "--plain", "--overwrite"],
-        env=dict(environment),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    with open(os.devnull, "wb") as nothing:
+        process = start_command(["run", job, "--plain", "--overwrite"], nothing.fileno(), **environment)
     deadline_s = time.monotonic() + FIRST_STEP_LIMIT_S
     begun = time.time()
     try:
@@ -109,7 +112,7 @@ def until_first_step(command: Sequence[str], job: Path, environment: Mapping[str
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit("the job trained no step")
             time.sleep(0.02)
-        return _cpu_seconds(process)
+        return _cpu_seconds(psutil.Process(process.pid))
     finally:
         process.terminate()
         process.wait()

@@ -285,7 +285,8 @@ def _listener(port: int) -> str:
 # --- what the job's files hold ---------------------------------------------------------------------------
 
 SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
-PARTS_TRIAL, PROMPT_TRIAL = "areal_async.launch.preflight", "areal_async.launch.prompt_trial"
+TRIALS = {"parts": "areal_async.launch.preflight", "tokenizer": "areal_async.launch.prompt_trial"}
+"""The module that tries each thing, in a process of its own."""
 CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/known.py`)
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
@@ -295,11 +296,7 @@ def check_contents(job: JobConfig, *, source: str) -> None:
     mistakes = []
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
-        mistakes += (
-            _tried(view, "areal_async.launch.preflight", own.field)
-            if own is not None
-            else installed_mistakes(view)
-        )
+        mistakes += _tried(view, "parts", own.field) if own is not None else installed_mistakes(view)
         mistakes += _tokenizer_checked(view)
         mistakes += _weight_mistakes(view)
     if job.kind == "rl":
@@ -344,13 +341,13 @@ def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
                 yield Mistake(f"{section}.urls.{index}", problem, fix)
 
 
-def _tried(job: JobConfig, module: str, field: str) -> list[Mistake]:
-    """Return the mistakes that `module` finds in a process of its own; if it fails, `field` is named."""
+def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
+    """Return the mistakes that a process of its own finds in `what`; if it fails, `field` is named."""
     try:
-        said = _answer([module], job.model_dump_json().encode())
+        said = _answer([TRIALS[what]], job.model_dump_json().encode())
         return msgspec.json.decode(said, type=list[Mistake])
     except (TrialFailed, msgspec.DecodeError) as error:
-        return [Mistake(field, f"trying it failed: {error}", "Correct it")]
+        return [Mistake(field, f"trying its {what} failed: {error}", "Correct it")]
 
 
 def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
@@ -362,10 +359,10 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
         data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
         key = digest_of([*tokenizer_files(job.model), *data, *sources], settings)
     except OSError:  # the process says what is wrong with it
-        return _tried(job, PROMPT_TRIAL, "model")
+        return _tried(job, "tokenizer", "model")
     if recall(CHECKED, key) is not None:
         return []
-    mistakes = _tried(job, PROMPT_TRIAL, "model")
+    mistakes = _tried(job, "tokenizer", "model")
     if not mistakes:
         keep(CHECKED, key, b"in order")
     return mistakes

@@ -128,7 +128,7 @@ def _prompt_mistakes(
 
 
 TaskPrompt = tuple[str, Any, Sequence[Any]]
-"""Where a task stands, its prompt, and the schemas of the tools that its template is given."""
+"""Place of a task in its file, its prompt, and the schemas of the tools that its template is given."""
 
 
 def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]) -> list[int]:

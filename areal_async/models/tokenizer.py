@@ -25,6 +25,8 @@ KIND = "tokenizer-class"
 LOOK_LIMIT_S = 300.0  # Longest that finding the class may take
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Endings of the files that hold weights: no tokenizer depends on them."""
+TEMPLATES = "additional_chat_templates/*"
+"""Where transformers looks for further chat templates."""
 CLASS = re.compile(r"transformers(\.\w+)+:\w+")
 
 
@@ -79,7 +81,8 @@ def keep_class(folder: Path, tokenizer: Any) -> None:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of a model folder that its tokenizer may depend on, sorted by name."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix not in WEIGHTS)
+    found = [*folder.iterdir(), *folder.glob(TEMPLATES)]
+    return sorted(path for path in found if path.is_file() and path.suffix not in WEIGHTS)
 
 
 def _class_of(tokenizer: Any) -> str:

@@ -43,7 +43,8 @@ ITEM_BYTES: dict[str, int] = {name: int(re.sub(r"_.*|\D", "", name) or 8) // 8 f
 """Bytes of one element, by the name of the dtype in safetensors."""
 TORCH_BYTES: dict[str, int] = {torch: ITEM_BYTES[name] for name, torch in TORCH_NAMES.items()}
 """Bytes of one element, by torch's name of the dtype."""
-_FILE_NAMES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
+FILE_DTYPES: dict[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
+"""Name in safetensors by what torch prints of the dtype (`torch.bfloat16`)."""
 HEADER_ALIGN_BYTES = 64
 PART_BYTES = 16 << 20
 """Bytes of the rows that are hashed as one: few enough that threads share even one tensor, so many that the
@@ -70,7 +71,7 @@ class Box(msgspec.Struct, frozen=True):
 
 def file_dtype(dtype: torch.dtype) -> str | None:
     """Return the name of `dtype` in safetensors; None for a dtype that a snapshot cannot hold."""
-    return _FILE_NAMES.get(str(dtype))
+    return FILE_DTYPES.get(str(dtype))
 
 
 def torch_dtype(name: str) -> torch.dtype:

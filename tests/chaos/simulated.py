@@ -27,8 +27,9 @@ from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.topology import Role, ServicePlace
 from replay_buffer.ledger.batching import batch_wait, lease_wait
 from replay_buffer.ledger.rules import ConsumerRules, Rules
+from tests.chaos.simulated_buffer import Buffer
 from tests.chaos.simulated_judge import Judge
-from tests.chaos.simulated_processes import Buffer, Process, Reward, Saved, Trainer, Weights, Worker
+from tests.chaos.simulated_processes import Process, Reward, Saved, Trainer, Weights, Worker
 
 LATENCY_MS = 1
 NOTICED_MS = 5
@@ -334,7 +335,7 @@ def replay(setting: Setting, kills: Sequence[Kill] = ()) -> World:
 
 @dataclass
 class Tally:
-    """What some kill sequences came to."""
+    """Totals over some kill sequences."""
 
     sequences: int = 0
     kills: int = 0

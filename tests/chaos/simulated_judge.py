@@ -20,7 +20,8 @@ from replay_buffer.ledger.records import EpisodeState, GroupState
 
 if TYPE_CHECKING:
     from tests.chaos.simulated import Setting, World
-    from tests.chaos.simulated_processes import Sampled, Stored, Trainer, Weights
+    from tests.chaos.simulated_buffer import Stored
+    from tests.chaos.simulated_processes import Sampled, Trainer, Weights
 
 
 class Broken(AssertionError):

@@ -134,7 +134,7 @@ def a_process_that_dies_while_it_starts_is_forgotten(patch):
 
 
 def a_restart_does_not_wait_for_the_buffer(patch):
-    """What dies with the buffer is never started again once its own pause is over."""
+    """A service that dies together with the buffer is never started again."""
     real = lifecycle.Lifecycle._may_restart
     patch.setattr(
         lifecycle.Lifecycle,

@@ -120,11 +120,11 @@ def image_command(deploy: Path) -> list[str]:
 
 
 _MADE: dict[tuple[Path, str], list[dict[str, Any]]] = {}
-"""What kustomize made of a folder where all files were these."""
+"""Output of kustomize, by the contents of the folder."""
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
-    """What kustomize makes of a folder of `k8s`. Raises `CannotBuild`."""
+    """Return the output of kustomize for a folder of `k8s`. Raises `CannotBuild`."""
     root = next(parent for parent in (folder, *folder.parents) if parent.name == "k8s")
     files = sorted(path for path in root.rglob("*") if path.is_file())
     key = folder.relative_to(root), "".join(f"{path.relative_to(root)} {path.read_text()}" for path in files)

@@ -10,13 +10,13 @@ from tests.waiting import LIMIT_S
 STRANGER = 54321
 """A user id that nobody has."""
 CONNECTIONS = 3000
-"""At each port."""
+"""Connections to each port."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 
 def as_stranger(work):
-    """What `work` returns (as JSON) in a process of a user who owns nothing here."""
+    """Return the result (JSON) of `work` in a process of a user who owns nothing here."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:

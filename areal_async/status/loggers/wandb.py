@@ -36,8 +36,8 @@ class WeightsAndBiases:
 
         own = run.state.setdefault("id", secrets.token_hex(8))
         offline = (mode or os.environ.get("WANDB_MODE", "")) == "offline"
+        self._offline = offline
         self._table = wandb.Table
-        _open.add(own)
         self._run: Any = wandb.init(
             project=project,
             entity=entity,
@@ -53,6 +53,7 @@ class WeightsAndBiases:
                 console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True
             ),
         )
+        _open.add(self._run.id)
         self._run.define_metric("steps", hidden=True)
         self._run.define_metric("*", step_metric="steps")
 
@@ -72,10 +73,11 @@ class WeightsAndBiases:
 
     def close(self, ending: str) -> None:
         """Return once every figure is in the files. `finish` alone returns before wandb's service process has
-        written the end of an offline run, so the last run to close waits until that process has exited."""
+        written the end of an offline run, so the last of them to close waits until that process has exited,
+        unless a run that is not ours uses it."""
         import wandb
 
         self._run.finish(exit_code=0 if ending == "finished" else 1)
         _open.discard(self._run.id)
-        if not _open:
+        if self._offline and not _open and wandb.run is None:
             wandb.teardown()

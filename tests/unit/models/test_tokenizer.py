@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.models.tokenizer import KIND, TokenizerError, load_tokenizer, tokenizer_class
+from areal_async.models.tokenizer import (
+    KIND,
+    TokenizerError,
+    load_tokenizer,
+    tokenizer_class,
+    tokenizer_files,
+)
 from areal_async.quickstart.model import write_model
 
 LOADS = """
@@ -69,3 +75,11 @@ def test_a_folder_without_a_tokenizer_is_refused_with_its_name(tmp_path, cache):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError):  # noqa: PT011 - its text is transformers' own
         tokenizer_class(tmp_path)
+
+
+def test_every_file_but_the_weights_decides(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    names = ["config.json", "additional_chat_templates/tool_use.jinja"]
+    for name in (*names, "model.safetensors"):
+        (tmp_path / name).touch()
+    assert {str(path.relative_to(tmp_path)) for path in tokenizer_files(tmp_path)} == set(names)

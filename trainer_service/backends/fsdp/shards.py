@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from areal_async.weights.layout import file_dtype
+from areal_async.weights.layout import FILE_DTYPES
 from trainer_service.disk import FileEntry, write_hashed
 from trainer_service.errors import CheckpointError
 from trainer_service.ranks import in_thread
@@ -102,7 +102,7 @@ def write_tensors(
     for name, tensor in tensors.items():
         end = at + tensor.nbytes
         header[name] = {
-            "dtype": file_dtype(tensor.dtype),
+            "dtype": FILE_DTYPES[str(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [at, end],
         }
