@@ -4,8 +4,8 @@
 
 Once with clean starts, as a user's, and once with services that are forked as the tests fork them. The job
 is the quickstart's RL job on its random model: buffer with Redis, reward service, one worker on the
-local engine, evaluator, trainer. A process's seconds include those of its children that have exited.
-`validate` is timed on the same job: first with an empty cache, then again."""
+local engine, evaluator, trainer; no spare processes. A process's seconds include those of its children that
+have exited. `validate` is timed on the same job: first with an empty cache, then again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def write_job(folder: Path) -> Path:
         "model": "base",
         "run_dir": ".",
     }
-    job["observe"] = {"metrics_port": 0}
+    job |= {"observe": {"metrics_port": 0}, "supervisor": {"spare_after_s": None}}
     path = folder / f"{JOB_NAME}.yaml"
     path.write_text(yaml.safe_dump(job))
     return path
