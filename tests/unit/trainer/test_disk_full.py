@@ -194,3 +194,9 @@ def test_a_metrics_record_that_does_not_fit_leaves_no_half_line(tmp_path):
 def test_other_errors_stay_what_they_are(tmp_path):
     with pytest.raises(PermissionError), room_for("anything", tmp_path):
         raise PermissionError(errno.EACCES, "not allowed")
+
+
+def test_a_dtype_that_no_file_can_hold_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(KeyError, match="complex64"):
+        write_tensors(tmp_path / "policy.safetensors", {"weight": torch.zeros(1, dtype=torch.complex64)}, {})
+    assert list(tmp_path.iterdir()) == []
