@@ -131,11 +131,19 @@ class RunningJob:
         self.wait_for(lambda: len(self.steps()) >= target, f"{more} more steps", limit_s)
 
     def service(self, name: str) -> psutil.Process:
-        """A process by its name in the run; `redis` is the one below the buffer."""
-        if name == "redis":
-            children = self.service("buffer").children(recursive=True)
-            return next(child for child in children if "redis-server" in child.name())
-        return next(one for one in processes_of(self.record["run_id"]) if name in words_of(one))
+        """A process by its name in the run, awaited while it starts again; `redis` is below the buffer."""
+        found: list[psutil.Process] = []
+
+        def runs() -> bool:
+            if name == "redis":
+                children = self.service("buffer").children(recursive=True)
+                found.extend(child for child in children if "redis-server" in child.name())
+            else:
+                found.extend(one for one in processes_of(self.record["run_id"]) if name in words_of(one))
+            return bool(found)
+
+        self.wait_for(runs, name)
+        return found[0]
 
 
 @in_job_slot

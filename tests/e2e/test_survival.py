@@ -12,7 +12,6 @@ from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.kinds import TOUGH
 from tests.scrape import fetch_samples
-from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -40,17 +39,17 @@ def test_one_death_is_local_and_a_stopped_process_is_not_taken_for_dead_whicheve
         supervisor=TOUGH,
     )
     with running("run", job_file) as job:
-        job.wait_for(lambda: bool(job.steps()), "a step", LIMIT_S)
+        job.wait_for(lambda: bool(job.steps()), "a step")
         for name, (edge, words) in EDGES.items():
             process = job.service(name)
             process.send_signal(signal.SIGSTOP)
             job.read_until(f"stalled for .*{words}")
             assert stalled_s(job, edge) > 0
             process.send_signal(signal.SIGCONT)
-            job.wait_for_steps(2, 60)
+            job.wait_for_steps(2)
         for name in ("rollout-0", "reward", "buffer", "redis", "trainer", "evaluator"):
             job.service(name).kill()
-            job.wait_for_steps(2, 200)
+            job.wait_for_steps(2)
         run = job.end()
     assert_trained_once(run, load_job(job_file))
     summary = run.summary
