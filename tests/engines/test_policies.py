@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_async.quickstart.model import write_model
-from tests.e2e.conftest import finish
+from tests.e2e.conftest import started
+from tests.forks import CLEAN_VARIABLE
 from tests.jobs import DUET, DUET_CODE, make_workspace
 
 pytestmark = pytest.mark.engine
@@ -29,7 +30,11 @@ def test_two_policies_have_engines_of_their_own(tmp_path: Path) -> None:
         trainer__steps=STEPS,
         policies={name: {"model": name, "rollout": {"engine": engine}} for name, engine in ENGINES.items()},
     )
-    run = finish(workspace, job_file)
+    with started(workspace, "run", job_file, **{CLEAN_VARIABLE: "1"}) as job:
+        job.wait_for_steps(1)
+        worker = job.service("rollout-0")
+        assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text(), "it only talks to servers"
+        run = job.end()
     assert run.summary["episodes_dropped"] == 0
     assert run.summary["restarts"] == {}, run.logs()
     for name in ENGINES:
