@@ -13,8 +13,9 @@ import json
 import shutil
 from pathlib import Path
 
-from safetensors import safe_open
-
+from areal_async.errors import SnapshotError
+from areal_async.weights.layout import Box, plan_layout
+from areal_async.weights.tensor_file import parse_header
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http.adapter import read_config, read_layout
 
@@ -31,8 +32,6 @@ def is_tied(folder: Path) -> bool:
 def untied(folder: Path, into: Path) -> Path:
     """Make `into` the same model with its output layer stored beside the embedding, which it equals; all else
     are links into `folder`. Raises `EngineError` for a model whose embedding is not to be found."""
-    from safetensors.torch import save_file  # torch, which checking a job file does not pay for
-
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     for item in folder.iterdir():
@@ -42,12 +41,28 @@ def untied(folder: Path, into: Path) -> Path:
     config = read_config(folder) | {"tie_word_embeddings": False}
     (into / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                if name.endswith(EMBEDDING):
-                    save_file({HEAD: tensors.get_tensor(name)}, into / HEAD_FILE, {"format": "pt"})
-                    return into
+        try:
+            if _write_head(file, into / HEAD_FILE):
+                return into
+        except (OSError, SnapshotError) as error:
+            raise EngineError(f"{file} cannot be read: {error}") from error
     raise EngineError(
         f"{folder} ties its output layer to an embedding that is none of *.{EMBEDDING}: vLLM on a CPU "
         "cannot update such a model; use another rollout.engine"
     )
+
+
+def _write_head(file: Path, head: Path) -> bool:
+    """Write the embedding of `file` to `head` as the output layer; return whether `file` has one. Bytes are
+    copied as they are, so that no process needs torch for it. Raises `OSError` and `SnapshotError`."""
+    with file.open("rb") as stream:
+        size = stream.read(8)
+        header = size + stream.read(int.from_bytes(size, "little"))
+        for name, entry in parse_header(header).items():
+            if name.endswith(EMBEDDING):
+                box = Box(HEAD, entry.dtype, entry.shape, [0] * len(entry.shape), entry.shape)
+                begin, end = entry.data_offsets
+                stream.seek(len(header) + begin)
+                head.write_bytes(plan_layout([[box]], head.name).header + stream.read(end - begin))
+                return True
+    return False
