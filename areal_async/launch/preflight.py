@@ -17,8 +17,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -292,17 +295,24 @@ TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may ta
 
 
 def check_contents(job: JobConfig, *, source: str) -> None:
-    """Raise `ConfigError` with every reason why the job would fail once it runs."""
-    mistakes = []
+    """Raise `ConfigError` with every reason why the job would fail once it runs. The checks run at the same
+    time: most of them wait for a process that tries something."""
+    checks: list[Callable[[], Iterable[Mistake]]] = []
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
-        mistakes += _tried(view, "parts", own.field) if own is not None else installed_mistakes(view)
-        mistakes += _tokenizer_checked(view)
-        mistakes += _weight_mistakes(view)
+        tried = (
+            partial(_tried, view, "parts", own.field)
+            if own is not None
+            else partial(installed_mistakes, view)
+        )
+        checks += [tried, partial(_tokenizer_checked, view), partial(_weight_mistakes, view)]
     if job.kind == "rl":
-        mistakes += [*reward_load_mistakes(job), *_server_mistakes(job)]
+        checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda check: list(check()), checks)
+        mistakes = list(dict.fromkeys(chain.from_iterable(found)))
     if mistakes:
-        raise ConfigError(source, in_urls(list(dict.fromkeys(mistakes)), job))
+        raise ConfigError(source, in_urls(mistakes, job))
 
 
 def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
