@@ -7,9 +7,11 @@ the user names on the command line is the user's own choice, and only has to be 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +74,29 @@ def check_own(fd: int, path: Path) -> None:
         raise NotOurs(f"{path} belongs to {user_name(found.st_uid)}, not to {user_name(os.geteuid())}")
     if found.st_mode & 0o022:
         raise NotOurs(f"others may write to {path}: `chmod go-w` it if you trust what it says")
+
+
+_FLOCK = struct.Struct("hhqqi0q")  # Linux' `struct flock` with 64-bit offsets
+
+
+def _whole_file() -> bytes:
+    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+def take_lock(fd: int) -> bool:
+    """Lock the open file for as long as it, or a copy of its descriptor, is open; return False where another
+    open file has the lock. `fd` must be writable."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file())
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(fd: int) -> bool:
+    """Return whether another open file has the lock. Takes no lock itself, even for a moment, so that whoever
+    wants the lock meanwhile gets it."""
+    return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file()))[0] != fcntl.F_UNLCK)
 
 
 def is_own_folder(path: Path) -> bool:

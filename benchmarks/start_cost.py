@@ -1,11 +1,12 @@
 """CPU-seconds of a whole job from its command to its first trained step, by process.
 
-    python benchmarks/start_cost.py [--runs 3] [--out benchmarks/results/start_cost.json]
+    python benchmarks/start_cost.py [--runs 3] [--engine local] [--out benchmarks/results/start_cost.json]
 
 Once with clean starts, as a user's, and once with services that are forked as the tests fork them. The job
 is the quickstart's RL job on its random model: buffer with Redis, reward service, one worker on the
-local engine, evaluator, trainer; no spare processes. A process's seconds include those of its children that
-have exited. `validate` is timed on the same job: first with an empty cache, then again."""
+chosen engine, evaluator, trainer; no spare processes. A process's seconds include those of its children that
+have exited. A server of SGLang or vLLM is called `server` and left out of the totals. `validate` is timed on
+the same job: first with an empty cache, then again."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ from tests.forks import CLEAN_VARIABLE, start_command
 CLI = ("-m", "areal_async.cli.main")
 FIRST_STEP_LIMIT_S = 600.0
 JOB_NAME = "start-cost"
+SERVER = "server"
+ENGINES = Path(__file__).parents[1] / ".engines"
 
 
 def main() -> None:
@@ -39,10 +42,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--engine", default="local", help="local, sglang or vllm")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        job = write_job(Path(folder))
+        job = write_job(Path(folder), options.engine)
         environment = os.environ | {"AREAL_ASYNC_CACHE": f"{folder}/cache"}
         validations = [timed_validation(job, environment) for _ in range(3)]
         clean = [until_first_step(job, environment | {CLEAN_VARIABLE: "1"}) for _ in range(options.runs)]
@@ -66,14 +70,14 @@ def summed(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return the total of each run and the median of each process, in CPU-seconds."""
     names = sorted({name for run in runs for name in run})
     return {
-        "total_cpu_s": [round(sum(run.values()), 1) for run in runs],
+        "total_cpu_s": [round(sum(run.values()) - run.get(SERVER, 0.0), 1) for run in runs],
         "median_cpu_s": {
             name: round(statistics.median(run.get(name, 0.0) for run in runs), 2) for name in names
         },
     }
 
 
-def write_job(folder: Path) -> Path:
+def write_job(folder: Path, engine: str) -> Path:
     """Write the quickstart's files and the job to measure; return the path of its job file."""
     prepare(folder, seed=1)
     job = yaml.safe_load((folder / "train.yaml").read_text()) | {
@@ -81,6 +85,7 @@ def write_job(folder: Path) -> Path:
         "model": "base",
         "run_dir": ".",
     }
+    job["rollout"] |= {"engine": engine}
     job |= {"observe": {"metrics_port": 0}, "supervisor": {"spare_after_s": None}}
     path = folder / f"{JOB_NAME}.yaml"
     path.write_text(yaml.safe_dump(job))
@@ -130,17 +135,25 @@ def _cpu_seconds(root: psutil.Process) -> dict[str, float]:
     """Return the CPU-seconds of each process below `root` by name, those of exited children with their
     parent."""
     seconds: dict[str, float] = {}
-    for process in [root, *root.children(recursive=True)]:
+
+    def add(process: psutil.Process, parent: str) -> None:
         with suppress(psutil.Error):
-            name, times = _name(process, root), process.cpu_times()
+            name, times = _name(process, parent), process.cpu_times()
             seconds[name] = seconds.get(name, 0.0) + sum(times[:4])
+            for child in process.children():
+                add(child, name)
+
+    add(root, "")
     return seconds
 
 
-def _name(process: psutil.Process, root: psutil.Process) -> str:
+def _name(process: psutil.Process, parent: str) -> str:
+    """Return the name of a service, `SERVER` for all processes of an engine's server, or the program's."""
     command: list[Any] = process.cmdline()
-    if process.pid == root.pid:
+    if not parent:
         return "supervisor"
+    if parent == SERVER or ENGINES.as_posix() in " ".join(command):
+        return SERVER
     if "--name" in command:
         return str(command[command.index("--name") + 1])
     return process.name()

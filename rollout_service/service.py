@@ -6,7 +6,6 @@ One process has a name at a time: a second one is refused, and the first does no
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from prometheus_client import REGISTRY
 from areal_async.config.devices import first_threads
 from areal_async.config.engines import engine_part
 from areal_async.errors import ArealError, FaultError, RpcTimeout
+from areal_async.ownfiles import take_lock
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Arrived
@@ -104,14 +104,12 @@ def name_of_our_own(ctx: ServiceContext) -> Iterator[None]:
     path = ctx.socket_dir / f"{ctx.name}.name"
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(lock_fd):
             holder = os.pread(lock_fd, 32, 0).decode() or "unknown"
             raise NameTaken(
                 f"a worker called {ctx.name} works for this run already (process {holder}). Start this one "
                 "with another --name, such as rollout-b."
-            ) from None
+            )
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, str(os.getpid()).encode(), 0)
         yield

@@ -15,7 +15,6 @@ Everything is closed to other users from the moment that it is made.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import os
@@ -34,7 +33,7 @@ from areal_async.controller.states import ACTIVE
 from areal_async.controller.store import JobStore
 from areal_async.errors import ArealError
 from areal_async.launch.folders import Owner
-from areal_async.ownfiles import NotOurs, check_own, close_folder, read_own
+from areal_async.ownfiles import NotOurs, check_own, close_folder, is_locked, read_own, take_lock
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import start_of
 
@@ -91,13 +90,12 @@ class ClusterFolder:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             check_own(fd, path)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
         except NotOurs as error:
             os.close(fd)
             raise ClusterFolderError(str(error)) from error
+        if not take_lock(fd):
+            os.close(fd)
+            return None
         self.address.unlink(missing_ok=True)
         os.ftruncate(fd, 0)
         os.pwrite(fd, msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))), 0)
@@ -110,12 +108,11 @@ class ClusterFolder:
         except OSError:
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return Owner.read(self.path / "lock") or Owner(0, "")  # it has not said yet who it is
+            if not is_locked(fd):
+                return None
         finally:
             os.close(fd)
-        return None
+        return Owner.read(self.path / "lock") or Owner(0, "")  # it has not said yet who it is
 
     def url(self) -> str | None:
         """Where the controller answers; None while there is none. A port that it has left is never taken for

@@ -12,7 +12,6 @@ folder's place.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -28,7 +27,16 @@ import msgspec
 from areal_async.config.job import JobConfig
 from areal_async.errors import RunFolderError
 from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
-from areal_async.ownfiles import NotOurs, check_own, check_owner, close_folder, is_own_folder, read_own
+from areal_async.ownfiles import (
+    NotOurs,
+    check_own,
+    check_owner,
+    close_folder,
+    is_locked,
+    is_own_folder,
+    read_own,
+    take_lock,
+)
 from areal_async.rpc.secret import ROLES, RunSecret
 from areal_async.runtime.context import keys_file
 from areal_async.runtime.process import kill_processes_of, start_of
@@ -197,22 +205,30 @@ def _lock(run_dir: Path) -> int:
     except NotOurs as error:
         os.close(lock_fd)
         raise RunFolderError(str(error)) from error
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = Owner.read(path)
+    if not take_lock(lock_fd):
         os.close(lock_fd)
-        pid = holder.pid if holder is not None else "unknown"
-        raise RunFolderError(
-            f"this job is already running (process {pid} uses {run_dir}). Wait for "
-            "it, stop it with Ctrl-C, or give this one another name (job=NAME)."
-        ) from None
+        raise _running(run_dir)
     return lock_fd
+
+
+def _running(run_dir: Path) -> RunFolderError:
+    holder = Owner.read(run_dir / LOCK)
+    pid = holder.pid if holder is not None else "unknown"
+    return RunFolderError(
+        f"this job is already running (process {pid} uses {run_dir}). Wait for "
+        "it, stop it with Ctrl-C, or give this one another name (job=NAME)."
+    )
 
 
 def refuse_running(run_dir: Path) -> None:
     """Raise `RunFolderError` when a run holds the lock of `run_dir` at this moment."""
-    os.close(_lock(run_dir))
+    with suppress(FileNotFoundError):
+        lock_fd = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if is_locked(lock_fd):
+                raise _running(run_dir)
+        finally:
+            os.close(lock_fd)
 
 
 def clean_up(run_dir: Path) -> None:

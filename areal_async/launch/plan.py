@@ -6,7 +6,6 @@ free number: names, and with them logs and metrics, stay few however often a job
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from areal_async.config.devices import first_threads
 from areal_async.config.engines import engine_part
 from areal_async.config.job import JobConfig
 from areal_async.errors import FaultError
+from areal_async.ownfiles import is_locked
 from areal_async.runtime.topology import Role, RunHost, ServicePlace
 
 MODULES: Mapping[Role, str] = {
@@ -152,13 +152,10 @@ def worker_to_drain(staying: Sequence[ServicePlace], name: str) -> ServicePlace:
 def name_is_held(host: RunHost, name: str) -> bool:
     """Whether a process of this host works by this name (see `rollout_service/service.py`)."""
     try:
-        lock_fd = os.open(Path(host.socket_dir) / f"{name}.name", os.O_RDWR | os.O_CLOEXEC)
+        lock_fd = os.open(Path(host.socket_dir) / f"{name}.name", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return is_locked(lock_fd)
     finally:
         os.close(lock_fd)
-    return False

@@ -1,6 +1,5 @@
 """Workers join and leave a run: the lifecycle, the choice of names, and the supervisor with its socket."""
 
-import fcntl
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from areal_async.launch.one_host import make_host
 from areal_async.launch.plan import name_is_held, services_of, workers_to_change
 from areal_async.launch.runs import change_workers
 from areal_async.launch.supervisor import Supervisor
+from areal_async.ownfiles import take_lock
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.process import RestartPolicy
 from areal_async.runtime.topology import ServicePlace
@@ -56,7 +56,7 @@ def test_a_name_is_held_as_long_as_its_process_lives(tmp_path):
     host = make_host("local", run_dir=tmp_path, socket_dir=tmp_path / "s", shm_dir=tmp_path)
     Path(host.socket_dir).mkdir(exist_ok=True)
     with (Path(host.socket_dir) / "rollout-3.name").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        assert take_lock(file.fileno())
         assert name_is_held(host, "rollout-3")
     assert not name_is_held(host, "rollout-3")
     assert not name_is_held(host, "rollout-4")

@@ -12,6 +12,7 @@ from areal_async.config.load import load_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders, leftovers
 from areal_async.launch.runs import find_run, job_to_resume
+from areal_async.ownfiles import is_locked, take_lock
 from tests.waiting import LIMIT_S
 
 STRANGER = 54321
@@ -156,3 +157,26 @@ def test_doctor_is_not_stopped_by_a_pipe_named_like_a_leftover(tmp_path):
         command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert "leftovers" in ended.stdout
+
+
+def test_who_asks_for_a_lock_keeps_nobody_from_taking_it(tmp_path):
+    path = tmp_path / "lock"
+    path.touch()
+    flags = os.O_RDWR | os.O_CLOEXEC
+    asking, taking, other = (
+        os.open(path, os.O_RDONLY | os.O_CLOEXEC),
+        os.open(path, flags),
+        os.open(path, flags),
+    )
+    assert not is_locked(asking)
+    assert take_lock(taking)  # while who has asked still has the file open
+    assert is_locked(asking)
+    assert not take_lock(other)
+    copy = os.dup(taking)
+    os.close(taking)
+    assert is_locked(asking)
+    os.close(copy)
+    assert not is_locked(asking)
+    assert take_lock(other)
+    for fd in (asking, other):
+        os.close(fd)
