@@ -24,6 +24,7 @@ case "$(basename "$0") $*" in
 "scontrol show hostnames "*) printf 'node-a\\nnode-b\\n' ;;
 "hostname --ip-address") echo 10.0.0.1 10.0.0.2 ;;
 "areal-async keys "*) exec "$PYTHON" -m areal_async.cli.main "$@" ;;
+"ray health-check "*) grep -aq "^ray.start" "$CALLS" || exit 1 ;;
 "ray start "*) sleep 60 & trap 'kill $!; echo ended >> "$ENDED"; exit 0' TERM; wait ;;
 "areal-async run "*)
     until [ "$(grep -ac "^ray.start" "$CALLS")" = 2 ]; do sleep 0.05; done

@@ -183,6 +183,23 @@ def two_policies(workspace: Workspace) -> Any:
 
 NODES = {"rollout-0": "host-1", "rollout-1": "host-2", "evaluator": "host-2"}
 CHANNEL_STEPS = 20
+GATED = """
+import os
+import time
+
+from areal_async import advantage
+
+CALLS = []
+
+
+@advantage(needs_group=2)
+def gated(samples):
+    CALLS.append(1)
+    while len(CALLS) > 12 and not os.path.exists({gate!r}):
+        time.sleep(0.02)
+    return samples.reward - samples.reward.mean()
+"""
+"""The last steps wait for a file, so that the job has not ended before its figures were read."""
 
 
 def sent_bytes(job: RunningJob, source: str) -> float:
@@ -202,30 +219,36 @@ def sent_bytes(job: RunningJob, source: str) -> float:
     return total
 
 
-def peers_sent(job: RunningJob) -> bool:
-    """Return whether any worker has sent weights to another; a worker that restarts is asked again later."""
+def peers_sent(job: RunningJob, sent: dict[str, float]) -> bool:
+    """Return whether any worker has sent weights to another; fill `sent` with bytes by source. A worker that
+    restarts is asked again later."""
     with suppress(OSError):
-        return sent_bytes(job, "peer") > 0
+        sent |= {source: sent_bytes(job, source) for source in ("publisher", "peer")}
+        return sent["peer"] > 0
     return False
 
 
 def channels(workspace: Workspace) -> Any:
     """Workers on hosts of other names than the trainer's; trainer and a receiver die in mid-transfer."""
+    gate = workspace.folder / "gate"
+    (workspace.folder / "gated.py").write_text(GATED.format(gate=str(gate)))
     job_file = workspace.job(
         "channels",
         evaluated=True,
         rollout__workers=2,
         trainer__steps=CHANNEL_STEPS,
+        trainer__objective={"advantage": "gated.py:gated"},
         observe={"metrics_port": 0, "event_log": True, "stall_s": 10},
         supervisor=TOUGH,
         weights={"channel_args": {"patience_s": 1, "give_up_s": 5}},
         placement={"pretend": NODES},
     )
     points = "weights.publisher_sent@17,weights.received@16"
+    sent: dict[str, float] = {}
     with started(workspace, "run", job_file, **{VARIABLE: points}) as job:
         job.wait_for(lambda: len(job.steps()) >= 3, "step 3")
-        job.wait_for(lambda: peers_sent(job), "a snapshot by way of a peer")
-        sent = {source: sent_bytes(job, source) for source in ("publisher", "peer")}
+        job.wait_for(lambda: peers_sent(job, sent), "a snapshot by way of a peer")
+        gate.touch()
         job.end()
     return sent
 

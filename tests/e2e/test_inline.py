@@ -284,10 +284,10 @@ from areal_async import Job, run
 
 for value in ("0.25", "0.75"):
     Path("own.py").write_text(
-        "from areal_async import RewardInput, advantage, reward\\n"
+        "import sys\\nfrom areal_async import RewardInput, advantage, reward\\n"
         "@reward\\ndef constant(given: RewardInput) -> float:\\n    return " + value + "\\n"
         "@advantage(needs_group=2)\\ndef told(samples):\\n"
-        "    print('advantage', " + value + ")\\n    return samples.reward\\n"
+        "    sys.stdout.write('advantage " + value + "\\\\n')\\n    return samples.reward\\n"  # at once
     )
     done = run(Job.load(sys.argv[1]), overwrite=True, inline=True)
     assert done.wait()["reward_last"] == float(value), done.summary()
