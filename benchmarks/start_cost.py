@@ -1,6 +1,6 @@
 """CPU-seconds of a whole job from its command to its first trained step, by process.
 
-    python benchmarks/start_cost.py [--runs 3] [--engine local] [--out benchmarks/results/start_cost.json]
+    python -m benchmarks.start_cost [--runs 3] [--engine local] [--out benchmarks/results/start_cost.json]
 
 Once with clean starts, as a user's, and once with services that are forked as the tests fork them. The job
 is the quickstart's RL job on its random model: buffer with Redis, reward service, one worker on the
@@ -53,7 +53,7 @@ def main() -> None:
         start_command(["--version"]).wait()  # the fork server has done its imports
         forked = [until_first_step(job, environment) for _ in range(options.runs)]
     found = {
-        "command": " ".join(["python", "benchmarks/start_cost.py", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.start_cost", *sys.argv[1:]]),
         "cores": len(os.sched_getaffinity(0)),
         "clean": summed(clean),
         "forked": summed(forked),
