@@ -26,7 +26,7 @@ LOOK_LIMIT_S = 300.0  # Longest that finding the class may take
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Endings of the files that hold weights: no tokenizer depends on them."""
 TEMPLATES = "additional_chat_templates/*"
-"""Where transformers looks for further chat templates."""
+"""Folder in which transformers looks for further chat templates."""
 CLASS = re.compile(r"transformers(\.\w+)+:\w+")
 
 

@@ -53,7 +53,7 @@ def address_for_others() -> str:
 
 @pytest.mark.parametrize("place", ["loopback", "named", "the host's"])
 async def test_only_an_episodes_own_key_opens_it_and_only_while_it_lasts(place: str, tokenizer: Any) -> None:
-    """By `rollout.gateway.host: IP`, or `host` if the hosts of the run know this one by that address."""
+    """The address is `rollout.gateway.host: IP`, or `host` where the run knows this host by that address."""
     address, engine = "127.0.0.1" if place == "loopback" else address_for_others(), Scripted(tokenizer)
     how = {"loopback": {}, "named": {"host": address}}.get(place, {"host": "host", "address": address})
     async with serving(engine, tokenizer, **how) as (gateway, _, first):

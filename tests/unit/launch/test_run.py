@@ -106,7 +106,7 @@ STEPS = [{"kind": "step", "step": step, "reward_mean": step / 40} for step in ra
 
 
 def closing(job, records, folder=Path("runs/test"), width=100, **terminal):
-    """What is printed when a job with these records is done."""
+    """Return the text printed when a job with these records is done."""
     console = Console(width=width, **terminal)
     with console.capture() as capture:
         print_closing(console, job, RunResult(folder, summarise(job, records)))

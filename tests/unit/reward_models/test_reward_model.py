@@ -25,7 +25,7 @@ TEXTS = 20
 
 
 class ForkedWorker:
-    """What the pool uses of `ChildProcess`, in a fork that has imported torch and transformers."""
+    """Stand in for the `ChildProcess` of a pool, in a fork that has imported torch and transformers."""
 
     def __init__(self, command, *, environment, output, pass_fds, on_orphaned):
         start_fork_server()

@@ -79,7 +79,7 @@ def test_every_line_fits_the_terminal(width, changes):
 
 
 def plain(moments, **options):
-    """What is printed of these moments, 0.5 s apart."""
+    """Return the lines printed of these moments, 0.5 s apart."""
     console, now = paper(), SimpleNamespace(s=0.0)
     view = PlainLines(console, clock=lambda: now.s, **options)
     for moment in moments:
