@@ -84,6 +84,9 @@
         const focused = document.activeElement;
         by("jobs-list").replaceChildren(...(this.shown = shown));
         if (by("jobs-list").contains(focused)) focused.focus();
+        // Asked anew: an end that stays in view while the list grows is told of once only.
+        this.end.unobserve(by("jobs-end"));
+        this.end.observe(by("jobs-end"));
       }
       by("jobs-count").textContent = `${fits.length} of ${this.rows.size}`;
     }
