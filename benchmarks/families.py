@@ -7,28 +7,25 @@ compared once more on rows of other lengths. Writes `results/families.json` and 
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import ModelUse
-from trainer_service.backends.fsdp.attention import PACKED_ATTENTION, packed_attention
+from trainer_service.backends.fsdp.attention import packed_attention
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.backends.probe import BOUND, own_columns, probe_rows, with_short_windows
+from trainer_service.backends.probe import own_columns, probe_rows, with_short_windows
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import ModelError
@@ -39,10 +36,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 UNCHECKED = "areal_unchecked"
 MOST_PARAMETERS = 3_000_000
 
+LAYERS = 4
+
 SIZES: tuple[tuple[str, Any], ...] = (
     (r"vocab_size\w*|.*_vocab_size\w*", 96),
     (r"(max|n|seq|model)_?(position|ctx|seq|positions|position_embeddings|sequence_length)\w*", 128),
-    (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers", 4),
+    (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers", LAYERS),
     (r"hidden_size|d_model|n_embd|model_dim|hidden_dim|embed_dim|embedding_size|word_embed_proj_dim", 32),
     (r"num_key_value_heads|num_kv_heads|n_head_kv|num_global_key_value_heads", 2),
     (r"num_attention_heads|n_heads?|num_heads|attention_heads|(en|de)coder_attention_heads", 4),
@@ -61,8 +60,16 @@ SIZES: tuple[tuple[str, Any], ...] = (
 )
 """Field of a config -> its size in a tiny model."""
 
-SPECIAL: dict[str, dict[str, Any]] = {}
-"""What some families need besides."""
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS | {"num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "falcon_mamba": {"intermediate_size": 64},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 8},
+}
+"""Fields that some families need besides, or that make what is special about them matter."""
 
 
 def tiny_config(model_type: str) -> Any:
@@ -77,8 +84,15 @@ def tiny_config(model_type: str) -> Any:
         for pattern, size in SIZES
         if type(value) is int and value > 1 and re.fullmatch(pattern, name)
     }
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = kind(**given | tokens | SPECIAL.get(model_type, {}))
+    given |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
+    with_kinds = {"layer_types": (kinds * LAYERS)[: max(LAYERS, len(kinds))]} if len(kinds) > 1 else {}
+    with_kinds |= {"num_hidden_layers": len(with_kinds["layer_types"])} if with_kinds else {}
+    special = SPECIAL.get(model_type, {})
+    try:
+        config = kind(**given | with_kinds | special)
+    except Exception:  # of configs that compute the kinds of their layers
+        config = kind(**given | special)
     config.architectures = None
     return config
 
@@ -190,3 +204,73 @@ def families(names: Sequence[str] = ()) -> Iterator[Family | tuple[str, str]]:
             except ModelError as error:
                 said = str(error).replace(folder, "FOLDER")
             yield Family(name, str(kind), unchecked, not said, said, after)
+
+
+NO_MODEL = "no tiny model"
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """The result file: name of a family -> its figures, or the reason why no tiny model of it was made."""
+    return json.loads(RESULTS.read_text())["families"] if RESULTS.exists() else {}
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The rows of `docs/models.md`: first the families that are trained, then those that are refused."""
+    lines = ["| `model_type` | trained | packed without the check | packed with it |", "|---|---|---|---|"]
+    for name, one in sorted(found.items(), key=lambda item: (not item[1].get("trained"), item[0])):
+        if NO_MODEL in one:
+            continue
+        before = one["unchecked"]
+        before = before if isinstance(before, str) else f"{before:.1g} nats on average"
+        after = f"{one['after']:.1g} nats at most" if one["trained"] else _reason(one["said"])
+        lines.append(
+            f"| `{name}` | {'yes' if one['trained'] else 'refused'} | {_cell(before)} | {_cell(after)} |"
+        )
+    return "\n".join(lines)
+
+
+def _reason(said: str) -> str:
+    """The part of a refusal that says why."""
+    return said.partition("packed rows: ")[2].rpartition(" Use a model")[0] or said
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+
+
+def write_page(found: dict[str, dict[str, Any]]) -> None:
+    """Replace the table of `docs/models.md`."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="families to measure; without any, all")
+    parser.add_argument("--missing", action="store_true", help="leave out those that the result file has")
+    parser.add_argument("--table", action="store_true", help="measure nothing, write the table alone")
+    chosen = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    found = measured()
+    skipped = set(found) if chosen.missing else set()
+    names = (
+        []
+        if chosen.table
+        else [n for n in chosen.names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if n not in skipped]
+    )
+    for one in families(names) if names else ():
+        name = one.name if isinstance(one, Family) else one[0]
+        found[name] = asdict(one) if isinstance(one, Family) else {NO_MODEL: one[1]}
+        print(name, found[name], flush=True)
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__, "bound": BOUND}
+        RESULTS.write_text(json.dumps(versions | {"families": dict(sorted(found.items()))}, indent=1) + "\n")
+    write_page(found)
+
+
+if __name__ == "__main__":
+    main()

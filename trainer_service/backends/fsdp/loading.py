@@ -9,7 +9,7 @@ layer that is in none begins as zeros.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,10 @@ class LoadedModel:
             elif name in self.storage:
                 module._buffers[last] = tensor
             else:
-                tensor = module._buffers[last] = torch.empty_like(module._buffers[last], device=ranks.device)
+                module._buffers[last] = torch.empty_like(module._buffers[last], device=ranks.device)
                 continue
             tensor._is_hf_initialized = True
-        model.initialize_weights()
+        _compute_rest(model, self.storage)
         return model.eval()
 
     def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
@@ -187,7 +187,7 @@ def _load(
     for name in _adapters(tensors):
         _begin(name, tensors[name], seed)
         tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
-    model.initialize_weights()
+    _compute_rest(model, storage)
     model.train()
     return LoadedModel(model, storage, tied, plan, adapted)
 
@@ -295,6 +295,20 @@ def _zero(tensor: Tensor) -> None:
     assert isinstance(tensor, DTensor)
     tensor.to_local().zero_()
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _compute_rest(model: Any, stored: Collection[str]) -> None:
+    """Let transformers compute the buffers that are in no file. Raises ValueError for one that it leaves."""
+    rest = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+    rest = {name: buffer for name, buffer in rest.items() if buffer.is_floating_point()}
+    for buffer in rest.values():
+        buffer.fill_(torch.nan)
+    model.initialize_weights()
+    left = [name for name, buffer in model.named_buffers() if name in rest and bool(buffer.isnan().any())]
+    if left:
+        raise ValueError(
+            f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
+        )
 
 
 @torch.no_grad()

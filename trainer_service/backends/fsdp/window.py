@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from areal_async.modelfiles import cannot_be_packed, most_positions
 from trainer_service.backends.base import Columns, ModelHead
 from trainer_service.backends.fsdp.loading import LoadedModel
 from trainer_service.backends.fsdp.sequence import SequencePart, SequenceRanks
@@ -26,13 +27,22 @@ from trainer_service.backends.probe import (
     require_equal,
 )
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
+from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import Ranks
 
+
 def packed_columns(
-    model: nn.Module, batch: MicroBatch, names: Sequence[str], shared: SequenceRanks | None = None
+    model: Any, batch: MicroBatch, names: Sequence[str], shared: SequenceRanks | None = None
 ) -> Columns:
     """The columns of a micro-batch by a model that `open_window` was called with; where ranks share the row,
-    all of them call it with the same one. Raises ValueError for one that the model does not give."""
+    all of them call it with the same one. Raises ValueError for one that the model does not give, and
+    `BatchError` for a row whose rotary positions would depend on the other rows."""
+    longest = model.longest_row
+    if longest is not None and int(batch.position_ids.max()) >= longest:
+        raise BatchError(
+            f"a row has more than {longest} tokens, beyond which the rotary positions of this model depend "
+            "on the longest row of a pass: leave longer rows out of the data."
+        )
 
     def run(inside: Any) -> Columns:
         part = shared.part_of(batch) if shared is not None else None
@@ -66,10 +76,12 @@ def _values(model: Any, states: Tensor, places: Tensor) -> Tensor:
     return torch.mv(_at(states, places).float(), model.score.weight[0].float())
 
 
-def open_window(model: nn.Module) -> None:
+def open_window(model: Any) -> None:
     """Let `model(run)` return `run(model)` while all of the root's parameters are there. All ranks call it,
     after the weights were loaded."""
     model.forward = lambda run: run(model)
+    config: Any = model.config
+    model.longest_row = most_positions(config.get_text_config().to_dict())
     model(lambda inside: None)  # The first pass of FSDP may move the local shards.
 
 
@@ -80,6 +92,8 @@ def probe_packing(
     config: Any = loaded.module.config
 
     def probe() -> None:
+        if why := cannot_be_packed(config.to_dict()):
+            raise UnfitModel(f"it {why}")
         model, rows, names = loaded.in_fp32(ranks), probe_rows(config), columns_to_probe(head)
         open_window(model)
         with torch.no_grad():
@@ -92,6 +106,8 @@ def probe_packing(
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:
     """[T, H]: what the output layer gets for each token; [L, H] of the tokens of a `part`."""
+    if model.base_model is model:
+        raise UnfitModel("transformers names no module of it that gives hidden states without the logits")
     states: Tensor = model.base_model(**_inputs(batch, part)).last_hidden_state[0]
     return states
 
