@@ -7,16 +7,19 @@ compared once more on rows of other lengths. Writes `results/families.json` and 
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -25,7 +28,7 @@ from areal_async.config.job import OptimizerSection
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.attention import packed_attention
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.backends.probe import own_columns, probe_rows, with_short_windows
+from trainer_service.backends.probe import BOUND, own_columns, probe_rows, with_short_windows
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import ModelError
