@@ -225,7 +225,7 @@ def test_a_model_that_does_something_unknown_to_its_logits_is_refused(tmp_path, 
     folder = write_model(tmp_path / "model")
     known = Head.of
     monkeypatch.setattr(Head, "of", lambda model: Head(known(model).weight, None, scale=1.1))
-    with pytest.raises(ModelError, match="changes them in a way that this trainer does not know"):
+    with pytest.raises(ModelError, match="the log-probs of packed rows are not those"):
         _backend(folder)
 
 
