@@ -182,7 +182,10 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 
 HEADS = {
     "granite": (GraniteConfig, {"logits_scaling": 8.0}),
     "cohere": (CohereConfig, {"logit_scale": 0.125}),
-    "gemma2": (Gemma2Config, {"head_dim": 16, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None}),
+    "gemma2": (
+        Gemma2Config,
+        {"head_dim": 16, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None},
+    ),
     "phi": (PhiConfig, {}),  # has a bias
 }
 

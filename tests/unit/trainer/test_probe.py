@@ -1,5 +1,6 @@
 """Models whose packed rows are not the model's: each is right to 1e-4 or refused with a sentence."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_the_table_of_the_page_is_what_the_script_wrote():
 @pytest.mark.parametrize("head", ["value", "both"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
 def test_critics_and_reward_models_are_probed_too(family, head, tmp_path, by_probe_alone):
-    with pytest.raises(UnfitModel, match="s_aux|the (scores|log-probs|values) of packed rows"):
+    with pytest.raises(UnfitModel, match=r"s_aux|the (scores|log-probs|values) of packed rows"):
         backend_of(saved(tmp_path, family), head=head)
 
 
@@ -232,7 +233,7 @@ def test_positions_of_which_rows_do_not_depend_on_each_other(config, most):
 
 def test_a_config_that_names_a_reason_is_a_mistake_before_the_start(tmp_path):
     for config, said in CONFIGS:
-        (tmp_path / "config.json").write_text(families.json.dumps(config))
+        (tmp_path / "config.json").write_text(json.dumps(config))
         job = rank_process.job_of(tmp_path, tmp_path)
         found = [mistake.problem for mistake in check_config(job) if "packed" in mistake.problem]
         assert bool(found) == bool(said)
