@@ -117,6 +117,25 @@ _ATTENTION = {
 }
 
 
+ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings"})
+"""Arguments that some models pass to every attention and that only other kinds of attention read."""
+OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
+"""Arguments that change nothing when they are off."""
+
+
+def unknown_arguments(arguments: Mapping[str, Any]) -> str:
+    """Names of the arguments, other than None, that a model passes to an attention of ours and that this does
+    not know; empty if it may ignore all of them."""
+    return ", ".join(
+        name
+        for name, value in sorted(arguments.items())
+        if value is not None
+        and name not in ALWAYS_KNOWN
+        and not (name in OFF and value is False)
+        and not (name == "is_causal" and value is True)
+    )
+
+
 def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
     """Why ranks cannot share a row of a model with this config.json, in words: something in it besides
     attention looks at more than one token. Empty if the config names nothing of the kind."""

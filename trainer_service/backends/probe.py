@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_async.modelfiles import unknown_arguments
 from trainer_service.backends.base import Columns, ModelHead
 from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import ModelError, UnfitModel
@@ -132,24 +133,10 @@ def _failure(error: Exception) -> str:
     return f"its forward pass fails on them with {type(error).__name__}: {lines[0].rstrip('.')}"
 
 
-ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings"})
-"""Arguments that some models pass to every attention and that only other kinds of attention read."""
-OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
-"""Arguments that change nothing when they are off."""
-
-
 def refuse_unknown(module: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `UnfitModel` for arguments of attention, other than None, that packed attention does not know."""
-    unknown = [
-        name
-        for name, value in arguments.items()
-        if value is not None
-        and name not in ALWAYS_KNOWN
-        and not (name in OFF and value is False)
-        and not (name == "is_causal" and value is True)
-    ]
-    if unknown:
+    if unknown := unknown_arguments(arguments):
         raise UnfitModel(
-            f"{type(module).__name__} calls its attention with {', '.join(sorted(unknown))}, which packed "
-            "attention does not compute"
+            f"{type(module).__name__} calls its attention with {unknown}, which packed attention does not "
+            "compute"
         )
