@@ -69,7 +69,8 @@ class LoadedModel:
         model = self.plan.plain(with_short_windows(self.module.config))
         self.plan.complete(model)
         _shard(model, ranks, torch.float32)
-        mine, made = _tensors(self.module), {}
+        mine = _tensors(self.module)
+        made: dict[int, nn.Parameter] = {}
         for name in _tensors(model):
             owner, _, last = name.rpartition(".")
             module = model.get_submodule(owner)
@@ -85,7 +86,7 @@ class LoadedModel:
             else:
                 module._buffers[last] = torch.empty_like(module._buffers[last], device=ranks.device)
                 continue
-            tensor._is_hf_initialized = True
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         _compute_rest(model, self.storage)
         return model.eval()
 
