@@ -122,10 +122,15 @@ def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> N
         if error is not None:
             fits = isinstance(error, ModelError)
             reason = str(error).rstrip(".") if fits else _failure(error)
-        raise UnfitModel(
-            f"the model {name!r}, a {config.get_text_config().model_type}, cannot be trained on packed rows: "
-            f"{reason}. Use a model of a family that docs/models.md lists as trained."
-        ) from error
+        raise refusal(name, config, reason) from error
+
+
+def refusal(name: str, config: Any, reason: str) -> UnfitModel:
+    """The error for the model `name` of this config."""
+    return UnfitModel(
+        f"the model {name!r}, a {config.get_text_config().model_type}, cannot be trained on packed rows: "
+        f"{reason}. Use a model of a family that docs/models.md lists as trained."
+    )
 
 
 def _failure(error: Exception) -> str:

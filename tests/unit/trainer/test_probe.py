@@ -26,7 +26,7 @@ from trainer_service.ranks import join_ranks
 RIGHT = ("llama", "gpt2", "gemma3_text", "olmo2", "mixtral")
 STATE = ("qwen3_next", "falcon_h1", "lfm2", "nemotron_h", "mamba")
 REFUSED = {
-    **dict.fromkeys(STATE, r"packed row|neighbouring tokens|forward pass fails"),
+    **dict.fromkeys(STATE, r"packed row|neighbouring tokens|forward pass fails|is in no file"),
     "gpt_oss": "attention sinks|with s_aux",
     "gemma2": "attn_logit_softcapping|with softcap",
     "llama4_text": "attention_chunk_size|names no module of it",
@@ -67,10 +67,17 @@ def test_a_family_that_packing_gets_wrong_is_refused_by_the_probe(family, by_pro
     (found,) = families.families([family])
     assert not found.trained
     assert not isinstance(found.unchecked, float) or found.unchecked > 100 * BOUND
-    assert found.said.startswith("the model 'policy', a ")
+    assert found.said.startswith(("the model 'policy', a ", "no model can be loaded from"))
     assert "TypeError" not in found.said
     with pytest.raises(UnfitModel, match=REFUSED[family]):
         raise UnfitModel(found.said)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma2"])
+def test_a_reason_in_the_config_is_found_before_weights_are_loaded(family, tmp_path):
+    families.tiny_config(family).save_pretrained(tmp_path)
+    with pytest.raises(UnfitModel, match=r"the model 'policy', a \w+, cannot be trained on packed rows: it "):
+        backend_of(tmp_path)
 
 
 @pytest.mark.nightly

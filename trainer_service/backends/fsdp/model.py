@@ -26,7 +26,7 @@ from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
 from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import read_shard
-from trainer_service.backends.fsdp.window import open_window, probe_packing
+from trainer_service.backends.fsdp.window import open_window, probe_packing, require_packable
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
@@ -58,6 +58,7 @@ class HeldModel(ChangingModel):
         super().__init__(name, use)
         self._ranks, self._first_copy = ranks, first_copy
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
+        require_packable(name, use.folder)
         self.loaded = load_sharded(use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=seed)
         self.module = self.loaded.module
         if use.optimizer is None:

@@ -7,12 +7,15 @@ pass: so the root's forward is replaced by one that runs the function it is give
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig
 
 from areal_async.modelfiles import cannot_be_packed, most_positions
 from trainer_service.backends.base import Columns, ModelHead
@@ -24,6 +27,7 @@ from trainer_service.backends.probe import (
     own_columns,
     probe_rows,
     probed,
+    refusal,
     require_equal,
 )
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
@@ -85,6 +89,14 @@ def open_window(model: Any) -> None:
     model(lambda inside: None)  # The first pass of FSDP may move the local shards.
 
 
+def require_packable(name: str, folder: Path) -> None:
+    """Raise `UnfitModel` for a model whose config names a reason, before anything of it is loaded."""
+    with suppress(OSError, ValueError, KeyError):  # which loading reports
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if why := cannot_be_packed(config.to_dict()):
+            raise refusal(name, config, f"it {why}")
+
+
 def probe_packing(
     name: str, loaded: LoadedModel, ranks: Ranks, head: ModelHead, shared: SequenceRanks | None
 ) -> None:
@@ -92,8 +104,6 @@ def probe_packing(
     config: Any = loaded.module.config
 
     def probe() -> None:
-        if why := cannot_be_packed(config.to_dict()):
-            raise UnfitModel(f"it {why}")
         model, rows, names = loaded.in_fp32(ranks), probe_rows(config), columns_to_probe(head)
         open_window(model)
         with torch.no_grad():
