@@ -117,7 +117,7 @@ _ATTENTION = {
 }
 
 
-ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings"})
+ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings", "cache_position"})
 """Arguments that some models pass to every attention and that only other kinds of attention read."""
 OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
 """Arguments that change nothing when they are off."""
