@@ -38,7 +38,7 @@ from trainer_service.ranks import Ranks
 def packed_columns(
     model: Any, batch: MicroBatch, names: Sequence[str], shared: SequenceRanks | None = None
 ) -> Columns:
-    """The columns of a micro-batch by a model that `open_window` was called with; where ranks share the row,
+    """The columns of a micro-batch by a model that was probed (`probe_packing`); where ranks share the row,
     all of them call it with the same one. Raises ValueError for one that the model does not give, and
     `BatchError` for a row whose rotary positions would depend on the other rows."""
     longest = model.longest_row
@@ -81,12 +81,11 @@ def _values(model: Any, states: Tensor, places: Tensor) -> Tensor:
 
 
 def open_window(model: Any) -> None:
-    """Let `model(run)` return `run(model)` while all of the root's parameters are there. All ranks call it,
-    after the weights were loaded."""
+    """Let `model(run)` return `run(model)` while all of the root's parameters are there."""
     model.forward = lambda run: run(model)
     config: Any = model.config
     model.longest_row = most_positions(config.get_text_config().to_dict())
-    model(lambda inside: None)  # The first pass of FSDP may move the local shards.
+    model(lambda inside: None)
 
 
 def require_packable(name: str, folder: Path) -> None:
@@ -100,10 +99,12 @@ def require_packable(name: str, folder: Path) -> None:
 def probe_packing(
     name: str, loaded: LoadedModel, ranks: Ranks, head: ModelHead, shared: SequenceRanks | None
 ) -> None:
-    """Raise `UnfitModel` where packed columns are not those of the model; all ranks call it."""
+    """Open the window of a model. Raises `UnfitModel` unless its packed columns are those of its own forward
+    pass. All ranks call it, after the weights were loaded."""
     config: Any = loaded.module.config
 
     def probe() -> None:
+        open_window(loaded.module)
         model, rows, names = loaded.in_fp32(ranks), probe_rows(config), columns_to_probe(head)
         open_window(model)
         with torch.no_grad():
