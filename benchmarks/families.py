@@ -52,7 +52,7 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"(q|kv|o)_lora_rank|attention_hidden_size|hidden_size_per_layer_input|index_topk", 16),
     (r".*(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward|mlp_dim)\w*|d_ff|n_inner|lru_width", 64),
     (r"(num|n)(_local|_routed)?_experts|moe_num_experts|num_moe_experts", 4),
-    (r"num_experts_per_tok(en)?|moe_topk|moe_top_?k|top_k_experts|num_selected_experts", 2),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_?k|top_k_experts|num_selected_experts", 2),
     (r"n_group|topk_group|n_groups|mamba_n_groups|num_blocks_per_layer", 1),
     (r"mamba_d_state|state_size|ssm_state_size|mamba_d_conv_state", 8),
     (r"mamba_n_heads|mamba_num_heads|linear_num_(key|value)_heads|num_v_heads|index_n_heads", 4),
@@ -65,6 +65,8 @@ SIZES: tuple[tuple[str, Any], ...] = (
 
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 SPECIAL: dict[str, dict[str, Any]] = {
+    **{name: {"num_key_value_heads": 4} for name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "gemma2": {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8},
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS | {"num_dense_layers": 1},
@@ -102,7 +104,7 @@ def tiny_config(model_type: str) -> Any:
 
 def tiny_model(config: Any) -> Any:
     """A model of random weights, large enough for every part of it to matter. Raises ValueError for one of
-    many parameters."""
+    many parameters, and what its own forward pass raises."""
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
@@ -113,7 +115,10 @@ def tiny_model(config: Any) -> Any:
         for parameter in model.parameters():
             scale = 0.2 if parameter.dim() < 2 else 1.0 / parameter.shape[-1] ** 0.5
             parameter.add_(scale * torch.randn(parameter.shape))
-    return model.eval()
+    own_columns(
+        model.eval(), probe_rows(config), ("logp",), "cpu"
+    )  # An error here is one of the tiny config.
+    return model
 
 
 def _unchecked(module: Any, query: Any, key: Any, value: Any, mask: Any, **arguments: Any) -> Any:
@@ -160,11 +165,11 @@ def _first_line(error: Exception) -> str:
 @torch.no_grad()
 def unchecked_gap(config: Any, model: Any) -> float | str:
     """Mean difference of packed rows from the eager forward pass when nothing refuses anything."""
-    narrow = AutoModelForCausalLM.from_config(with_short_windows(config), dtype=torch.float32).eval()
-    narrow.load_state_dict(model.state_dict())
     rows = probe_rows(config)
     batch = build_micro_batch(rows)
     try:
+        narrow = AutoModelForCausalLM.from_config(with_short_windows(config), dtype=torch.float32).eval()
+        narrow.load_state_dict(model.state_dict())
         narrow.set_attn_implementation(UNCHECKED)
         packing = {"packed_runs": batch.runs, "branching": batch.branching}
         place = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}

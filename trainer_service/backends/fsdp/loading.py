@@ -206,8 +206,15 @@ class _Plan:
         kind = AutoModelForCausalLM
         if self.head == "value":
             kind, config.num_labels = AutoModelForSequenceClassification, 1
-        with torch.device("meta"):
-            model: Any = kind.from_config(config, dtype=self.held, attn_implementation=PACKED_ATTENTION)
+        try:
+            with torch.device("meta"):
+                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=PACKED_ATTENTION)
+        except KeyError as error:
+            if PACKED_ATTENTION not in error.args:
+                raise
+            raise ValueError(
+                "its attention is of classes of its own, which packed rows cannot use"
+            ) from error
         model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
         return model
 
