@@ -91,7 +91,9 @@ def tiny_config(model_type: str) -> Any:
     }
     given |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
-    with_kinds = {"layer_types": (kinds * LAYERS)[: max(LAYERS, len(kinds))]} if len(kinds) > 1 else {}
+    with_kinds: dict[str, Any] = (
+        {"layer_types": (kinds * LAYERS)[: max(LAYERS, len(kinds))]} if len(kinds) > 1 else {}
+    )
     with_kinds |= {"num_hidden_layers": len(with_kinds["layer_types"])} if with_kinds else {}
     special = SPECIAL.get(model_type, {})
     try:

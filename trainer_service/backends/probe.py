@@ -38,7 +38,7 @@ def probe_rows(config: Any) -> list[TrainingRow]:
     named = [value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))]
     special = {value for each in named for value in (each if isinstance(each, list) else [each])}
     tokens = np.array([token for token in range(text.vocab_size) if token not in special][:50_000], np.int32)
-    rows = []
+    rows: list[TrainingRow] = []
     for number, length in enumerate(LENGTHS):
         ids = tokens[(np.arange(length) + 13 * number) * 7919 % len(tokens)]
         if number == 1:

@@ -322,8 +322,8 @@ def _compute_rest(model: Any, stored: Collection[str]) -> None:
 @torch.no_grad()
 def _unequal(layer: Tensor) -> Tensor:
     """A copy of a value layer with other values, of which none is 0."""
-    assert isinstance(layer, DTensor)
     found = layer.detach().clone()
+    assert isinstance(found, DTensor)
     found.to_local().copy_(torch.linspace(0.5, 1.5, layer.shape[1], device=layer.device))
     return found
 
