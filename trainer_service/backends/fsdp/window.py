@@ -107,10 +107,17 @@ def probe_packing(
         open_window(loaded.module)
         model, rows, names = loaded.in_fp32(ranks), probe_rows(config), columns_to_probe(head)
         open_window(model)
+        batch = build_micro_batch(rows, device=ranks.device)
         with torch.no_grad():
-            packed = packed_columns(model, build_micro_batch(rows, device=ranks.device), names, shared)
+            packed = packed_columns(model, batch, names)
+            in_parts = packed if shared is None else packed_columns(model, batch, names, shared)
             own = model(lambda inside: own_columns(inside, rows, names, ranks.device))
         require_equal(rows, packed, own)
+        try:
+            require_equal(rows, in_parts, own)
+        except UnfitModel as error:
+            fix = "Set trainer.parallel.sequence to 1"
+            raise UnfitModel(f"ranks share its rows (trainer.parallel.sequence): {error}. {fix}") from error
 
     probed(name, config, ranks, probe)
 
