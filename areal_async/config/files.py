@@ -24,9 +24,11 @@ from areal_async.examples import FORMS, Form, read_examples
 from areal_async.modelfiles import (
     INDEX,
     ONE_FILE,
+    cannot_be_packed,
     is_mixture,
     looks_beyond_tokens,
     mixture_of,
+    most_positions,
     stored_tensors,
 )
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
@@ -114,7 +116,9 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
         if not model.is_dir():
             yield Mistake(field, f"{model} is no folder", "Give a Hugging Face model directory")
             continue
-        yield from model_mistakes(model, json_in(model / "config.json"), field)
+        config = json_in(model / "config.json")
+        yield from model_mistakes(model, config, field)
+        yield from _check_packing(model, config, field)
         own, other = (json_in(folder / "tokenizer.json") for folder in (job.model, model))
         if field != "trainer.critic.model" and own and other and _vocabulary(own) != _vocabulary(other):
             problem = f"{model} has another vocabulary than the policy's {job.model}"
@@ -191,9 +195,26 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
             f"Set it to {positions} or less",
             ("model",),
         )
+    longest = most_positions(config)
+    if job.kind == "rl" and longest is not None and longest < job.rollout.max_model_len:
+        yield Mistake(
+            "rollout.max_model_len",
+            f"rotary positions of the model depend on the longest row of a pass if that has more than "
+            f"{longest} tokens, and rows of {job.rollout.max_model_len} are allowed",
+            f"Set it to {longest} or less",
+            ("model",),
+        )
+    yield from _check_packing(job.model, config, "model")
     if RankGrid.of(job.trainer).sequence > 1 and (why := looks_beyond_tokens(config)):
         fix = "Set it to 1, and give more ranks to trainer.parallel.shard, or take another model"
         yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix, ("model",))
+
+
+def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:
+    """That packed rows of a model that the trainer holds have the log-probs of the model."""
+    if isinstance(config, dict) and (why := cannot_be_packed(config)):
+        fix = "Give a model of a family that docs/models.md lists as trained"
+        yield Mistake(field, f"{model} {why}", fix)
 
 
 def _check_mixture(model: Path) -> Iterator[Mistake]:

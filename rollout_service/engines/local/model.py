@@ -128,7 +128,9 @@ class LocalModel:
                 step = Decode(kv, at[0, t : t + 1], t + 1)
                 mine.append(self.hidden(ids[:, t : t + 1], at[:, t : t + 1], step)[0])
             got = self.logits(torch.cat(mine))
-            self.model.set_attn_implementation("sdpa")
+            self.model.set_attn_implementation(
+                "eager"
+            )  # Others drop what they do not know, such as soft caps.
             want = self.model(input_ids=ids, use_cache=False).logits[0].float()
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"the local engine cannot run {type(self.model).__name__}: {error}") from error

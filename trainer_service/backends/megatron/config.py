@@ -48,7 +48,7 @@ class Dimensions:
         if kind not in FAMILIES:
             raise ValueError(
                 f"its model_type is {kind}: the back end megatron loads {', '.join(FAMILIES)}. Use the back "
-                "end fsdp, which loads every causal language model of transformers"
+                "end fsdp, which trains the families of docs/models.md"
             )
         try:
             heads, hidden = (_positive(config, name) for name in ("num_attention_heads", "hidden_size"))
