@@ -15,6 +15,7 @@ from typing import NamedTuple
 from reward_service.verifiers.formulas import preload as preload
 from reward_service.verifiers.formulas import same_formula
 from reward_service.verifiers.writing import (
+    GREEK,
     Quantity,
     based,
     is_decimal,
@@ -41,6 +42,8 @@ BRACKET_KINDS = {None: "", "(": "", "[": "", "|": "determinant", r"\|": "norm", 
 IN_WORDS = re.compile(r"\\text\s*\{([^{}]*)\}")
 WORDY = re.compile(r"(?<![^\s(])[^\W\d_]{3,}(?![^\s).,!?'’-])")
 """A word: letters by themselves, not beside a digit or an operator."""
+LETTERS_ALONE = re.compile(r"(?:[^\W\d_]|[\s.'’()])+")
+SEQUENCE = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
 PRODUCT = re.compile(r"\\(?:cdot|times)(?![a-zA-Z])|[\s{}()*]")
 NUMBER_IN_WORDS = re.compile(r"\\text\s*\{[^{}]*\d")
 LETTERS = re.compile(r"[^\W_]+", re.UNICODE)
@@ -48,7 +51,7 @@ PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|ne|in)(?![a-zA-Z])|=")
 ORDER = re.compile(r"<|>|\\(?:le|ge|lt|gt)(?![a-zA-Z])")
 BOUND = re.compile(r"[^=\\a-zA-Z]+|[^=]*\\(?:frac|sqrt|pi|infty)[^=]*")
-UNKNOWN = re.compile(r"[a-zA-Z]|\\(?!pi|in|le|ge|lt|gt|ne|infty)[a-z]{2,8}")
+UNKNOWN = re.compile(rf"[a-zA-Z]|\\(?:{'|'.join(GREEK)})(?![a-zA-Z])")
 BUILDER = re.compile(
     rf"\\\{{\s*({UNKNOWN.pattern})\s*(?:\\in\s*(\(-\\infty,\\infty\))\s*)?(?:\\mid|\||:)\s*(.*)\\\}}",
     re.DOTALL,
@@ -67,8 +70,7 @@ FUNCTION_OR_MARK = re.compile(
     r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|angle|triangle|vec|overline|overrightarrow|text|frac\{d)|[A-Z]"
 )
 SAID_OF = re.compile(rf"{NAMES}(?:\(-?\d+\))?")
-COMMANDS = re.compile(r"\\[a-zA-Z]+")
-LETTER = re.compile(r"[a-zA-Z]")
+LETTER = re.compile(rf"{UNKNOWN.pattern}|(?:\\[a-zA-Z]+)")
 DECIMALS = re.compile(r"\d\.(\d+)")
 OPENING, CLOSING = "([{", ")]}"
 
@@ -111,13 +113,20 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
 def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
     """Whether words, and letters in an order, are the same letter for letter; None where both are maths."""
     bodies = quantity(truth).body, quantity(answer).body
-    words = [_as_words(body) for body in bodies if "," not in body and ";" not in body]
-    if not any(len(word) > 1 for word in words) and not any(map(WORDY.search, bodies)):
+    if not any(map(_in_letters, bodies)):
         return None
     wanted, given = (PRODUCT.sub("", IN_WORDS.sub(r"\1", body)) for body in bodies)
     if {*wanted, *given} <= {*"xyz"}:
         return sorted(wanted) == sorted(given)
     return wanted == given or (wanted.casefold() == given.casefold() and all(map(WORDY.search, bodies)))
+
+
+def _in_letters(text: str) -> bool:
+    """Whether the text is words or letters in an order, and not a list of them."""
+    if "," in text or ";" in text:
+        return False
+    alone = len(_as_words(text)) > 1 and LETTERS_ALONE.fullmatch(IN_WORDS.sub(r"\1", text))
+    return bool(alone or SEQUENCE.fullmatch(text) or WORDY.search(text))
 
 
 def _says_more(truth: str, answer: str) -> bool:
@@ -175,7 +184,7 @@ def _result(answer: str, tolerance: Fraction, depth: int) -> str:
         # The last value may be rounded.
         tolerance = max(tolerance, Fraction(1, 2 * 10 ** len(decimals[1])) / abs(value))
     for part in filter(None, before):
-        letters = set(LETTER.findall(COMMANDS.sub("", part)))
+        letters = {letter for letter in LETTER.findall(part) if UNKNOWN.fullmatch(letter)}
         if letters <= {"e", "i"}:
             if not same(last, part, tolerance, depth):
                 return answer
@@ -223,7 +232,8 @@ def _based(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
     wanted, given = _cells(truth), _cells(answer)
     if wanted is None or given is None:
-        return None if wanted is given else False
+        alone = wanted or given
+        return None if alone is None or alone[0] == "determinant" else False
     if wanted[0] != given[0] or [len(row) for row in wanted[1]] != [len(row) for row in given[1]]:
         return False
     rows = zip(wanted[1], given[1], strict=True)

@@ -342,7 +342,8 @@ def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fra
         return difference is not None
     if slack and abs(difference) <= sympy.Rational(slack) * max(abs(left), abs(right)):
         return True
-    return False if not point or (_real(left) and _real(right)) else None
+    real = _real(left) and _real(right) and _defined(wanted, point) and _defined(given, point)
+    return False if not point or real else None
 
 
 def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
@@ -357,6 +358,18 @@ def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
         rough = formula.evalf(15, subs=point, maxn=digits)
         return sympy.Integer(0) if abs(rough) < sympy.Rational(1, 10**30) else None
     return value if value.is_finite and value.is_number and not value.has(sympy.nan) else None
+
+
+def _defined(formula: Any, point: dict[Any, Any]) -> bool:
+    """Whether no root and no logarithm of a negative number is taken on the way."""
+    import sympy
+
+    taken = (
+        node.args[0]
+        for node in formula.atoms(sympy.Pow, sympy.log)
+        if isinstance(node, sympy.log) or not node.exp.subs(point).is_integer
+    )
+    return all(part.evalf(15, subs=point).is_nonnegative for part in taken)
 
 
 def _real(value: Any) -> bool:

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from areal_async.config.base import Section
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import verifier
-from reward_service.verifiers.answers import Where, accepted, answer_of
+from reward_service.verifiers.answers import Where, accepted, answer_of, folded
 
 ARTICLES = frozenset(("a", "an", "the"))
 BUDGET_S = 2.0
@@ -184,6 +184,8 @@ DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b", re.I)
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
 """Matches behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
+REASON = re.compile(r"[,;]?\s*+(?:\b(?:because|since)\b|因为|因為|由于).*", re.DOTALL | re.I)
+"""The reason behind a choice, which may name the others."""
 LONGEST = 2_000
 
 
@@ -205,7 +207,7 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
 
 def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
     """The letter that a stated answer chooses; None for none, or for more than one."""
-    plain = DECORATION.sub(r"\1", stated[:LONGEST]).strip().strip("*$ ").strip()
+    plain = DECORATION.sub(r"\1", folded(stated[:LONGEST])).strip().strip("*$ ").strip()
     for letter, text in options.items():
         if _plain(plain) == _plain(text) != "":
             return letter
@@ -216,7 +218,7 @@ def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str 
     match = named.fullmatch(plain)
     if match is None:
         return None
-    letter, rest = match[1].upper(), match[2].strip()
+    letter, rest = match[1].upper(), REASON.sub("", match[2]).strip()
     if match[1].islower() and rest:
         return None  # "a cat" is an article
     if (

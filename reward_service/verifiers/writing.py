@@ -55,6 +55,7 @@ REPLACED = [
     (re.compile(r"(\\vec\{[a-zA-Z]\}\s*\\times\s*)\\(?:overrightarrow|vec|mathbf|boldsymbol|bm|hat)\s*\{?([a-zA-Z])\}?"),
      r"\1\\vec{\2}"),
     (re.compile(r"\\(?:mathbf|mathit|boldsymbol|bm|mathnormal)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(?:text|mathbf|mathit|boldsymbol|bm|mathnormal)\s*(?=\{\s*\{)"), ""),
     # Upright letters, functions and constants are themselves, but for the letter of a unit behind a value.
     (re.compile(rf"\\text\s*\{{\s*({FUNCTIONS})\s*\}}"), r"\\\1 "),
     (re.compile(r"\\text\s*\{\s*(\\[a-zA-Z]+)\s*\}"), r"\1 "),
@@ -231,7 +232,7 @@ MIXED = re.compile(
 REPEATING = re.compile(r"([-+]?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{([0-9]+)\}")
 RATIO = re.compile(r"([0-9]+)\s*:\s*([0-9]+)")
 BASED = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]{1,2})\}?")
-PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent\b)\s*\Z")
+PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|percent\b)\s*\Z")
 MONEY = re.compile(r"\A([-+]?)\s*(?:\\?\$|€|£|¥|\\pounds)\s*|\s*(?:\\\$|€|£|¥)\s*\Z")
 UNIT_IN_TEXT = re.compile(
     r"\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?([0-9])\}?)?\s*(?:/\s*\\text\s*\{([^{}]*)\})?\s*\Z"
@@ -239,12 +240,15 @@ UNIT_IN_TEXT = re.compile(
 UNIT_IN_WORDS = re.compile(r"(?<=[0-9)}])\s+([a-zA-Z][a-zA-Z./ ]*)(?:\^\s*\{?([0-9])\}?)?\s*\Z")
 DEGREES = re.compile(r"\s*\^\\circ\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))?\s*\Z")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi varphi chi psi omega"
+).split()
 _NAMES = (
-    "sin cos tan cot sec csc log ln exp lim max min mod gcd lcm pi if for alpha beta gamma delta epsilon zeta eta theta "
-    "iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega infinity base squared cubed factorial modulo "
-    "negative imaginary inverse reciprocal root sqrt det dim deg rank undefined unknown"
+    "sin cos tan cot sec csc log ln exp lim max min mod gcd lcm pi if for infinity base squared cubed factorial "
+    "modulo negative imaginary inverse reciprocal root sqrt det dim deg rank undefined unknown"
 )
-NAMES_IN_MATHS = frozenset(_NAMES.split())
+NAMES_IN_MATHS = frozenset((*_NAMES.split(), *GREEK))
 SMALL_WORDS = frozenset("a an the of in on at by per each".split())
 NO_UNIT = ",;()=+*^\\或和及不非"
 THING = re.compile(r"(?=.*[aeiouyAEIOUY])(?=.*[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z])[a-zA-Z'’]{3,}")
@@ -332,9 +336,8 @@ def _names_a_unit(words: str) -> bool:
     if unit_of(words).kind:
         return True
     parts = [part.strip(".") for part in re.split(r"[\s/-]+", words) if part.strip(".")]
-    return bool(parts) and all(
-        _short(part) in UNITS or part in SMALL_WORDS or _is_a_thing(part) for part in parts
-    )
+    named = [part for part in parts if part not in SMALL_WORDS]
+    return bool(named) and all(_short(part) in UNITS or _is_a_thing(part) for part in named)
 
 
 def _is_a_thing(word: str) -> bool:
