@@ -1,9 +1,9 @@
-"""Whether two pieces of maths are the same: structure by structure, numbers exactly, formulas by their values.
+"""Whether two pieces of maths are the same: structure by structure, numbers exactly, formulas by value.
 
 What has an order (points, intervals, matrices) must agree in order and brackets; what has none (sets, several
-solutions) in any order. Words, and letters in an order, are the same letter for letter. `x = 5` and `5` are the
-same, as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must agree
-after conversion. `formulas` compares what differs in form.
+solutions) in any order. Words, and letters in an order, are the same letter for letter. `x = 5` and `5` are
+the same, as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must
+agree after conversion. `formulas` compares what differs in form.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def _in_their_order(names: str) -> bool:
 
 
 def _result(answer: str, tolerance: Fraction, depth: int) -> str:
-    """The last value of a calculation (`2 + 3 = 5`) or of what is said of a quantity (`x + y = 5`); the answer
-    as it is for an equation in one unknown (`|x| = 5`), and where the values before the last are others."""
+    """Return the last value of a calculation (`2 + 3 = 5`) or of a statement (`x + y = 5`). Return the answer
+    as it is for an equation in one unknown (`|x| = 5`) and where a value before the last is another one."""
     *before, last = (part.strip() for part in answer.split("="))
     value, decimals = number(quantity(last).body), DECIMALS.search(last)
     if value and decimals:
@@ -286,8 +286,8 @@ def _same_region(wanted: Region, given: Region, tolerance: Fraction, depth: int)
 
 
 def _interval(text: str) -> tuple[str, list[str]]:
-    """The unknown and the intervals of a relation: `x > 3` as `(3,\\infty)`, `1 < x \\le 2` as `(1,2]`. Nothing
-    where it is no such relation."""
+    """Return the unknown and the intervals of a relation: `x > 3` is `(3,\\infty)`, `1 < x \\le 2` is
+    `(1,2]`. Both are empty where the text is no such relation."""
     signs = RELATION.findall(text)
     sides = [side.strip() for side in RELATION.split(text)]
     if len(signs) == 2 and UNKNOWN.fullmatch(sides[1]) and all(map(BOUND.fullmatch, (sides[0], sides[2]))):
@@ -342,9 +342,9 @@ def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 
 
 def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
-    """Parts with names as a point, in the order of the names (of Greek ones as written); a bare list that is
-    compared with these as a point too. `x_1` and `x_2` are two solutions in any order, unless others are a point.
-    """
+    """Return parts with names as a point in the order of the names (Greek ones as written), and a bare list
+    that is compared with them as a point too. `x_1` and `x_2` are solutions in any order, unless a point is
+    wanted."""
     if not parts.names:
         several = len({name[0] for name in others.names}) == 1
         return parts if parts.opening or several else parts._replace(opening="(", closing=")")

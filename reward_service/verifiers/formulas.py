@@ -1,8 +1,9 @@
 """Whether two formulas in LaTeX have the same value: read into sympy's terms, then computed and compared.
 
-Rational numbers are compared exactly. Other numbers are computed with more and more digits until they differ or
-until no more digits can tell them apart. Formulas with unknowns are the same when they have the same value at
-every sample point where both are defined as real numbers. A formula that cannot be read is the same as nothing.
+Rational numbers are compared exactly. Other numbers are computed with more and more digits until they differ
+or until no more digits can tell them apart. Formulas with unknowns are the same when they have the same value
+at every sample point where both are defined as real numbers. A formula that cannot be read is the same as
+nothing.
 
 Formulas that would cost too much are not compared: `TooCostly`, before sympy computes anything. The limits
 are for what would not stay in Python code or in memory; the caller bounds the time that the rest takes. The
@@ -300,8 +301,8 @@ def _same_value(wanted: Any, given: Any, tolerance: Fraction) -> bool:
 
 
 def _exact(formula: Any) -> Any:
-    """The formula with fractions for decimals and symbols for the values of unknown functions, computed as far
-    as it can be without rounding."""
+    """Return the formula with fractions for decimals and symbols for values of unknown functions, computed as
+    far as that goes without rounding."""
     import sympy
     from sympy.core.function import AppliedUndef
 
@@ -311,7 +312,8 @@ def _exact(formula: Any) -> Any:
 
 
 def _points(unknowns: int) -> Iterator[list[Any]]:
-    """Values for the unknowns: small and large fractions of both signs, then whole numbers; always the same."""
+    """Yield values for the unknowns: small and large fractions of both signs, then whole numbers. They are
+    always the same."""
     import sympy
 
     draw = random.Random(unknowns)

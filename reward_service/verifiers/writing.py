@@ -19,20 +19,22 @@ from reward_service.verifiers.answers import boxed, closing, folded, hedged, las
 SIGNS = str.maketrans(
     {"–": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
      "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
-     "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∉": r"\notin ",
+     "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+     "∉": r"\notin ",
      "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F", "∅": r"\emptyset ",
      "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "⇒": r"\Rightarrow ", "≪": r"\ll ", "≫": r"\gg ",
      "∼": r"\sim ", "∝": r"\propto ", "≡": r"\equiv ", "≅": r"\cong ", "∨": r"\lor ", "∧": r"\land ",
      "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
      "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
      "…": r"\ldots ", "\u00a0": "~", "\u2006": "~", "\u2009": "~", "\u202f": "~"}
-    | {chr(code): rf"\{unicodedata.name(chr(code)).split()[-1].lower()} " for code in (*range(945, 962), *range(963, 970))}
+    | {letter: rf"\{unicodedata.name(letter).split()[-1].lower()} " for letter in "αβγδεζηθικλμνξπρστυφχψω"}
 )  # fmt: skip
 RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "₀₁₂₃₄₅₆₇₈₉₊₋₍₎"
 RAISED_OR_LOWERED = re.compile(rf"([{RAISED}]+)|([{LOWERED}]+)")
 VULGAR = re.compile("[¼½¾⅐-⅞↉]")
 FRACTION_SIGN = re.compile(r"(\d+)⁄(\d+)")
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|log|ln|exp"
+SHORT_UNIT = "[mgshltLNJWV]"
 REPLACED = [
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?"), ""),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
@@ -43,7 +45,7 @@ REPLACED = [
                 r"|scriptstyle|limits|nolimits|nonumber|notag|bfseries|itshape|bf|it|em|tiny|small|normalsize|large|Large"
                 r"|LARGE|huge|Huge|hfill)(?![a-zA-Z])"), " "),
     (re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|split|equation\*?|center)\}"), " "),
-    (re.compile(r"\\(?:\\|newline|cr)\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]|\\(?:cr|tabularnewline)(?![a-zA-Z])"), r"\\\\"),
+    (re.compile(r"\\(?:\\|cr)\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]|\\(?:cr|newline)(?![a-zA-Z])"), r"\\\\"),
     (re.compile(r"\\hline(?![a-zA-Z])"), " "),
     (re.compile(r"\\(?:mathrm|mathsf|mathtt|mathup|textbf|textit|textrm|textsf|textsl|textup|textnormal|texttt"
                 r"|operatorname\*?|mbox|hbox)(?=\s*\{)"), r"\\text"),
@@ -59,8 +61,9 @@ REPLACED = [
     # Upright letters, functions and constants are themselves, but for the letter of a unit behind a value.
     (re.compile(rf"\\text\s*\{{\s*({FUNCTIONS})\s*\}}"), r"\\\1 "),
     (re.compile(r"\\text\s*\{\s*(\\[a-zA-Z]+)\s*\}"), r"\1 "),
-    (re.compile(r"(?<![\d)}])\\text\s*\{\s*([a-zA-Z])\s*\}|\\text\s*\{\s*([a-zA-Z])(?<![mgshltLNJWV])\s*\}"), r" \1\2 "),
-    (re.compile(r"\\text\s*\{((?:[\d+*/^=().-]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+(?<!\{[mgshltLNJWV]))\}"), r"\1"),
+    (re.compile(r"(?<![\d)}/])\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
+    (re.compile(rf"\\text\s*\{{\s*((?!{SHORT_UNIT})[a-zA-Z])\s*\}}"), r" \1 "),
+    (re.compile(rf"\\text\s*\{{(?!{SHORT_UNIT}\}})((?:[\d+*/^=().-]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+)\}}"), r"\1"),
     (re.compile(r"\\text\s*\{\s*([-+]?[\d.,/]+\s*\\?%?)\s*\}"), r"\1"),
     (re.compile(r"\A\s*\\text\s*\{\s*([-+]?\\?\$?\d[^{}]*)\}\s*\Z"), r"\1"),
     (re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|sqrt|pi|infty)(?![a-zA-Z])"), r"\\\1 "),
@@ -240,16 +243,17 @@ UNIT_IN_TEXT = re.compile(
 UNIT_IN_WORDS = re.compile(r"(?<=[0-9)}])\s+([a-zA-Z][a-zA-Z./ ]*)(?:\^\s*\{?([0-9])\}?)?\s*\Z")
 DEGREES = re.compile(r"\s*\^\\circ\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))?\s*\Z")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
-    "upsilon phi varphi chi psi omega"
-).split()
-_NAMES = (
-    "sin cos tan cot sec csc log ln exp lim max min mod gcd lcm pi if for infinity base squared cubed factorial "
-    "modulo negative imaginary inverse reciprocal root sqrt det dim deg rank undefined unknown"
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau upsilon phi varphi chi psi omega"
 )
-NAMES_IN_MATHS = frozenset((*_NAMES.split(), *GREEK))
-SMALL_WORDS = frozenset("a an the of in on at by per each".split())
+GREEK = frozenset(_GREEK.split())
+_NAMES = (
+    "sin cos tan cot sec csc log ln exp lim max min mod gcd lcm pi if for infinity base squared cubed "
+    "factorial modulo negative imaginary inverse reciprocal root sqrt det dim deg rank undefined unknown"
+)
+NAMES_IN_MATHS = GREEK.union(_NAMES.split())
+SMALL_WORDS = frozenset(("a", "an", "the", "of", "in", "on", "at", "by", "per", "each"))
 NO_UNIT = ",;()=+*^\\或和及不非"
 THING = re.compile(r"(?=.*[aeiouyAEIOUY])(?=.*[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z])[a-zA-Z'’]{3,}")
 
@@ -296,7 +300,8 @@ LONG_NAMES = {
     "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi", "millisecond": "ms", "second": "s", "sec": "s",
     "minute": "min", "hour": "h", "hr": "h", "milligram": "mg", "gram": "g", "kilogram": "kg", "tonne": "t",
     "pound": "lb", "ounce": "oz", "milliliter": "ml", "millilitre": "ml", "liter": "l", "litre": "l",
-    "mL": "ml", "L": "l", "deg": "degree", "rad": "radian", "am": "a.m", "pm": "p.m", "AM": "a.m", "PM": "p.m",
+    "mL": "ml", "L": "l", "deg": "degree", "rad": "radian",
+    "am": "a.m", "pm": "p.m", "AM": "a.m", "PM": "p.m",
     "newton": "N", "joule": "J", "watt": "W", "volt": "V", "pascal": "Pa", "hertz": "Hz",
 }  # fmt: skip
 
@@ -341,7 +346,7 @@ def _names_a_unit(words: str) -> bool:
 
 
 def _is_a_thing(word: str) -> bool:
-    """Whether letters are a word of a language and not a product of variables, as `abc`, `xyz` and `pqr` are."""
+    """Whether letters are a word of a language, and no product of variables as `abc`, `xyz` and `pqr`."""
     steps = {ord(second) - ord(first) for first, second in itertools.pairwise(word)}
     spoken = THING.fullmatch(word) or not word.isascii()
     return bool(spoken) and steps != {1} and word.lower() not in NAMES_IN_MATHS
