@@ -58,7 +58,8 @@ BUILDER = re.compile(
 )
 MEMBER = re.compile(rf"({UNKNOWN.pattern})\s*\\in(?![a-zA-Z])\s*(.*)", re.DOTALL)
 MORE = re.compile(
-    r"['¬]|\.\.|(?<=\d)_|(?<=\d\})_|\\(?:[lc]?dots|ne|not|neg|lnot|notin|ll|gg|lesssim|gtrsim|nless|ngtr|nleq|ngeq|propto|sim|cong|equiv|b?mod|pmod"
+    r"['¬]|\.\.|(?<=\d)_|(?<=\d\})_"
+    r"|\\(?:[lc]?dots|ne|not|neg|lnot|notin|ll|gg|lesssim|gtrsim|nless|ngtr|nleq|ngeq|propto|sim|cong|equiv|b?mod|pmod"
     r"|to|(?:R|r)ightarrow|implies|iff|langle|rangle|lor|vee|land|wedge|n?mid|subset|subseteq|supset|ni|mp"
     r"|forall|exists)(?![a-zA-Z])"
 )

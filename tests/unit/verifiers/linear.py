@@ -1,6 +1,6 @@
 """Run by test_costs.py in a process of its own: every function that reads an answer, on long texts of one
 piece again and again. `growth` prints the pieces whose CPU time grows faster than their length. For the other
-kinds the process has a limit of CPU time: what goes back over a text from each of its places would need hours.
+kinds the process has a limit of CPU time: what goes back over a text from each of its places needs hours.
 `PYTHONPATH` holds examples/rewards and examples/environments.
 """
 
