@@ -40,12 +40,15 @@ BEFORE_TIMES = re.compile(rf"{FUNCTION}\s*([a-zA-Z]|\d+)\s*(?=\\(?:cdot|times)(?
 COMPUTED = re.compile(r"\\[td]?binom|\\choose|matrix|\\det|\\operatorname|\\text")
 LONG_NUMBER = re.compile(r"\d{4,}")
 NAME = re.compile(
-    r"\\(?:angle|triangle|square|overline|overrightarrow|overleftrightarrow|vec|widehat)(?![a-zA-Z])\s*\{?\s*"
-    r"(?P<marked>[a-zA-Z]{2,})\s*\}?|\\(?:text|begin|end)\s*\{[^{}]*\}|_\s*\{[^{}]*\}|\\[a-zA-Z]+"
+    r"\\(?P<mark>angle|triangle|square|overline|overrightarrow|overleftrightarrow|vec|widehat)(?![a-zA-Z])"
+    r"\s*\{?\s*(?P<marked>[a-zA-Z]{2,})\s*\}?"
+    r"|\\(?:text|begin|end)\s*\{[^{}]*\}|_\s*\{[^{}]*\}|\\[a-zA-Z]+"
     r"|(?P<word>[a-zA-Z]{4,})|(?P<capitals>[A-Z](?:\s*[A-Z])+)"
 )
 """Letters in an order (`\\angle ABC`, `AB`, `left`), and what is passed over in looking for them."""
 CROSS = re.compile(r"\\vec\s*\{([a-zA-Z]+)\}\s*\\times\s*\\vec\s*\{([a-zA-Z]+)\}")
+
+NESTED_CROSS = re.compile(r"\\vec\s*\{[a-zA-Z]+\}\s*\\times|\\times\s*\\vec")
 
 
 def preload() -> None:
@@ -92,7 +95,10 @@ def _parsed(text: str) -> Any:
 
     latex2sympy, how = _library()
     text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
-    text = NAME.sub(_as_one_symbol, CROSS.sub(_cross_product, text))
+    text = CROSS.sub(_cross_product, text)
+    if NESTED_CROSS.search(text):
+        raise ValueError("the order of this product would be lost")
+    text = NAME.sub(_as_one_symbol, text)
     formula = latex2sympy(text, is_real=True, **how)
     if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"{formula!r:.80} is no formula")
@@ -116,16 +122,13 @@ def _library() -> tuple[Any, dict[str, Any]]:
 def _as_one_symbol(match: re.Match[str]) -> str:
     """Letters that stand in an order as one symbol; they would be read as a product, which has none."""
     letters = match["marked"] or match["word"] or match["capitals"]
-    if letters is None:
-        return match[0]
-    mark = match[0].lstrip("\\").partition("{")[0].split()[0] if match["marked"] else ""
-    return rf" N_{{{mark.removesuffix(letters)}{''.join(letters.split())}}} "
+    return match[0] if letters is None else f" Q_{{0{match['mark'] or ''}{''.join(letters.split())}}} "
 
 
 def _cross_product(match: re.Match[str]) -> str:
     """The product of two vectors as a symbol of its own, with the sign that their order gives."""
     first, second = sorted((match[1], match[2]))
-    return f"({'' if first == match[1] else '-'}X_{{{first}x{second}}})" if first != second else "(0)"
+    return f"({'' if first == match[1] else '-'}Q_{{1{first}x{second}}})" if first != second else "(0)"
 
 
 # --- how large a formula becomes ----------------------------------------------------------------------
@@ -167,11 +170,13 @@ def _bits(node: Any, unknown: float = 1.0) -> float:
 
 def _size(part: Any, unknown: float) -> float:
     """The size of an exponent or argument, at least 1; infinite where it would first have to be computed."""
+    if part.free_symbols and unknown <= 1:
+        return 1.0
     bits = _bits(part, unknown)
-    if part.free_symbols:
-        return 2.0**bits if unknown > 1 and bits <= SMALL_BITS else 1.0 if unknown <= 1 else math.inf
     if bits > SMALL_BITS:
         return math.inf
+    if part.free_symbols:
+        return 2.0**bits
     try:
         return max(1.0, abs(complex(part)))
     except (TypeError, ValueError, OverflowError):

@@ -6,7 +6,6 @@ Pure and linear in the text's length. Nothing is evaluated here.
 
 from __future__ import annotations
 
-import itertools
 import re
 import unicodedata
 from collections import deque
@@ -255,6 +254,7 @@ _NAMES = (
 )
 NAMES_IN_MATHS = GREEK.union(_NAMES.split())
 SMALL_WORDS = frozenset(("a", "an", "the", "of", "in", "on", "at", "by", "per", "each"))
+VARIABLES = frozenset("abcdfgkmnxyz")
 NO_UNIT = ",;()=+*^\\或和及不非"
 THING = re.compile(r"(?=.*[aeiouyAEIOUY])(?=.*[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z])[a-zA-Z'’]{3,}")
 
@@ -278,7 +278,6 @@ BASE_UNITS = {
     "money": {"cent": "1/100", "dollar": "1"}, "force": {"N": "1"}, "energy": {"J": "1", "kJ": "1000"},
     "power": {"W": "1", "kW": "1000"}, "voltage": {"V": "1"}, "pressure": {"Pa": "1", "kPa": "1000"},
     "frequency": {"Hz": "1", "kHz": "1000"}, "morning": {"a.m": "1"}, "evening": {"p.m": "1"},
-    "": {"st": "1", "nd": "1", "rd": "1", "th": "1", "sq": "1", "cu": "1", "ha": "1", "mol": "1", "eV": "1"},
 }  # fmt: skip
 
 
@@ -295,6 +294,9 @@ def _units() -> dict[str, MeasureUnit]:
 
 
 UNITS = _units()
+_DROPPED = "st nd rd th sq cu ha mol eV rpm mpg ppm yr pt px dB kWh kcal cal gal qt pct"
+DROPPED = frozenset(_DROPPED.split())
+"""Units and endings that are known but not converted."""
 LONG_NAMES = {
     "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "decimeter": "dm",
     "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "in": "inch", "inche": "inch",
@@ -343,14 +345,16 @@ def _names_a_unit(words: str) -> bool:
         return True
     parts = [part.strip(".") for part in re.split(r"[\s/-]+", words) if part.strip(".")]
     named = [part for part in parts if part not in SMALL_WORDS]
-    return bool(named) and all(_short(part) in UNITS or _is_a_thing(part) for part in named)
+    return bool(named) and all(
+        _short(part) in UNITS or part.removesuffix("s") in DROPPED or _is_a_thing(part) for part in named
+    )
 
 
 def _is_a_thing(word: str) -> bool:
     """Whether letters are a word of a language, and no product of variables as `abc`, `xyz` and `pqr`."""
-    steps = {ord(second) - ord(first) for first, second in itertools.pairwise(word)}
     spoken = THING.fullmatch(word) or not word.isascii()
-    return bool(spoken) and steps != {1} and word.lower() not in NAMES_IN_MATHS
+    product = len(word) <= 4 and {*word} <= VARIABLES
+    return bool(spoken) and not product and word.lower() not in NAMES_IN_MATHS
 
 
 def unit_of(words: str, power: str | None = None) -> MeasureUnit:

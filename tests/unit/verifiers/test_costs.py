@@ -37,6 +37,9 @@ COSTLY = [
     "+".join(["x"] * 300), r"\sqrt{" * 100 + "2" + "}" * 100, "(" * 300 + "x" + ")" * 300,
     r"\frac{1}{x+" * 40 + "1" + "}" * 40, r"\sqrt[99999999]{2}",
     r"\{" + ",".join(rf"(x+{i})^{{30}}" for i in range(40)) + r"\}",
+    "x^{19999}", "x^{999999999999}", "x^{x^{x^{x}}}", "e^{e^{e^{e^{x}}}}", "(x^9)!", r"\binom{x}{10^{9}}",
+    r"\sin(10^{5000})", r"\tan(x^{2000})", r"\sqrt{10^{6000}+1}-10^{3000}", r"\lfloor 10^{6000}x\pi\rfloor",
+    "+".join(rf"\ln({i}^{{500}})-500\ln {i}" for i in range(2, 18)), "1.0000001^{10^{9}x}",
     "+".join(rf"\sin({i}x)" for i in range(1, 40)), r"\sin(\cos(\sin(\cos(\sin(\cos(\sin(\cos(x^{9})))))))",
 ]  # fmt: skip
 
