@@ -131,7 +131,7 @@ def _in_letters(text: str) -> bool:
 
 
 def _says_more(truth: str, answer: str) -> bool:
-    """Whether the answer denies or compares where the truth does not: math-verify reads over such signs."""
+    """Whether the answer denies or compares where the truth does not: the parser reads over such signs."""
     if not set(MORE.findall(answer)) <= set(MORE.findall(truth)):
         return True
     is_a_set = truth[:1] in ("(", "[", "{") or truth.startswith(r"\{") or UNION.search(truth)
@@ -149,7 +149,7 @@ def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> t
     if given and (wanted or not RELATION.search(truth)) and _in_their_order(given[1]):
         answer = answer[given.end() :]
         if "," not in answer and not wanted:
-            answer = _result(answer, tolerance, depth)
+            answer = _result(answer, tolerance, depth, named=True)
     elif "=" in answer and "," not in answer and not RELATION.search(truth):
         answer = _result(answer, tolerance, depth)
     return truth, answer
@@ -176,9 +176,10 @@ def _in_their_order(names: str) -> bool:
     return not names.startswith("(") or listed == sorted(listed)
 
 
-def _result(answer: str, tolerance: Fraction, depth: int) -> str:
+def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False) -> str:
     """Return the last value of a calculation (`2 + 3 = 5`) or of a statement (`x + y = 5`). Return the answer
-    as it is for an equation in one unknown (`|x| = 5`) and where a value before the last is another one."""
+    as it is where a value before the last is another one, and for an equation in one unknown (`|x| = 5`), which
+    what stands behind a name (`A = r^2 = 9`) is not."""
     *before, last = (part.strip() for part in answer.split("="))
     value, decimals = number(quantity(last).body), DECIMALS.search(last)
     if value and decimals:
@@ -189,7 +190,12 @@ def _result(answer: str, tolerance: Fraction, depth: int) -> str:
         if letters <= {"e", "i"}:
             if not same(last, part, tolerance, depth):
                 return answer
-        elif len(letters) == 1 and not SAID_OF.fullmatch(part) and not FUNCTION_OR_MARK.search(part):
+        elif (
+            len(letters) == 1
+            and not named
+            and not SAID_OF.fullmatch(part)
+            and not FUNCTION_OR_MARK.search(part)
+        ):
             return answer
     return last
 
@@ -346,10 +352,10 @@ def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
     """Return parts with names as a point in the order of the names (Greek ones as written), and a bare list
     that is compared with them as a point too. `x_1` and `x_2` are solutions in any order, unless a point is
     wanted."""
+    several = len({name.partition("_")[0] for name in parts.names or others.names}) == 1
     if not parts.names:
-        several = len({name[0] for name in others.names}) == 1
         return parts if parts.opening or several else parts._replace(opening="(", closing=")")
-    if len({name[0] for name in parts.names}) == 1 and others.opening != "(" and not others.names:
+    if several and others.opening != "(" and not others.names:
         return parts
     items = list(zip(parts.names, parts.items, strict=True))
     if not any(name.startswith("\\") for name in parts.names):
@@ -382,7 +388,7 @@ def _split(text: str) -> Bracketed | None:
         return None
     named = [_part(item) for item in items]
     names = tuple(name for name, _ in named)
-    different = all(names) and len({*names}) == len(names) and not opening
+    different = all(names) and len({*names}) == len(names) and opening in ("", "(")
     return Bracketed(opening, ending, [value for _, value in named], names if different else ())
 
 
