@@ -178,8 +178,8 @@ def _in_their_order(names: str) -> bool:
 
 def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False) -> str:
     """Return the last value of a calculation (`2 + 3 = 5`) or of a statement (`x + y = 5`). Return the answer
-    as it is where a value before the last is another one, and for an equation in one unknown (`|x| = 5`), which
-    what stands behind a name (`A = r^2 = 9`) is not."""
+    as it is where a value before the last is another one, and for an equation in one unknown (`|x| = 5`) that
+    does not follow a name as in `A = r^2 = 9`."""
     *before, last = (part.strip() for part in answer.split("="))
     value, decimals = number(quantity(last).body), DECIMALS.search(last)
     if value and decimals:
