@@ -94,8 +94,8 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
         return True
     if depth > DEEPEST:
         return False
-    regions = _region(truth), _region(answer)
-    if all(regions) and _same_region(*regions, tolerance, depth + 1):
+    wanted_region, given_region = _region(truth), _region(answer)
+    if wanted_region and given_region and _same_region(wanted_region, given_region, tolerance, depth + 1):
         return True
     if _says_more(truth, answer):
         return False
