@@ -4,8 +4,8 @@
     composed                 of other rewards
     code_rewards             of programs
 
-`answers` says where in a response an answer stands, `equality` and `writing` what maths is the same.
-Importing a module loads no library that only judging needs (sympy, math-verify), since a job file
+`answers` says where in a response an answer stands, `equality`, `formulas` and `writing` what maths is the
+same. Importing a module loads no library that only judging needs (sympy), since a job file
 is checked by it.
 
 A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer is
@@ -95,7 +95,7 @@ class TooCostly(Exception):
 
 
 class BudgetSpent(BaseException):
-    """The budget of this code is spent. It is no `Exception`, since sympy and math-verify swallow these."""
+    """The budget of this code is spent. It is no `Exception`, since sympy swallows these."""
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:

@@ -11,15 +11,28 @@ that opens `<think>` and never closes it answers nothing. docs/verifiers.md has 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 Where = Literal["whole", "boxed", "tag", "hash", "said", "last_line", "marked", "any"]
 WHERES: tuple[Where, ...] = get_args(Where)
 
 BOX = re.compile(r"\\(?:f?boxed|fbox)\s*(?=\S)")
-SAID = re.compile(r"\banswer\**\s*(?:is|are|:|=)\s*(?:\**\s*:)?\s*\**\s*", re.IGNORECASE)
-SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?:\s|\Z)|\n")
+SAID = re.compile(
+    r"(?:\b(?:answer|(?:the|my|correct|right|best|final)\s(?:option|choice))\**\s*(?:is\b|are\b|[:：=])"
+    r"|(?:答案|答え|正解|정답|\b(?:réponse|respuesta|antwort|resposta|risposta|ответ))\**\s*"
+    r"(?:(?:es|est|ist|é|è)\b|[是为為选選はは는은:：]))\s*(?:\**\s*[:：])?\s*\**\s*",
+    re.IGNORECASE,
+)
+SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?:\s|\Z)|[\n。！？；]")
+LISTED = re.compile(
+    r"[\s$]*(?:[,;，；、]|[,，]?\s*(?:\b(?:and|or)\b|[和或及]))[\s$]*(?:[a-zA-Z](?:_\d)?\s*=\s*)?"
+)
+"""What stands between two boxes that are two parts of one answer."""
+LONGEST_BETWEEN = 40
+NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
 
 def answer_of(response: str, where: Where = "any") -> str | None:
@@ -28,10 +41,10 @@ def answer_of(response: str, where: Where = "any") -> str | None:
     if where == "whole":
         return spoken.strip()
     if where == "marked":
-        return _first(_tag(spoken), _boxed(spoken), _hash(spoken), _said(spoken))
+        return _first(_tag(spoken), boxed(spoken), _hash(spoken), _said(spoken))
     if where == "any":
-        return _first(_tag(spoken), _boxed(spoken), _hash(spoken), _said(spoken), _last_line(spoken))
-    finders = {"boxed": _boxed, "tag": _tag, "hash": _hash, "said": _said, "last_line": _last_line}
+        return _first(_tag(spoken), boxed(spoken), _hash(spoken), _said(spoken), _last_line(spoken))
+    finders = {"boxed": boxed, "tag": _tag, "hash": _hash, "said": _said, "last_line": _last_line}
     if where not in finders:
         raise ValueError(f"there is no place {where!r} for an answer: use one of {', '.join(WHERES)}")
     return finders[where](spoken)
@@ -49,19 +62,29 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def boxes(text: str) -> list[str]:
     """What each box holds, in order. A box that is never closed holds nothing and is left out."""
-    found: list[str] = []
+    return [held for _, held, _ in _placed_boxes(text)]
+
+
+def _placed_boxes(text: str) -> Iterator[tuple[int, str, int]]:
+    """Where each box begins, what it holds, and where it ends."""
     position = 0
     while (match := BOX.search(text, position)) is not None:
         position = match.end()
         if text[position] != "{":
-            found.append(text[position])
+            yield match.start(), text[position], position + 1
             continue
         end = closing(text, position)
         if end is None:
             break
-        found.append(text[position + 1 : end].strip())
         position = end + 1
-    return found
+        yield match.start(), trimmed(text[match.end() + 1 : end]), position
+
+
+def trimmed(text: str) -> str:
+    """The text without white space at either end, of which TeX writes one kind as a backslash and a blank."""
+    text = text.strip()
+    slashes = len(text) - len(text.rstrip("\\"))
+    return text[:-1].rstrip() if slashes % 2 else text
 
 
 def closing(text: str, start: int) -> int | None:
@@ -85,20 +108,33 @@ def _first(*found: str | None) -> str | None:
     return next((answer for answer in found if answer is not None), None)
 
 
-def _boxed(text: str) -> str | None:
-    found = boxes(text)
-    return found[-1] if found else None
+def boxed(text: str) -> str | None:
+    """What the last box holds; where several are listed (`\\boxed{1}$ and $\\boxed{4}`), what each holds."""
+    names: list[str] = []
+    held: list[str] = []
+    last = 0
+    for start, inside, end in _placed_boxes(text):
+        between = text[last:start]
+        if not (held and len(between) <= LONGEST_BETWEEN and LISTED.fullmatch(between)):
+            names, held = [], []
+        name = NAMED.search(text, max(last, start - LONGEST_BETWEEN), start)
+        names.append(name[1] if name else "")
+        held.append(inside)
+        last = end
+    if len({*held}) < 2:
+        return held[-1] if held else None
+    return ", ".join(map("".join, zip(names, held, strict=True)) if all(names) else held)
 
 
 def _tag(text: str) -> str | None:
     before, closed, _ = text.rpartition("</answer>")
     _, opened, inside = before.rpartition("<answer>")
-    return inside.strip() if closed and opened else None
+    return trimmed(inside) if closed and opened else None
 
 
 def _hash(text: str) -> str | None:
     _, found, after = text.rpartition("####")
-    return after.lstrip(" \t").partition("\n")[0].strip() if found else None
+    return trimmed(after.lstrip(" \t").partition("\n")[0]) if found else None
 
 
 def _said(text: str) -> str | None:
@@ -114,6 +150,20 @@ def _said(text: str) -> str | None:
 def _last_line(text: str) -> str | None:
     lines = text.rstrip().rpartition("\n")
     return lines[2].strip() or None
+
+
+FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"})
+STYLES = ("<wide>", "<narrow>", "<font>")
+
+
+def folded(text: str) -> str:
+    """The text with plain letters, digits and signs for those of full width or of another style."""
+    if text.isascii():
+        return text
+    return "".join(
+        unicodedata.normalize("NFKC", sign) if unicodedata.decomposition(sign).startswith(STYLES) else sign
+        for sign in text.translate(FOLDED)
+    )
 
 
 # --- programs: fenced blocks -------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
 import functools
 import json
-import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -224,6 +225,10 @@ def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float
     )
 
 
+DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+WIDE = decimal.Context(prec=50, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+
+
 def _same_token(got: str, expected: str, tolerance: float) -> bool:
     """Whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`, and
     `7` no `7a`."""
@@ -231,11 +236,14 @@ def _same_token(got: str, expected: str, tolerance: float) -> bool:
         return True
     if "." not in expected and "e" not in expected.lower():
         return False
-    try:
-        one, two = float(got), float(expected)
-    except ValueError:
+    if not (DECIMAL.fullmatch(got) and DECIMAL.fullmatch(expected)):
         return False
-    return math.isclose(one, two, rel_tol=tolerance, abs_tol=tolerance)
+    try:
+        with decimal.localcontext(WIDE):  # no float holds 1e400, and none may take it for infinite
+            one, two = decimal.Decimal(got), decimal.Decimal(expected)
+            return abs(one - two) <= decimal.Decimal(tolerance) * max(1, abs(one), abs(two))
+    except decimal.DecimalException:
+        return False
 
 
 def _lines(text: str) -> list[str]:

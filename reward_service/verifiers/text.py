@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from areal_async.config.base import Section
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import verifier
-from reward_service.verifiers.answers import Where, accepted, answer_of
+from reward_service.verifiers.answers import Where, accepted, answer_of, folded
 
 ARTICLES = frozenset(("a", "an", "the"))
 BUDGET_S = 2.0
@@ -181,9 +181,13 @@ def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> 
 
 LETTERS = "ABCDEFGHIJ"
 DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
-DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b", re.I)
+DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b|不|错|錯|非|誤|では", re.I)
+IN_WORD = "(?:[^\\W\u3040-\u9fff\uac00-\ud7af]|')"
+"""Part of a word with the letter of an option; Chinese, Japanese and Korean put no blank between words."""
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
 """Matches behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
+REASON = re.compile(r"[,;]?\s*+(?:\b(?:because|since)\b|因为|因為|由于).*", re.DOTALL | re.I)
+"""The reason behind a choice, which may name the others."""
 LONGEST = 2_000
 
 
@@ -205,18 +209,18 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
 
 def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
     """The letter that a stated answer chooses; None for none, or for more than one."""
-    plain = DECORATION.sub(r"\1", stated[:LONGEST]).strip().strip("*$ ").strip()
+    plain = DECORATION.sub(r"\1", folded(stated[:LONGEST])).strip().strip("*$ ").strip()
     for letter, text in options.items():
         if _plain(plain) == _plain(text) != "":
             return letter
     named = re.compile(
-        rf"(?:option|choice)?\s*[*\"'(\[]*([{re.escape(letters)}])(?![\w'])[*\"')\].:,]*(.*)",
+        rf"(?:option|choice)?\s*[*\"'(\[]*([{re.escape(letters)}])(?!{IN_WORD})[*\"')\].:,]*(.*)",
         re.DOTALL | re.I,
     )
     match = named.fullmatch(plain)
     if match is None:
         return None
-    letter, rest = match[1].upper(), match[2].strip()
+    letter, rest = match[1].upper(), REASON.sub("", match[2]).strip()
     if match[1].islower() and rest:
         return None  # "a cat" is an article
     if (
@@ -230,7 +234,9 @@ def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str 
         return letter
     if DENIED.match(rest) or re.fullmatch(rf"[^\w]*[{re.escape(letters.lower())}][^\w]*", rest):
         return None
-    others = re.findall(rf"(?<![\w'])\(?([{re.escape(letters)}])\)?(?![\w'])(?!{IN_A_SENTENCE})", rest)
+    others = re.findall(
+        rf"(?<!{IN_WORD})\(?([{re.escape(letters)}])\)?(?!{IN_WORD})(?!{IN_A_SENTENCE})", rest
+    )
     return None if set(others) - {letter} or re.match(r"(?:or|and)\b|/", rest) else letter
 
 

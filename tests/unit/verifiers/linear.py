@@ -1,9 +1,11 @@
-"""Run by test_costs.py in a process with a limit of CPU time: every function that reads an answer, on long
-texts of one piece again and again. What goes back over a text from each of its places would need hours.
+"""Run by test_costs.py in a process of its own: every function that reads an answer, on long texts of one
+piece again and again. `growth` prints the pieces whose CPU time grows faster than their length. For the other
+kinds the process has a limit of CPU time: what goes back over a text from each of its places needs hours.
 `PYTHONPATH` holds examples/rewards and examples/environments.
 """
 
 import sys
+import time
 from pathlib import Path
 
 import countdown
@@ -73,9 +75,41 @@ def read_by_rewards(text: str) -> None:
         load_reward(name)(RewardInput(response=text, ground_truth=truth, response_tokens=len(text)))
 
 
+GROWTH, MOST_GROWTH = 4, 9
+"""A text that is 4 times as long takes 4 times the work, and 16 times where reading goes back over it."""
+
+
+def cpu_s(text: str) -> float:
+    times = []
+    for _ in range(2):
+        began_s = time.thread_time()
+        read_by_parts(text)
+        times.append(time.thread_time() - began_s)
+    return min(times)
+
+
+def growing(size: int) -> list[str]:
+    """Return the pieces whose work grows faster than the text. The fastest text's work is the least that
+    counts, so that the speed of the machine does not matter. Whatever else runs on the core may disturb one
+    measurement, so a piece is named only when two find it."""
+    lengths = (size, GROWTH * size)
+    texts = {piece: [piece * (length // len(piece)) for length in lengths] for piece in PIECES}
+    least_s = min(cpu_s(short) for short, _ in texts.values())
+    for _ in range(2):
+        texts = {
+            piece: [short, long]
+            for piece, (short, long) in texts.items()
+            if cpu_s(long) > MOST_GROWTH * max(cpu_s(short), least_s)
+        }
+    return list(texts)
+
+
 if __name__ == "__main__":
     load_reward("math")(RewardInput(response="x+1", ground_truth="1+x"))
     kind, size = sys.argv[1], int(sys.argv[2])
+    if kind == "growth":
+        print(growing(size))
+        sys.exit()
     for number, piece in enumerate(PIECES):
         body = piece * (size // len(piece))
         if kind == "parts":
