@@ -27,14 +27,10 @@ import statistics
 import time
 from typing import Any
 
-from areal_async import Failure, RewardInput, Score, load_reward, reward
+from areal_async import Failure, RewardInput, Score, blocks, load_reward, program_of, reward
 
 LONGEST_TESTS = 10_000
 """Most characters of tests: reading them takes time too, and a response could take that of all."""
-LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
-BLOCK = re.compile(
-    r"^[ \t]*(```+|~~~+)[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
-)
 TESTS_FENCE = re.compile(r"tests?|unittests?|pytest")
 
 code_tests: Any = load_reward("code_tests")
@@ -158,14 +154,18 @@ def judged(
 
 
 def split(response: str) -> tuple[str | None, str | None]:
-    """The program and the tests of a response. A block that is never closed goes to the end."""
-    text = response[-LONGEST:].replace("\r\n", "\n")
-    found = [(language.lower(), block) for _, language, block in BLOCK.findall(text) if block.strip()]
-    named = next((block for language, block in reversed(found) if TESTS_FENCE.fullmatch(language)), None)
-    rest = [block for _, block in found if block is not named]
-    if named is None and len(rest) > 1:
-        named = rest[-1]
-    return rest[0] if rest else None, named if named is not None and _readable(named) else None
+    """Return the program and the tests of a response: the tests are the last block whose tag says so, else the
+    last of several programs. A block that is never closed goes to the end."""
+    found = blocks(response)
+    named = [block for block in found if TESTS_FENCE.fullmatch(block.language) and block.text.strip()]
+    rest = [block for block in found if block not in named]
+    if (program := program_of(rest)) is None:
+        return None, None
+    tests = named[-1] if named else None
+    if tests is None:
+        alike = [one for block in rest if (one := program_of([block])) and one.language == program.language]
+        program, tests = alike[0], alike[-1] if len(alike) > 1 else None
+    return program.text, tests.text if tests is not None and _readable(tests.text) else None
 
 
 def _readable(tests: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Language:
 def language(name: str, *, for_others: bool = False) -> Language:
     """`for_others`: to be run by a user who may read what everyone may. Raises CompilerMissing, which says
     what to install."""
-    found = ALIASES.get(name.lower(), name.lower())
+    found = spoken_by(name)
     if found == HARNESS_PYTHON:
         python = _python(for_others)
         return replace(python, run=(python.run[0], "-I", "-S", "-B", python.source))
@@ -155,9 +156,26 @@ LANGUAGES: dict[str, Callable[[], Language]] = {
 }
 ALIASES = {
     "py": "python",
-    "python3": "python",
+    "pypy": "python",
+    "cpython": "python",
     "c++": "cpp",
     "cc": "cpp",
+    "cxx": "cpp",
+    "gnu++": "cpp",
     "js": "javascript",
+    "mjs": "javascript",
+    "es": "javascript",
+    "ecmascript": "javascript",
     "node": "javascript",
+    "nodejs": "javascript",
 }
+VERSION = re.compile(r"[-_.]?\d[\d.]*$")
+
+
+def spoken_by(tag: str) -> str:
+    """Return the language that a name, with a version or not, or a file name stands for (`Python3.11`,
+    `c++17`, `main.py`); another tag as it is, in small letters."""
+    tag = tag.lower()
+    plain = VERSION.sub("", tag) or tag
+    ending = plain.rpartition(".")[2]
+    return ALIASES.get(ending, ending if ending in LANGUAGES else tag)

@@ -16,11 +16,11 @@ from pydantic import Field
 from areal_async.rpc.verdicts import Failure
 from areal_async.runtime.log import get_logger
 from reward_service.sandbox import CompilerMissing, SandboxError
-from reward_service.sandbox.languages import ALIASES, LANGUAGES
+from reward_service.sandbox.languages import LANGUAGES
 from reward_service.sdk import RewardInput, Score
 from reward_service.verifiers import verifier
-from reward_service.verifiers.answers import program_of
 from reward_service.verifiers.cases import read_cases
+from reward_service.verifiers.programs import Block, program_of
 from reward_service.verifiers.run_cases import (
     Compare,
     Result,
@@ -36,7 +36,7 @@ COMPONENTS = ("extracted", "compiled", "passed", "out_of_time")
 
 class CodeArguments(SandboxArguments):
     extract: Literal["fence", "whole"] = "fence"
-    """Where the program is: in the last fenced block of the response, or the whole response."""
+    """Where the program is: in a fenced block of the response, chosen by its tag, or the whole response."""
     partial: bool = False
     """Whether the score is the share of the cases passed. Otherwise it is 1 when all pass, else 0, and the
     first that fails ends the run."""
@@ -76,15 +76,15 @@ def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
 
 def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare: Compare) -> Score | Failure:
     cases = read_cases(given.ground_truth).first(arguments.max_cases)
-    block = program_of(given.response, extract=arguments.extract)
-    if block is None:
-        return _no_score()
     chosen = language == "auto"
-    if chosen:
-        named = ALIASES.get(block.language, block.language)
-        language = named if named in LANGUAGES else "python"
-    if chosen and language != "python" and (cases.calls or cases.codes):
-        return _no_score(extracted=1.0)  # tests of functions are in Python, whatever the model prefers
+    # Tests of functions are in Python, whatever the model prefers.
+    languages = tuple(LANGUAGES) if chosen and cases.stdio else ("python" if chosen else language,)
+    block: Block | None = Block("", given.response)
+    if arguments.extract == "fence":
+        block = program_of(given.response, languages, defines=cases.names)
+    if block is None or not block.text.strip():
+        return _no_score()
+    language = (block.language or "python") if chosen else language
     try:
         result = run_cases(
             block.text,
