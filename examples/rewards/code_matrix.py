@@ -154,8 +154,8 @@ def judged(
 
 
 def split(response: str) -> tuple[str | None, str | None]:
-    """Return the program and the tests of a response: the tests are the last block whose tag says so, else the
-    last of several programs. A block that is never closed goes to the end."""
+    """Return the program and the tests of a response. The tests are the last block whose tag says so, else
+    the last of several programs. A block that is never closed goes to the end."""
     found = blocks(response)
     named = [block for block in found if TESTS_FENCE.fullmatch(block.language) and block.text.strip()]
     rest = [block for block in found if block not in named]

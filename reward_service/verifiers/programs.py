@@ -90,7 +90,7 @@ def program_of(
     *,
     defines: Collection[str] = (),
 ) -> Block | None:
-    """Return the program in one of `languages` (of `reward_service.sandbox`), in a response or among its blocks.
+    """Return the program in one of `languages` (of the sandbox), in a response or among its blocks.
 
     It is the last block with such a fence; of several the last with the most definitions of the names
     `defines`, and one that calls or defines anything before one that does not. Without such a fence it is the

@@ -81,7 +81,8 @@ def test_a_fence_inside_of_a_docstring_does_not_close_the_block():
     ("tag", "language"),
     [
         ("Python", "python"), ("py", "python"), ("python3", "python"), ("python3.11", "python"),
-        ("pypy3", "python"), ("main.py", "python"), ("{.python}", ""), ("c", "c"), ("c11", "c"), ("C++", "cpp"), ("c++17", "cpp"),
+        ("pypy3", "python"), ("main.py", "python"), ("{.python}", ""), ("c", "c"),
+        ("c11", "c"), ("C++", "cpp"), ("c++17", "cpp"),
         ("solution.cpp", "cpp"), ("gnu++20", "cpp"), ("js", "javascript"), ("es6", "javascript"),
         ("nodejs", "javascript"), ("python title=add.py", "python"),
     ],
