@@ -21,7 +21,7 @@ from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
 """What the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
-ANSWER_GRACE_S = 40.0  # Time beyond the wall limit: making the jail, ending it, sending what it said
+ANSWER_GRACE_S = 40.0  # Time beyond the limit by the clock: making the jail, ending it, sending what it said
 
 
 class LauncherDied(SandboxError):
@@ -38,21 +38,21 @@ class LauncherClient:
         self._link: socket.socket | None = None
         self._owner = 0
 
-    def ask(self, head: dict[str, Any], body: bytes, wall_s: float) -> tuple[dict[str, Any], bytes]:
+    def ask(self, head: dict[str, Any], body: bytes, clock_s: float) -> tuple[dict[str, Any], bytes]:
         """Raises SandboxError when there is no answer."""
-        self.begin(head, body, wall_s)
+        self.begin(head, body, clock_s)
         try:
             return self.answer()
         except LauncherDied:
-            self.begin(head, body, wall_s)
+            self.begin(head, body, clock_s)
             return self.answer()
 
-    def begin(self, head: dict[str, Any], body: bytes, wall_s: float, link: int | None = None) -> None:
+    def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
         """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
         Raises SandboxError."""
         connection = self._connected()
         try:
-            connection.settimeout(wall_s + ANSWER_GRACE_S)
+            connection.settimeout(clock_s + ANSWER_GRACE_S)
             messages.send(connection, head, body)
             if link is not None:
                 socket.send_fds(connection, [b"l"], [link])
@@ -210,12 +210,12 @@ def find(launcher: LauncherClient) -> Confinement:
 
 def _try(launcher: LauncherClient, found: Confinement) -> str:
     """Why this way does not work; empty when it does."""
-    limits = RunLimits(wall_s=10.0, cpu_s=5.0, memory_mb=128, processes=8)
+    limits = RunLimits(wall_s=10.0, cpu_s=5.0, clock_s=20.0, memory_mb=128, processes=8)
     try:
         request = found.request(("/bin/sh", "-c", "exit 0"), limits)
     except CompilerMissing as error:
         return str(error)
-    head, _ = launcher.ask(request, b"", limits.wall_s)
+    head, _ = launcher.ask(request, b"", limits.clock_s)
     if head["failed"]:
         return str(head["failed"])
     return "" if head["status"] == 0 else f"a first program ended with the wait status {head['status']}"

@@ -135,13 +135,17 @@ def _cpp() -> Language:
     return _native("cpp", "main.cpp", ("g++", "c++", "clang++"), "-std=gnu++17")
 
 
+STACK_KB = 120 << 10
+"""Stack of Node.js, which keeps a limit of its own."""
+
+
 @functools.cache
 def _javascript() -> Language:
     path = _found(("node", "nodejs"), "javascript")
     return Language(
         "javascript",
         "main.js",
-        (path, "--max-old-space-size=384", "main.js"),
+        (path, "--max-old-space-size=384", f"--stack-size={STACK_KB}", "main.js"),
         binds=_prefix(path),
         address_space=False,
         processes=24,

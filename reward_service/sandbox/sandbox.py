@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import select
 import signal
@@ -31,7 +32,7 @@ class LaunchRequest(NamedTuple):
 
     request: dict[str, Any]
     body: bytes
-    wall_s: float
+    clock_s: float
 
 
 class Sandbox:
@@ -63,16 +64,17 @@ class Sandbox:
         CompilerMissing for a language that is not installed, ValueError for a path outside the run's
         folder."""
         spoken, files, limits = self._read(program)
-        if spoken.compile:
-            began_s = time.monotonic()
-            build = self._built(spoken, files, program.within_s)
-            if isinstance(build, RunOutcome):
-                return build
-            files = {**program.files, **build}
-            if program.within_s is not None:
-                left_s = program.within_s - (time.monotonic() - began_s)
-                limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, left_s)))
-        return self._once(self._order(spoken.run, program, limits, files, spoken))
+        if not spoken.compile:
+            return self._once(self._order(spoken.run, program, limits, files, spoken))
+        within_s = math.inf if program.within_s is None else program.within_s
+        began_s = time.monotonic()
+        build, spent_ms = self._built(spoken, files, within_s, limits.clock_s)
+        if isinstance(build, RunOutcome):
+            return build
+        limits = _shortened(limits, within_s - spent_ms / 1000, limits.clock_s - time.monotonic() + began_s)
+        files = {**program.files, **build}
+        outcome = self._once(self._order(spoken.run, program, limits, files, spoken))
+        return msgspec.structs.replace(outcome, spent_ms=outcome.spent_ms + spent_ms)
 
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
         """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
@@ -108,9 +110,9 @@ class Sandbox:
             ends = socket.socketpair()
             with ends[0], ends[1]:
                 for launcher, order, end in zip(launchers, orders, ends, strict=True):
-                    launcher.begin({**order.request, "link": True}, order.body, order.wall_s, end.fileno())
+                    launcher.begin({**order.request, "link": True}, order.body, order.clock_s, end.fileno())
             first, second = (launcher.connection for launcher in launchers)
-            longest_s = max(order.wall_s for order in orders) + ANSWER_GRACE_S
+            longest_s = max(order.clock_s for order in orders) + ANSWER_GRACE_S
             if second in select.select([first, second], [], [], longest_s)[0]:
                 ended = self._partner.answer()
                 if ended[0]["failed"]:
@@ -125,35 +127,36 @@ class Sandbox:
             self.close()
             raise
 
-    def _built(self, spoken: Language, files: dict[str, bytes], within_s: float | None) -> Build:
-        """Compile the sources, once for the same ones: the cases of one program follow one another."""
+    def _built(
+        self, spoken: Language, files: dict[str, bytes], within_s: float, clock_s: float
+    ) -> tuple[Build, float]:
+        """Compile the sources, once for the same ones: the cases of one program follow one another. Also the
+        milliseconds that it took now."""
         digest = hashlib.sha256(spoken.name.encode())
         for name, data in sorted(files.items()):
             digest.update(msgspec.msgpack.encode((name, data)))
         key = digest.hexdigest()
         if key in self._builds:
             self._builds.move_to_end(key)
-            return self._builds[key]
+            return self._builds[key], 0.0
         compiling = Program(command=spoken.compile, collect=spoken.artifacts)
-        limits = COMPILE_LIMITS
-        if within_s is not None:
-            limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, within_s)))
+        limits = _shortened(COMPILE_LIMITS, within_s, clock_s)
         outcome = self._once(self._order(spoken.compile, compiling, limits, files, spoken))
-        if outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s:
-            return outcome  # the time of the whole ran out: that says nothing of the source
+        if outcome.kind == "clock" or (outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s):
+            return outcome, outcome.spent_ms  # the time of the whole ran out
         build: Build = outcome.artifacts
         if not outcome.ok or len(outcome.artifacts) < len(spoken.artifacts):
             build = msgspec.structs.replace(outcome, kind="compile", artifacts={})
         if outcome.kind not in ("ok", "exit"):
-            return build  # a limit or a signal ended the compiler; on a quieter machine it may succeed
+            return build, outcome.spent_ms  # a limit or a signal ended the compiler; another time it may succeed
         self._builds[key] = build
         builds = self._builds
         while len(builds) > CACHED_BUILDS or sum(map(_size_bytes, builds.values())) > CACHED_BYTES:
             builds.popitem(last=False)
-        return build
+        return build, outcome.spent_ms
 
     def _once(self, order: LaunchRequest) -> RunOutcome:
-        return self._outcome(*self._launcher.ask(order.request, order.body, order.wall_s))
+        return self._outcome(*self._launcher.ask(order.request, order.body, order.clock_s))
 
     def _order(
         self,
@@ -169,7 +172,7 @@ class Sandbox:
         ]
         request["collect"] = list(program.collect)
         request["stdin"] = len(program.stdin)
-        return LaunchRequest(request, b"".join((program.stdin, *files.values())), limits.wall_s)
+        return LaunchRequest(request, b"".join((program.stdin, *files.values())), limits.clock_s)
 
     def _outcome(self, head: dict[str, Any], answer: bytes) -> RunOutcome:
         if head["failed"]:
@@ -187,6 +190,8 @@ class Sandbox:
             stdout=answer[:out],
             stderr=answer[out : out + err],
             wall_ms=head["wall_ms"],
+            waited_ms=head["waited_ms"],
+            spent_ms=head["spent_ms"],
             cpu_ms=head["cpu_ms"],
             peak_mb=head["peak_mb"],
             level=self.level,
@@ -204,6 +209,14 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _shortened(limits: RunLimits, wall_s: float, clock_s: float) -> RunLimits:
+    return msgspec.structs.replace(
+        limits,
+        wall_s=max(LEAST_WALL_S, min(limits.wall_s, wall_s)),
+        clock_s=max(LEAST_WALL_S, min(limits.clock_s, clock_s)),
+    )
 
 
 def _size_bytes(build: Build) -> int:

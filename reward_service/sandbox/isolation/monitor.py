@@ -20,6 +20,7 @@ END_GRACE_S = 0.05
 """Time between the request to end a run and its end, in which a program that has just ended by itself is told
 from one that was ended."""
 READ_BYTES = 1 << 16
+ERRORS_FACTOR = 64  # Judges throw standard error away: it ends a run when it is so many times the limit
 OWN_FILES = 4  # Files and folders that a jail's folder may hold beside the program's
 
 
@@ -53,11 +54,13 @@ class RunMonitor:
         self._control, self._client = control, client
         self._streams = streams
         self._output = {fd: bytearray() for fd in streams}
+        self._printed = dict.fromkeys(streams, 0)
         self._limit = ""
         self._failed = ""
-        self._report: dict[str, Any] = {"status": None, "cpu_ms": 0.0, "artifacts": []}
+        self._report: dict[str, Any] = {"status": None, "cpu_ms": 0.0, "ran_ms": 0.0, "artifacts": []}
         self._artifacts = b""
         self._cpu_ms, self._peak_bytes = 0.0, 0
+        self._waits = process_tree.WaitMeter()
         self._began_s: float | None = None
         self._ended_s: float | None = None
         self._killed_s: float | None = None
@@ -111,12 +114,17 @@ class RunMonitor:
             said = err.decode("utf-8", "replace").strip().splitlines()
             self._failed = said[-1] if said else "its first process ended at once"
         now_s = time.monotonic()
+        wall_ms = ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000
+        cpu_ms = self._report["cpu_ms"] or self._cpu_ms
+        waited_ms = self._waits.waited_s * 1000
         head = {
             "failed": self._failed,
             "kind": self._limit,
             "status": self._report["status"],
-            "wall_ms": ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000,
-            "cpu_ms": self._report["cpu_ms"] or self._cpu_ms,
+            "wall_ms": wall_ms,
+            "waited_ms": waited_ms,
+            "spent_ms": max((self._report["ran_ms"] or wall_ms) - waited_ms, cpu_ms),
+            "cpu_ms": cpu_ms,
             "peak_mb": self._peak_bytes / (1 << 20),
             "stdout": len(out),
             "stderr": len(err),
@@ -129,6 +137,7 @@ class RunMonitor:
             return
         limits = self._limits
         used = process_tree.usage(self._root)
+        self._waits.look(self._root, time.monotonic())
         self._cpu_ms = max(self._cpu_ms, used.cpu_ms)
         files, files_bytes = self._files()
         if self._too_much(used, files_bytes):
@@ -137,8 +146,10 @@ class RunMonitor:
             self._end("cpu")
         elif used.processes > limits["processes"] + 1:
             self._end("processes")
-        elif wall_s > limits["wall_s"]:
+        elif wall_s - self._waits.waited_s > limits["wall_s"]:
             self._end("timeout")
+        elif wall_s > limits["clock_s"]:
+            self._end("clock")
         elif files > limits["files"] or files_bytes > limits["files_mb"] << 20:
             self._end("files")
 
@@ -226,22 +237,29 @@ class RunMonitor:
             data = os.read(fd, READ_BYTES)
         except BlockingIOError:
             return True
-        kept, most = self._output[fd], self._limits["output_kb"] << 10
-        full = bool(data) and len(kept) + len(data) >= most
-        kept += data[: most - len(kept)]
-        if full:
+        if self._keep(fd, data):
             self._end("output")
         return bool(data)
+
+    def _keep(self, fd: int, data: bytes) -> bool:
+        """Keep what the limit allows, the beginning of the output and the end of the errors; True when more
+        has come than a program should print."""
+        kept, most = self._output[fd], self._limits["output_kb"] << 10
+        self._printed[fd] += len(data)
+        if fd == self._streams[0]:
+            kept += data[: most - len(kept)]
+            return self._printed[fd] > most
+        kept += data
+        del kept[:-most]
+        return self._printed[fd] > most * ERRORS_FACTOR
 
     def _drain(self) -> None:
         """Take what was printed and told before the end. The pipes may hold no more than their size."""
         for fd in self._streams:
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(fd, READ_BYTES):
-                    kept, most = self._output[fd], self._limits["output_kb"] << 10
-                    if len(kept) + len(data) > most:
+                    if self._keep(fd, data):
                         self._limit = self._limit or "output"
-                    kept += data[: most - len(kept)]
         while select.select([self._control], [], [], 0)[0] and self._told():
             pass
 

@@ -94,6 +94,46 @@ def usage(root: int) -> TreeUsage:
     return total
 
 
+class WaitMeter:
+    """Time that the processes below one waited for a processor while the machine did something else."""
+
+    waited_s = 0.0
+    _task = ""
+    _ran, _still_since_s, _counted_s = "", 0.0, 0.0
+
+    def look(self, root: int, now_s: float) -> None:
+        """Add the wait since the last look, if the same thread was the only one that could run then and now:
+        several may wait for each other. The kernel counts a wait when it ends; one that goes on shows as a
+        thread that can run and has not run."""
+        task = lone_runnable(root)
+        words = read(f"{task}/schedstat").split() if task else []
+        if len(words) < 2:
+            self._task = ""
+            return
+        if (task, words[0]) != (self._task, self._ran):
+            self._still_since_s = now_s
+        counted_s = int(words[1]) / 1e9 + now_s - self._still_since_s
+        if task == self._task:
+            self.waited_s += counted_s - self._counted_s
+        self._task, self._ran, self._counted_s = task, words[0], counted_s
+
+
+def lone_runnable(root: int) -> str:
+    """The folder of the one thread below `root` that can run; empty if there is none or more than one."""
+    found = ""
+    for pid in descendants(root):
+        try:
+            tasks = [f"/proc/{pid}/task/{tid}" for tid in os.listdir(f"/proc/{pid}/task")]
+        except OSError:
+            continue  # it has gone meanwhile
+        for task in tasks:
+            if read(f"{task}/stat").rpartition(")")[2].split()[:1] == ["R"]:
+                if found:
+                    return ""
+                found = task
+    return found
+
+
 def proportional_bytes(root: int, counted: int) -> int:
     """Private memory of the descendants of `root`, each page counted once however many share it; `counted`
     where the kernel does not tell. Takes longer than `usage`."""
