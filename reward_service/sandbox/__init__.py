@@ -20,4 +20,13 @@ from reward_service.sandbox.program import (
 )
 from reward_service.sandbox.sandbox import Sandbox
 
-__all__ = ["LINK_FD", "CompilerMissing", "Overloaded", "Program", "RunLimits", "RunOutcome", "Sandbox", "SandboxError"]
+__all__ = [
+    "LINK_FD",
+    "CompilerMissing",
+    "Overloaded",
+    "Program",
+    "RunLimits",
+    "RunOutcome",
+    "Sandbox",
+    "SandboxError",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import socket
@@ -175,7 +176,8 @@ class Confinement(NamedTuple):
             "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
             "files": [],
             "collect": [],
-            "stdin": 0,
+            "stdin": [0],
+            "within_s": math.inf,
             "link": False,
         }
 
@@ -218,4 +220,5 @@ def _try(launcher: LauncherClient, found: Confinement) -> str:
     head, _ = launcher.ask(request, b"", limits.clock_s)
     if head["failed"]:
         return str(head["failed"])
-    return "" if head["status"] == 0 else f"a first program ended with the wait status {head['status']}"
+    status = head["runs"][0]["status"]
+    return "" if status == 0 else f"a first program ended with the wait status {status}"

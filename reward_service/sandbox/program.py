@@ -72,7 +72,9 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tests had ended. All but `clock` and `ended` are the program's own doing."""
     status: int = 0  # Exit status, or the signal's number for `signal`
     stdout: bytes = b""
-    stderr: bytes = b""  # What was printed, cut at the limit of output: the beginning of one, the end of the other
+    stderr: bytes = (
+        b""  # What was printed, cut at the limit of output: the beginning of one, the end of the other
+    )
     wall_ms: float = 0.0
     waited_ms: float = 0.0
     """Time in which the program could have run and the machine did something else, as far as the kernel says so

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self
 
@@ -63,18 +64,26 @@ class Sandbox:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
         CompilerMissing for a language that is not installed, ValueError for a path outside the run's
         folder."""
+        return self.run_each(program, [program.stdin])[0]
+
+    def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[RunOutcome]:
+        """Run the program with one input after the other instead of `program.stdin`, in one jail that is
+        emptied and laid out anew between them; `program.within_s` and `limits.clock_s` are those of all runs.
+        Returns the outcomes of at least one run and at most so many as there are inputs: a run that does not
+        end with exit status 0 is the last. Not isolated, one is all. Raises as `run` does."""
         spoken, files, limits = self._read(program)
-        if not spoken.compile:
-            return self._once(self._order(spoken.run, program, limits, files, spoken))
-        within_s = math.inf if program.within_s is None else program.within_s
-        began_s = time.monotonic()
-        build, spent_ms = self._built(spoken, files, within_s, limits.clock_s)
-        if isinstance(build, RunOutcome):
-            return build
-        limits = _shortened(limits, within_s - spent_ms / 1000, limits.clock_s - time.monotonic() + began_s)
-        files = {**program.files, **build}
-        outcome = self._once(self._order(spoken.run, program, limits, files, spoken))
-        return msgspec.structs.replace(outcome, spent_ms=outcome.spent_ms + spent_ms)
+        within_s, build_ms = math.inf if program.within_s is None else program.within_s, 0.0
+        if spoken.compile:
+            began_s = time.monotonic()
+            build, build_ms = self._built(spoken, files, within_s, limits.clock_s)
+            if isinstance(build, RunOutcome):
+                return [build]
+            limits = _shortened(limits, math.inf, limits.clock_s - time.monotonic() + began_s)
+            files = {**program.files, **build}
+        order = self._order(spoken.run, program, limits, files, spoken, inputs)
+        order.request["within_s"] = max(LEAST_WALL_S, within_s - build_ms / 1000)
+        first, *others = self._ask(order)
+        return [msgspec.structs.replace(first, spent_ms=first.spent_ms + build_ms), *others]
 
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
         """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
@@ -122,7 +131,7 @@ class Sandbox:
                 tested = self._launcher.answer()
                 self._partner.end()
                 answers = (tested, self._partner.answer())
-            return self._outcome(*answers[0]), self._outcome(*answers[1])
+            return self._outcomes(*answers[0])[0], self._outcomes(*answers[1])[0]
         except BaseException:
             self.close()
             raise
@@ -141,22 +150,25 @@ class Sandbox:
             return self._builds[key], 0.0
         compiling = Program(command=spoken.compile, collect=spoken.artifacts)
         limits = _shortened(COMPILE_LIMITS, within_s, clock_s)
-        outcome = self._once(self._order(spoken.compile, compiling, limits, files, spoken))
+        (outcome,) = self._ask(self._order(spoken.compile, compiling, limits, files, spoken))
         if outcome.kind == "clock" or (outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s):
             return outcome, outcome.spent_ms  # the time of the whole ran out
         build: Build = outcome.artifacts
         if not outcome.ok or len(outcome.artifacts) < len(spoken.artifacts):
             build = msgspec.structs.replace(outcome, kind="compile", artifacts={})
         if outcome.kind not in ("ok", "exit"):
-            return build, outcome.spent_ms  # a limit or a signal ended the compiler; another time it may succeed
+            return (
+                build,
+                outcome.spent_ms,
+            )  # a limit or a signal ended the compiler; another time it may succeed
         self._builds[key] = build
         builds = self._builds
         while len(builds) > CACHED_BUILDS or sum(map(_size_bytes, builds.values())) > CACHED_BYTES:
             builds.popitem(last=False)
         return build, outcome.spent_ms
 
-    def _once(self, order: LaunchRequest) -> RunOutcome:
-        return self._outcome(*self._launcher.ask(order.request, order.body, order.clock_s))
+    def _ask(self, order: LaunchRequest) -> list[RunOutcome]:
+        return self._outcomes(*self._launcher.ask(order.request, order.body, order.clock_s))
 
     def _order(
         self,
@@ -165,39 +177,37 @@ class Sandbox:
         limits: RunLimits,
         files: dict[str, bytes],
         spoken: Language,
+        inputs: Sequence[bytes] | None = None,
     ) -> LaunchRequest:
+        inputs = [program.stdin] if inputs is None else inputs
         request = self._confinement.request(argv, limits, binds=spoken.binds, env=spoken.env)
         request["files"] = [
             (name, 0o755 if name in spoken.artifacts else 0o644, len(data)) for name, data in files.items()
         ]
         request["collect"] = list(program.collect)
-        request["stdin"] = len(program.stdin)
-        return LaunchRequest(request, b"".join((program.stdin, *files.values())), limits.clock_s)
+        request["stdin"] = list(map(len, inputs))
+        return LaunchRequest(request, b"".join((*inputs, *files.values())), limits.clock_s)
 
-    def _outcome(self, head: dict[str, Any], answer: bytes) -> RunOutcome:
+    def _outcomes(self, head: dict[str, Any], answer: bytes) -> list[RunOutcome]:
         if head["failed"]:
             raise SandboxError(f"a jail of level {self.level!r} could not be made: {head['failed']}")
-        kind, status = ending(head["kind"], head["status"])
-        out, err = head["stdout"], head["stderr"]
-        artifacts: dict[str, bytes] = {}
-        at = out + err
-        for name, size in head["artifacts"]:
-            artifacts[name] = answer[at : at + size]
-            at += size
-        return RunOutcome(
-            kind=kind,
-            status=status,
-            stdout=answer[:out],
-            stderr=answer[out : out + err],
-            wall_ms=head["wall_ms"],
-            waited_ms=head["waited_ms"],
-            spent_ms=head["spent_ms"],
-            cpu_ms=head["cpu_ms"],
-            peak_mb=head["peak_mb"],
-            level=self.level,
-            guards=self.guards,
-            artifacts=artifacts,
-        )
+        read = BytesIO(answer).read
+        outcomes = []
+        for run in head["runs"]:
+            kind, status = ending(run["kind"], run["status"])
+            outcomes.append(
+                RunOutcome(
+                    kind=kind,
+                    status=status,
+                    stdout=read(run["stdout"]),
+                    stderr=read(run["stderr"]),
+                    **{name: run[name] for name in ("wall_ms", "waited_ms", "spent_ms", "cpu_ms", "peak_mb")},
+                    level=self.level,
+                    guards=self.guards,
+                )
+            )
+        artifacts = {name: read(size) for name, size in head["artifacts"]}
+        return [*outcomes[:-1], msgspec.structs.replace(outcomes[-1], artifacts=artifacts)]
 
     def close(self) -> None:
         """End the child processes. Safe to repeat; a later run starts others."""

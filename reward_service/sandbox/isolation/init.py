@@ -35,65 +35,112 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 def main() -> None:
     """Never returns. The arguments are descriptors: of the socket to the launcher, which is told what
-    happens; of a file with the request, a line of JSON with the files' contents behind it; and of the
-    program's link, if it has one."""
-    control, order, *link = map(int, sys.argv[1:])
+    happens; of a file with the request, a line of JSON with the files' contents behind it; of the inputs of
+    the second run and later ones; and of the program's link, if it has one."""
+    control, order, *others = map(int, sys.argv[1:])
     try:
         with open(order, "rb") as file:
             head, _, body = file.read().partition(b"\n")
-        run(json.loads(head), body, control, link)
+        request = json.loads(head)
+        more = len(request["stdin"]) - 1
+        run(request, body, control, [0, *others[:more]], others[more:])
     except BaseException as error:
         _tell(control, {"failed": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
 
 
-def run(request: dict[str, Any], body: bytes, control: int, link: Sequence[int]) -> None:
-    """Start the program, wait for its end, kill what it left behind, and report."""
-    isolated, work = request["level"] == "isolated", request["work"]
-    at = 0
-    for name, mode, size in request["files"]:
-        _write_file(os.path.join(work, name), mode, body[at : at + size])
-        at += size
+def run(
+    request: dict[str, Any], body: bytes, control: int, inputs: Sequence[int], link: Sequence[int]
+) -> None:
+    """Start the program with each input in turn, wait for its end, kill what it left behind, and report; until
+    one run fails."""
+    _lay_out(request, body)
     prctl(PR_SET_DUMPABLE, 0)  # no program of the same user may look into this process
-    if not isolated:
+    if request["level"] != "isolated":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Signals from the jail cannot reach process 1 unless it has handlers for them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stdin in inputs:
+        report = _run_once(request, control, stdin, link)
+        if stdin == inputs[-1]:
+            break
+        report["more"] = report["status"] == 0 and _start_anew(request, body)
+        _tell(control, report)
+        if not report["more"]:
+            return
+        os.read(control, 1)
+    if request["collect"]:
+        _tell(control, {"ended": True})  # what is copied now is not the program's memory
+        os.read(control, 1)
+    most_bytes = int(request["limits"]["files_mb"]) << 20
+    found = [(name, _read_file(request["work"], name, most_bytes)) for name in request["collect"]]
+    artifacts = [(name, data) for name, data in found if data is not None]
+    report["artifacts"] = [(name, len(data)) for name, data in artifacts]
+    _tell(control, report, b"".join(data for _, data in artifacts))
+
+
+def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[int]) -> dict[str, Any]:
+    """One run of the program, until nothing of it is left in a jail: its wait status, its CPU time and how
+    long it took, without the time that this process waited for a processor after its end."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     trouble, theirs = os.pipe()
     child = os.fork()
     if child == 0:
+        os.dup2(stdin, 0)
         _become(request, link, theirs)
-    for fd in (theirs, *range(STREAMS), *link):
+    for fd in (theirs, stdin, *link):
         os.close(fd)  # who reads the other ends is to see the program's end
     failure = os.read(trouble, 4096)
+    os.close(trouble)
     if failure:
         raise OSError(failure.decode("utf-8", "replace"))
     _tell(control, {"started": True})
     began_s = time.monotonic() - _waited_s()
     status = _wait_for(child)
-    if isolated:
+    if request["level"] == "isolated":
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-    # This process has waited for a processor since the program's end, which is not the program's doing.
     ran_ms = (time.monotonic() - _waited_s() - began_s) * 1000
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if request["collect"]:
-        _tell(control, {"ended": True})  # what is copied now is not the program's memory
-        os.read(control, 1)
-    most_bytes = int(request["limits"]["files_mb"]) << 20
-    found = [(name, _read_file(work, name, most_bytes)) for name in request["collect"]]
-    artifacts = [(name, data) for name, data in found if data is not None]
-    report = {
-        "status": status,
-        "cpu_ms": (used.ru_utime + used.ru_stime) * 1000,
-        "ran_ms": ran_ms,
-        "artifacts": [(name, len(data)) for name, data in artifacts],
-    }
-    _tell(control, report, b"".join(data for _, data in artifacts))
+    cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    return {"status": status, "cpu_ms": cpu_s * 1000, "ran_ms": ran_ms, "artifacts": []}
+
+
+def _lay_out(request: dict[str, Any], body: bytes) -> None:
+    at = 0
+    for name, mode, size in request["files"]:
+        _write_file(os.path.join(request["work"], name), mode, body[at : at + size])
+        at += size
+
+
+def _start_anew(request: dict[str, Any], body: bytes) -> bool:
+    """Make the jail as it was before a run that has ended; False where that cannot be done."""
+    if request["level"] != "isolated":
+        return False  # what the program left may still be running
+    try:
+        for fd in range(1, STREAMS):
+            os.set_blocking(fd, True)
+        os.chmod(request["work"], 0o755)
+        for folder, folders, files in os.walk(request["work"]):
+            for name in files:
+                os.unlink(os.path.join(folder, name))
+            for name in folders:
+                path = os.path.join(folder, name)
+                if os.path.islink(path):
+                    os.unlink(path)
+                else:
+                    os.chmod(path, 0o755)
+        for folder, _, _ in os.walk(request["work"], topdown=False):
+            if folder not in (request["work"], os.path.join(request["work"], ".tmp")):
+                os.rmdir(folder)
+        _lay_out(request, body)
+    except (OSError, RecursionError):
+        return False
+    return True
 
 
 def _waited_s() -> float:
