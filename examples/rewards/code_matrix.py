@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
 from typing import Any
 
 from areal_async import Failure, RewardInput, Score, blocks, load_reward, program_of, reward
 
+LEAST_S = 0.05  # Of a run
 LONGEST_TESTS = 10_000
 """Most characters of tests: reading them takes time too, and a response could take that of all."""
 TESTS_FENCE = re.compile(r"tests?|unittests?|pytest")
@@ -51,12 +51,11 @@ def code_matrix(
     **limits: Any,
 ) -> list[Score] | list[Failure]:
     """One score for each episode, with the components `solution` and `tests`; at most `max_tests` tests are
-    taken from one. Pairs that have not run within `budget_s` count as failed, with `out_of_time`. One run may
-    take twice its share of what is left, so that a program or tests without an end do not take the time of
-    the others.
+    taken from one. One run may take twice its share of what is left of `budget_s`, so that a program or tests
+    without an end do not take the time of the others; a pair that needs more has failed, with `out_of_time`.
 
-    Raises ValueError for a ground truth that cannot be read; without a sandbox or a compiler the verdicts are
-    errors of kind `sandbox` or `compile`."""
+    Raises ValueError for a ground truth that cannot be read; the verdicts are errors of kind
+    `sandbox` or `compile` without these, and `overloaded` where the deadline of the call comes first."""
     try:
         return _scores(given, solution_weight, tests_weight, max_tests, budget_s, limits)
     except NotJudged as error:
@@ -80,7 +79,7 @@ def _scores(
     budget_s: float,
     limits: dict[str, Any],
 ) -> list[Score]:
-    deadline_s = time.monotonic() + budget_s
+    left_s = budget_s
     programs, tests = zip(*(split(one.response) for one in given), strict=True)
     task = given[0].ground_truth if given else None
     out_of_time, level = False, ""
@@ -90,20 +89,18 @@ def _scores(
 
     def passes(program: str | None, cases: Any, max_cases: int = 0) -> bool:
         """Raises ValueError for tests that are wrong whatever the program."""
-        nonlocal out_of_time, level, runs_left
+        nonlocal left_s, out_of_time, level, runs_left
         if program is None or cases is None:
             return False
-        left_s = deadline_s - time.monotonic()
-        share_s = 2 * left_s / (runs_left + 1)
+        share_s = max(LEAST_S, 2 * left_s / (runs_left + 1))
         runs_left -= 1
-        if left_s <= 0:
-            out_of_time = True
-            return False
         asked = RewardInput(response=program, ground_truth=cases)
-        in_time = {**limits, "budget_s": min(left_s, share_s), "max_cases": max_cases}
+        in_time = {**limits, "budget_s": share_s, "max_cases": max_cases}
         said = code_tests(asked, extract="whole", **in_time)
         if isinstance(said, Failure):
             raise NotJudged(said)
+        left_s -= said.components["spent_s"]
+        out_of_time = out_of_time or bool(said.components["out_of_time"])
         level = said.sandbox or level
         return bool(said.value == 1.0)
 

@@ -79,6 +79,11 @@ class LauncherClient:
             messages.send(self.connection, {"end": True})
 
     @property
+    def pid(self) -> int:
+        """Process id of the launcher; 0 before the first request."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
     def connection(self) -> socket.socket:
         """Readable when the answer has come."""
         if self._link is None:
@@ -178,6 +183,7 @@ class Confinement(NamedTuple):
             "collect": [],
             "stdin": [0],
             "within_s": math.inf,
+            "beside": 0,
             "link": False,
         }
 

@@ -89,6 +89,7 @@ class Sandbox:
         """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
         both directions that each finds as its descriptor `LINK_FD`; they share nothing else.
 
+        The time of `program` (`wall_s`) is without what the tests compute or wait meanwhile.
         When `tests` has ended, `program` is ended at once. When `program` has, `tests` reads the end of the
         stream and may finish. Raises as `run` does, and ValueError for a language that is compiled."""
         orders = []
@@ -118,8 +119,11 @@ class Sandbox:
         try:
             ends = socket.socketpair()
             with ends[0], ends[1]:
+                beside = 0
                 for launcher, order, end in zip(launchers, orders, ends, strict=True):
-                    launcher.begin({**order.request, "link": True}, order.body, order.clock_s, end.fileno())
+                    request = {**order.request, "link": True, "beside": beside}
+                    launcher.begin(request, order.body, order.clock_s, end.fileno())
+                    beside = launcher.pid
             first, second = (launcher.connection for launcher in launchers)
             longest_s = max(order.clock_s for order in orders) + ANSWER_GRACE_S
             if second in select.select([first, second], [], [], longest_s)[0]:

@@ -31,7 +31,7 @@ from reward_service.verifiers.run_cases import (
 
 log = get_logger("sandbox")
 
-COMPONENTS = ("extracted", "compiled", "passed", "out_of_time")
+COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "spent_s")
 
 
 class CodeArguments(SandboxArguments):
@@ -60,8 +60,8 @@ def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Fai
     """1 when every case passes, else 0; with `partial` the share that passes. A ground truth with `fn_name`
     is run as function tests.
 
-    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`. A language that the
-    model chose (`auto`) and that is not installed is its fault."""
+    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`, `spent_s` (of
+    `budget_s`). A language that the model chose (`auto`) and that is not installed is its fault."""
     return _judged(given, arguments, arguments.language, arguments.compare)
 
 
@@ -121,6 +121,7 @@ def _score_of(result: Result, *, partial: bool) -> Score:
         "compiled": float(result.compiled),
         "passed": result.share,
         "out_of_time": float(result.out_of_time),
+        "spent_s": result.spent_s,
     }
     value = result.share if partial else float(all(result.passed))
     return Score(value, components, sandbox=result.level)

@@ -61,6 +61,9 @@ class RunMonitor:
         self._failed = ""
         self._artifacts = b""
         self._peak_bytes = 0
+        self._beside: int = request["beside"]
+        self._began_beside_ms = process_tree.usage(self._beside).cpu_ms if self._beside else 0.0
+        self._most_beside_ms = self._began_beside_ms
         self._runs: list[dict[str, Any]] = []
         self._printed_before = b""
         self._spent_before_s = self._cpu_before_ms = 0.0
@@ -137,7 +140,8 @@ class RunMonitor:
         wall_ms = ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000
         cpu_ms = self._report["cpu_ms"] or self._cpu_ms
         waited_ms = self._waits.waited_s * 1000
-        spent_ms = max((self._report["ran_ms"] or wall_ms) - waited_ms, cpu_ms)
+        ran_ms = self._report["ran_ms"] or wall_ms
+        spent_ms = max(ran_ms - waited_ms - self._cpu_beside_ms(), cpu_ms)
         self._runs.append(
             {
                 "kind": self._limit,
@@ -159,7 +163,8 @@ class RunMonitor:
             return
         limits = self._limits
         used = process_tree.usage(self._root)
-        self._waits.look(self._root, time.monotonic())
+        self._waits.look(self._roots(), time.monotonic())
+        own_ms = (wall_s - self._waits.waited_s) * 1000 - self._cpu_beside_ms()
         self._cpu_ms = max(self._cpu_ms, used.cpu_ms - self._cpu_before_ms)
         files, files_bytes = self._files()
         if self._too_much(used, files_bytes):
@@ -168,12 +173,23 @@ class RunMonitor:
             self._end("cpu")
         elif used.processes > limits["processes"] + 1:
             self._end("processes")
-        elif wall_s - self._waits.waited_s > min(limits["wall_s"], self._within_s - self._spent_before_s):
+        elif own_ms > min(limits["wall_s"], self._within_s - self._spent_before_s) * 1000:
             self._end("timeout")
         elif time.monotonic() - self._made_s > limits["clock_s"]:
             self._end("clock")
         elif files > limits["files"] or files_bytes > limits["files_mb"] << 20:
             self._end("files")
+
+    def _roots(self) -> list[int]:
+        """Processes whose descendants make one program: of a pair, those of the tests, which it waits for."""
+        return [self._root, *([self._beside] if self._beside else [])]
+
+    def _cpu_beside_ms(self) -> float:
+        """CPU time of the tests of a pair, so far."""
+        if not self._beside:
+            return 0.0
+        self._most_beside_ms = max(self._most_beside_ms, process_tree.usage(self._beside).cpu_ms)
+        return self._most_beside_ms - self._began_beside_ms
 
     def _end_as_asked(self) -> None:
         if self._report["status"] is None and (

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
@@ -95,17 +96,17 @@ def usage(root: int) -> TreeUsage:
 
 
 class WaitMeter:
-    """Time that the processes below one waited for a processor while the machine did something else."""
+    """Time that the processes below some waited for a processor while the machine did something else."""
 
     waited_s = 0.0
     _task = ""
     _ran, _still_since_s, _counted_s = "", 0.0, 0.0
 
-    def look(self, root: int, now_s: float) -> None:
-        """Add the wait since the last look, if the same thread was the only one that could run then and now:
-        several may wait for each other. The kernel counts a wait when it ends; one that goes on shows as a
-        thread that can run and has not run."""
-        task = lone_runnable(root)
+    def look(self, roots: Sequence[int], now_s: float) -> None:
+        """Add the wait since the last look, if the same thread below `roots` was the only one that could run
+        then and now: several may wait for each other. The kernel counts a wait when it ends; one that goes on
+        shows as a thread that can run and has not run."""
+        task = lone_runnable(roots)
         words = read(f"{task}/schedstat").split() if task else []
         if len(words) < 2:
             self._task = ""
@@ -118,10 +119,10 @@ class WaitMeter:
         self._task, self._ran, self._counted_s = task, words[0], counted_s
 
 
-def lone_runnable(root: int) -> str:
-    """The folder of the one thread below `root` that can run; empty if there is none or more than one."""
+def lone_runnable(roots: Sequence[int]) -> str:
+    """The folder of the one thread below `roots` that can run; empty if there is none or more than one."""
     found = ""
-    for pid in descendants(root):
+    for pid in (pid for root in roots for pid in descendants(root)):
         try:
             tasks = [f"/proc/{pid}/task/{tid}" for tid in os.listdir(f"/proc/{pid}/task")]
         except OSError:
