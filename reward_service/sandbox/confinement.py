@@ -9,14 +9,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reward_service.sandbox.isolation import messages
 from reward_service.sandbox.isolation.launcher import FIRST_UIDS
-from reward_service.sandbox.languages import language
+from reward_service.sandbox.languages import Language, language
 from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, RunLimits, SandboxError
 
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
@@ -139,6 +138,8 @@ SYSTEM_FILES = (
 )
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
+PACKAGES = "/packages"
+"""Where a jail shows folders of Python packages, wherever they lie outside."""
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
     "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs "
@@ -161,14 +162,15 @@ class Confinement(NamedTuple):
         self,
         argv: tuple[str, ...],
         limits: RunLimits,
-        *,
-        binds: Sequence[str] = (),
-        env: Mapping[str, str] = {},
+        spoken: Language | None = None,
     ) -> dict[str, Any]:
         """What the launcher is asked, without files and input. Raises CompilerMissing where no interpreter
         can be the first process."""
         python = language("python", for_others=self.as_another)
         isolated = self.level == "isolated"
+        binds, env, packages = (spoken.binds, spoken.env, spoken.packages) if spoken else ((), {}, ())
+        folders = [f"{PACKAGES}/{n}" if isolated else folder.path for n, folder in enumerate(packages)]
+        path = {"PYTHONPATH": ":".join(folders)} if packages else {}
         return {
             "level": self.level,
             "uid_base": self.uid_base,
@@ -176,7 +178,12 @@ class Confinement(NamedTuple):
             "bwrap": shutil.which("bwrap"),
             "python": python.run[0],
             "argv": argv,
-            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **env},
+            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **env, **path},
+            "packages": [
+                (f"{folder.path}/{name}", f"{place}/{name}") if name else (folder.path, place)
+                for folder, place in zip(packages, folders, strict=True)
+                for name in folder.names or ("",)
+            ],
             "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *binds, *python.binds, *SYSTEM_FILES))),
             "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
             "files": [],

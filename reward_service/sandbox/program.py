@@ -53,6 +53,9 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str = ""
     language: str = "python"
+    environment: str = ""
+    """Interpreter or virtual environment of a program in Python, with its packages. Empty: the standard library,
+    and what `languages.OFFERED` names where it is installed."""
     command: tuple[str, ...] = ()
     """Absolute path of a program in a system folder, and its arguments. Instead of `source`."""
     files: dict[str, bytes] = {}  # Relative path → content, laid into the folder that it runs in

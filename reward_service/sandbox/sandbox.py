@@ -60,6 +60,10 @@ class Sandbox:
             launcher.close()
             raise
 
+    def check_environment(self, environment: str) -> None:
+        """Raises CompilerMissing where Python programs cannot run in `environment`."""
+        language("python", for_others=self._confinement.as_another, environment=environment)
+
     def run(self, program: Program) -> RunOutcome:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
         CompilerMissing for a language that is not installed, ValueError for a path outside the run's
@@ -109,7 +113,8 @@ class Sandbox:
             check_name(name)
         if program.command:
             return Language("command", "", program.command), dict(program.files), program.limits
-        spoken = language(program.language, for_others=self._confinement.as_another)
+        as_another, environment = self._confinement.as_another, program.environment
+        spoken = language(program.language, for_others=as_another, environment=environment)
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         return spoken, files, spoken.adapted(program.limits)
 
@@ -184,7 +189,7 @@ class Sandbox:
         inputs: Sequence[bytes] | None = None,
     ) -> LaunchRequest:
         inputs = [program.stdin] if inputs is None else inputs
-        request = self._confinement.request(argv, limits, binds=spoken.binds, env=spoken.env)
+        request = self._confinement.request(argv, limits, spoken)
         request["files"] = [
             (name, 0o755 if name in spoken.artifacts else 0o644, len(data)) for name, data in files.items()
         ]

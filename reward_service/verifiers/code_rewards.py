@@ -9,9 +9,12 @@ not judged. `cases` has the forms of the ground truth, docs/sandbox.md what prog
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from areal_async.rpc.verdicts import Failure
 from areal_async.runtime.log import get_logger
@@ -25,12 +28,15 @@ from reward_service.verifiers.run_cases import (
     Compare,
     Result,
     SandboxArguments,
+    modules_away,
+    modules_of,
     prepare_runner,
     run_cases,
 )
 
 log = get_logger("sandbox")
 
+ENVIRONMENT_FIX = "name one that has it as `environment` in reward.args"
 COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "spent_s")
 
 
@@ -124,4 +130,32 @@ def _score_of(result: Result, *, partial: bool) -> Score:
         "spent_s": result.spent_s,
     }
     value = result.share if partial else float(all(result.passed))
-    return Score(value, components, sandbox=result.level)
+    detail = ""
+    if result.missing:
+        detail = f"the program imports {result.missing!r}, which its environment does not have ({ENVIRONMENT_FIX})"
+        _warn_of_module(result.missing)
+    return Score(value, components, sandbox=result.level, detail=detail)
+
+
+@functools.cache
+def _warn_of_module(name: str) -> None:
+    log.warning("a program that imports a missing module counts as wrong", module=name, fix=ENVIRONMENT_FIX)
+
+
+def missing_modules(truths: Iterable[Any], given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the modules that tests in these ground truths import and cannot have with the arguments `given`,
+    each with the number of tasks. Ground truths that cannot be read, and where no program can be run, are the
+    matter of other checks."""
+    counts: Counter[str] = Counter()
+    for truth in truths:
+        with suppress(ValueError):
+            counts.update(modules_of(read_cases(truth)))
+    try:
+        known = {name: given[name] for name in ("sandbox", "environment") if name in given}
+        away = modules_away(counts, SandboxArguments.model_validate(known)) if counts else []
+    except (SandboxError, CompilerMissing, ValidationError):
+        return {}
+    return {name: counts[name] for name in away}
+
+
+code_stdio.missing_modules = code_tests.missing_modules = missing_modules  # type: ignore[attr-defined]

@@ -7,18 +7,29 @@ ours, so where that ends a run there is no score (`Overloaded`).
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import math
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from pydantic import Field
 
 from areal_async.config.base import Section
-from reward_service.sandbox import Overloaded, Program, RunLimits, RunOutcome, Sandbox, SandboxError
+from areal_async.config.reward import FolderOrName
+from reward_service.sandbox import (
+    CompilerMissing,
+    Overloaded,
+    Program,
+    RunLimits,
+    RunOutcome,
+    Sandbox,
+    SandboxError,
+)
 from reward_service.sandbox.harness import START, files_of
 from reward_service.sandbox.harness.plain import encode
 from reward_service.sandbox.languages import HARNESS_PYTHON
@@ -49,6 +60,9 @@ class SandboxArguments(Section):
     """Time of one case, in seconds, without the time that the program waited for a processor."""
     memory_mb: int = Field(default=256, ge=16, le=1 << 24)
     """Memory of all processes of one run."""
+    environment: FolderOrName = ""
+    """Python of programs and tests: a virtual environment, or an interpreter. Its packages can be imported. Empty:
+    the standard library, and numpy where it is installed beside this project."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
@@ -70,6 +84,8 @@ class Result(msgspec.Struct):
     compiled: bool = True
     out_of_time: bool = False
     spent_s: float = 0.0
+    missing: str = ""
+    """A module that the program imports and its environment does not have."""
     level: str = ""
 
     @property
@@ -84,10 +100,11 @@ def runner(level: Level) -> Sandbox:
 
 
 def prepare_runner(arguments: SandboxArguments) -> None:
-    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none."""
+    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none, or no such
+    environment."""
     try:
-        runner(arguments.sandbox)
-    except SandboxError as error:
+        runner(arguments.sandbox).check_environment(arguments.environment)
+    except (SandboxError, CompilerMissing) as error:
         raise RewardLoadError(f"programs cannot be run: {error}") from None
 
 
@@ -96,6 +113,7 @@ class Budget:
 
     def __init__(self, arguments: SandboxArguments, cases: int) -> None:
         self._arguments, self._cases = arguments, cases
+        self.environment = arguments.environment
         self.left_s = arguments.budget_s
         self._ends_s = time.monotonic() + min(time_left_s() - GRACE_S, LONGEST_S)
 
@@ -155,6 +173,7 @@ def run_cases(
         right = outcome.ok and same_output(outcome.stdout, case.stdout, compare=compare, tolerance=tolerance)
         result.passed.append(right)
         result.compiled = outcome.kind != "compile"
+        result.missing = result.missing or missing_module(outcome.stderr.decode("utf-8", "replace"))
         result.out_of_time = outcome.kind in OUT_OF_TIME and budget.is_over
     if tests:
         if language != "python":
@@ -179,6 +198,7 @@ def _outcomes(
         program = Program(
             source=source,
             language=language,
+            environment=budget.environment,
             limits=budget.limits(done, output_bytes=longest),
             within_s=budget.left_s,
         )
@@ -206,6 +226,7 @@ def _run_tests(
         return Program(
             source=START.format(side=name),
             language=HARNESS_PYTHON,
+            environment=budget.environment,
             files={**files, **files_of(name)},
             stdin=stdin,
             limits=limits,
@@ -226,6 +247,7 @@ def _run_tests(
         # They would have done the same to any program.
         raise ValueError(f"the tests never called the program: {lines[0].get('why') or 'they are empty'}")
     passed = [line.get("passed") is True for line in lines[: len(tests)]]
+    result.missing = next(filter(None, (missing_module(str(line.get("why"))) for line in lines)), "")
     result.passed += passed + [False] * (len(tests) - len(passed))
 
 
@@ -240,6 +262,47 @@ def _call(case: CallCase) -> dict[str, Any]:
     except TypeError as error:
         raise ValueError(f"a case of {case.function!r} cannot be handed over: {error}") from error
     return {"call": case.function, **encoded, "wrapped": case.wrapped}
+
+
+MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
+
+
+def missing_module(said: str) -> str:
+    """The module that a program could not import, by how it ended; empty if that was not the reason."""
+    found = MISSING.findall(said[-2000:])
+    return found[-1] if found else ""
+
+
+def modules_of(cases: Cases) -> set[str]:
+    """Modules that the tests import, by the first part of their names."""
+    found: set[str] = set()
+    for text in (*cases.setup, *cases.codes):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found
+
+
+LOOK_FOR = """
+import importlib.util, sys
+print(*(name for name in sys.stdin.read().split() if importlib.util.find_spec(name) is None))
+"""
+
+
+def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[str]:
+    """Return those modules that programs and tests cannot import. Raises SandboxError, CompilerMissing."""
+    program = Program(
+        source=LOOK_FOR,
+        environment=arguments.environment,
+        stdin="\n".join(sorted(modules)).encode(),
+        limits=RunLimits(wall_s=30.0, cpu_s=30.0),
+    )
+    outcome = runner(arguments.sandbox).run(program)
+    if not outcome.ok:
+        raise SandboxError(f"the modules of {arguments.environment or 'Python'} are not known: {outcome.describe()}")
+    return outcome.stdout.decode().split()
 
 
 def answers(outcome: RunOutcome) -> list[dict[str, Any]]:

@@ -98,25 +98,27 @@ def usage(root: int) -> TreeUsage:
 class WaitMeter:
     """Time that the processes below some waited for a processor while the machine did something else."""
 
-    waited_s = 0.0
-    _task = ""
-    _ran, _still_since_s, _counted_s = "", 0.0, 0.0
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._task = ""
+        self._seen: list[str] = []  # Nanoseconds that the thread has run and has waited
+        self._still_since_s = self._counted_s = 0.0
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
         """Add the wait since the last look, if the same thread below `roots` was the only one that could run
         then and now: several may wait for each other. The kernel counts a wait when it ends; one that goes on
         shows as a thread that can run and has not run."""
         task = lone_runnable(roots)
-        words = read(f"{task}/schedstat").split() if task else []
-        if len(words) < 2:
+        seen = read(f"{task}/schedstat").split()[:2] if task else []
+        if len(seen) < 2:
             self._task = ""
             return
-        if (task, words[0]) != (self._task, self._ran):
+        if task != self._task or seen != self._seen:
             self._still_since_s = now_s
-        counted_s = int(words[1]) / 1e9 + now_s - self._still_since_s
+        counted_s = int(seen[1]) / 1e9 + now_s - self._still_since_s
         if task == self._task:
             self.waited_s += counted_s - self._counted_s
-        self._task, self._ran, self._counted_s = task, words[0], counted_s
+        self._task, self._seen, self._counted_s = task, seen, counted_s
 
 
 def lone_runnable(roots: Sequence[int]) -> str:
