@@ -114,28 +114,11 @@ def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterato
         yield from _programs_of(f"{where}.args", inner, given)
 
 
-def missing_modules(
-    reward: RewardSection, tasks: Iterable[Asking]
-) -> Iterator[str]:
-    """Say which modules the tests of these tasks import that their rewards do not have (`missing_modules` of a
-    part: modules and their number of tasks, by ground truths and arguments)."""
-    routing, truths = Routing(reward), defaultdict(list)
-    for task in tasks:
-        truths[routing.of(task).key].append(task.ground_truth)
-    for spec in routing.specs:
-        for name, arguments in _with_those_inside(spec.name, spec.args):
-            look = getattr(part_of(name), "missing_modules", None)
-            for module, count in (look(truths[spec.key], arguments) if look is not None else {}).items():
-                yield (
-                    f"the tests of {count} tasks import {module!r}, which programs of `{name}` do not have. Name a "
-                    "Python environment that has it: `environment` among the reward's arguments (docs/sandbox.md)."
-                )
-
-
-def _with_those_inside(name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def with_those_inside(name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A reward and those that it is made of, each with its arguments."""
     yield name, arguments
     for _, inner, given in _rewards_inside("", name, arguments):
-        yield from _with_those_inside(inner, given)
+        yield from with_those_inside(inner, given)
 
 
 def _rewards_inside_fit(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -144,7 +144,9 @@ def _python(for_others: bool = False, environment: str = "") -> Language:
         )
     for folder in packages:
         if for_others and not open_to_all(folder.path):
-            raise CompilerMissing(f"{folder.path} of {environment} may only be read by its owner. Move it")
+            raise CompilerMissing(
+                f"{folder.path} may only be read by its owner. Move {environment} to where everyone may"
+            )
     path = os.path.realpath(usable[0])
     if not environment and path.endswith(f"python{version}"):
         packages = _offered(for_others)
@@ -167,21 +169,23 @@ def _asked(environment: str) -> tuple[str, str, list[str]]:
     try:
         if found is None:
             raise OSError("there is none")
-        said = subprocess.run([found, "-I", "-c", ASKED], capture_output=True, timeout=ASKED_LIMIT_S, check=True)
+        said = subprocess.run(
+            [found, "-I", "-c", ASKED], capture_output=True, timeout=ASKED_LIMIT_S, check=True
+        )
         version, base, folders = json.loads(said.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise CompilerMissing(
-            f"{environment} is no Python environment: {error}. Name the folder of a virtual environment, or an "
-            "interpreter"
+            f"{environment} is no Python environment: {error}. Name the folder of a virtual environment, or "
+            "an interpreter"
         ) from error
     return ".".join(map(str, version)), base, folders
 
 
 def _offered(for_others: bool) -> list[PackageFolder]:
     """What is offered of our own packages, as far as it is installed."""
-    for folder in (Path(one) for one in sys.path if os.path.basename(one) in ("site-packages", "dist-packages")):
+    for folder in map(Path, sys.path):
         names = [name for one in OFFERED for name in (one, f"{one}.libs") if (folder / name).is_dir()]
-        if names and not str(folder).startswith("/usr/"):
+        if names and folder.name in ("site-packages", "dist-packages"):
             readable = not for_others or all(open_to_all(str(folder / name)) for name in names)
             return [PackageFolder(str(folder), tuple(names))] if readable else []
     return []

@@ -32,7 +32,8 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Caps on one run. All of them hold for the program and everything it starts, unless said otherwise."""
 
     wall_s: float = 10.0
-    """Time of the run without the time that it waited for a processor; with compiling, if `Program.within_s`."""
+    """Time of the run without the time that it waited for a processor; with compiling, if
+    `Program.within_s`."""
     cpu_s: float = 4.0
     clock_s: float = 3600.0
     """Time of compiling and the run by the clock, whatever else the machine did: a limit of whoever waits for
@@ -54,8 +55,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
     language: str = "python"
     environment: str = ""
-    """Interpreter or virtual environment of a program in Python, with its packages. Empty: the standard library,
-    and what `languages.OFFERED` names where it is installed."""
+    """Interpreter or virtual environment of a program in Python, with its packages. Empty: the standard
+    library, and what `languages.OFFERED` names where it is installed."""
     command: tuple[str, ...] = ()
     """Absolute path of a program in a system folder, and its arguments. Instead of `source`."""
     files: dict[str, bytes] = {}  # Relative path → content, laid into the folder that it runs in
@@ -80,8 +81,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     )
     wall_ms: float = 0.0
     waited_ms: float = 0.0
-    """Time in which the program could have run and the machine did something else, as far as the kernel says so
-    and no other thread of the program ran meanwhile."""
+    """Time in which the program could have run and the machine did something else, as far as the kernel says
+    so and no other thread of the program ran meanwhile."""
     spent_ms: float = 0.0
     """Time that the program is charged with, compiling included: without what it waited, at least its CPU
     time."""
@@ -115,8 +116,8 @@ class SandboxError(ArealError):
 
 
 class Overloaded(SandboxError):
-    """The deadline of whoever waits came before the program had used up its own limits: the verdict is an error
-    of kind `overloaded`, never 0."""
+    """The deadline of whoever waits came before the program had used up its own limits: the verdict is an
+    error of kind `overloaded`, never 0."""
 
     verdict_kind = "overloaded"
 

@@ -9,9 +9,7 @@ not judged. `cases` has the forms of the ground truth, docs/sandbox.md what prog
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -132,7 +130,9 @@ def _score_of(result: Result, *, partial: bool) -> Score:
     value = result.share if partial else float(all(result.passed))
     detail = ""
     if result.missing:
-        detail = f"the program imports {result.missing!r}, which its environment does not have ({ENVIRONMENT_FIX})"
+        detail = (
+            f"the program imports {result.missing!r}, which its environment does not have ({ENVIRONMENT_FIX})"
+        )
         _warn_of_module(result.missing)
     return Score(value, components, sandbox=result.level, detail=detail)
 
@@ -142,20 +142,24 @@ def _warn_of_module(name: str) -> None:
     log.warning("a program that imports a missing module counts as wrong", module=name, fix=ENVIRONMENT_FIX)
 
 
-def missing_modules(truths: Iterable[Any], given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the modules that tests in these ground truths import and cannot have with the arguments `given`,
-    each with the number of tasks. Ground truths that cannot be read, and where no program can be run, are the
-    matter of other checks."""
-    counts: Counter[str] = Counter()
-    for truth in truths:
-        with suppress(ValueError):
-            counts.update(modules_of(read_cases(truth)))
+def _modules_of(truth: Any) -> set[str]:
+    """Modules that the tests of a task import; none where the ground truth cannot be read, which is the
+    matter of another check."""
     try:
-        known = {name: given[name] for name in ("sandbox", "environment") if name in given}
-        away = modules_away(counts, SandboxArguments.model_validate(known)) if counts else []
+        return modules_of(read_cases(truth))
+    except ValueError:
+        return set()
+
+
+def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+    """Those modules that programs cannot import with the arguments `given`; none where no program can be run,
+    which is the matter of another check."""
+    known = {name: given[name] for name in ("sandbox", "environment") if name in given}
+    try:
+        return modules_away(names, SandboxArguments.model_validate(known)) if names else []
     except (SandboxError, CompilerMissing, ValidationError):
-        return {}
-    return {name: counts[name] for name in away}
+        return []
 
 
-code_stdio.missing_modules = code_tests.missing_modules = missing_modules  # type: ignore[attr-defined]
+for _part in (code_stdio, code_tests):
+    _part.modules_of, _part.modules_away = _modules_of, _modules_away  # type: ignore[attr-defined]

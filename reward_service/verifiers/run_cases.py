@@ -1,8 +1,8 @@
 """Runs a program against the cases of its task, in a sandbox and within a budget of time.
 
-Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count what it does
-itself: not making jails, and not waiting for a processor while the machine is busy. The deadline of the call is
-ours, so where that ends a run there is no score (`Overloaded`).
+Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count what it
+does itself: not making jails, and not waiting for a processor while the machine is busy. The deadline of the
+call is ours, so where that ends a run there is no score (`Overloaded`).
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class SandboxArguments(Section):
     memory_mb: int = Field(default=256, ge=16, le=1 << 24)
     """Memory of all processes of one run."""
     environment: FolderOrName = ""
-    """Python of programs and tests: a virtual environment, or an interpreter. Its packages can be imported. Empty:
-    the standard library, and numpy where it is installed beside this project."""
+    """Python of programs and tests: a virtual environment, or an interpreter. Its packages can be imported.
+    Empty: the standard library, and numpy where it is installed beside this project."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
-    """Time that compiling and all cases of one response may take, in seconds, counted as `wall_s` and at least
-    the CPU time. Cases that have not run by then have failed. If the reward's `timeout_s` comes first, because
-    the machine was busy or there are many cases, the verdict is the error `overloaded`."""
+    """Time that compiling and all cases of one response may take, in seconds, counted as `wall_s` and at
+    least the CPU time. Cases that have not run by then have failed. If the reward's `timeout_s` comes first,
+    because the machine was busy or there are many cases, the verdict is the error `overloaded`."""
 
     @staticmethod
     def programs_isolated(arguments: Mapping[str, Any]) -> bool:
@@ -189,8 +189,8 @@ def run_cases(
 def _outcomes(
     sandbox: Sandbox, source: str, language: str, cases: Sequence[StdioCase], budget: Budget
 ) -> Iterator[RunOutcome]:
-    """Run the cases as they are asked for, ever more in one jail: making it costs more than a quick run, and a
-    wrong program shows at its first ones."""
+    """Run the cases as they are asked for, ever more in one jail: making it costs more than a quick run, and
+    a wrong program shows at its first ones."""
     done = 0
     while done < len(cases):
         together = cases[done : done + min(done + 1, MOST_TOGETHER)]
@@ -301,7 +301,9 @@ def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[
     )
     outcome = runner(arguments.sandbox).run(program)
     if not outcome.ok:
-        raise SandboxError(f"the modules of {arguments.environment or 'Python'} are not known: {outcome.describe()}")
+        raise SandboxError(
+            f"the modules of {arguments.environment or 'Python'} are not known: {outcome.describe()}"
+        )
     return outcome.stdout.decode().split()
 
 

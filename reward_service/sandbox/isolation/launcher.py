@@ -68,8 +68,8 @@ class SandboxLauncher:
             messages.send(self._client, head, answer)
 
     def run(self, request: dict[str, Any], body: bytes, link: list[int]) -> tuple[dict[str, Any], bytes]:
-        """One program in one jail, once for each input. `link`: the end of a pair's link that is the program's, if it has one.
-        Raises OSError, ClientGone."""
+        """One program in one jail, once for each input. `link`: the end of a pair's link that is the
+        program's, if it has one. Raises OSError, ClientGone."""
         base = request["uid_base"]
         request["uid"] = own_uid(base) if base is not None else None
         request["others"] = _others(request)
