@@ -113,7 +113,7 @@ class ImportedModules:
     def missing(self) -> list[str]:
         """What is wrong, a sentence for each module. Runs a program for each reward."""
         return [
-            f"Tests import {module!r} (of {counts[module]} tasks), which programs of `{name}` do not have. "
+            f"Tests import {module!r} (tasks: {counts[module]}), which programs of `{name}` do not have. "
             "Name a Python environment with it: `environment` in the reward's arguments (docs/sandbox.md)."
             for key, counts in self._counts.items()
             for name, args, part in self._programs[key]

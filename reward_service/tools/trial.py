@@ -267,6 +267,7 @@ def details(judged: Sequence[JudgedAnswer]) -> Table:
     for detail, number in found.most_common(MOST_SHOWN):
         if detail:
             table.add_row(str(number), short(detail, 300))
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     return table
 
 

@@ -23,6 +23,7 @@ from reward_service.verifiers import verifier
 from reward_service.verifiers.cases import read_cases
 from reward_service.verifiers.programs import Block, program_of
 from reward_service.verifiers.run_cases import (
+    ENVIRONMENT_FIX,
     Compare,
     Result,
     SandboxArguments,
@@ -34,7 +35,6 @@ from reward_service.verifiers.run_cases import (
 
 log = get_logger("sandbox")
 
-ENVIRONMENT_FIX = "name one that has it as `environment` in reward.args"
 COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "spent_s")
 
 
@@ -130,9 +130,7 @@ def _score_of(result: Result, *, partial: bool) -> Score:
     value = result.share if partial else float(all(result.passed))
     detail = ""
     if result.missing:
-        detail = (
-            f"the program imports {result.missing!r}, which its environment does not have ({ENVIRONMENT_FIX})"
-        )
+        detail = f"the program imports {result.missing!r}, which is not there: {ENVIRONMENT_FIX}"
         _warn_of_module(result.missing)
     return Score(value, components, sandbox=result.level, detail=detail)
 

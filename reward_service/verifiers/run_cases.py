@@ -39,6 +39,7 @@ from reward_service.verifiers.cases import CallCase, Cases, StdioCase, marked
 
 LEAST_RUN_S = 0.05  # A run with less time than this left is not begun
 GRACE_S = 1.0  # Time before the deadline of the call in which a run is ended and its verdict sent
+ENVIRONMENT_FIX = "name an `environment` that has it in reward.args"
 MOST_TOGETHER = 32  # Cases in one jail
 OUTPUT_KB = 256
 LONGEST_S = 3600.0  # By the clock, where nothing ends the call
@@ -245,7 +246,9 @@ def _run_tests(
     lines = answers(examined)
     if len(lines) == len(tests) and all(one.get("ready") and not one.get("asked") for one in lines):
         # They would have done the same to any program.
-        raise ValueError(f"the tests never called the program: {lines[0].get('why') or 'they are empty'}")
+        why = str(lines[0].get("why") or "they are empty")
+        fix = f": {ENVIRONMENT_FIX}" if missing_module(why) else ""
+        raise ValueError(f"the tests never called the program: {why}{fix}")
     passed = [line.get("passed") is True for line in lines[: len(tests)]]
     result.missing = next(filter(None, (missing_module(str(line.get("why"))) for line in lines)), "")
     result.passed += passed + [False] * (len(tests) - len(passed))
