@@ -127,8 +127,8 @@ def _prefix(path: str) -> tuple[str, ...]:
 
 @functools.cache
 def _python(for_others: bool = False, environment: str = "") -> Language:
-    # The interpreter beneath a virtual environment: programs get the standard library, and nothing of ours but
-    # what is offered. Packages are named by a variable, since jails show them at places of their own.
+    # The interpreter beneath a virtual environment: programs get the standard library, and of
+    # ours what is offered alone. Packages are named by a variable, since jails show them at places of their own.
     if environment:
         version, base, folders = _asked(environment)
         packages = [PackageFolder(folder) for folder in folders if not folder.startswith("/usr/")]

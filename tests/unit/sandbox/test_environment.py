@@ -90,7 +90,7 @@ def test_a_function_that_imports_what_is_missing_is_wrong_and_the_verdict_says_s
         verdict = code_tests(fenced(program, ["assert f() == 1"]))
         assert (verdict.value, "imports 'nobody'" in verdict.detail) == (0, True)
     assert code_tests(fenced("def f(): return 2", ["assert f() == 1"])).detail == ""
-    with pytest.raises(ValueError, match="No module named 'nobody'.*environment"):
+    with pytest.raises(ValueError, match=r"No module named 'nobody'.*environment"):
         code_tests(fenced("def f(): return 1", ["import nobody\nassert f() == 1"]))
 
 
@@ -126,7 +126,8 @@ def task_file(tmp_path):
     def made(*truths):
         path = tmp_path / "tasks.jsonl"
         rows = [
-            {"prompt": [{"role": "user", "content": f"{n}"}], "reward_model": {"style": "rule", "ground_truth": one},
+            {"prompt": [{"role": "user", "content": f"{n}"}],
+             "reward_model": {"style": "rule", "ground_truth": one},
              "response": "```python\ndef f(x): return 1\n```"}
             for n, one in enumerate(truths)
         ]  # fmt: skip

@@ -72,7 +72,8 @@ def test_the_limits_of_function_tests_grow_with_their_number(best):
     assert (
         code_tests(RewardInput(response="```python\ndef f(n): return n\n```", ground_truth=tests)).value == 1
     )
-    busy = "import time\ndef f(n):\n    end = time.process_time() + 0.2\n    while time.process_time() < end: pass\n    return n"
+    busy = "end = time.process_time() + 0.2\n    while time.process_time() < end: pass\n    return n"
+    busy = f"import time\ndef f(n):\n    {busy}"
     given = RewardInput(response=f"```python\n{busy}\n```", ground_truth=tests[:5])
     assert code_tests(given, cpu_s=0.4).value == 1
     assert code_tests(given, cpu_s=0.4, budget_s=0.5).components["out_of_time"] == 1
@@ -88,14 +89,10 @@ FAULTY = {
     "complains without end": "import sys\nwhile True: sys.stderr.write('x' * 9999)",
     "prints more than is right": "print('7\\n' * 999_999)",
     "recurs without end": "def f(n): return f(n + 1)\nf(0)",
-    "gives way to all others": "import os, time\ntry:\n    os.nice(19)\nexcept OSError:\n    time.sleep(1000)\nprint(7)",
-    "leaves its processor": (
-        "import os, time\ntry:\n    os.sched_setaffinity(0, {0})\nexcept OSError:\n    time.sleep(1000)\nprint(7)"
-    ),
-    "ends its first process": (
-        "import resource, time\ntry:\n    resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))\nexcept OSError:\n"
-        "    time.sleep(1000)\nprint(7)"
-    ),
+    "gives way to all others": "import os\nos.nice(19)\nprint(7)",
+    "gives way to everything": "import os\nos.sched_setscheduler(0, 5, os.sched_param(0))\nprint(7)",
+    "leaves its processor": "import os\nos.sched_setaffinity(0, {0})\nprint(7)",
+    "limits its first process": "import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (0, 0))\nprint(7)",
 }
 
 
@@ -154,7 +151,7 @@ def test_the_runs_of_a_jail_share_the_time_of_all(best):
     assert [one.kind for one in outcomes] in (["ok", "timeout"], ["ok", "ok", "timeout"])
 
 
-# Looks at the threads of a program: (state, nanoseconds run, nanoseconds waited) of each, and the time in seconds.
+# Looks at the threads of a program, one each second: state, nanoseconds run and waited. Then what counts.
 LOOKS = {
     "it runs": ([{1: "R 0 0"}, {1: "R 9 0"}, {1: "R 18 0"}], 0.0),
     "it waits, and the kernel has counted it": (
@@ -181,10 +178,9 @@ def test_only_the_wait_of_a_lone_thread_counts(monkeypatch, name):
             state, *figures = threads[int(path.split("/")[4])].split()
             return f"1 (x) {state} 0" if path.endswith("/stat") else " ".join(figures)
 
+        tids = list(map(str, threads))
         monkeypatch.setattr(process_tree, "descendants", lambda root: [7])
-        monkeypatch.setattr(
-            process_tree.os, "listdir", lambda path, threads=threads: [str(tid) for tid in threads]
-        )
+        monkeypatch.setattr(process_tree.os, "listdir", lambda path, tids=tids: tids)
         monkeypatch.setattr(process_tree, "read", read)
         meter.look([1], float(now_s))
     assert meter.waited_s == pytest.approx(waited_s)
