@@ -111,7 +111,7 @@ class ImportedModules:
             self._counts[key].update(part.modules_of(truth))
 
     def missing(self) -> list[str]:
-        """What is wrong, a sentence for each module. Runs a program for each reward."""
+        """Return a sentence for each module that is missing. Runs a program for each reward."""
         return [
             f"Tests import {module!r} (tasks: {counts[module]}), which programs of `{name}` do not have. "
             "Name a Python environment with it: `environment` in the reward's arguments (docs/sandbox.md)."

@@ -66,7 +66,7 @@ def kind_of(verdict: Verdict) -> VerdictKind:
 
 
 def message_of(verdict: Verdict) -> str:
-    """What a verdict that is no score says, or the detail of a score, on one line."""
+    """Return the message of a verdict that is no score, or the detail of a score, on one line."""
     match verdict:
         case Timeout():
             text = f"no answer within {verdict.limit_ms / 1000:g} s"

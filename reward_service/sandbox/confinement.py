@@ -139,7 +139,7 @@ SYSTEM_FILES = (
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 PACKAGES = "/packages"
-"""Where a jail shows folders of Python packages, wherever they lie outside."""
+"""Folder of a jail that shows Python packages, wherever they lie outside."""
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
     "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs "

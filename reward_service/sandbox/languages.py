@@ -46,7 +46,7 @@ class PackageFolder(NamedTuple):
 
     path: str
     names: tuple[str, ...] = ()
-    """What is shown of it; all of it if empty."""
+    """Packages in it that are shown; all of them if empty."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def _prefix(path: str) -> tuple[str, ...]:
 
 @functools.cache
 def _python(for_others: bool = False, environment: str = "") -> Language:
-    # The interpreter beneath a virtual environment: programs get the standard library, and of
-    # ours what is offered alone. Packages are named by a variable, since jails show them at places of their own.
+    # The interpreter beneath a virtual environment: of our packages programs get those that are offered. A
+    # variable names packages, since jails show them at places of their own.
     if environment:
         version, base, folders = _asked(environment)
         packages = [PackageFolder(folder) for folder in folders if not folder.startswith("/usr/")]
@@ -182,7 +182,7 @@ def _asked(environment: str) -> tuple[str, str, list[str]]:
 
 
 def _offered(for_others: bool) -> list[PackageFolder]:
-    """What is offered of our own packages, as far as it is installed."""
+    """Return the folder with those of our own packages that are offered, as far as they are installed."""
     for folder in map(Path, sys.path):
         names = [name for one in OFFERED for name in (one, f"{one}.libs") if (folder / name).is_dir()]
         if names and folder.name in ("site-packages", "dist-packages"):

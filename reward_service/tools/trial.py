@@ -150,7 +150,7 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
 
 
 def missing_modules(section: RewardSection, samples: Sequence[AnswerSample]) -> list[str]:
-    """What the tests of the tasks import and cannot have, a sentence for each module."""
+    """Return a sentence for each module that tests import and do not have."""
     modules = ImportedModules(section)
     for given in {sample.row: sample.given for sample in samples}.values():
         modules.note(given, given.ground_truth)

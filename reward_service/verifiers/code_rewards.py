@@ -40,7 +40,7 @@ COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "spent_s")
 
 class CodeArguments(SandboxArguments):
     extract: Literal["fence", "whole"] = "fence"
-    """Where the program is: in a fenced block of the response, chosen by its tag, or the whole response."""
+    """Place of the program: a fenced block of the response, chosen by its tag, or the whole response."""
     partial: bool = False
     """Whether the score is the share of the cases passed. Otherwise it is 1 when all pass, else 0, and the
     first that fails ends the run."""
@@ -150,8 +150,8 @@ def _modules_of(truth: Any) -> set[str]:
 
 
 def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """Those modules that programs cannot import with the arguments `given`; none where no program can be run,
-    which is the matter of another check."""
+    """Return the modules that programs cannot import with the arguments `given`; none where no program can
+    run, which is the matter of another check."""
     known = {name: given[name] for name in ("sandbox", "environment") if name in given}
     try:
         return modules_away(names, SandboxArguments.model_validate(known)) if names else []

@@ -124,7 +124,7 @@ class RunMonitor:
                     os.close(held)
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """What became of the runs, and their output, errors and files."""
+        """Return how the runs ended, and their output, errors and files."""
         if self._began_s is None and not self._failed and not self._limit and not self._runs:
             said = self._output[self._streams[1]].decode("utf-8", "replace").strip().splitlines()
             self._failed = said[-1] if said else "its first process ended at once"

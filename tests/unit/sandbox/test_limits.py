@@ -1,4 +1,4 @@
-"""Whose limit ends a run: the program's own makes it wrong, ours leave it without a score."""
+"""Limits that end a run: the program's own make it wrong, ours leave it without a score."""
 
 import re
 
