@@ -174,7 +174,8 @@ def run_cases(
         right = outcome.ok and same_output(outcome.stdout, case.stdout, compare=compare, tolerance=tolerance)
         result.passed.append(right)
         result.compiled = outcome.kind != "compile"
-        result.missing = result.missing or missing_module(outcome.stderr.decode("utf-8", "replace"))
+        if outcome.kind == "exit":
+            result.missing = result.missing or missing_module(outcome.stderr.decode("utf-8", "replace"))
         result.out_of_time = outcome.kind in OUT_OF_TIME and budget.is_over
     if tests:
         if language != "python":

@@ -281,7 +281,8 @@ class RunMonitor:
         self._end_run()
         self._cpu_before_ms = process_tree.usage(self._root).cpu_ms
         self._begin_run()
-        self._control.send(GO)
+        with contextlib.suppress(OSError):  # it has been killed meanwhile
+            self._control.send(GO)
 
     def _read(self, fd: int) -> bool:
         """Take one portion of the output; False at the end of the stream."""
