@@ -140,6 +140,7 @@ NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
 PACKAGES = "/packages"
 """Folder of a jail that shows Python packages, wherever they lie outside."""
+COMMAND = Language("command", "", ())
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
     "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs "
@@ -158,19 +159,13 @@ class Confinement(NamedTuple):
     uid_base: int | None = None  # First of the users that programs run as; none: as the user of the service
     proc: bool = True  # Whether a jail has a `/proc`, which some containers refuse
 
-    def request(
-        self,
-        argv: tuple[str, ...],
-        limits: RunLimits,
-        spoken: Language | None = None,
-    ) -> dict[str, Any]:
+    def request(self, argv: tuple[str, ...], limits: RunLimits, spoken: Language = COMMAND) -> dict[str, Any]:
         """What the launcher is asked, without files and input. Raises CompilerMissing where no interpreter
         can be the first process."""
         python = language("python", for_others=self.as_another)
         isolated = self.level == "isolated"
-        binds, env, packages = (spoken.binds, spoken.env, spoken.packages) if spoken else ((), {}, ())
-        folders = [f"{PACKAGES}/{n}" if isolated else folder.path for n, folder in enumerate(packages)]
-        path = {"PYTHONPATH": ":".join(folders)} if packages else {}
+        folders = [f"{PACKAGES}/{n}" if isolated else one.path for n, one in enumerate(spoken.packages)]
+        path = {"PYTHONPATH": ":".join(folders)} if folders else {}
         return {
             "level": self.level,
             "uid_base": self.uid_base,
@@ -178,13 +173,13 @@ class Confinement(NamedTuple):
             "bwrap": shutil.which("bwrap"),
             "python": python.run[0],
             "argv": argv,
-            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **env, **path},
+            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **spoken.env, **path},
             "packages": [
                 (f"{folder.path}/{name}", f"{place}/{name}") if name else (folder.path, place)
-                for folder, place in zip(packages, folders, strict=True)
+                for folder, place in zip(spoken.packages, folders, strict=True)
                 for name in folder.names or ("",)
             ],
-            "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *binds, *python.binds, *SYSTEM_FILES))),
+            "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *spoken.binds, *python.binds, *SYSTEM_FILES))),
             "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
             "files": [],
             "collect": [],
