@@ -9,6 +9,7 @@ not judged. `cases` has the forms of the ground truth, docs/sandbox.md what prog
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -144,7 +145,8 @@ def _modules_of(truth: Any) -> set[str]:
     """Modules that the tests of a task import; none where the ground truth cannot be read, which is the
     matter of another check."""
     try:
-        return modules_of(read_cases(truth))
+        with warnings.catch_warnings(action="ignore"):  # the text need not be code
+            return modules_of(read_cases(truth))
     except ValueError:
         return set()
 

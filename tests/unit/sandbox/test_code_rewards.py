@@ -127,6 +127,8 @@ def test_a_language_that_is_not_installed_is_a_wrong_answer_where_the_model_chos
         (b"3\n", "3", "tokens", True), (b" 3 \n\n", "3", "tokens", True), (b"3.0", "3", "tokens", False),
         (b"3", "3.0", "tokens", True), (b"0.33333333", "0.3333333333", "tokens", True),
         (b"0.3333", "0.3333333333", "tokens", False), (b"1e3", "1000.0", "tokens", True),
+        (b"inf", "1e400", "tokens", False), (b"1.0e400", "1e400", "tokens", True),
+        (b"1e401", "1e400", "tokens", False), (b"1e9999999999999999999", "1e400", "tokens", False),
         (b"nan", "nan", "tokens", True), (b"inf", "1.0", "tokens", False), (b"a b", "a  b", "tokens", True),
         (b"a b", "a  b", "lines", False), (b"a \nb\n\n", "a\nb", "lines", True),
         (b"\na", "a", "lines", False), (b"a\n", "a", "exact", False), (b"\xff", "\ufffd", "exact", False),
