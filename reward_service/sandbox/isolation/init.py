@@ -97,7 +97,7 @@ def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[
         raise OSError(failure.decode("utf-8", "replace"))
     _tell(control, {"started": True})
     began_s = time.monotonic() - _waited_s()
-    status = _wait_for(child)
+    status, waited_s = _wait_for(child)
     if request["level"] == "isolated":
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -107,7 +107,8 @@ def _run_once(request: dict[str, Any], control: int, stdin: int, link: Sequence[
     ran_ms = (time.monotonic() - _waited_s() - began_s) * 1000
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return {"status": status, "cpu_ms": cpu_s * 1000, "ran_ms": ran_ms, "artifacts": []}
+    used_ms = {"cpu_ms": cpu_s * 1000, "ran_ms": ran_ms, "waited_ms": waited_s * 1000}
+    return {"status": status, **used_ms, "artifacts": []}
 
 
 def _lay_out(request: dict[str, Any], body: bytes) -> None:
@@ -143,10 +144,10 @@ def _start_anew(request: dict[str, Any], body: bytes) -> bool:
     return True
 
 
-def _waited_s() -> float:
-    """Time that this process has waited for a processor; 0 where the kernel does not tell."""
+def _waited_s(pid: int | str = "self") -> float:
+    """Time that a process has waited for a processor; 0 where the kernel does not tell."""
     try:
-        with open("/proc/self/schedstat", encoding="ascii") as file:
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
@@ -215,12 +216,15 @@ def prctl(option: int, value: int) -> None:
         raise OSError(f"prctl {option} is refused")
 
 
-def _wait_for(child: int) -> int:
-    """The wait status of `child`, after reaping everything that ended before it."""
+def _wait_for(child: int) -> tuple[int, float]:
+    """The wait status of `child` and how long it has waited for a processor, after reaping everything that
+    ended before it."""
     while True:
-        pid, status = os.waitpid(-1, 0)
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        waited_s = _waited_s(child) if ended is not None and ended.si_pid == child else 0.0
+        pid, status = os.waitpid(ended.si_pid if ended is not None else -1, 0)
         if pid == child:
-            return status
+            return status, waited_s
 
 
 def _write_file(path: str, mode: int, data: bytes) -> None:

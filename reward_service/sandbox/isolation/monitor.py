@@ -76,9 +76,16 @@ class RunMonitor:
         self._output = {fd: bytearray() for fd in self._streams}
         self._printed = dict.fromkeys(self._streams, 0)
         self._limit = ""
-        self._report: dict[str, Any] = {"status": None, "cpu_ms": 0.0, "ran_ms": 0.0, "artifacts": []}
+        self._report: dict[str, Any] = {
+            "status": None,
+            "cpu_ms": 0.0,
+            "ran_ms": 0.0,
+            "waited_ms": 0.0,
+            "artifacts": [],
+        }
         self._cpu_ms = 0.0
         self._waits = process_tree.WaitMeter()
+        self._most_processes = 0
         self._began_s: float | None = None
         self._ended_s: float | None = None
         self._setup_until_s = time.monotonic() + SETUP_LIMIT_S
@@ -140,6 +147,8 @@ class RunMonitor:
         wall_ms = ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000
         cpu_ms = self._report["cpu_ms"] or self._cpu_ms
         waited_ms = self._waits.waited_s * 1000
+        if self._most_processes <= 1 and not self._beside:  # nothing of its own that it can have waited for
+            waited_ms = max(waited_ms, self._report["waited_ms"])
         ran_ms = self._report["ran_ms"] or wall_ms
         spent_ms = max(ran_ms - waited_ms - self._cpu_beside_ms(), cpu_ms)
         self._runs.append(
@@ -163,6 +172,7 @@ class RunMonitor:
             return
         limits = self._limits
         used = process_tree.usage(self._root)
+        self._most_processes = max(self._most_processes, used.processes)
         self._waits.look(self._roots(), time.monotonic())
         own_ms = (wall_s - self._waits.waited_s) * 1000 - self._cpu_beside_ms()
         self._cpu_ms = max(self._cpu_ms, used.cpu_ms - self._cpu_before_ms)
