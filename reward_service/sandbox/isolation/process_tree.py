@@ -100,25 +100,25 @@ class WaitMeter:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._task = ""
-        self._seen: list[str] = []  # Nanoseconds that the thread has run and has waited
-        self._still_since_s = self._counted_s = 0.0
+        self._looked_s = 0.0
+        self._known: dict[str, tuple[list[str], float, float]] = {}
+        """By thread: nanoseconds that it ran and waited, since when both stand still, its wait so far."""
 
     def look(self, roots: Sequence[int], now_s: float) -> None:
-        """Add the wait since the last look, if the same thread below `roots` was the only one that could run
-        then and now: several may wait for each other. The kernel counts a wait when it ends; one that goes on
-        shows as a thread that can run and has not run."""
+        """Add what a thread below `roots` has waited since it was seen before, if it is the only one that can
+        run, since several may wait for each other; at most the time since the last look. The kernel counts a
+        wait when it ends; one that goes on shows as a thread that can run and has not run."""
+        most_s, self._looked_s = now_s - self._looked_s, now_s
         task = lone_runnable(roots)
         seen = read(f"{task}/schedstat").split()[:2] if task else []
         if len(seen) < 2:
-            self._task = ""
             return
-        if task != self._task or seen != self._seen:
-            self._still_since_s = now_s
-        counted_s = int(seen[1]) / 1e9 + now_s - self._still_since_s
-        if task == self._task:
-            self.waited_s += counted_s - self._counted_s
-        self._task, self._seen, self._counted_s = task, seen, counted_s
+        before, since_s, counted_s = self._known.get(task, ([], now_s, 0.0))
+        since_s = since_s if seen == before else now_s
+        waited_s = int(seen[1]) / 1e9 + now_s - since_s
+        if before:
+            self.waited_s += min(waited_s - counted_s, most_s)
+        self._known[task] = (seen, since_s, waited_s)
 
 
 def lone_runnable(roots: Sequence[int]) -> str:
