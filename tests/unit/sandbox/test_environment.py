@@ -29,7 +29,8 @@ def environment(tmp_path):
     (packages / "greeting" / "__init__.py").write_text("def hello(): return 7\n")
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to(f"{sys.base_prefix}/bin/python{sysconfig.get_python_version()}")
-    (folder / "pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n")
+    settings = f"home = {sys.base_prefix}/bin\ninclude-system-site-packages = false\n"
+    (folder / "pyvenv.cfg").write_text(settings)
     for above in (*tmp_path.parents[:3], tmp_path):
         above.chmod(above.stat().st_mode | 0o055)
     return str(folder)
