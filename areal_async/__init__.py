@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
     from reward_service.verifiers import TooCostly, within
     from reward_service.verifiers.answers import answer_of
+    from reward_service.verifiers.programs import blocks, program_of
     from rollout_service.engines.base import (
         DeadlinePassed,
         Engine,
@@ -80,7 +81,7 @@ __all__ = ["ArealError", "Job", "Mistake", "Run", "RunStatus", "Section", "Task"
 __all__ += ["Context", "Reply", "SegmentKind", "TemplateRewrites", "ToolReply", "tool", "workflow"]
 __all__ += ["Environment", "EnvironmentFailure", "Step", "level_seed", "load_environment"]
 __all__ += ["Abstain", "Parts", "RewardInput", "Score", "TooCostly", "answer_of", "load_reward", "reward"]
-__all__ += ["within"]
+__all__ += ["blocks", "program_of", "within"]
 __all__ += ["Failure", "LocalScorer", "Program", "RunLimits", "Sandbox", "Timeout", "Verdict"]
 __all__ += ["BackendReward", "RewardLoadError", "ScoringBackend"]
 __all__ += ["RankPlace", "TensorPiece", "TrainingBackend", "advantage", "correction", "loss"]
@@ -114,6 +115,7 @@ _PLACES = {
     "reward_service.sdk": "RewardInput RewardLoadError load_reward reward",
     "reward_service.verifiers": "TooCostly within",
     "reward_service.verifiers.answers": "answer_of",
+    "reward_service.verifiers.programs": "blocks program_of",
     "rollout_service.engines.base": "DeadlinePassed Engine EngineError EngineLost EngineStats "
     "GenerateRequest GenerateResult RequestError",
     "rollout_service.engines.http.adapter": "ServerAdapter",

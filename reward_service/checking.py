@@ -67,7 +67,7 @@ def _score(score: Score, given: RewardInput | None) -> Score:
         for name, part in score.components.items()
     }
     parts = None if score.parts is None else _parts(score.parts, given)
-    return Score(value, components, parts, _name(score.sandbox, "the sandbox"))
+    return Score(value, components, parts, _name(score.sandbox, "the sandbox"), clip(str(score.detail)))
 
 
 def _parts(parts: object, given: RewardInput | None) -> Parts:

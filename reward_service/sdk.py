@@ -14,7 +14,11 @@ something else, NaN, hang, die) becomes a verdict that says so, never a score of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from areal_async.trajectory import Episode
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
+
+_ends_s: ContextVar[float] = ContextVar("_ends_s", default=math.inf)
 
 Result = float | Score | Abstain
 RewardFunction = Callable[["RewardInput"], Result | Awaitable[Result]]
@@ -100,6 +106,21 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
         from areal_async.trajectory import unpack
 
         return unpack(self.blob)
+
+
+def time_left_s() -> float:
+    """Seconds until the deadline of the call that runs a reward; infinite where nothing ends the call."""
+    return _ends_s.get() - time.monotonic()
+
+
+@contextmanager
+def deadline_in(timeout_s: float) -> Iterator[None]:
+    """Run a call whose deadline is in `timeout_s`."""
+    token = _ends_s.set(time.monotonic() + timeout_s)
+    try:
+        yield
+    finally:
+        _ends_s.reset(token)
 
 
 class Mark(msgspec.Struct, frozen=True):

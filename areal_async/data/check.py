@@ -21,7 +21,7 @@ from areal_async.data.sources import DataError
 from areal_async.data.styles import DataKind
 from areal_async.examples import COLUMNS, read_examples, tools_of
 from areal_async.prompts import message_texts, prompt_ids
-from areal_async.rewards import Routing
+from areal_async.rewards import ImportedModules, Routing
 from areal_async.rpc.schema import Task
 from areal_async.tasks import TaskFileError, check_row, task_rows
 
@@ -105,6 +105,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
     keys: Counter[str] = Counter()
     lengths: list[int] = []
     known_rewards = Routing(expected.reward) if expected.reward is not None else None
+    modules = ImportedModules(expected.reward or RewardSection(name="code_stdio"))
     broken: list[TaskFileError] = []
     rows = task_rows(path, (*COLUMNS, *TASK_COLUMNS), broken)
     try:
@@ -118,7 +119,8 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
                 continue
             keys[split_key(row)] += 1
             if kind == "rl":
-                _note_task(report, row, known_rewards)
+                task = _noted(report, row, known_rewards)
+                modules.note(task, task.ground_truth)
             if expected.tokenizer is not None and (prompt := _prompt(row)):
                 lengths.append(_length(expected.tokenizer, where, prompt, row, broken))
     except TaskFileError as error:
@@ -133,6 +135,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
     if not report.rows:
         report.problems.append(f"{path} has no rows. It needs at least one.")
     _sum_up(report, keys, lengths, expected.max_model_len)
+    (report.remarks if expected.reward is None else report.problems).extend(modules.missing())
     return report, set(keys)
 
 
@@ -180,18 +183,19 @@ def _broken_example(path: Path, kind: DataKind) -> Iterable[TaskFileError]:
         yield error
 
 
-def _note_task(report: FileReport, row: Mapping[str, Any], routing: Routing | None) -> None:
+def _noted(report: FileReport, row: Mapping[str, Any], routing: Routing | None) -> Task:
     name = str(row.get("data_source") or "")
     truth = row["reward_model"]["ground_truth"]
     if truth in (None, "", [], {}):
         report.no_answer += 1
+    task = Task("", row["prompt"], name, row.get("ability") or "", "", truth, row.get("extra_info") or {})
     if (known := report.sources.get(name)) is not None:
         known.rows += 1
-        return
-    task = Task("", row["prompt"], name, row.get("ability") or "", "", truth, row.get("extra_info") or {})
+        return task
     reward = routing.of(task).name if routing is not None else f"not named; {suggested(truth)} would fit"
     asked = " ".join(message_texts(row["prompt"]).split())
     report.sources[name] = SourceReport(1, reward, f"{asked[-60:]} → {truth!s:.40}")
+    return task
 
 
 NUMBER = re.compile(r"\s*[-+]?[0-9][0-9,]*(\.[0-9]+)?\s*")

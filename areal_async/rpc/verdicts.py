@@ -32,6 +32,8 @@ class Score(Outcome, frozen=True, tag="score"):
     parts: Parts | None = None
     sandbox: str = ""
     """The isolation that untrusted code ran in; empty where none ran."""
+    detail: str = ""
+    """One line on what else is worth knowing, such as a module that a program could not import."""
 
 
 class Timeout(Outcome, frozen=True, tag="timeout"):
@@ -64,7 +66,7 @@ def kind_of(verdict: Verdict) -> VerdictKind:
 
 
 def message_of(verdict: Verdict) -> str:
-    """What a verdict that is no score says, on one line."""
+    """Return the message of a verdict that is no score, or the detail of a score, on one line."""
     match verdict:
         case Timeout():
             text = f"no answer within {verdict.limit_ms / 1000:g} s"
@@ -73,5 +75,5 @@ def message_of(verdict: Verdict) -> str:
         case Abstain():
             text = verdict.reason or "it gave no reason"
         case Score():
-            text = ""
+            text = verdict.detail
     return " ".join(text.split())

@@ -7,6 +7,7 @@ message would cost a system call.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import socket
@@ -34,6 +35,8 @@ class LoadReward(msgspec.Struct, array_like=True, tag="load"):
     worker_class: str = ""
     """`module:Class` of a reward that has a state: made once with the arguments, then called with lists of at
     most `batch` inputs, which is an attribute of it. Empty for a function."""
+    timeout_s: float = math.inf
+    """Deadline of one call."""
 
 
 class WorkUnit(msgspec.Struct, array_like=True):

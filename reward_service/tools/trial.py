@@ -30,6 +30,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
 from areal_async.errors import ArealError
 from areal_async.prompts import message_texts
+from areal_async.rewards import ImportedModules
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of, message_of
 from areal_async.status.progress import progress
 from areal_async.tasks import TaskTable, read_tasks
@@ -66,16 +67,19 @@ class JudgedAnswer(msgspec.Struct, frozen=True):
 def main(request: TrialRequest) -> int:
     section, data = target(request)
     samples, source = read_samples(data, request.column, request.limit)
+    missing = missing_modules(section, samples)
+    for problem in missing:
+        print(f"warning: {problem}", file=sys.stderr)
     with shown_prints():
         judged = asyncio.run(judge(section, samples))
     wrong = why_it_fails(judged)
     if request.as_json:
-        print_json({"failed": wrong, "answers": [answer_of(one) for one in judged]})
+        print_json({"failed": wrong, "missing": missing, "answers": [answer_of(one) for one in judged]})
         return 1 if wrong else 0
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
     console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
-    for table in (by_source(judged), shown(judged), problems(judged), slowest(judged)):
+    for table in (by_source(judged), shown(judged), problems(judged), details(judged), slowest(judged)):
         if table.row_count:
             console.print(table)
             console.print()
@@ -143,6 +147,14 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
             )
         samples += [_sample(table, row, text) for text in texts]
     return samples, f"column {column}"
+
+
+def missing_modules(section: RewardSection, samples: Sequence[AnswerSample]) -> list[str]:
+    """Return a sentence for each module that tests import and do not have."""
+    modules = ImportedModules(section)
+    for given in {sample.row: sample.given for sample in samples}.values():
+        modules.note(given, given.ground_truth)
+    return modules.missing()
 
 
 def _sample(table: TaskTable, row: int, response: str) -> AnswerSample:
@@ -244,6 +256,17 @@ def problems(judged: Sequence[JudgedAnswer]) -> Table:
     for kind, of_kind in sorted(found.items()):
         row = str(of_kind[0].sample.row)
         table.add_row(kind, str(len(of_kind)), row, short(message_of(of_kind[0].verdict), 300))
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    return table
+
+
+def details(judged: Sequence[JudgedAnswer]) -> Table:
+    """Details of scores, with the number of answers that have each."""
+    found = Counter(message_of(one.verdict) for one in judged if isinstance(one.verdict, Score))
+    table = _table("scores", "detail")
+    for detail, number in found.most_common(MOST_SHOWN):
+        if detail:
+            table.add_row(str(number), short(detail, 300))
     table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     return table
 

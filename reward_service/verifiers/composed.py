@@ -152,7 +152,8 @@ async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
     value = sum(part.weight * score.value for part, score in scores)
     sandbox = next((score.sandbox for _, score in scores if score.sandbox), "")
     valued = [(part.weight, score.parts) for part, score in scores if score.parts]
-    return Score(value, components, _sum_of_parts(valued), sandbox)
+    detail = "; ".join(f"{part.known_as}: {score.detail}" for part, score in scores if score.detail)
+    return Score(value, components, _sum_of_parts(valued), sandbox, detail)
 
 
 async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:

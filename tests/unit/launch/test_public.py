@@ -22,7 +22,8 @@ def test_the_public_names_are_these():
     names = """
         ArealError Job Mistake Run RunStatus Section Task VersionTag run Context Reply SegmentKind
         TemplateRewrites ToolReply tool workflow Environment EnvironmentFailure Step level_seed
-        load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward within
+        load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward blocks
+        program_of within
         Failure LocalScorer
         Program RunLimits Sandbox Timeout Verdict BackendReward RewardLoadError ScoringBackend
         RankPlace TensorPiece TrainingBackend advantage correction loss DeadlinePassed Engine

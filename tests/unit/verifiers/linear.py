@@ -16,7 +16,7 @@ import yaml
 from instructions import follows
 
 from reward_service.sdk import RewardInput, load_reward
-from reward_service.verifiers import answers, writing
+from reward_service.verifiers import answers, programs, writing
 from reward_service.verifiers.answers import WHERES, answer_of
 from reward_service.verifiers.arithmetic import final_number, number_of
 from reward_service.verifiers.text import chosen
@@ -28,10 +28,11 @@ PIECES = [
     *("\\text{", "\\text{1", "\\text {a} ", "\\frac{", "\\frac{1}", "\\boxed", "\\boxed{", "\\boxed "),
     *("\\over ", "\\begin{array}", "\\end{array}", "\\pm ", "\\sin", "\\sin ", "\\le ", "a<", "\\frac<"),
     *("^\\circ", "and ", ", ", "because ", " because", "<think>", "</think>", "<answer>", "</answer>"),
+    *("```\n> ", "> ~~~py\n> x\n", "1. ```\n    ```\n", "~~~py ", "    ```\n", "f(x)\n", "def f", "1. "),
     *("1e", "0.\\overline{1", "\\, ", "\\times ", "B ", "B,", "(A)", "Section ", "P.S.", "P. ", "\\ne "),
 ]  # fmt: skip
 ENDS = ("", "x", "!", "1")
-STARTS = ("", "1", "\\text{", "$", "answer is ", "```json\n", "\\boxed{", "[")
+STARTS = ("", "1", "\\text{", "$", "answer is ", "```json\n", "\\boxed{", "[", "~~~\n", "> ```\n", "```")
 TABLE = yaml.safe_load(Path(__file__).with_name("verdicts.yaml").read_text(encoding="utf-8"))
 ARGUMENTS = {name: arguments for name, arguments, _, _ in TABLE["instructions"]}
 INSTRUCTIONS = {"instruction_id_list": list(ARGUMENTS), "kwargs": list(ARGUMENTS.values())}
@@ -63,6 +64,7 @@ def read_by_parts(text: str) -> None:
     writing.ratio(text)
     answers.hedged(text)
     json_schema.fenced(text)
+    programs.program_of(text, defines=["f"])
     chosen(text, {"A": "x", "B": "y"})
     number_of(text, flexible=True)
     final_number(text)
