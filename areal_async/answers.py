@@ -44,9 +44,24 @@ def end_sources(tokenizer: Any, folder: Path | None = None) -> dict[str, frozens
 def turn_closing(tokenizer: Any) -> str | None:
     """Return the text that the chat template puts after what an assistant said; None where there is no
     template, or it does not show such a chat."""
+    return _after_answer(tokenizer)
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the token with which the chat template ends an assistant's turn; None where that is no token of
+    its own: nothing, or characters that the model writes elsewhere too."""
+    return _first_mark(tokenizer, turn_closing(tokenizer))
+
+
+def next_turn(tokenizer: Any) -> int | None:
+    """Return the token that follows an assistant's turn once the user speaks again, as `turn_end`."""
+    return _first_mark(tokenizer, _after_answer(tokenizer, {"role": "user", "content": "."}))
+
+
+def _after_answer(tokenizer: Any, *more: dict[str, str]) -> str | None:
     if not tokenizer.chat_template:
         return None
-    chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}]
+    chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}, *more]
     try:
         shown = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False))
     except Exception:  # whatever a template raises is about this chat
@@ -55,10 +70,8 @@ def turn_closing(tokenizer: Any) -> str | None:
     return closing if found else None
 
 
-def turn_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an assistant's turn; None where that is no token of
-    its own: nothing, or characters that the model writes elsewhere too."""
-    closing = (turn_closing(tokenizer) or "").lstrip()
+def _first_mark(tokenizer: Any, text: str | None) -> int | None:
+    closing = (text or "").lstrip()
     ids = text_ids(tokenizer, closing, special=False) if closing else []
     first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
     marks = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
@@ -141,7 +154,7 @@ def spoken_parts(
     marks: Sequence[str] = (),
     skip: Callable[[int, int], int] | None = None,
 ) -> list[Span]:
-    """Return the parts of an answer outside its thoughts, in order. `opened`: the prompt has opened a thought.
+    """Return the parts of an answer outside its thoughts, in order. `opened`: the prompt opened a thought.
 
     A thought ends at the first closing tag, or with the text where there is none. A closing tag that no tag
     opened ends a thought too, one that began with the text. `skip` is called at each of the `marks` outside

@@ -40,8 +40,8 @@ def answer_ids(
     train_on: Literal["all", "last"] = "all",
     ends: Collection[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return (token ids [T], 1 for each that is learned [T]), ending with the last that is. `ends` are the ids
-    that end an answer, by default those that the tokenizer knows. Raises `ChatError`."""
+    """Return (token ids [T], 1 for each that is learned [T]), ending with the last that is. `ends` are the
+    ids that end an answer, by default those that the tokenizer knows. Raises `ChatError`."""
     ends = end_ids(tokenizer) if ends is None else ends
     if isinstance(answer.answer, str):
         if tokenizer.eos_token_id is None:
@@ -133,8 +133,8 @@ def _with_ends(
         else:
             known = ", ".join(repr(tokenizer.decode([token])) for token in sorted(ends)) or "none"
             raise ChatError(
-                "the chat template ends a turn of the assistant with no token that ends an answer (those are: "
-                f"{known}), so the model would never learn to stop. Let the template end it with such a token, "
+                "the chat template ends a turn of the assistant with no token that ends an answer (those are "
+                f"{known}), so the model would never learn to stop. Let the template end it with one, "
                 "or add the token with which it does to eos_token_id in generation_config.json"
             )
     return ids, learned

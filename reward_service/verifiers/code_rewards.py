@@ -76,7 +76,7 @@ def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
 
 def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare: Compare) -> Score | Failure:
     cases = read_cases(given.ground_truth).first(arguments.max_cases)
-    block = program_of(given.response, extract=arguments.extract)
+    block = program_of(given.spoken, extract=arguments.extract)
     if block is None:
         return _no_score()
     chosen = language == "auto"

@@ -110,8 +110,8 @@ class ChatTemplate:
         said: SampledText,
     ) -> str | None:
         """Return the text after the ids of an answer that is message `upto - 1` of `asked`, which `rendered`
-        is of; `given` is what that answer was sampled from. None when the template does not render the history
-        as it was, so that the path cannot go on."""
+        is of; `given` is what that answer was sampled from. None when the template does not render the
+        history as it was, so that the path cannot go on."""
 
         def past() -> str | None:
             try:

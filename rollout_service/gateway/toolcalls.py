@@ -5,11 +5,11 @@
     mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                  Mistral
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
-Calls inside a thought are none (`areal_async/answers.py`). Text of which one call is malformed is no tool call
-at all: the agent gets it as content, as the model wrote it. Nothing is corrected: a call whose arguments stand
-under another key, or with a parameter that is not closed, is malformed. A tag that begins no call, and that is
-not closed before the next one, is a mention. Arguments that no reply could carry (`requests.load_json`) are
-malformed. Time is linear in the text.
+Calls inside a thought are none (`areal_async/answers.py`). Text of which one call is malformed is no tool
+call at all: the agent gets it as content, as the model wrote it. Nothing is corrected: a call whose arguments
+stand under another key, or with a parameter that is not closed, is malformed. A tag that begins no call, and
+that is not closed before the next one, is a mention. Arguments that no reply could carry
+(`requests.load_json`) are malformed. Time is linear in the text.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ Reader = Callable[[int, int], Found]
 """Reads what begins at a marker; the second place is where the part outside of thoughts begins."""
 
 
-def outside_thoughts(
-    text: str, markers: Sequence[str], read: Reader, *, opened: bool = False
-) -> list[Found]:
+def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened: bool = False) -> list[Found]:
     """Return the calls, well formed or not, that stand outside of thoughts, in order."""
     every: list[Found] = []
 
@@ -230,7 +228,9 @@ def _xml(source: Source, tools: Tools) -> Reader:
         while (parameter := PARAMETER.match(text, place)) is not None:
             key, end = parameter[1].strip(), source.find(PARAMETER_END, parameter.end())
             if key in values or source.find(PARAMETER_BEGIN, parameter.end()) < end or end == len(text):
-                return Found(at, parameter.end(), problem=f"the parameter {key} is not closed, or given twice")
+                return Found(
+                    at, parameter.end(), problem=f"the parameter {key} is not closed, or given twice"
+                )
             value = text[parameter.end() : end].removesuffix("\n")
             values[key] = _typed(value, (schema.get("properties") or {}).get(key), schema)
             place = source.past_blanks(end + len(PARAMETER_END))
@@ -247,8 +247,8 @@ def _xml(source: Source, tools: Tools) -> Reader:
 
 
 def _typed(text: str, declared: Any, schema: Any) -> Any:
-    """Return the value of an XML parameter, which has no type of its own: text where the tool takes text, else
-    JSON where it is. A template writes null as `null`, so that is null where the tool takes it."""
+    """Return the value of an XML parameter, which has no type of its own: text where the tool takes text,
+    else JSON where it is. A template writes null as `null`, so that is null where the tool takes it."""
     if text == "null" and _takes(declared, schema, "null", type(None)):
         return None
     if _takes(declared, schema, "string", str):

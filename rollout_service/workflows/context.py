@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from areal_async.answers import opens_thought
+from areal_async.answers import opens_thought, spoken
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
@@ -259,7 +259,9 @@ class Context:
         self.routed(segment, request, result)
         self._paths[segment], self._policy[segment] = (parent, result.token_ids.tobytes()), policy
         if chat := self._chats.get(parent):
-            self._chats[segment] = chat.said(self.decoded(result.token_ids, policy), self._end(result, policy))
+            self._chats[segment] = chat.said(
+                self.decoded(result.token_ids, policy), self._end(result, policy)
+            )
         if anchor is not None:
             self.builder.anchor(segment, anchor)
         self.builder.text(response=result.text)
@@ -447,6 +449,10 @@ class Context:
         some chat templates do: an answer then begins inside of it."""
         last = self._path(segment)[-_LAST_TOKENS:].tolist()
         return opens_thought(self.engines[self._policy[segment]].render.answers.text(last, whole=True))
+
+    def spoken(self, text: str, segment: int) -> str:
+        """Return an answer that followed `segment` without its thoughts."""
+        return spoken(text, opened=self.opens_thought(segment))
 
     def _end(self, result: GenerateResult, policy: str) -> str:
         """Return the text of the end token with which an answer ended, "" without one."""

@@ -113,7 +113,7 @@ class ToolUse:
             tools = ctx.resources.tools.values() if arguments.format == "json" else ()
             schemas = [tool.schema for tool in tools]
             segment = ctx.observe(SegmentKind.PROMPT, prompt, parent=None, tools=schemas)
-            left, turn, answer = arguments.max_calls, 0, ""
+            left, turn, answer, opened = arguments.max_calls, 0, "", False
             while ctx.room(segment) >= 1:
                 plain = arguments.format == "plain" and left > 0
                 opened = ctx.opens_thought(segment)
@@ -128,7 +128,7 @@ class ToolUse:
             ctx.builder.text(response=answer)
             ctx.builder.meta(turns=turn + 1)
             if world is not None:
-                ctx.reward((await world.step(answer)).reward)
+                ctx.reward((await world.step(spoken(answer, opened=opened))).reward)
 
     def _calls(self, text: str, opened: bool) -> list[RequestedCall]:
         if self._arguments.format == "json":
@@ -153,9 +153,7 @@ class ToolUse:
         return ctx.observe(SegmentKind.TOOL, content, parent=parent, turn=turn, rewritten=arguments.rewritten)
 
 
-async def _generate(
-    ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool
-) -> tuple[Reply, str]:
+async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
     """A reply and its text. A plain one that a bracket stopped goes on, unless it is a call by then."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
@@ -211,7 +209,7 @@ def json_calls(text: str, *, opened: bool = False) -> list[RequestedCall]:
 
     def read(at: int, begin: int) -> Found:
         value, problem, end = json_block(source, at)
-        if value is None and not problem or not text.startswith(CLOSE, end - len(CLOSE)):
+        if (value is None and not problem) or not text.startswith(CLOSE, end - len(CLOSE)):
             return Found(at, end)  # a mention, or not closed
         call = RequestedCall("", {}, f"the call is not JSON: {problem}") if problem else _json_call(value)
         return Found(at, end, [call])

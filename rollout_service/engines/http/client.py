@@ -68,8 +68,9 @@ def result_of(
     tag_of: Callable[[str], VersionTag] = parse_tag,
     cached_tokens: int | None = None,
 ) -> GenerateResult:
-    """Return what was sampled, without its text. `units` has each id with its log-prob in nats, NaN for one that is not finite;
-    `spans` are the versions. Raises `EngineError` where the three do not agree, and what `tag_of` raises."""
+    """Return what was sampled, without its text. `units` has each id with its log-prob in nats, NaN for one
+    that is not finite; `spans` are the versions. Raises `EngineError` where the three do not agree, and what
+    `tag_of` raises."""
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the server ended a request by {reason!r}")
     if [i for i, _ in units] != ids:

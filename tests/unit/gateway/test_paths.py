@@ -84,7 +84,7 @@ async def test_a_conversation_is_one_path_of_the_sampled_ids(tokenizer: Any) -> 
     [
         ("abcdefgh{END}", {"max_tokens": 4}, "abcd", "abcd"),
         ("Act. Obs:", {"stop": ["Obs:"]}, "Act. ", "Act. Obs:"),
-        ("yes<pad>", {}, "yes<pad>", "yes<pad>"),
+        ("yes<pad>", {}, "yes", "yes<pad>"),
     ],
     ids=["cut by its length", "a stop text stays though the agent does not see it", "another end token"],
 )

@@ -48,7 +48,7 @@ def test_what_is_streamed_is_a_beginning_of_what_is_said(parts, cuts, stops, too
     template = chat_template()
     ids = np.asarray(encoded(template.tokenizer, "".join(parts)), np.int32)
     stop = ("##",) if stops else ()
-    body = template.body(ids)
+    body = template.text(ids.tolist())
     if stops:
         body = body.partition("##")[0]
     parsed = parse(body, "hermes") if tools else ParsedText(body)

@@ -90,8 +90,9 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_what_to_do(tokeni
 
 
 def test_marks_that_are_not_one_for_each_turn_are_refused(tokenizer):
-    tokenizer.chat_template = MARKED.replace("{{ m.content }}<eos>{% endgen", "{{ m.content }}{% endgen", 1)
-    assert learned(tokenizer, Continuation([], CHAT))[1] == ["x1", "x2", "x3"]
+    behind = ("{{ m.content }}<eos>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<eos>")
+    tokenizer.chat_template = MARKED.replace(*behind, 1)
+    assert learned(tokenizer, Continuation([], CHAT))[1] == ["x1<eos>", "x2<eos>", "x3<eos>"]
     tokenizer.chat_template = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     with pytest.raises(ChatError, match=r"marks 1 turns.*assistant has 2"):
         answer_ids(tokenizer, Continuation([], CHAT[:5]))
