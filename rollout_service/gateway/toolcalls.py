@@ -128,12 +128,13 @@ def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened:
 
 
 class Source:
-    """A text that is searched from front to back: a tag that was looked for is not looked for again before
-    the search has passed it."""
+    """A text that is searched from front to back, in linear time: a tag that was looked for is not looked for
+    again before the search has passed it, and after `MOST_FAILED` values that are no JSON none is read."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._known: dict[str, int] = {}
+        self._failed = 0
 
     def find(self, tag: str, at: int) -> int:
         """Return the first place of `tag` from `at` on, or the text's length."""
@@ -142,12 +143,24 @@ class Source:
             known = self._known[tag] = place if place >= 0 else len(self.text)
         return known
 
+    def decode(self, at: int) -> tuple[Any, int]:
+        """Return the JSON value behind blanks, and the place behind it and blanks. Raises `ValueError`."""
+        if self._failed > MOST_FAILED:
+            raise ValueError("too many calls are malformed")
+        try:
+            value, end = decode_json(self.text, self.past_blanks(at))
+        except ValueError:
+            self._failed += 1
+            raise
+        return value, self.past_blanks(end)
+
     def past_blanks(self, at: int) -> int:
         found = _BLANKS.match(self.text, at)
         return found.end() if found else at
 
 
 _BLANKS = re.compile(r"\s*")
+MOST_FAILED = 64
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -159,8 +172,7 @@ def json_block(source: Source, at: int) -> tuple[Any, str, int]:
     if not text.startswith("{", begin) and end >= source.find(OPEN, body) and begin < len(text):
         return None, "", body
     try:
-        value, after = decode_json(text, begin)
-        after = source.past_blanks(after)
+        value, after = source.decode(begin)
         closed = text.startswith(CLOSE, after)  # the first such tag may be text of an argument
         if closed or after == len(text):
             return value, "" if value is not None else "it is null", after + len(CLOSE) * closed
@@ -287,10 +299,10 @@ def _mistral(source: Source, tools: Tools) -> Reader:
     def read(at: int, begin: int) -> Found:
         begin = at + len("[TOOL_CALLS]")
         try:
-            value, end = decode_json(source.text, source.past_blanks(begin))
+            value, end = source.decode(begin)
         except ValueError as error:
             return Found(at, begin, problem=str(error))
-        if (end := source.past_blanks(end)) < len(source.text):
+        if end < len(source.text):
             return Found(at, end, problem="there is something else behind the calls")
         return _found(at, end, value if isinstance(value, list) else [value], "arguments")
 
@@ -308,11 +320,10 @@ def _llama(source: Source, tools: Tools) -> Reader:
         place, values = source.past_blanks(at + len("<|python_tag|>") if tagged else at), list[Any]()
         while place < len(text):
             try:
-                value, place = decode_json(text, place)
+                value, place = source.decode(place)
             except ValueError as error:
                 return Found(at, at + 1, problem=str(error))
             values.append(value)
-            place = source.past_blanks(place)
             if text.startswith(";", place):
                 place = source.past_blanks(place + 1)
         whole = all(isinstance(value, dict) and "parameters" in value for value in values)

@@ -2,11 +2,11 @@
 nothing else.
 
 A request is known by method, path and body, without what differs from run to run (request ids, the owner of a
-label, folders), and without the ids that end an answer and whether the server's text has special tokens: the
-recorded models have one end, which the server knows itself, and no engine reads that text. The replay is strict: a request that was not recorded, or a recorded one that does not
-come, is a failure. GETs and aborts may come any number of times, since clients poll and repeat them. Order
-is kept where it matters: a part of an answer is sent no earlier than the requests that came before it in
-the recording.
+label, folders). The ids that end an answer, and whether the server's text has special tokens, are left out
+too: the recorded models have one end, which the server knows itself, and no engine reads that text. The
+replay is strict: a request that was not recorded, or a recorded one that does not come, is a failure. GETs
+and aborts may come any number of times, since clients poll and repeat them. Order is kept where it matters: a
+part of an answer is sent no earlier than the requests that came before it in the recording.
 """
 
 from __future__ import annotations

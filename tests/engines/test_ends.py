@@ -4,7 +4,6 @@ token that ends a turn: text, stop, length and reward are the same with every en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

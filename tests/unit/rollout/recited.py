@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ def write_reciting_model(
     model = LlamaForCausalLM(config)
     order = [*ids_of(tokenizer, "\n"), *ids_of(tokenizer, text)]
     assert len({*order}) == len(order)
-    follows = dict(zip(order, order[1:], strict=False))
+    follows = dict(itertools.pairwise(order))
     if after:
         follows[order[-1]] = follows[ids_of(tokenizer, after)[0]] = ids_of(tokenizer, after)[0]
     with torch.no_grad():
