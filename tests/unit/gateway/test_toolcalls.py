@@ -86,20 +86,12 @@ def test_what_is_streamed_is_a_beginning_of_what_is_said(parts, cuts, stops, too
 
 
 MANY = 1 << 15
-FLOODS = [
-    *(
-        "<tool_call>",
-        "<tool_call>{",
-        '<tool_call>{"',
-        '<tool_call>{"a</tool_call>',
-        "<tool_call>[</tool_call>",
-    ),
-    *("<function=f>", "<tool_call><function=f>", "<function=f><parameter=s>", "<parameter=s>a</parameter>"),
-    *("<think>", "</think>", '</think><tool_call>{"a', "[TOOL_CALLS]", "<|python_tag|>{", "{"),
-]
+HERMES = ("<tool_call>", '<tool_call>{"', '<tool_call>{"a</tool_call>', "<tool_call>[</tool_call>")
+XML = ("<function=f>", "<tool_call><function=f>", "<function=f><parameter=s>", "<parameter=s>a</parameter>")
+OTHERS = ("<think>", "</think>", '</think><tool_call>{"a', "[TOOL_CALLS]", "<|python_tag|>{", "{")
 
 
-@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("flood", [*HERMES, *XML, *OTHERS])
 def test_no_text_is_read_again_and_again(flood: str) -> None:
     """Reading once takes a hundredth of the CPU time; a search to the end from each tag takes hours."""
 

@@ -211,10 +211,7 @@ def test_a_path_goes_on_where_the_template_shows_what_was_thought(template, head
         closing = "" if end == END else END
         assert text.startswith(f"{closing}\n<|im_start|>user")
         assert text.count("<|im_start|>user") == 1
-        shown = tokenizer.apply_chat_template(
-            [*chat.messages, *new], tokenize=False, add_generation_prompt=True
-        )
+        shown, opened = chat.then(new).render(tokenizer), Chat(tuple(user("A"))).render(tokenizer)
         assert shown.endswith(text.removeprefix(closing))
-        opened = tokenizer.apply_chat_template(user("A"), tokenize=False, add_generation_prompt=True)
         whole = opened + reply + (END if end == END else "") + text
         assert "".join(whole.split()) == "".join(shown.split())
