@@ -86,7 +86,7 @@ def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False)
     `opened`: the prompt has opened a thought."""
     if family == "none":
         return ParsedText(text)
-    read = _READERS[family](Source(text), tools)
+    read = _READERS[family](ScannedText(text), tools)
     found = outside_thoughts(text, MARKERS[family], read, opened=opened)
     calls = [call for each in found for call in each.calls]
     if not calls or any(each.problem for each in found):
@@ -127,7 +127,7 @@ def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened:
     return [found for found in every if said(found)]
 
 
-class Source:
+class ScannedText:
     """A text that is searched from front to back, in linear time: a tag that was looked for is not looked for
     again before the search has passed it, and after `MOST_FAILED` values that are no JSON none is read."""
 
@@ -164,7 +164,7 @@ MOST_FAILED = 64
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def json_block(source: Source, at: int) -> tuple[Any, str, int]:
+def json_block(source: ScannedText, at: int) -> tuple[Any, str, int]:
     """Return the value of the `<tool_call>` block at `at`, what is wrong with it, and where it ends. Without
     either it is a mention. A block that the text ends in need not be closed."""
     text, body = source.text, at + len(OPEN)
@@ -209,7 +209,7 @@ def _found(start: int, end: int, values: Sequence[Any], key: str) -> Found:
     return Found(start, end, calls, "" if calls and len(calls) == len(values) else "a call is malformed")
 
 
-def _hermes(source: Source, tools: Tools) -> Reader:
+def _hermes(source: ScannedText, tools: Tools) -> Reader:
     def read(at: int, begin: int) -> Found:
         value, problem, end = json_block(source, at)
         if value is None:
@@ -225,7 +225,7 @@ FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
 PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def _xml(source: Source, tools: Tools) -> Reader:
+def _xml(source: ScannedText, tools: Tools) -> Reader:
     text = source.text
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
@@ -295,7 +295,7 @@ def _takes(declared: Any, schema: Any, name: str, kind: type, depth: int = 0) ->
     return any(_takes(way, schema, name, kind, depth + 1) for way in ways)
 
 
-def _mistral(source: Source, tools: Tools) -> Reader:
+def _mistral(source: ScannedText, tools: Tools) -> Reader:
     def read(at: int, begin: int) -> Found:
         begin = at + len("[TOOL_CALLS]")
         try:
@@ -309,7 +309,7 @@ def _mistral(source: Source, tools: Tools) -> Reader:
     return read
 
 
-def _llama(source: Source, tools: Tools) -> Reader:
+def _llama(source: ScannedText, tools: Tools) -> Reader:
     text = source.text
 
     def read(at: int, begin: int) -> Found:
@@ -332,7 +332,7 @@ def _llama(source: Source, tools: Tools) -> Reader:
     return read
 
 
-_READERS: dict[Format, Callable[[Source, Tools], Reader]] = {
+_READERS: dict[Format, Callable[[ScannedText, Tools], Reader]] = {
     "hermes": _hermes,
     "xml": _xml,
     "mistral": _mistral,

@@ -30,7 +30,7 @@ from rollout_service.gateway.toolcalls import (
     CLOSE,
     OPEN,
     Found,
-    Source,
+    ScannedText,
     aside,
     json_block,
     outside_thoughts,
@@ -205,7 +205,7 @@ def plain_call(text: str) -> RequestedCall | None:
 def json_calls(text: str, *, opened: bool = False) -> list[RequestedCall]:
     """Return every call in `text` outside of its thoughts, in order; one that is no proper JSON has a
     `problem`. `opened`: the prompt has opened a thought."""
-    source = Source(text)
+    source = ScannedText(text)
 
     def read(at: int, begin: int) -> Found:
         value, problem, end = json_block(source, at)
