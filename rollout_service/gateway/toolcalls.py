@@ -310,11 +310,13 @@ def _mistral(source: ScannedText, tools: Tools) -> Reader:
 
 
 def _llama(source: ScannedText, tools: Tools) -> Reader:
-    text = source.text
+    text, firsts = source.text, dict[int, int]()
 
     def read(at: int, begin: int) -> Found:
         tagged = text.startswith("<|python_tag|>", at)
-        if not tagged and text[begin:at].strip():
+        if begin not in firsts:
+            firsts[begin] = source.past_blanks(begin)
+        if not tagged and at > firsts[begin]:
             return Found(at, at + 1)
         # Several calls stand one after the other, separated by semicolons.
         place, values = source.past_blanks(at + len("<|python_tag|>") if tagged else at), list[Any]()
