@@ -219,8 +219,8 @@ def _hermes(source: ScannedText, tools: Tools) -> Reader:
     return read
 
 
-FUNCTION = re.compile(r"<function=([^>\n]+)>")
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+FUNCTION = re.compile(r"<function=([^>\n]{1,256})>")
+PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>\n?")
 FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
 PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
 
@@ -244,7 +244,7 @@ def _xml(source: ScannedText, tools: Tools) -> Reader:
                     at, parameter.end(), problem=f"the parameter {key} is not closed, or given twice"
                 )
             value = text[parameter.end() : end].removesuffix("\n")
-            values[key] = _typed(value, (schema.get("properties") or {}).get(key), schema)
+            values[key] = _typed(value, _inside(schema, "properties", key), schema)
             place = source.past_blanks(end + len(PARAMETER_END))
         if not text.startswith(FUNCTION_END, place):
             if not values and source.find(FUNCTION_BEGIN, place) < source.find(FUNCTION_END, place):
@@ -271,28 +271,33 @@ def _typed(text: str, declared: Any, schema: Any) -> Any:
         return text
 
 
-DEEPEST_SCHEMA = 16
+def _takes(declared: Any, schema: Any, name: str, kind: type) -> bool:
+    """Return whether `declared`, a part of `schema`, says in any way that a value may be of a type."""
+    left, seen = [declared], set[int]()
+    while left:
+        if not isinstance(way := left.pop(), dict) or id(way) in seen:
+            continue
+        seen.add(id(way))
+        types, named = [*_list(way.get("type")), way.get("type")], "type" in way
+        values = [*_list(way.get("enum")), *([way["const"]] if "const" in way else ())]
+        if name in types or (name == "null" and way.get("nullable") is True):
+            return True
+        if not named and any(isinstance(value, kind) for value in values):
+            return True
+        left += [each for key in ("anyOf", "oneOf", "allOf") for each in _list(way.get(key))]
+        if isinstance(link := way.get("$ref"), str) and link.startswith("#/"):
+            left.append(_inside(schema, *link[2:].split("/")))
+    return False
 
 
-def _takes(declared: Any, schema: Any, name: str, kind: type, depth: int = 0) -> bool:
-    """Return whether a schema inside `schema` says that a value may be of a type, in any of its ways."""
-    if not isinstance(declared, dict) or depth > DEEPEST_SCHEMA:
-        return False
-    named = declared.get("type")
-    if name == named or (isinstance(named, list) and name in named):
-        return True
-    if name == "null" and declared.get("nullable") is True:
-        return True
-    values = [*(declared.get("enum") or ()), *([declared["const"]] if "const" in declared else ())]
-    if named is None and any(isinstance(value, kind) for value in values):
-        return True
-    ways = [way for key in ("anyOf", "oneOf", "allOf") for way in declared.get(key) or ()]
-    if isinstance(link := declared.get("$ref"), str) and link.startswith("#/"):
-        target = schema
-        for part in link[2:].split("/"):
-            target = target.get(part) if isinstance(target, dict) else None
-        ways.append(target)
-    return any(_takes(way, schema, name, kind, depth + 1) for way in ways)
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _inside(value: Any, *names: str) -> Any:
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _mistral(source: ScannedText, tools: Tools) -> Reader:

@@ -34,10 +34,16 @@ WAYS = {
     "enum": {"enum": ["1", "2"]},
     "numbers": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "text": {"allOf": [{"type": "string"}]},
+    "loop": {"$ref": "#/$defs/Loop"},
+    "odd": {"enum": 3, "anyOf": "x", "type": {}, "$ref": "#/$defs/none/of/it"},
 }
-DEFINED = {"Name": {"anyOf": [{"$ref": "#/$defs/Name"}, {"const": "x"}]}}
+DEFINED = {
+    "Name": {"anyOf": [{"$ref": "#/$defs/Name"}, {"const": "x"}]},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"} for _ in range(50)]},
+}
 TOOLS: Any = [
     {"function": {"name": "f", "parameters": {"properties": PROPERTIES}}},
+    {"function": {"name": "h", "parameters": {"properties": [1]}}},
     {"function": {"name": "g", "parameters": {"properties": WAYS, "$defs": DEFINED}}},
 ]
 
@@ -86,9 +92,29 @@ def test_what_is_streamed_is_a_beginning_of_what_is_said(parts, cuts, stops, too
 
 
 MANY = 1 << 15
-HERMES = ("<tool_call>", '<tool_call>{"', '<tool_call>{"a</tool_call>', "<tool_call>[</tool_call>")
-XML = ("<function=f>", "<tool_call><function=f>", "<function=f><parameter=s>", "<parameter=s>a</parameter>")
-OTHERS = ("<think>", "</think>", '</think><tool_call>{"a', "[TOOL_CALLS]", "<|python_tag|>{", "{")
+HERMES = (
+    "<tool_call>",
+    "<tool_call>{",
+    '<tool_call>{"',
+    '<tool_call>{"a</tool_call>',
+    "<tool_call>[</tool_call>",
+)
+XML = (
+    "<function=",
+    "<function=f>",
+    "<tool_call><function=f>",
+    "<function=f><parameter=s>",
+    "<parameter=s>a</parameter>",
+)
+OTHERS = (
+    "<tool_call>[</tool_call>",
+    "<think>",
+    "</think>",
+    '</think><tool_call>{"a',
+    "[TOOL_CALLS]",
+    "<|python_tag|>{",
+    "{",
+)
 
 
 @pytest.mark.parametrize("flood", [*HERMES, *XML, *OTHERS])
