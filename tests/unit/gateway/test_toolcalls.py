@@ -92,29 +92,9 @@ def test_what_is_streamed_is_a_beginning_of_what_is_said(parts, cuts, stops, too
 
 
 MANY = 1 << 15
-HERMES = (
-    "<tool_call>",
-    "<tool_call>{",
-    '<tool_call>{"',
-    '<tool_call>{"a</tool_call>',
-    "<tool_call>[</tool_call>",
-)
-XML = (
-    "<function=",
-    "<function=f>",
-    "<tool_call><function=f>",
-    "<function=f><parameter=s>",
-    "<parameter=s>a</parameter>",
-)
-OTHERS = (
-    "<tool_call>[</tool_call>",
-    "<think>",
-    "</think>",
-    '</think><tool_call>{"a',
-    "[TOOL_CALLS]",
-    "<|python_tag|>{",
-    "{",
-)
+HERMES = ("<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{"a</tool_call>')
+XML = ("<function=", "<function=f>", "<tool_call><function=f>", "<function=f><parameter=s>")
+OTHERS = ("<think>", "</think>", '</think><tool_call>{"a', "[TOOL_CALLS]", "<|python_tag|>{", "{")
 
 
 @pytest.mark.parametrize("flood", [*HERMES, *XML, *OTHERS])
