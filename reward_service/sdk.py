@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import msgspec
 
+from areal_async.answers import opens_thought, spoken
 from areal_async.errors import ArealError
 from areal_async.registry import run_user_file
 from areal_async.rpc.verdicts import Abstain, Parts, Score
@@ -95,6 +96,12 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     """Whether the last answer ended at its length limit."""
     blob: bytes = b""
     """The episode's codec blob; empty where a caller has only texts."""
+
+    @cached_property
+    def spoken(self) -> str:
+        """The response without what was thought in it: between `<think>` and `</think>`, before a `</think>`
+        that opens nowhere, and after a `<think>` that never closes, which may stand at the prompt's end."""
+        return spoken(self.response, opened=opens_thought(self.prompt))
 
     @cached_property
     def episode(self) -> Episode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,7 @@ from areal_async.cli.tools import (
 )
 
 if TYPE_CHECKING:
+    from areal_async.config.errors import Mistake
     from areal_async.config.job import JobConfig
     from areal_async.controller.messages import WorkersAnswer
     from areal_async.rpc.control_messages import WorkersChanged
@@ -88,9 +90,9 @@ Overwrite = Annotated[
 ]
 
 
-def print_warnings(job: JobConfig) -> None:
-    """On standard error: what the job's preset comes to, and a line for everything that `job` may say but
-    will regret."""
+def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
+    """Print on standard error what the job's preset comes to, and a line for everything that `job` may say
+    but will regret, and for what its files were `found` to be."""
     from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
@@ -102,7 +104,7 @@ def print_warnings(job: JobConfig) -> None:
         for line in expansion(view):
             told = f"{whose}preset {view.trainer.objective.preset}: {line}"
             console.print(told, markup=False, highlight=False)
-    for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job)]:
+    for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job), *found]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
 
@@ -125,8 +127,8 @@ def run(
 
         job = load_job(job_file, overrides or ())
         with progress("checking the job"):
-            check_contents(job, source=str(job_file))
-        _run(job, cluster, plain, as_json, inline, overwrite=overwrite)
+            found = check_contents(job, source=str(job_file))
+        _run(job, cluster, plain, as_json, inline, found, overwrite=overwrite)
 
 
 @app.command()
@@ -161,13 +163,19 @@ def resume(
 
 
 def _run(
-    job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, inline: bool, **how: Any
+    job: JobConfig,
+    cluster_file: Path | None,
+    plain: bool,
+    as_json: bool,
+    inline: bool,
+    found: Sequence[Mistake] = (),
+    **how: Any,
 ) -> None:
     from areal_async.config.cluster import load_cluster
     from areal_async.launch.run import run_job
     from areal_async.status.view import RunConsole
 
-    print_warnings(job)
+    print_warnings(job, found)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
     console = RunConsole(stderr=as_json)
     how |= {"cluster": cluster, "cluster_file": cluster_file, "console": console, "plain": plain}
@@ -188,8 +196,8 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
 
         job = load_job(job_file, overrides or ())
         with progress("checking the job"):
-            check_contents(job, source=str(job_file))
-        print_warnings(job)
+            found = check_contents(job, source=str(job_file))
+        print_warnings(job, found)
         for each in explain(job):
             note(f"note: {each}")
         show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)

@@ -54,6 +54,8 @@ class Mistake:
     problem: str
     fix: str
     involves: tuple[str, ...] = ()  # Other fields that the statement depends on
+    warns: bool = False
+    """Whether the job runs all the same."""
 
     def __str__(self) -> str:
         end = "" if self.fix.endswith(("?", ".")) else "."

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -30,7 +30,7 @@ import msgspec
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from areal_async import chats, examples, prompts, tasks
+from areal_async import answers, chats, examples, prompts, tasks
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -294,9 +294,9 @@ CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/k
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
 
-def check_contents(job: JobConfig, *, source: str) -> None:
-    """Raise `ConfigError` with every reason why the job would fail once it runs. The checks run at the same
-    time: most of them wait for a process that tries something."""
+def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
+    """Raise `ConfigError` with every reason why the job would fail once it runs, and return what it may
+    regret. The checks run at the same time: most of them wait for a process that tries something."""
     checks: list[Callable[[], Iterable[Mistake]]] = []
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
@@ -310,9 +310,10 @@ def check_contents(job: JobConfig, *, source: str) -> None:
         checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda check: list(check()), checks)
-        mistakes = list(dict.fromkeys(chain.from_iterable(found)))
-    if mistakes:
-        raise ConfigError(source, in_urls(mistakes, job))
+        mistakes = in_urls(dict.fromkeys(chain.from_iterable(found)), job)
+    if wrong := [each for each in mistakes if not each.warns]:
+        raise ConfigError(source, wrong)
+    return mistakes
 
 
 def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
@@ -364,17 +365,19 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
     """Mistakes that the model's tokenizer shows, tried in a process of its own. Files and settings that were
     found in order once are not tried again."""
     settings = job.model_dump_json(include={"kind", "rollout", "evaluation", "sft"})
-    sources = [Path(module.__file__ or "") for module in (chats, examples, prompts, tasks, prompt_trial)]
+    modules = (answers, chats, examples, prompts, tasks, prompt_trial)
+    sources = [Path(module.__file__ or "") for module in modules]
     try:
         data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
         key = digest_of([*tokenizer_files(job.model), *data, *sources], settings)
     except OSError:  # the process says what is wrong with it
         return _tried(job, "tokenizer", "model")
-    if recall(CHECKED, key) is not None:
-        return []
+    with suppress(msgspec.DecodeError):
+        if (known := recall(CHECKED, key)) is not None:
+            return msgspec.json.decode(known, type=list[Mistake])
     mistakes = _tried(job, "tokenizer", "model")
-    if not mistakes:
-        keep(CHECKED, key, b"in order")
+    if all(each.warns for each in mistakes):
+        keep(CHECKED, key, msgspec.json.encode(mistakes))
     return mistakes
 
 

@@ -12,12 +12,22 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from areal_async.answers import (
+    GENERATION_CONFIG,
+    TEMPLATE,
+    TOKENIZER,
+    end_ids,
+    end_sources,
+    next_turn,
+    turn_closing,
+)
 from areal_async.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
@@ -44,7 +54,7 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
         tokenizer = with_template_args(tokenizer, job.rollout.template_args)
     except Exception as error:  # whatever a broken file makes the library raise
         return [_not_loaded(job.model, error)]
-    mistakes = list(_stop_mistakes(job, tokenizer)) if job.kind == "rl" else []
+    mistakes = [*_stop_mistakes(job, tokenizer), *_end_warnings(job, tokenizer)] if job.kind == "rl" else []
     for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
         if path is not None:
             mistakes += list(
@@ -64,6 +74,39 @@ def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
                 problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
                 fix = "Give a text that the model can write, or remove it"
                 yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
+
+
+def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
+    """What the model's files, tokenizer and chat template say differently of where an answer ends."""
+    sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
+    union: set[int] = set().union(*sources.values())
+    where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"
+    stops, fields = job.rollout.sampling.stop, ("rollout.sampling.stop",)
+    if not union and not stops:
+        problem = "nothing names a token that ends an answer: each has rollout.sampling.max_new_tokens"
+        yield Mistake("model", problem, f"Give {where}, or rollout.sampling.stop", fields, warns=True)
+    named = sources[GENERATION_CONFIG]
+    for who in (TOKENIZER, TEMPLATE):
+        if named and (missing := sources[who] - named):
+            problem = f"{who} ends an answer with {shown(missing)}, and {where} names {shown(named)} alone"
+            fix = f"This job ends answers with each of them. Add {sorted(missing)} there for other programs"
+            yield Mistake("model", problem, fix, warns=True)
+            named |= missing
+    closing = turn_closing(tokenizer)
+    if closing is None:
+        return
+    if (end := closing.strip()) and not sources[TEMPLATE] and not any(stop in end for stop in stops):
+        problem = f"the chat template ends a turn with {end!r:.80}, which is no token of its own"
+        fix = f"Add that text to rollout.sampling.stop, or a template that ends turns with {shown(union)}"
+        yield Mistake("model", problem, fix, fields, warns=True)
+    if not end and (following := next_turn(tokenizer)) is not None and following not in union:
+        problem = f"the chat template ends a turn with nothing, and begins the next with {shown({following})}"
+        fix = f"Add {following} to {where}, so that an answer ends there too"
+        yield Mistake("model", problem, fix, warns=True)
+
+
+def _shown(tokenizer: Any, ids: Collection[int]) -> str:
+    return ", ".join(repr(tokenizer.decode([token])) for token in sorted(ids)) or "nothing"
 
 
 def _not_loaded(model: Path, error: Exception) -> Mistake:
@@ -93,7 +136,8 @@ def _prompt_mistakes(
         else:
             examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
             chosen = examples[:: max(1, len(examples) // SAMPLE)]
-            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one)]
+            ends = end_ids(tokenizer, job.model)
+            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one, ends)]
             answers = [answer for one in chosen for answer in one.answers]
             texts = [
                 message_texts(part).replace("\n", "") for one in answers for part in (one.prompt, one.answer)
@@ -141,13 +185,15 @@ def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]
         ) from error
 
 
-def _answer_tokens(job: JobConfig, tokenizer: Any, example: Example) -> list[list[int]]:
+def _answer_tokens(
+    job: JobConfig, tokenizer: Any, example: Example, ends: Collection[int]
+) -> list[list[int]]:
     """The tokens of each answer of an example. Raises `ChatError`, which names the row."""
     train_on = job.sft.train_on if job.kind == "sft" else "all"
     try:
         if job.kind == "reward_model":
             return [whole_ids(tokenizer, answer) for answer in example.answers]
-        return [answer_ids(tokenizer, answer, train_on=train_on)[0] for answer in example.answers]
+        return [answer_ids(tokenizer, answer, train_on=train_on, ends=ends)[0] for answer in example.answers]
     except ChatError as error:
         raise ChatError(f"{example.where}: {error}") from error
 

@@ -46,7 +46,7 @@ def json_schema(
         schema = _schema(given.ground_truth)
         if schema is None:
             return Abstain("the task has no schema, and reward.args.schema gives none")
-    text = _found(given.response, where)
+    text = _found(given.spoken, where)
     if text is None:
         return Score(0.0, {"json": 0.0})
     try:

@@ -3,9 +3,9 @@ another.
 
 Shared by the verifiers; pure, and linear in the response's length.
 
-What is thought is not answered: of a response with `</think>` only what follows the last one counts, and one
-that opens `<think>` and never closes it answers nothing. docs/verifiers.md has the places
-(`where`) that an answer may stand at.
+What is thought is not answered (`areal_async/answers.py`). `RewardInput.spoken` is a response without its
+thoughts, for which `answer_of` alone cannot know whether the prompt has opened one. docs/verifiers.md has the
+places (`where`) that an answer may stand at.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import unicodedata
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
+
+from areal_async.answers import spoken
 
 Where = Literal["whole", "boxed", "tag", "hash", "said", "last_line", "marked", "any"]
 WHERES: tuple[Where, ...] = get_args(Where)
@@ -37,22 +39,17 @@ NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
 def answer_of(response: str, where: Where = "any") -> str | None:
     """The answer, without white space at either end; None when there is none at that place."""
-    spoken = after_thinking(response)
+    text = spoken(response)
     if where == "whole":
-        return spoken.strip()
+        return text.strip()
     if where == "marked":
-        return _first(_tag(spoken), boxed(spoken), _hash(spoken), _said(spoken))
+        return _first(_tag(text), boxed(text), _hash(text), _said(text))
     if where == "any":
-        return _first(_tag(spoken), boxed(spoken), _hash(spoken), _said(spoken), _last_line(spoken))
+        return _first(_tag(text), boxed(text), _hash(text), _said(text), _last_line(text))
     finders = {"boxed": boxed, "tag": _tag, "hash": _hash, "said": _said, "last_line": _last_line}
     if where not in finders:
         raise ValueError(f"there is no place {where!r} for an answer: use one of {', '.join(WHERES)}")
-    return finders[where](spoken)
-
-
-def after_thinking(response: str) -> str:
-    """What follows the last thought; a thought that is not closed is none of it."""
-    return response.rpartition("</think>")[2].partition("<think>")[0]
+    return finders[where](text)
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

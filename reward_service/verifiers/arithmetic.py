@@ -43,11 +43,11 @@ def arithmetic(given: RewardInput, _: NoArguments) -> float:
     wanted = parse_number(str(given.ground_truth).strip())
     if wanted is None:
         raise ValueError(f"the ground truth {given.ground_truth!r:.80} is not a number; use exact_match")
-    if given.response.lstrip().startswith(("=", "＝")) and ENDS_IN_EQUALS.search(
+    if given.spoken.lstrip().startswith(("=", "＝")) and ENDS_IN_EQUALS.search(
         given.prompt[-LAST_CHARACTERS:]
     ):
         return 0.0  # the equation would have two signs
-    answer = final_number(given.response)
+    answer = final_number(given.spoken)
     return float(answer is not None and same_number(answer, wanted))
 
 
@@ -119,7 +119,7 @@ def gsm8k(given: RewardInput, arguments: Gsm8kArguments) -> float:
     wanted = parse_number(stated.strip().lstrip("$"))
     if wanted is None:
         raise ValueError(f"the ground truth {given.ground_truth!r:.80} has no number (after ####)")
-    answer = number_of(given.response, flexible=arguments.flexible)
+    answer = number_of(given.spoken, flexible=arguments.flexible)
     return float(answer is not None and same_number(answer, wanted))
 
 

@@ -84,9 +84,9 @@ def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare
     chosen = language == "auto"
     # Tests of functions are in Python, whatever the model prefers.
     languages = tuple(LANGUAGES) if chosen and cases.stdio else ("python" if chosen else language,)
-    block: Block | None = Block("", given.response)
+    block: Block | None = Block("", given.spoken)
     if arguments.extract == "fence":
-        block = program_of(given.response, languages, defines=cases.names)
+        block = program_of(given.spoken, languages, defines=cases.names)
     if block is None or not block.text.strip():
         return _no_score()
     language = (block.language or "python") if chosen else language

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from areal_async.answers import spoken
 from reward_service.sandbox.languages import spoken_by
-from reward_service.verifiers.answers import after_thinking
 
 CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
 """White space, and markers of lists and quotes, that a fence may stand behind."""
@@ -56,7 +56,7 @@ class Block(NamedTuple):
 def blocks(response: str) -> list[Block]:
     """Return the fenced blocks in their order, without the indentation and marks of the list or quote around
     them. A block that is never closed goes to the end: a response cut at its length limit often ends so."""
-    response = after_thinking(response)[-LONGEST:].replace("\r\n", "\n")
+    response = spoken(response)[-LONGEST:].replace("\r\n", "\n")
     found = []
     at = 0
     while (opening := OPENING.search(response, at)) is not None:

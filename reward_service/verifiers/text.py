@@ -47,7 +47,7 @@ def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
 
     Runs of white space count as one space, and none at either end. A ground truth that is no text is compared
     as Python writes it. No answer at `where` is wrong."""
-    answer = given.response if arguments.where is None else answer_of(given.response, arguments.where)
+    answer = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     if answer is None:
         return 0.0
     wanted = accepted(given.ground_truth) if arguments.any_of else [str(given.ground_truth)]
@@ -105,7 +105,7 @@ def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abst
     pattern, group = arguments.pattern, arguments.group
     if given.ground_truth is None and (pattern is None or group is not None):
         return Abstain("the task has no ground truth")
-    text = given.response if arguments.where is None else answer_of(given.response, arguments.where)
+    text = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     compiled = _compiled(str(given.ground_truth) if pattern is None else pattern)
     found = None
     if text is not None:
@@ -138,7 +138,7 @@ class FormatTagsArguments(Section):
     empty: bool = False
     """Whether a tag may hold nothing."""
     opened_by_prompt: bool = False
-    """Whether the prompt ends with the first tag."""
+    """Whether the prompt ends with the first tag. A prompt that is given shows it itself."""
     partial: bool = False
     """Whether the score is the share of the tags that are there."""
 
@@ -151,7 +151,8 @@ def format_tags(given: RewardInput, arguments: FormatTagsArguments) -> Score:
     By default the form is `<think>…</think> <answer>…</answer>`, as in DeepSeek-R1's format reward (2025).
     Tags may hold one another only if they are named so; none is looked for in what they hold."""
     tags = arguments.tags
-    text = f"<{tags[0]}>{given.response}" if arguments.opened_by_prompt else given.response
+    opened = arguments.opened_by_prompt or given.prompt.rstrip().endswith(f"<{tags[0]}>")
+    text = f"<{tags[0]}>{given.response}" if opened else given.response
     found = sum(_once(text, tag) for tag in tags) / len(tags)
     whole = found == 1 and _in_order(text, tags, outside=arguments.outside, empty=arguments.empty)
     return Score(found if arguments.partial else float(whole), {"tags": found})
@@ -203,7 +204,7 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
     letters = arguments.letters
     options = _options(given.extra_info.get("choices"), letters)
     wanted = _wanted(given.ground_truth, options, letters)
-    stated = answer_of(given.response[-20_000:], "any")
+    stated = answer_of(given.spoken[-20_000:], "any")
     return float(stated is not None and chosen(stated, options, letters) == wanted)
 
 

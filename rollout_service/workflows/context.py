@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from areal_async.answers import opens_thought, spoken
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
@@ -47,6 +48,7 @@ REWARD = "reward"
 
 
 _SEED_PARTS = struct.Struct("<4Q")
+_LAST_TOKENS = 64  # Tokens of a path that hold the tag which it ends with
 
 
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
@@ -257,7 +259,9 @@ class Context:
         self.routed(segment, request, result)
         self._paths[segment], self._policy[segment] = (parent, result.token_ids.tobytes()), policy
         if chat := self._chats.get(parent):
-            self._chats[segment] = chat.said(self.decoded(result.token_ids, policy))
+            self._chats[segment] = chat.said(
+                self.decoded(result.token_ids, policy), self._end(result, policy)
+            )
         if anchor is not None:
             self.builder.anchor(segment, anchor)
         self.builder.text(response=result.text)
@@ -343,9 +347,6 @@ class Context:
             if changed:
                 return self._rewritten(chat, agent, turn, rewritten, policy)
             ids = render.following(after)
-            # A reply that ended with the end-of-turn token has said it already.
-            if len(ids) and self._path(parent)[-1] == ids[0] and render.special(int(ids[0])):
-                ids = ids[1:]
         else:
             ids = np.asarray(content, np.int32)
         segment = self.builder.observed(kind, ids, parent, agent, turn)
@@ -439,9 +440,24 @@ class Context:
         return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
     def decoded(self, ids: Ids, policy: str | None = None) -> str:
-        """Text of the ids of a policy, by default the first; without special tokens; a stop string stays."""
-        tokenizer: Any = self.engines[policy or self.policies[0]].render.tokenizer
-        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        """Return the text of an answer of a policy, by default the first, without its end token; a stop
+        string and other special tokens are in it."""
+        return self.engines[policy or self.policies[0]].render.answers.text(ids.tolist())
+
+    def opens_thought(self, segment: int) -> bool:
+        """Return whether the path down to `segment` ends with a tag that opens a thought, as the prompts of
+        some chat templates do: an answer then begins inside of it."""
+        last = self._path(segment)[-_LAST_TOKENS:].tolist()
+        return opens_thought(self.engines[self._policy[segment]].render.answers.text(last, whole=True))
+
+    def spoken(self, text: str, segment: int) -> str:
+        """Return an answer that followed `segment` without its thoughts."""
+        return spoken(text, opened=self.opens_thought(segment))
+
+    def _end(self, result: GenerateResult, policy: str) -> str:
+        """Return the text of the end token with which an answer ended, "" without one."""
+        render, last = self.engines[policy].render, result.token_ids[-1:].tolist()
+        return render.answers.text(last, whole=True) if render.ends.issuperset(last) else ""
 
     def _root(
         self, kind: SegmentKind, content: Prompt, chat: Chat | None, agent: int, turn: int, policy: str
@@ -471,7 +487,8 @@ class Context:
         """What the model reads first, as text; a `prompt` that begins the path is remembered as such."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
-        return known or self.decoded(self._path(segment), policy)
+        path = self._path(segment).tolist()
+        return known or self.engines[policy].render.answers.text(path, whole=True)
 
     def _path(self, segment: int) -> Ids:
         """The ids that the engine saw down to a segment, and those that it said in it."""

@@ -183,7 +183,7 @@ class MultiTurn:
                 if (state := world.state()) is not None:
                     ctx.anchor(state)
                 reply = await ctx.generate(parent=segment, turn=turn, stop=stop)
-                step = await world.step(ctx.decoded(reply.token_ids))
+                step = await world.step(ctx.spoken(ctx.decoded(reply.token_ids), segment))
                 rewards.append(float(step.reward))
                 ctx.reward(rewards[-1], segment=reply.segment)
                 info, done = dict(step.info), step.done

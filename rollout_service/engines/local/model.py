@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.answers import end_ids
 from areal_async.modelfiles import Mixture
 from areal_async.routers import routers_of, tried
 from areal_async.runtime.log import get_logger
@@ -57,7 +58,7 @@ class LocalModel:
             ) from error
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.eos_ids = _eos_ids(model, self.tokenizer)
+        self.eos_ids = end_ids(self.tokenizer, directory)
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -142,13 +143,3 @@ class LocalModel:
                 f"the local engine's logits for {type(self.model).__name__} differ by {worst:.3g} from the "
                 "model's own: it does not support this architecture"
             )
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: of the generation config, else of the config, else of the tokenizer."""
-    generation = getattr(model, "generation_config", None)
-    for holder in (generation, model.config, tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            return sorted(ids) if isinstance(ids, list) else [int(ids)]
-    return []

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 from transformers import AutoTokenizer
 
+from areal_async.answers import Detokenizer
 from areal_async.config.job import JobConfig
 from areal_async.errors import RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task
@@ -89,7 +90,7 @@ def greedy(made: Any, version: int, prompts: Sequence[str]) -> list[str]:
         answer: list[int] = []
         for _ in range(5):
             answer.append(int(logits([*ids, *answer])[-1].argmax()))
-        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
+        answers.append(Detokenizer(tokenizer).text(answer))
     return answers
 
 

@@ -10,8 +10,11 @@ from tokenizers.pre_tokenizers import Metaspace, Split
 from transformers import PreTrainedTokenizerFast
 
 from areal_async.chats import ChatError, answer_ids, whole_ids
+from areal_async.config.job import JobConfig
 from areal_async.examples import Continuation, read_examples, split_prompt
 from areal_async.tasks import TaskFileError
+from trainer_service.data.lessons import read_lessons
+from trainer_service.errors import BatchError
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<eos> {% endfor %}"
@@ -90,11 +93,60 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_what_to_do(tokeni
 
 
 def test_marks_that_are_not_one_for_each_turn_are_refused(tokenizer):
-    tokenizer.chat_template = MARKED.replace("{{ m.content }}<eos>{% endgen", "{{ m.content }}{% endgen", 1)
-    assert learned(tokenizer, Continuation([], CHAT))[1] == ["x1", "x2", "x3"]
+    behind = ("{{ m.content }}<eos>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<eos>")
+    tokenizer.chat_template = MARKED.replace(*behind, 1)
+    assert learned(tokenizer, Continuation([], CHAT))[1] == ["x1<eos>", "x2<eos>", "x3<eos>"]
     tokenizer.chat_template = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     with pytest.raises(ChatError, match=r"marks 1 turns.*assistant has 2"):
         answer_ids(tokenizer, Continuation([], CHAT[:5]))
+
+
+GEMMA = PLAIN.replace("<eos> ", "<t> ")
+HEADERS = PLAIN.replace("<eos> ", "")
+WRITTEN = PLAIN.replace("<eos>", "##")
+OUTSIDE = MARKED.replace("<eos>{% endgeneration %}", "{% endgeneration %}<eos>")
+PADDED = MARKED.replace("<eos>{% endgeneration %}", "<eos>  {% endgeneration %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "pieces"),
+    [
+        (GEMMA, None, ["x1<t>", "x2<t>", "x3<t>"]),
+        (GEMMA.replace("<t> ", "<t>    "), None, ["x1<t>", "x2<t>", "x3<t>"]),
+        (OUTSIDE, None, ["x1<eos>", "x2<eos>", "x3<eos>"]),
+        (PADDED, None, ["x1<eos>", "x2<eos>", "x3<eos>"]),
+        (HEADERS, ["<eos>", "<u>", "<t>"], ["x1<t>", "x2<u>", "x3<eos>"]),
+        (HEADERS, ["<eos>", "<u>"], None),
+        (HEADERS, None, None),
+        (WRITTEN, None, None),
+        (WRITTEN.replace("## ", "##"), None, None),
+        (OUTSIDE.replace("{% endgeneration %}<eos>", "{% endgeneration %}"), None, None),
+        (PLAIN, ["<t>"], None),
+    ],
+)
+def test_a_turn_is_learned_up_to_a_token_that_ends_it_or_refused(tokenizer, template, ends, pieces):
+    tokenizer.chat_template = template
+    named = None if ends is None else tokenizer.convert_tokens_to_ids(ends)
+    if pieces is None:
+        with pytest.raises(ChatError, match=r"never learn to stop.*eos_token_id in generation_config"):
+            learned(tokenizer, Continuation([], CHAT), ends=named)
+    else:
+        assert learned(tokenizer, Continuation([], CHAT), ends=named)[1] == pieces
+
+
+def test_the_ends_of_the_models_files_are_learned(tokenizer, tmp_path):
+    tokenizer.chat_template = HEADERS
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = written(tmp_path / "f.jsonl", [{"messages": [Q, A, Q, B]}])
+    job = JobConfig.model_validate(
+        {"job": "t", "kind": "sft", "model": tmp_path / "model", "tasks": {"train": rows}}
+    )
+    with pytest.raises(BatchError, match=r"line 1: .*never learn to stop"):
+        read_lessons(job, rows, tokenizer)
+    ids = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<u>")]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (lesson,) = read_lessons(job, rows, tokenizer)[1]
+    assert tokenizer.decode(lesson.rows[0].token_ids).replace(" ", "") == "<u>q<a>a<u>q<a>b<eos>"
 
 
 def test_tools_are_shown_to_the_template(tokenizer):
