@@ -20,6 +20,7 @@ from typing import Any, Literal
 from areal_async.errors import ArealError
 from areal_async.examples import Continuation, Message
 from areal_async.prompts import prompt_ids, text_ids
+from areal_async.tasks import is_learned
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -43,9 +44,11 @@ def answer_ids(
         return [*prompt, *own, tokenizer.eos_token_id], [0] * len(prompt) + [1] * (len(own) + 1)
     given = len(answer.prompt)
     chat: list[Message] = [*answer.prompt, *answer.answer]
-    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+    spoken = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+    turns = [i for i in spoken if is_learned(chat[i])]
     if not turns:
-        raise ChatError("it has no turn of the assistant to learn from")
+        left = ": all have weight 0" if spoken else ""
+        raise ChatError(f"it has no turn of the assistant to learn from{left}")
     turns = turns[-1:] if train_on == "last" else turns
     ids, learned = _turn_ids(tokenizer, chat[: turns[-1] + 1], turns, answer.tools)
     end = max((i for i, one in enumerate(learned) if one), default=0)

@@ -278,6 +278,12 @@ def _prepared(done: Prepared, files: dict[Path, Any]) -> Iterator[str]:
         yield f"{name}: {counts.read} rows read{left}, {counts.taken} taken"
         if counts.first_bad:
             yield f"  the first bad one: {counts.first_bad}"
+        if counts.other_answers:
+            yield f"  {counts.other_answers} duplicates have another answer; the first: {counts.first_other}"
+        if counts.whole:
+            yield f"  {counts.whole} answers are whole texts; the first: {counts.first_whole}"
+        if counts.unused:
+            yield f"  columns not used: {', '.join(counts.unused)} (--keep puts them into extra_info)"
     if done.tokens:
         told = ", ".join(f"{name} {value}" for name, value in length_figures(done.tokens).items())
         yield f"prompts in tokens: {told}"

@@ -31,7 +31,7 @@ from areal_async.modelfiles import (
 )
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.storage.content import OF_TRAINER
-from areal_async.tasks import TaskFileError, check_row, read_tasks, task_file, task_rows
+from areal_async.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""
@@ -291,8 +291,7 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, li
             are_messages = any(not isinstance(task.prompt, str) for task in table)
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
-            check_row(where, row)
-            are_messages = not isinstance(row["prompt"], str)
+            are_messages = not isinstance(task_row(where, row)["prompt"], str)
     except TaskFileError as error:
         return None, [Mistake(field, *_split(str(error)))]
     if are_messages and job.model.is_dir() and not _has_chat_template(job.model):

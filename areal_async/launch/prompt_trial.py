@@ -24,7 +24,7 @@ from areal_async.config.job import JobConfig
 from areal_async.examples import Example, read_examples, tools_of
 from areal_async.models.tokenizer import keep_class
 from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
-from areal_async.tasks import TaskFileError, task_rows
+from areal_async.tasks import TaskFileError, task_row, task_rows
 
 MOST_ROWS = 200_000  # Rows of one task file that are looked at
 SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
@@ -85,8 +85,8 @@ def _prompt_mistakes(
     prompts: list[TaskPrompt] = []
     try:
         if job.kind == "rl":
-            rows = itertools.islice(task_rows(path, ("prompt", "extra_info")), MOST_ROWS)
-            prompts = [(where, row["prompt"], tools_of(row, where)) for where, row in rows]
+            rows = itertools.islice(task_rows(path), MOST_ROWS)
+            prompts = [(where, task_row(where, row)["prompt"], tools_of(row, where)) for where, row in rows]
             spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
             spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in spaced]
             texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in spaced]
