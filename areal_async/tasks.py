@@ -5,8 +5,8 @@ Columns: `prompt` (text, or a list of chat messages with `role` and `content`) a
 `extra_info` are optional. Other columns are ignored, but for those that change what a task means, which are
 refused: images, videos and audios, whose tasks cannot be solved from the text alone.
 
-A field of a message that is null is absent. In parquet every row has the fields that any row has, so there a null
-at any depth of messages and schemas is absent too; in jsonl the arguments of a call stay as they are written.
+A field of a message that is null is absent. In parquet every row has the fields that any row has, so there a
+null at any depth of messages and schemas is absent too; in jsonl the arguments of a call stay as written.
 
 What reading may cost is bounded by the size of the file: a few kilobytes of parquet can stand for gigabytes.
 """
@@ -196,9 +196,9 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
 
 
 def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar file without the nulls in messages and schemas: most of them stand for fields
-    that only other rows have."""
-    made = {name: _without_nulls(value) if name in MESSAGE_COLUMNS else value for name, value in row.items()}
+    """Return a row of a columnar file without the nulls in messages and schemas: most of them stand for
+    fields that only other rows have."""
+    made = {name: _without_nulls(row[name]) if name in MESSAGE_COLUMNS else row[name] for name in row}
     if isinstance(extra := row.get("extra_info"), dict) and "tools" in extra:
         made["extra_info"] = extra | {"tools": _without_nulls(extra["tools"])}
     return made
@@ -306,8 +306,8 @@ _NO_TEXT = "must be a text, or a list of messages with `role` and `content`"
 
 
 def check_values(row: Mapping[str, Any], where: str) -> None:
-    """Raise `TaskFileError` for a row, named by `where`, with more levels or values than anybody means, or with
-    a value that no message between our processes can carry."""
+    """Raise `TaskFileError` for a row, named by `where`, with more levels or values than anybody means, or
+    with a value that no message between our processes can carry."""
     if (deep := too_nested(row)) is not None:
         raise TaskFileError(
             f"{where}: {deep} is nested more than {MOST_LEVELS} levels deep, or has more than "
@@ -319,8 +319,8 @@ def check_values(row: Mapping[str, Any], where: str) -> None:
         except UnicodeEncodeError:
             place = ".".join(filter(None, (name, half_character(value))))
             raise TaskFileError(
-                f"{where}: column `{place}` has half of a surrogate pair, as a text has that was cut within a "
-                "character. Cut it between characters, or take the row out."
+                f"{where}: column `{place}` has half of a surrogate pair, as a text has that was cut within "
+                "a character. Cut it between characters, or take the row out."
             ) from None
         except (OverflowError, TypeError) as error:
             found = (
@@ -330,17 +330,19 @@ def check_values(row: Mapping[str, Any], where: str) -> None:
 
 
 def chat_messages(value: Any, column: str, where: str) -> list[Message]:
-    """Return the messages of a column without their null fields, each with a content. Raises `TaskFileError` for
-    what is no list of messages of text."""
-    roles = isinstance(value, list) and all(isinstance(m, dict) and m.get("role") is not None for m in value)
-    if not (value and roles):
+    """Return the messages of a column without their null fields, each with a content. Raises `TaskFileError`
+    for what is no list of messages of text."""
+    roles = [
+        isinstance(each, dict) and each.get("role") for each in (value if isinstance(value, list) else ())
+    ]
+    if not roles or None in roles or False in roles:
         raise TaskFileError(f"{where}: column `{column}` {_NO_TEXT}; found {value!r:.80}.")
     messages = [present(message) for message in value]
     for message in messages:
         if "content" not in message and not any(message[key] for key in message.keys() - WITHOUT_WORDS):
             raise TaskFileError(
-                f"{where}: column `{column}` has a message of the role {message['role']!r:.40} whose `content` "
-                "is null or missing. Fill it in, or take the row out."
+                f"{where}: column `{column}` has a message of the role {message['role']!r:.40} whose "
+                "`content` is null or missing. Fill it in, or take the row out."
             )
     filled = [{"content": ""} | message for message in messages]
     for message in filled:
@@ -378,8 +380,8 @@ def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
     for name in WEIGHTS if role == "assistant" else ():
         if message.get(name, 1) not in (0, 1):
             raise TaskFileError(
-                f"{where}: column `{column}` has a message with {name} {message[name]!r:.40}. A turn is learned "
-                "(1, true) or not (0, false): write one of them."
+                f"{where}: column `{column}` has a message with {name} {message[name]!r:.40}. A turn is "
+                "learned (1, true) or not (0, false): write one of them."
             )
     check_text(message["content"], column, where)
 

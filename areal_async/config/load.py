@@ -29,9 +29,9 @@ from areal_async.config.yamlfile import (
     MOST_LEVELS,
     MOST_NODES,
     dump_yaml,
+    half_character,
     parse_yaml,
     syntax_problem,
-    half_character,
     too_nested,
 )
 from areal_async.registry import LOGGERS, REWARDS, Registry

@@ -142,7 +142,7 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
         report.problems.append(f"{path} has no rows. It needs at least one.")
     if others:
         report.remarks.append(
-            f"{len(others)} rows have a question that came before with another answer. The first: {others[0]}."
+            f"{len(others)} rows ask what came before, with another answer. The first: {others[0]}."
         )
     _sum_up(report, keys, lengths, expected.max_model_len)
     return report, set(keys)

@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal_async.data.questions import BadRow, SourceRow
 from areal_async.data.sources import DataError, Source, source_rows
-from areal_async.data.styles import NO_MARK, TAKE_WHOLE, BadRow, Converted, Style
+from areal_async.data.styles import NO_MARK, TAKE_WHOLE, Style
 from areal_async.examples import split_prompt, tools_of
 from areal_async.prompts import prompt_ids
 from areal_async.tasks import TaskFileError, without_fillers
@@ -109,13 +110,12 @@ def prepare(
                 counts.others += 1
                 continue
             try:
-                converted = style.convert(where, row, source.name)
+                made, given = style.convert(where, row, source.name)
             except BadRow as error:
                 if not recipe.skip_bad:
                     raise BadRow(f"{error} {SKIPS}") from None
                 counts.leave_out(error)
                 continue
-            made = converted.row
             key = prompt_key(made)
             if key in seen and not recipe.keep_duplicates:
                 counts.duplicates += 1
@@ -130,11 +130,9 @@ def prepare(
                 counts.too_long += 1
                 continue
             pool.append(made)
-            answers.note(where, converted)
-            held = {name for name, value in row.items() if value not in (None, "", [], {})}
-            unused |= dict.fromkeys(
-                name for name in row if name in held - converted.used - recipe.where.keys()
-            )
+            answers.note(where, made, given)
+            looked_at = given.used | recipe.where.keys()
+            unused |= dict.fromkeys(name for name in row if name not in looked_at and given.holds(name))
         for error in broken:
             counts.read += 1
             counts.leave_out(error)
@@ -163,13 +161,13 @@ class _AnswerForms:
     def __init__(self, counts: SourceCounts) -> None:
         self._counts, self._marked, self._whole = counts, False, dict[int, str]()
 
-    def note(self, where: str, made: Converted) -> None:
-        self._marked |= made.marked
-        if made.whole:
-            self._whole[id(made.row)] = f"{where} {NO_MARK} in {made.whole!r:.60}"
+    def note(self, where: str, made: Row, given: SourceRow) -> None:
+        self._marked |= given.marked
+        if given.whole:
+            self._whole[id(made)] = f"{where} {NO_MARK} in {given.whole!r:.60}"
 
     def checked(self, pool: list[Row], skip_bad: bool) -> list[Row]:
-        """Return the rows whose answers may be taken. Raises `BadRow` for a whole text among marked answers."""
+        """Return the rows whose answers count. Raises `BadRow` for a whole text among marked answers."""
         first = next(iter(self._whole.values()), "")
         if not (self._marked and first):
             self._counts.whole, self._counts.first_whole = len(self._whole), first

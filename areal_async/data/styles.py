@@ -8,21 +8,16 @@
 | preference | `chosen`, `rejected`, perhaps `prompt` | `preference`, `reward_model` |
 
 Each may have `tools`, schemas of what the model may call.
-
-No column that belongs to the question is dropped: what can be joined to the question is, other columns that may
-belong to it are refused by name, and `Converted.used` tells which columns a row was made of.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from areal_async.data.sources import DataError
-from areal_async.prompts import message_texts
+from areal_async.data.questions import BadRow, Choices, SourceRow, json_or_text, question, with_choices
 from areal_async.tasks import (
     TaskFileError,
     chat_messages,
@@ -35,28 +30,6 @@ from areal_async.tasks import (
 
 DataKind = Literal["rl", "sft", "preference", "reward_model"]
 Answer = Literal["auto", "whole", "hash", "boxed", "number"]
-QUESTIONS = ("prompt", "question", "problem", "query")
-BEFORE = (
-    "instruction",
-    "context",
-    "passage",
-    "article",
-    "document",
-    "paragraph",
-    "story",
-    "background",
-    "table",
-)
-BEHIND = ("input", "inputs")
-"""Columns that stand before or behind a question; without a question the first of them is one."""
-CHOICES = ("choices", "options", "candidates")
-LETTERS = "ABCDEFGHIJ"  # The reward `choice` knows no more
-ONE_CHOICE = re.compile(r"(?:((?:option|choice|candidate|ending|opt|op|ans|sol)_?)([a-jA-J]|\d)|([A-J]))")
-"""A column that holds one of several choices."""
-OF_QUESTIONS = re.compile(
-    r"history|premise|hypothesis|dialogue|documents|passages|contexts|starter_code|(sentence|text|distractor)_?[a-d\d]"
-)
-"""Columns without which the question of a row may have no answer, and which nobody can place for the user."""
 SYSTEMS = ("system", "system_prompt")
 BARE_ANSWERS = ("ground_truth", "final_answer", "expected_answer", "target", "label")
 """Columns that hold an answer and no more."""
@@ -79,60 +52,8 @@ SENTENCES = re.compile(r"(?s)(?![\[{]).*[a-z)\d][.!?][\"')]*\s+\S")
 """More than one sentence, and no JSON."""
 
 
-class BadRow(DataError):
-    """One row that is none of what the job needs."""
-
-
 NO_MARK = "has neither #### nor \\boxed{…}"
 TAKE_WHOLE = "Take the row out, or take such texts whole (--answer whole)."
-
-
-class Converted(NamedTuple):
-    """A row of a job, and what it was made of."""
-
-    row: dict[str, Any]
-    used: frozenset[str]
-    """Columns of the source."""
-    whole: str
-    """The text of the source that is the answer as a whole, with no mark in it, and is more than a word."""
-    marked: bool
-    """Whether the answer was marked by `####` or a box, in a text that holds more."""
-
-
-class SourceRow(dict[str, Any]):
-    """A row of a source, which records the columns that were read."""
-
-    def __init__(self, row: Mapping[str, Any]) -> None:
-        super().__init__(row)
-        self.used: set[str] = set()
-        self.whole, self.marked = "", False
-
-    def __getitem__(self, name: str) -> Any:
-        self.used.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
-
-
-class Choices(NamedTuple):
-    """The choices of a question. `labels` are those of the source, and empty for a text that names them all."""
-
-    column: str
-    labels: list[str]
-    texts: list[str]
-
-    def letter(self, given: Any) -> str:
-        """Return the letter of the choice that an answer names by its label, its text or its number from 0;
-        empty where it names none, or two."""
-        found = set()
-        if isinstance(given, int) and not isinstance(given, bool):
-            found = {given} & {*range(len(self.labels))}
-        elif isinstance(given, str):
-            text = given.strip()
-            found = {i for i, label in enumerate(self.labels) if label.upper() == text.strip("().: ").upper()}
-            found |= {i for i, choice in enumerate(self.texts[: len(self.labels)]) if choice.strip() == text}
-        return LETTERS[found.pop()] if len(found) == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -150,13 +71,13 @@ class Style:
     data_source: str = ""
     ability: str = ""
 
-    def convert(self, where: str, row: Mapping[str, Any], source: str) -> Converted:
-        """Return the row of a job. Raises `BadRow`."""
-        given = SourceRow(row)
-        for ours, theirs in self.columns.items():
-            if missing := [name for name in _parts(row, theirs) if name not in row]:
-                there = ", ".join(row) or "none"
-                raise BadRow(f"{where} has no column {missing[0]!r} for {ours} (--map). It has: {there}.")
+    def convert(self, where: str, row: Mapping[str, Any], source: str) -> tuple[dict[str, Any], SourceRow]:
+        """Return the row of a job, and that of the source with what was read of it. Raises `BadRow`."""
+        given = SourceRow(row, self.columns, self.keep)
+        if missing := [name for name in given.named if name not in row]:
+            ours = next((ours for ours, name in self.columns.items() if name == missing[0]), "prompt")
+            there = ", ".join(row) or "none"
+            raise BadRow(f"{where} has no column {missing[0]!r} for {ours} (--map). It has: {there}.")
         try:
             if self.kind in ("preference", "reward_model"):
                 made = self._pair(where, given)
@@ -167,7 +88,7 @@ class Style:
             raise
         except TaskFileError as error:
             raise BadRow(str(error)) from None
-        return Converted(made, frozenset(given.used), given.whole, given.marked)
+        return made, given
 
     def _named(self, row: SourceRow, name: str, usual: Sequence[str]) -> tuple[str, Any]:
         """The column that holds `name`, and what is in it."""
@@ -176,79 +97,16 @@ class Style:
         found = next((each for each in usual if row.get(each) is not None), "")
         return found, row.get(found)
 
-    def _free(self, row: SourceRow, names: Sequence[str]) -> list[str]:
-        """Columns of `names` that hold something, and that no option gives another place."""
-        taken = {part for theirs in self.columns.values() for part in _parts(row, theirs)} | {*self.keep}
-        return [name for name in names if name not in taken and _holds(row, name)]
-
     def _chat(self, where: str, row: SourceRow) -> list[dict[str, Any]] | None:
         """The messages of a chat; None where the row has none."""
         name, chat = self._named(row, "messages", () if "prompt" in self.columns else CHATS)
         if not name:
             return None
         if isinstance(chat, str):
-            chat = _json(chat)
+            chat = json_or_text(chat)
         if not isinstance(chat, list) or not chat or not all(isinstance(each, Mapping) for each in chat):
             raise BadRow(f"{where}: column {name!r} must be a list of messages; found {chat!r:.80}.")
         return [_message(where, name, each) for each in chat]
-
-    def _asked(self, where: str, row: SourceRow) -> tuple[Any, Choices | None]:
-        """The question with all that belongs to it, and its choices; an empty text where the row has none.
-        Raises `BadRow` for a column that belongs to it and cannot be joined."""
-        if "prompt" in self.columns:
-            names = [name for name in _parts(row, self.columns["prompt"]) if _holds(row, name)]
-        else:
-            names = self._free(row, QUESTIONS)
-            texts = {name: text for name in names if (text := _words(row[name]))}
-            longest = max(texts, key=lambda name: len(texts[name]), default="")
-            if any(text not in texts[longest] for text in texts.values()):
-                raise BadRow(
-                    f"{where} has the columns {' and '.join(map(repr, texts))}, and each may be the question. "
-                    f"Say which (--map prompt={names[0]}), or join them (--map prompt={'+'.join(names)})."
-                )
-            names = [longest] if longest else names
-        before, behind = self._free(row, BEFORE), self._free(row, BEHIND)
-        if not names and (alone := [*before[:1], *behind[:1]]) and alone[0] in ("instruction", *BEHIND):
-            names = alone[:1]
-        if not names:
-            return "", None
-        if unplaced := [name for name in self._free(row, [*row]) if OF_QUESTIONS.fullmatch(name)]:
-            raise BadRow(
-                f"{where} has the column {unplaced[0]!r}, without which its question may have no answer. Join "
-                f"it (--map prompt={unplaced[0]}+{names[0]}), or leave it out of prompts (--keep {unplaced[0]})."
-            )
-        around = [name for name in (*before, *behind) if name not in names]
-        if len(names) == 1 and not isinstance(row[names[0]], str):
-            if isinstance(prompt := row[names[0]], list) and (missing := around):
-                raise BadRow(
-                    f"{where}: {names[0]!r} is a list of messages, and {missing[0]!r} may belong to them. Put it "
-                    f"there, or leave it out of prompts (--keep {missing[0]})."
-                )
-            return prompt, self._choices(where, row)
-        main = "\n\n".join(_text(where, name, row[name]) for name in names)
-        parts = {name: text for name in around if (text := _text(where, name, row[name])) not in main}
-        prompt = "\n\n".join(
-            [
-                *(parts[each] for each in before if each in parts),
-                main,
-                *(parts[each] for each in behind if each in parts),
-            ]
-        )
-        return prompt, self._choices(where, row)
-
-    def _choices(self, where: str, row: SourceRow) -> Choices | None:
-        """The choices of a question, from one column or from one for each."""
-        for name in self._free(row, CHOICES):
-            return _choices_in(where, name, row[name])
-        stems: dict[str, dict[str, str]] = {}
-        for name in self._free(row, [*row]):
-            if (found := ONE_CHOICE.fullmatch(name)) and isinstance(dict.get(row, name), str | int | float):
-                stems.setdefault(found[1] or "", {})[found[2] or found[3]] = name
-        several = [names for names in stems.values() if len(names) > 1]
-        if len(several) != 1:
-            return None
-        names = dict(sorted(several[0].items()))
-        return Choices(", ".join(names.values()), [*names], [str(row[name]) for name in names.values()])
 
     def _task(self, where: str, row: SourceRow, source: str) -> dict[str, Any]:
         reward, chat = row.get("reward_model"), self._chat(where, row)
@@ -261,7 +119,7 @@ class Style:
             )
             style = reward.get("style") or "rule"
             if self.answer != "auto":
-                truth = extract(str(truth), self.answer)
+                truth = self._extracted(where, "reward_model.ground_truth", str(truth))
         elif chat is not None:
             said, prompt = (chat[-1], chat[:-1]) if chat[-1]["role"] == "assistant" else ({}, chat)
             column, given = self._named(row, "answer", ANSWERS)
@@ -273,8 +131,7 @@ class Style:
                 raise BadRow(f"{where}: its chat begins with the reply, so it asks nothing.")
             truth, system = self._truth(where, row, column, given, None), self._system(row)
         else:
-            prompt, choices = self._asked(where, row)
-            asked = _parts(row, self.columns.get("prompt", ""))
+            prompt, choices = question(where, row)
             if not prompt:
                 raise BadRow(
                     f"{where} has no prompt among its columns ({', '.join(row)}). Say which column it "
@@ -282,7 +139,7 @@ class Style:
                 )
             if isinstance(prompt, list):
                 prompt = [_message(where, "prompt", each) for each in prompt]
-            column, given = self._named(row, "answer", [name for name in ANSWERS if name not in asked])
+            column, given = self._named(row, "answer", [name for name in ANSWERS if name not in row.asked])
             truth, system = self._truth(where, row, column, given, choices), self._system(row)
             prompt = with_choices(prompt, choices)
             extra |= {"choices": choices.texts} if choices is not None else {}
@@ -307,29 +164,31 @@ class Style:
             raise BadRow(f"{where} has no answer: {named}. Say which it is (--map answer=COLUMN).")
         if choices is not None and (letter := choices.letter(given)):
             return letter
-        if not isinstance(given, str):
-            truth = given
-        elif (truth := extract(given, self.answer)) is None:
-            what = {"hash": "#### and an answer", "boxed": "\\boxed{…}", "number": "number"}[self.answer]
-            raise BadRow(f"{where}: column {column!r} has no {what} in {given!r:.80}.")
-        elif self.answer == "auto":
-            row.marked = is_marked(given) and BARE.fullmatch(given.strip()) is None
+        truth = self._extracted(where, column, given) if isinstance(given, str) else given
+        if self.answer == "auto" and isinstance(given, str) and BARE.fullmatch(given.strip()) is None:
+            row.marked = truth != given.strip()
+            row.whole = "" if row.marked else truth
             is_work = column == "solution" or (column not in BARE_ANSWERS and SENTENCES.match(given))
-            if not is_marked(given) and BARE.fullmatch(truth) is None:
-                row.whole = truth
-                if is_work:
-                    raise BadRow(f"{where}: column {column!r} {NO_MARK} in {given!r:.80}. {TAKE_WHOLE}")
-        if choices is not None and choices.labels and not (letter := choices.letter(truth)):
-            raise BadRow(
-                f"{where}: its answer {truth!r:.40} is none of the choices in {choices.column}: neither a "
-                "letter, nor a text of them, nor a number counted from 0."
-            )
-        return letter if choices is not None and choices.labels else truth
+            if is_work and not row.marked:
+                raise BadRow(f"{where}: column {column!r} {NO_MARK} in {given!r:.80}. {TAKE_WHOLE}")
+        if choices is None or not choices.labels:
+            return truth
+        if letter := choices.letter(truth):
+            return letter
+        raise BadRow(
+            f"{where}: its answer {truth!r:.40} is none of the choices in {choices.column}: neither a letter, "
+            "nor a text of them, nor a number counted from 0."
+        )
+
+    def _extracted(self, where: str, column: str, text: str) -> str:
+        if truth := extract(text, self.answer):
+            return truth
+        marks = {"hash": "#### and an answer", "boxed": "\\boxed{…}", "number": "number"}
+        what = marks.get(self.answer, "answer")
+        raise BadRow(f"{where}: column {column!r} has no {what} in {text!r:.80}.")
 
     def _system(self, row: SourceRow) -> str:
-        return next(
-            (row[name] for name in self._free(row, SYSTEMS) if isinstance(dict.get(row, name), str)), ""
-        )
+        return next((row[name] for name in row.free(SYSTEMS) if isinstance(row.look(name), str)), "")
 
     def _shaped(self, prompt: Any, system: str = "") -> Any:
         """The prompt with a line and a system message, its own before that of all."""
@@ -349,7 +208,7 @@ class Style:
         tools = {"tools": tools} if (tools := self._tools(where, row)) else {}
         if (chat := self._chat(where, row)) is not None:
             return {"messages": chat_messages(_led(chat, self._system(row)), "messages", where), **tools}
-        prompt, choices = self._asked(where, row)
+        prompt, choices = question(where, row)
         usual = ("completion", "response", "output", "solution", "answer")
         column, answer = self._named(row, "answer", usual)
         if choices is not None and not isinstance(answer, str):
@@ -367,8 +226,6 @@ class Style:
         made = {}
         for name in ("chosen", "rejected"):
             _, made[name] = self._named(row, name, (name,))
-        prompt, choices = self._asked(where, row)
-        prompt, system = with_choices(prompt, choices), self._system(row)
         if missing := [name for name, text in made.items() if not text]:
             raise BadRow(f"{where} has no {missing[0]}. Say which column it is (--map {missing[0]}=COLUMN).")
         for name, text in made.items():
@@ -377,6 +234,8 @@ class Style:
             else:
                 check_text(text, name, where)
         whole = isinstance(made["chosen"], list) and made["chosen"][0]["role"] != "assistant"
+        system = self._system(row)
+        prompt = row.get("prompt") if whole else with_choices(*question(where, row))
         if whole:  # they begin with the prompt
             made = {name: _led(answer, system) for name, answer in made.items()}
         elif prompt:
@@ -396,90 +255,12 @@ class Style:
     def _tools(self, where: str, row: SourceRow) -> list[dict[str, Any]]:
         name, tools = self._named(row, "tools", ("tools", "functions"))
         if isinstance(tools, str):
-            tools = _json(tools) if tools.strip() else []
+            tools = json_or_text(tools) if tools.strip() else []
         if tools in (None, [], ()):
             return []
         if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
             raise BadRow(f"{where}: column {name!r} must be a list of tool schemas; found {tools!r:.80}.")
         return [dict(each) for each in tools]
-
-
-def _parts(row: Mapping[str, Any], theirs: str) -> list[str]:
-    """The columns in `--map OURS=A+B`."""
-    return [theirs] if theirs in row or "+" not in theirs else theirs.split("+")
-
-
-def _holds(row: SourceRow, name: str) -> bool:
-    value = dict.get(row, name)  # a look, which does not count as a use
-    return bool(value.strip() if isinstance(value, str) else value not in (None, [], {}))
-
-
-def _words(value: Any) -> str:
-    is_chat = isinstance(value, list) and all(
-        isinstance(each, Mapping) and "content" in each for each in value
-    )
-    return message_texts(value) if is_chat or isinstance(value, str) else ""
-
-
-def _text(where: str, name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise BadRow(
-            f"{where}: column {name!r} belongs to the question, and is no text ({value!r:.60}). Make it one, or "
-            f"leave it out of prompts (--keep {name})."
-        )
-    return value.strip()
-
-
-def _choices_in(where: str, name: str, value: Any) -> Choices:
-    """The choices in one column: a list, a mapping from labels, lists of texts and labels, or a text."""
-    value = _json(value) if isinstance(value, str) else value
-    if isinstance(value, str):
-        return Choices(name, [], [value.strip()])
-    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
-        labels, texts = value.get("label"), value["text"]
-    elif isinstance(value, Mapping):
-        labels, texts = [*value], [*value.values()]
-    elif isinstance(value, list) and all(isinstance(each, Mapping) and "text" in each for each in value):
-        labels, texts = [each.get("label") for each in value], [each["text"] for each in value]
-    else:
-        labels, texts = None, value
-    known = isinstance(labels, list) and None not in labels
-    labels = (
-        list(map(str, labels)) if known else list(LETTERS[: len(texts) if isinstance(texts, list) else 0])
-    )
-    plain = isinstance(texts, list) and all(isinstance(each, str | int | float) for each in texts)
-    if not plain or not len(texts) == len(labels) == len({*labels}):
-        raise BadRow(
-            f"{where}: column {name!r} belongs to the question, and is no list of two to {len(LETTERS)} choices "
-            f"({value!r:.60}). Make it one, or leave it out of prompts (--keep {name})."
-        )
-    texts = [str(each).strip() for each in texts]
-    own = [re.match(rf"\(?{letter}[).:]\s*", text) for letter, text in zip(LETTERS, texts, strict=False)]
-    return Choices(
-        name, labels, [text[each.end() :] if all(own) and each else text for each, text in zip(own, texts)]
-    )
-
-
-def with_choices(prompt: Any, choices: Choices | None) -> Any:
-    """Return the prompt with a line for each choice, unless it has them already."""
-    if choices is None:
-        return prompt
-    if isinstance(prompt, list):
-        last = prompt[-1]
-        return [*prompt[:-1], {**last, "content": with_choices(last["content"], choices)}]
-    asked = message_texts(prompt)
-    marks = LETTERS if choices.labels else " "
-    if all(
-        re.search(rf"{mark}[).:\s]\s*{re.escape(text)}", f" {asked}")
-        for mark, text in zip(marks, choices.texts)
-    ):
-        return prompt
-    lines = (
-        [f"{letter}. {text}" for letter, text in zip(LETTERS, choices.texts)]
-        if choices.labels
-        else choices.texts
-    )
-    return "\n".join([asked, *lines])
 
 
 def _led(chat: Any, system: str) -> Any:
@@ -489,10 +270,6 @@ def _led(chat: Any, system: str) -> Any:
     return [{"role": "system", "content": system}, *chat]
 
 
-def is_marked(text: str) -> bool:
-    return "####" in text or last_box(text) is not None
-
-
 def kind_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> DataKind:
     """The kind of job whose rows these are, where none is named."""
     both = ("chosen", "rejected")
@@ -500,12 +277,12 @@ def kind_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> DataKind:
 
 
 def extract(text: str, how: Answer) -> str | None:
-    """The answer in a solution; None where there is none of that form. `auto` takes what follows the last
-    `####`, else the last box, else the whole text."""
+    """Return the answer in a solution; None where there is none of that form. `auto` takes what follows
+    `####` in the last line, else the last box, else the whole text."""
     if how == "whole":
         return text.strip()
-    if how in ("auto", "hash") and "####" in text:
-        found = text.rpartition("####")[2].strip().split("\n")[0].strip()
+    found, *more = text.rpartition("####")[2].strip().split("\n")
+    if "####" in text and (how == "hash" or (how == "auto" and not more)):  # else it is a heading
         return found.replace(",", "") if NUMBER.fullmatch(found) else found
     if how in ("auto", "boxed") and (box := last_box(text)) is not None:
         return box
@@ -538,10 +315,3 @@ def _message(where: str, column: str, message: Mapping[str, Any]) -> dict[str, A
     made.setdefault("content", "")
     check_text(made["content"], column, where)
     return made
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
