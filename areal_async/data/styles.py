@@ -176,8 +176,8 @@ class Style:
         if letter := choices.letter(truth):
             return letter
         raise BadRow(
-            f"{where}: its answer {truth!r:.40} is none of the choices in {choices.column}: neither a letter, "
-            "nor a text of them, nor a number counted from 0."
+            f"{where}: its answer {truth!r:.40} is none of the choices in {choices.column}: neither a "
+            "letter, nor a text of them, nor a number counted from 0."
         )
 
     def _extracted(self, where: str, column: str, text: str) -> str:
