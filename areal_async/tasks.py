@@ -332,12 +332,10 @@ def check_values(row: Mapping[str, Any], where: str) -> None:
 def chat_messages(value: Any, column: str, where: str) -> list[Message]:
     """Return the messages of a column without their null fields, each with a content. Raises `TaskFileError`
     for what is no list of messages of text."""
-    roles = [
-        isinstance(each, dict) and each.get("role") for each in (value if isinstance(value, list) else ())
-    ]
-    if not roles or None in roles or False in roles:
+    found = value if isinstance(value, list) else []
+    if not found or not all(isinstance(each, dict) and each.get("role") is not None for each in found):
         raise TaskFileError(f"{where}: column `{column}` {_NO_TEXT}; found {value!r:.80}.")
-    messages = [present(message) for message in value]
+    messages = [present(message) for message in found]
     for message in messages:
         if "content" not in message and not any(message[key] for key in message.keys() - WITHOUT_WORDS):
             raise TaskFileError(

@@ -103,7 +103,7 @@ def prepare(
         if model is not None:
             tokenizer = preparing.load_tokenizer(_model_folder(model), _values(template_args or ()))
         if kind is None:
-            kind = next((kind_of(row, columns) for _, row in source_rows(found[0])), "rl")
+            kind = next((kind_of(row, columns) for _, row in source_rows(found[0], [])), "rl")
         _one_of("--answer", answer, Answer)
         _one_of("--kind", kind, DataKind)
         if form not in ("auto", "text", "messages"):
