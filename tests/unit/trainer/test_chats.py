@@ -325,7 +325,7 @@ def test_a_weight_that_cannot_be_kept_is_refused(tokenizer, tmp_path, field, say
     ],
 )
 def test_half_a_character_is_named_by_its_row_and_column(tmp_path, kind, row):
-    with pytest.raises(TaskFileError, match="line 1: column `[a-z]+[^`]*` has half of a surrogate pair"):
+    with pytest.raises(TaskFileError, match=r"line 1: column `[a-z]+[^`]*` has half of a surrogate pair"):
         list(read_examples(written(tmp_path / "f.jsonl", [row]), kind)[1])
 
 
