@@ -30,7 +30,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -56,7 +56,9 @@ class Registry:
 
     `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
     `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
-    that it fills; `coroutine` says that a part which is a function is an `async def`.
+    that it fills; `coroutine` says that a part which is a function is an `async def`. `signatures` are those
+    of other frameworks' functions, which have no decorator: a parameter that tells one, and those that the
+    caller fills there; with none named, any that no argument gives.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Registry:
         leading: int = 0,
         filled: tuple[str, ...] = (),
         coroutine: bool = False,
+        signatures: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.kind = kind
         self.leading = leading
         self.filled = filled
         self.coroutine = coroutine
+        self.signatures = signatures or {}
         self._own_parts: dict[str, Any] = {}
         self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
         self._table = built_in
@@ -222,11 +226,16 @@ class Registry:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
             a = node.args
             positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
-            without_default = positional[: len(positional) - len(a.defaults)][self.leading :]
             keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            needed = without_default + [argument.arg for argument, default in keywords if default is None]
-            takes = positional[self.leading :] + [argument.arg for argument in a.kwonlyargs]
-            takes, needed = ([each for each in names if each not in self.filled] for names in (takes, needed))
+            optional = {*positional[len(positional) - len(a.defaults) :]}
+            optional |= {argument.arg for argument, default in keywords if default is not None}
+            named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
+            foreign = [name for name in self.signatures if name in (*positional, *named)]
+            if foreign and not node.decorator_list:
+                leading, filled = 0, {*self.signatures[foreign[0]]}
+                optional |= {*positional, *named} if not filled else set()
+            takes = [each for each in (*positional[leading:], *named) if each not in filled]
+            needed = [each for each in takes if each not in optional]
             owner = f"the {self.kind} {attribute} in {path}"
             free = a.kwarg is not None
             yield from _keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)
@@ -342,7 +351,15 @@ ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
 WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2, coroutine=True)
 ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
 TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
-REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
+REWARDS = Registry(
+    "reward",
+    "reward_service.sdk:BUILT_IN",
+    leading=1,
+    signatures={
+        "solution_str": ("data_source", "solution_str", "ground_truth", "extra_info"),
+        "completions": (),
+    },
+)
 ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=1)
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
 CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)

@@ -18,9 +18,9 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import blake3
 import msgspec
@@ -51,6 +51,8 @@ FREE_BYTES = 256 << 20  # A file may unfold to so much, however small it is …
 MOST_UNFOLDED = 200  # … and to so many times its own size
 LONGEST_LINE = 64 << 20  # Bytes of one line of a jsonl file
 BATCH_ROWS = 256  # Rows of a parquet file that are decoded at once
+
+T = TypeVar("T")
 
 
 class TaskFileError(ArealError):
@@ -143,6 +145,14 @@ def task_file(path: Path) -> Path:
         f"task file {path} is a folder with {len(files)} files of rows ({there}). Name one of them, or "
         "make a .parquet or .jsonl file with `areal-async data prepare`."
     )
+
+
+def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most `most` of the rows in their order, drawn at random, always the same. Rows at even
+    distances would all be of one kind in a file that repeats its kinds."""
+    if len(rows) <= most:
+        return rows
+    return [rows[index] for index in sorted(random.Random(0).sample(range(len(rows)), most))]
 
 
 def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
