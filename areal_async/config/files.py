@@ -329,8 +329,13 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
-    passes, needed = job.tasks.passes, job.trainer.steps * job.buffer.batch_groups
-    if passes is not None and passes * rows < needed:
+    passes, batch = job.tasks.passes, job.buffer.batch_groups
+    needed = job.trainer.steps * batch
+    if passes is not None and passes * rows < batch:
+        problem = f"{passes} × {rows} tasks do not fill one batch of {batch}"
+        fix = f"Set it to {passes * rows} or less, raise or remove tasks.passes, or give more tasks"
+        yield Mistake("buffer.batch_groups", problem, fix, ("tasks.passes", "tasks.train"))
+    elif passes is not None and passes * rows < needed:
         yield Mistake(
             "tasks.passes",
             f"{passes} × {rows} tasks are fewer than trainer.steps × buffer.batch_groups = {needed}",
