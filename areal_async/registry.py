@@ -25,6 +25,7 @@ a syntax tree. What its parts say of themselves is asked before a job starts, in
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -116,10 +117,8 @@ class Registry:
         path, attribute = self._own(name)
         module = run_user_file(path, kind=self.kind, name=name, error=PartError)
         if not hasattr(module, attribute):
-            defined = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
-            raise PartError(
-                f"the {self.kind} {name!r}: {path} defines no {attribute!r}. It defines {defined}."
-            )
+            fix = _meant(attribute, [key for key in vars(module) if not key.startswith("_")])
+            raise PartError(f"the {self.kind} {name!r}: {path} defines no {attribute!r}. {fix}")
         return self._own_parts.setdefault(name, getattr(module, attribute))
 
     def explain(self, name: str) -> dict[str, Any]:
@@ -240,8 +239,7 @@ class Registry:
             free = a.kwarg is not None
             yield from _keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)
         elif node is None:
-            choice = ", ".join(_defined(tree)) or "nothing"
-            yield Mistake(field, f"{path} defines no {attribute!r}", f"It defines {choice}")
+            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.AST]:
@@ -257,6 +255,13 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found
+
+
+def _meant(attribute: str, defined: Collection[str]) -> str:
+    """The name in a file that was most likely meant, else all of them."""
+    if close := difflib.get_close_matches(attribute, defined, n=1):
+        return f"Did you mean {close[0]!r}?"
+    return f"It defines {', '.join(defined) or 'nothing'}."
 
 
 def _imported(reference: str) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
@@ -39,8 +40,28 @@ if TYPE_CHECKING:
     from areal_async.controller.messages import WorkersAnswer
     from areal_async.rpc.control_messages import WorkersChanged
 
+OTHER_COMMANDS = {
+    **dict.fromkeys(("train", "start", "launch", "fit"), "run"),
+    **dict.fromkeys(("list", "ls", "jobs"), "ps"),
+    **dict.fromkeys(("kill", "cancel"), "stop"),
+    **dict.fromkeys(("continue", "restart"), "resume"),
+    **dict.fromkeys(("check", "lint"), "validate"),
+}
+"""What other programs call a command, and what it is called here."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands, found also by the names that other programs have for them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="areal-async",
+    cls=CommandGroup,
     help="Fully asynchronous, decoupled reinforcement learning for language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -113,7 +113,7 @@ def _parts_are_even(job: JobConfig) -> Iterator[Mistake]:
         few = groups // minibatches
         yield Mistake(
             "trainer.minibatches",
-            f"{groups} groups make {minibatches} minibatches of {few} or {few + 1}, each of which is one update",
+            f"{groups} groups make {minibatches} minibatches of {few} or {few + 1}, and each is one update",
             f"Set it to a divisor of buffer.batch_groups, such as {even}",
             ("buffer.batch_groups",),
         )
