@@ -47,7 +47,7 @@ def prepare(
         Path | None, typer.Option(metavar="FILE", help="That file; else held_out beside --out.")
     ] = None,
     mapping: Annotated[
-        str, typer.Option("--map", metavar="OURS=THEIRS,...", help="prompt=question,answer=solution")
+        str, typer.Option("--map", metavar="OURS=THEIRS,...", help="prompt=context+question,answer=solution")
     ] = "",
     answer: Annotated[
         str,

@@ -58,6 +58,15 @@ class CommandGroup(TyperGroup):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
         return super().resolve_command(ctx, args)
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command whose help shows no type of value for flags, which take none."""
+        found = super().get_command(ctx, cmd_name)
+        for each in [] if found is None else [found, *getattr(found, "commands", {}).values()]:
+            for option in each.get_params(ctx):
+                if getattr(option, "is_flag", False):
+                    option.metavar = ""
+        return found
+
 
 app = typer.Typer(
     name="areal-async",
