@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
@@ -19,7 +19,7 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
-from areal_async.config.rewardcheck import reward_file_mistakes
+from areal_async.config.rewardcheck import part_of, reward_file_mistakes
 from areal_async.examples import FORMS, Form, read_examples
 from areal_async.modelfiles import (
     INDEX,
@@ -30,6 +30,8 @@ from areal_async.modelfiles import (
     stored_tensors,
 )
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
+from areal_async.rewards import Routing
+from areal_async.rpc.schema import Task
 from areal_async.storage.content import OF_TRAINER
 from areal_async.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
 
@@ -289,6 +291,8 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, li
             table = read_tasks(path)
             rows = len(table)
             are_messages = any(not isinstance(task.prompt, str) for task in table)
+            if (mistake := _truth_mistake(job, field, path, table)) is not None:
+                return rows, [mistake]
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
             are_messages = not isinstance(task_row(where, row)["prompt"], str)
@@ -299,6 +303,20 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, li
         fix = "Add one to the tokenizer (chat_template.jinja), or make texts (data prepare --form text)"
         return rows, [Mistake(field, problem, fix, ("model",))]
     return rows, []
+
+
+def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
+    """Tasks that their reward would not judge, for want of a ground truth."""
+    routing = Routing(job.reward)
+    needs = {spec.name: getattr(part_of(spec.name), "needs_truth", False) for spec in routing.specs}
+    names = [
+        (row, routing.of(task).name) for row, task in enumerate(tasks, start=1) if task.ground_truth is None
+    ]
+    if not (found := [(row, name) for row, name in names if needs[name]]):
+        return None
+    problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
+    fix = "Fill in reward_model.ground_truth, or take the rows out"
+    return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix, ("reward.name",))
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
