@@ -65,7 +65,15 @@ def adapted(function: Any) -> Callable[..., Any] | None:
                 f"there, or give it as reward.args.{missing[0]}."
             )
         result = function(**taken)
-        return _awaited(result, given) if isinstance(result, Awaitable) else _outcomes(result, given)
+        outcomes = _outcomes if fill is _trl and isinstance(given, list) else of_one
+        return _awaited(result, outcomes) if isinstance(result, Awaitable) else outcomes(result)
+
+    def of_one(result: Any) -> Any:
+        if not isinstance(result, list | tuple):
+            return _outcome(result)
+        if fill is _trl and len(result) != 1:
+            raise ValueError(f"the reward returned {len(result)} scores for one completion")
+        return _outcome(result[0])  # verl, too, takes the first
 
     first = inspect.Parameter("given", inspect.Parameter.POSITIONAL_ONLY)
     rest = [
@@ -99,22 +107,16 @@ def _said(role: str, text: str, given: RewardInput) -> Any:
     return [{"role": role, "content": text}] if given.is_chat else text
 
 
-async def _awaited(result: Awaitable[Any], given: RewardInput | list[RewardInput]) -> Any:
-    return _outcomes(await result, given)
+async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> Any:
+    return outcomes(await result)
 
 
-def _outcomes(result: Any, given: RewardInput | list[RewardInput]) -> Any:
-    """What a reward of ours returns: of a list, or of verl's mapping with a `score`, or of one score."""
-    if isinstance(given, list):
-        return [_outcome(one) for one in result]
-    if isinstance(result, list | tuple):
-        if len(result) != 1:
-            raise ValueError(f"the reward returned {len(result)} scores for one completion")
-        result = result[0]
-    return _outcome(result)
+def _outcomes(results: Sequence[Any]) -> list[Any]:
+    return [_outcome(result) for result in results]
 
 
 def _outcome(result: Any) -> Any:
+    """Return what a reward of ours returns, for a number, None, or verl's mapping with a `score`."""
     if result is None:
         return Abstain("the reward returned None")
     if not isinstance(result, Mapping):
