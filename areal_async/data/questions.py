@@ -123,7 +123,8 @@ def question(where: str, row: SourceRow) -> tuple[Any, Choices | None]:
             )
         return asked, _choices(where, row)
     main = "\n\n".join(_text(where, name, row[name]) for name in names)
-    parts = {name: text for name in around if (text := _text(where, name, row[name])) not in main}
+    texts = {name: _text(where, name, row[name]) for name in around}
+    parts = {name: text for name, text in texts.items() if f"\n{text}\n" not in f"\n{main}\n"}
     ordered = [parts[name] for name in before if name in parts]
     ordered += [main, *(parts[name] for name in behind if name in parts)]
     return "\n\n".join(ordered), _choices(where, row)
@@ -134,12 +135,17 @@ def _question_columns(where: str, row: SourceRow) -> list[str]:
     names = row.free(QUESTIONS)
     texts = {name: text for name in names if (text := _words(row[name]))}
     longest = max(texts, key=lambda name: len(texts[name]), default="")
-    if any(text not in texts[longest] for text in texts.values()):
+    if not all(_is_in(text, texts[longest]) for text in texts.values()):
         raise BadRow(
             f"{where} has the columns {' and '.join(map(repr, texts))}, and each may be the question. Say "
             f"which (--map prompt={names[0]}), or join them (--map prompt={'+'.join(names)})."
         )
     return [longest] if longest else names
+
+
+def _is_in(text: str, longer: str) -> bool:
+    """Return whether a prompt has the question in it, and not only a few letters of it somewhere."""
+    return text in longer if len(text) >= 8 else longer.startswith(text) or longer.endswith(text)
 
 
 def _keep(name: str) -> str:
@@ -195,7 +201,7 @@ def _choices_in(where: str, name: str, value: Any) -> Choices:
         list(map(str, labels)) if known else list(LETTERS[: len(texts) if isinstance(texts, list) else 0])
     )
     plain = isinstance(texts, list) and all(isinstance(each, str | int | float) for each in texts)
-    if not plain or not len(texts) == len(labels) == len({*labels}):
+    if not plain or not len(texts) == len(labels) == len({*labels}) <= len(LETTERS):
         raise BadRow(
             f"{where}: column {name!r} belongs to the question, and is no list of at most {len(LETTERS)} "
             f"choices ({value!r:.60}). Make it one, or {_keep(name)}"

@@ -290,6 +290,8 @@ def made(tmp_path, write, rows, *options):
     [
         ({"instruction": "Translate", "input": "Danke", "output": "Thanks"}, "Translate\n\nDanke", "Thanks"),
         ({"instruction": "Sing", "input": "", "output": "La"}, "Sing", "La"),
+        ({"instruction": "Write in 8 bits", "input": "8", "output": "1000"}, "Write in 8 bits\n\n8", "1000"),
+        ({"context": "C\nD", "question": "Q\nC\nD\nR", "answer": "a"}, "Q\nC\nD\nR", "a"),
         ({"context": "Ed is 3.", "question": "How old?", "answer": "3"}, "Ed is 3.\n\nHow old?", "3"),
         ({"passage": "P", "query": "Q", "answer": "a"}, "P\n\nQ", "a"),
         ({"instruction": "Add.", "problem": "1 and 2", "answer": "3"}, "Add.\n\n1 and 2", "3"),
@@ -318,6 +320,8 @@ def test_what_belongs_to_a_question_is_in_its_prompt(write, tmp_path, row, asked
         ({"prompt": "1+1", "question": "2+2", "answer": "4"}, (), "--map prompt=prompt+question"),
         (METAL | {"choices": ["wood", "iron"], "answer": 2}, (), "none of the choices in choices"),
         (METAL | {"choices": ["2", "1"], "answer": "3"}, (), "none of the choices"),
+        (METAL | {"choices": {str(n): f"t{n}" for n in range(11)}}, (), "at most 10 choices"),
+        ({"problem": "2", "question": "What is 2+3?", "answer": "5"}, (), "'question' and 'problem'"),
         (METAL | {"choices": [["wood"], ["iron"]]}, (), "column 'choices' belongs to the question"),
         ({"question": "How old?", "sentence1": "a", "output": "b"}, ("--kind", "sft"), "column 'sentence1'"),
     ],
