@@ -25,6 +25,7 @@ from areal_async.answers import end_ids, turn_closing
 from areal_async.errors import ArealError
 from areal_async.examples import Continuation, Message
 from areal_async.prompts import prompt_ids, text_ids
+from areal_async.tasks import is_learned
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -54,9 +55,11 @@ def answer_ids(
         return [*prompt, *own, tokenizer.eos_token_id], [0] * len(prompt) + [1] * (len(own) + 1)
     given = len(answer.prompt)
     chat: list[Message] = [*answer.prompt, *answer.answer]
-    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+    spoken = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+    turns = [i for i in spoken if is_learned(chat[i])]
     if not turns:
-        raise ChatError("it has no turn of the assistant to learn from")
+        left = ": all have weight 0" if spoken else ""
+        raise ChatError(f"it has no turn of the assistant to learn from{left}")
     turns = turns[-1:] if train_on == "last" else turns
     ids, learned = _turn_ids(tokenizer, chat[: turns[-1] + 1], turns, answer.tools)
     if any(learned):

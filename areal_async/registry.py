@@ -25,12 +25,13 @@ a syntax tree. What its parts say of themselves is asked before a job starts, in
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -56,7 +57,9 @@ class Registry:
 
     `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
     `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
-    that it fills; `coroutine` says that a part which is a function is an `async def`.
+    that it fills; `coroutine` says that a part which is a function is an `async def`. `signatures` are those
+    of other frameworks' functions, which have no decorator: a parameter that tells one, and those that the
+    caller fills there; with none named, any that no argument gives.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Registry:
         leading: int = 0,
         filled: tuple[str, ...] = (),
         coroutine: bool = False,
+        signatures: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.kind = kind
         self.leading = leading
         self.filled = filled
         self.coroutine = coroutine
+        self.signatures = signatures or {}
         self._own_parts: dict[str, Any] = {}
         self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
         self._table = built_in
@@ -112,10 +117,8 @@ class Registry:
         path, attribute = self._own(name)
         module = run_user_file(path, kind=self.kind, name=name, error=PartError)
         if not hasattr(module, attribute):
-            defined = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
-            raise PartError(
-                f"the {self.kind} {name!r}: {path} defines no {attribute!r}. It defines {defined}."
-            )
+            fix = _meant(attribute, [key for key in vars(module) if not key.startswith("_")])
+            raise PartError(f"the {self.kind} {name!r}: {path} defines no {attribute!r}. {fix}")
         return self._own_parts.setdefault(name, getattr(module, attribute))
 
     def explain(self, name: str) -> dict[str, Any]:
@@ -222,17 +225,21 @@ class Registry:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
             a = node.args
             positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
-            without_default = positional[: len(positional) - len(a.defaults)][self.leading :]
             keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            needed = without_default + [argument.arg for argument, default in keywords if default is None]
-            takes = positional[self.leading :] + [argument.arg for argument in a.kwonlyargs]
-            takes, needed = ([each for each in names if each not in self.filled] for names in (takes, needed))
+            optional = {*positional[len(positional) - len(a.defaults) :]}
+            optional |= {argument.arg for argument, default in keywords if default is not None}
+            named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
+            foreign = [name for name in self.signatures if name in (*positional, *named)]
+            if foreign and not node.decorator_list:
+                leading, filled = 0, {*self.signatures[foreign[0]]}
+                optional |= {*positional, *named} if not filled else set()
+            takes = [each for each in (*positional[leading:], *named) if each not in filled]
+            needed = [each for each in takes if each not in optional]
             owner = f"the {self.kind} {attribute} in {path}"
             free = a.kwarg is not None
             yield from _keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)
         elif node is None:
-            choice = ", ".join(_defined(tree)) or "nothing"
-            yield Mistake(field, f"{path} defines no {attribute!r}", f"It defines {choice}")
+            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.AST]:
@@ -248,6 +255,13 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found
+
+
+def _meant(attribute: str, defined: Collection[str]) -> str:
+    """The name in a file that was most likely meant, else all of them."""
+    if close := difflib.get_close_matches(attribute, defined, n=1):
+        return f"Did you mean {close[0]!r}?"
+    return f"It defines {', '.join(defined) or 'nothing'}."
 
 
 def _imported(reference: str) -> Any:
@@ -342,7 +356,15 @@ ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
 WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2, coroutine=True)
 ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
 TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
-REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
+REWARDS = Registry(
+    "reward",
+    "reward_service.sdk:BUILT_IN",
+    leading=1,
+    signatures={
+        "solution_str": ("data_source", "solution_str", "ground_truth", "extra_info"),
+        "completions": (),
+    },
+)
 ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=1)
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
 CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)

@@ -7,7 +7,8 @@
         return 1.0 if given.ground_truth in given.response and len(given.response) < 200 else 0.0
 
 The job file names it as `reward: {name: path.py:concise}`. The function may be `async`. It returns a real
-number, a `Score` (value and named components) or an `Abstain`; whatever else it does (raise, return
+number, a `Score` (value and named components) or an `Abstain`. Functions with the signatures of verl and TRL
+need no mark (`signatures.py`). Whatever else it does (raise, return
 something else, NaN, hang, die) becomes a verdict that says so, never a score of 0.
 """
 
@@ -29,6 +30,7 @@ from areal_async.answers import opens_thought, spoken
 from areal_async.errors import ArealError
 from areal_async.registry import run_user_file
 from areal_async.rpc.verdicts import Abstain, Parts, Score
+from reward_service.signatures import HOW, adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
@@ -80,6 +82,8 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
 
     prompt: str = ""
     """The prompt as the model saw it, as text."""
+    is_chat: bool = False
+    """Whether the task's prompt is a list of messages."""
     response: str = ""
     """What the model answered, as text."""
     ground_truth: Any = None
@@ -227,10 +231,9 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
     choice = f"It has: {', '.join(marked)}." if marked else "It has no function marked @reward."
     if found is None:
         raise RewardLoadError(f"the reward {name!r}: {path_text} defines no {attribute!r}. {choice}")
-    if not isinstance(getattr(found, MARK, None), Mark):
+    if not isinstance(getattr(found, MARK, None), Mark) and (found := adapted(found)) is None:
         raise RewardLoadError(
-            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. Put `@reward` "
-            f"(from areal_async import reward) above it. {choice}"
+            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. {HOW} {choice}"
         )
     loaded: RewardFunction = found
     return loaded

@@ -309,6 +309,7 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
     header, n_sampled = glance(blob)
     return RewardInput(
         prompt=header.prompt_text,
+        is_chat=not isinstance(item.task.prompt, str),
         response=header.response_text,
         ground_truth=item.task.ground_truth,
         data_source=item.task.data_source,

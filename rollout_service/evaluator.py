@@ -313,6 +313,7 @@ class Evaluator:
             text=str(header.metadata.get("answer", header.response_text)).strip(),
             given=RewardInput(
                 prompt=header.prompt_text,
+                is_chat=not isinstance(task.prompt, str),
                 response=header.response_text,
                 ground_truth=task.ground_truth,
                 data_source=task.data_source,

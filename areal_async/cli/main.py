@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
@@ -41,8 +42,37 @@ if TYPE_CHECKING:
     from areal_async.controller.messages import WorkersAnswer
     from areal_async.rpc.control_messages import WorkersChanged
 
+OTHER_COMMANDS = {
+    **dict.fromkeys(("train", "start", "launch", "fit"), "run"),
+    **dict.fromkeys(("list", "ls", "jobs"), "ps"),
+    **dict.fromkeys(("kill", "cancel"), "stop"),
+    **dict.fromkeys(("continue", "restart"), "resume"),
+    **dict.fromkeys(("check", "lint"), "validate"),
+}
+"""What other programs call a command, and what it is called here."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands, found also by the names that other programs have for them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command whose help shows no type of value for flags, which take none."""
+        found = super().get_command(ctx, cmd_name)
+        for each in [] if found is None else [found, *getattr(found, "commands", {}).values()]:
+            for option in each.get_params(ctx):
+                if getattr(option, "is_flag", False):
+                    option.metavar = ""
+        return found
+
+
 app = typer.Typer(
     name="areal-async",
+    cls=CommandGroup,
     help="Fully asynchronous, decoupled reinforcement learning for language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -109,7 +109,7 @@ class TrialRequest(ToolRequest, frozen=True):
     column: Annotated[
         str, typer.Option(metavar="COLUMN", help="Column of the task file that has the responses.")
     ] = "response"
-    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are taken, evenly spaced.")] = 1000
+    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are taken, drawn at random.")] = 1000
 
 
 class ServeRequest(ToolRequest, frozen=True):

@@ -29,6 +29,7 @@ from areal_async.config.yamlfile import (
     MOST_LEVELS,
     MOST_NODES,
     dump_yaml,
+    half_character,
     parse_yaml,
     syntax_problem,
     too_nested,
@@ -94,6 +95,9 @@ def job_from_mapping(
     if (where := too_nested(content)) is not None:
         problem = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
         raise ConfigError(source, [Mistake(where, problem, "Flatten it")])
+    if (where := half_character(content)) is not None:
+        problem = "it has half of a surrogate pair, which no file can hold"
+        raise ConfigError(source, [Mistake(where, problem, "Write the whole character")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
     mistakes += _policy_mistakes(content)

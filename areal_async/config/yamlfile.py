@@ -7,7 +7,7 @@ it further goes one call deeper for each level.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,25 @@ def syntax_problem(error: yaml.YAMLError) -> str:
 
 def _refused(source: str, problem: str, fix: str) -> ConfigError:
     return ConfigError(source, [Mistake("file", problem, fix)])
+
+
+def half_character(value: Any) -> str | None:
+    """Return the dotted path of the first text or key that UTF-8 cannot hold: one with half of a surrogate
+    pair, as a text has that was cut within an escape such as `\\ud83d\\ude00`. None if all can be written."""
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return ""
+    elif isinstance(value, Mapping):
+        inner = ((str(key), part) for key, both in value.items() for part in (key, both))
+    elif isinstance(value, list | tuple):
+        inner = ((str(index), each) for index, each in enumerate(value))
+    for name, part in inner:
+        if (found := half_character(part)) is not None:
+            return f"{ascii(name)[1:-1]}.{found}".rstrip(".")
+    return None
 
 
 def too_nested(value: Any) -> str | None:

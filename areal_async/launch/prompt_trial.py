@@ -34,10 +34,10 @@ from areal_async.config.job import JobConfig
 from areal_async.examples import Example, read_examples, tools_of
 from areal_async.models.tokenizer import keep_class
 from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
-from areal_async.tasks import TaskFileError, task_rows
+from areal_async.tasks import TaskFileError, drawn, task_row, task_rows
 
 MOST_ROWS = 200_000  # Rows of one task file that are looked at
-SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
+SAMPLE = 256  # Prompts whose tokens are looked at, drawn at random
 TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
 UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
 
@@ -128,14 +128,14 @@ def _prompt_mistakes(
     prompts: list[TaskPrompt] = []
     try:
         if job.kind == "rl":
-            rows = itertools.islice(task_rows(path, ("prompt", "extra_info")), MOST_ROWS)
-            prompts = [(where, row["prompt"], tools_of(row, where)) for where, row in rows]
-            spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
-            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in spaced]
-            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in spaced]
+            rows = itertools.islice(task_rows(path), MOST_ROWS)
+            prompts = [(where, task_row(where, row)["prompt"], tools_of(row, where)) for where, row in rows]
+            some = drawn(prompts, SAMPLE)
+            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in some]
+            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in some]
         else:
             examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
-            chosen = examples[:: max(1, len(examples) // SAMPLE)]
+            chosen = drawn(examples, SAMPLE)
             ends = end_ids(tokenizer, job.model)
             tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one, ends)]
             answers = [answer for one in chosen for answer in one.answers]
@@ -163,7 +163,8 @@ def _prompt_mistakes(
     if lost > UNKNOWN_SHARE:
         yield Mistake(
             field,
-            f"{lost:.0%} of the characters of the prompts in {path} are unknown to the model's tokenizer",
+            f"{lost:.0%} of the characters of {len(texts)} prompts, drawn at random from {path}, are unknown "
+            "to the model's tokenizer",
             "Give tasks in the characters that it knows, or another model",
             ("model",),
         )

@@ -144,6 +144,8 @@ def load(order: LoadReward) -> LoadedReward:
         return LoadedReward(made, Mark(made.batch))
     function = load_reward(order.name, source=order.source)
     mark = getattr(function, MARK, Mark())
+    if order.scope in getattr(function, "scopes", ()):
+        mark = msgspec.structs.replace(mark, scope=order.scope)
     if order.scope == "group" and mark.scope != "group":
         raise RewardLoadError(
             f"the reward {order.name!r} judges one episode at a time, and is asked for with the scope "

@@ -33,7 +33,7 @@ from areal_async.prompts import message_texts
 from areal_async.rewards import ImportedModules
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of, message_of
 from areal_async.status.progress import progress
-from areal_async.tasks import TaskTable, read_tasks
+from areal_async.tasks import TaskTable, drawn, read_tasks
 from reward_service.client import LocalScorer
 from reward_service.processes import on_print
 from reward_service.sdk import RewardInput
@@ -74,7 +74,8 @@ def main(request: TrialRequest) -> int:
         judged = asyncio.run(judge(section, samples))
     wrong = why_it_fails(judged)
     if request.as_json:
-        print_json({"failed": wrong, "missing": missing, "answers": [answer_of(one) for one in judged]})
+        answers = [answer_of(one) for one in judged]
+        print_json({"failed": wrong, "missing": missing, "source": source, "answers": answers})
         return 1 if wrong else 0
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
@@ -122,12 +123,11 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
 
 
 def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
-    """Answers to at most `limit` tasks, evenly spaced over the file, and where they come from: the column, or
-    the ground truth where there is no column `response`. Raises `SamplesError`, `TaskFileError`."""
+    """Return answers to at most `limit` tasks, drawn from the file at random, and where they come from: the
+    column, or the ground truth without a column `response`. Raises `SamplesError`, `TaskFileError`."""
     table = read_tasks(tasks, extra=[column])
-    rows = (
-        [index * len(table) // limit for index in range(limit)] if len(table) > limit else range(len(table))
-    )
+    rows = drawn(range(len(table)), limit)
+    of = f", {limit} of {len(table)} rows drawn at random (--limit)" if len(table) > limit else ""
     answers = {row: table.extra(row, column) for row in rows}
     if all(answer is None for answer in answers.values()):
         if column != "response":
@@ -136,7 +136,7 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
             )
         truths = [(row, table.task(row).ground_truth) for row in rows]
         samples = [_sample(table, row, _as_text(truth)) for row, truth in truths]
-        return samples, "the ground truth (there is no column response)"
+        return samples, f"the ground truth (there is no column response){of}"
     samples = []
     for row, answer in answers.items():
         texts = answer if isinstance(answer, list) else [answer] if answer is not None else []
@@ -146,7 +146,7 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
                 f"{answer!r:.80}."
             )
         samples += [_sample(table, row, text) for text in texts]
-    return samples, f"column {column}"
+    return samples, f"column {column}{of}"
 
 
 def missing_modules(section: RewardSection, samples: Sequence[AnswerSample]) -> list[str]:
@@ -161,6 +161,7 @@ def _sample(table: TaskTable, row: int, response: str) -> AnswerSample:
     task = table.task(row)
     given = RewardInput(
         prompt=message_texts(task.prompt),
+        is_chat=not isinstance(task.prompt, str),
         response=response,
         ground_truth=task.ground_truth,
         data_source=task.data_source,

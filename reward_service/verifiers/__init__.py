@@ -72,6 +72,7 @@ def verifier(
         for name in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(judged, name, getattr(judge, name))
         judged.preload = preload  # type: ignore[attr-defined]
+        judged.needs_truth = needs_truth  # type: ignore[attr-defined]
         return reward(scope=scope, arguments=arguments)(judged)
 
     return made

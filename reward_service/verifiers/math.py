@@ -35,7 +35,7 @@ class MathArguments(Section):
     reward's `timeout_s`, past which the whole call is a timeout."""
 
 
-@verifier(MathArguments, prepare=lambda _: preload())
+@verifier(MathArguments, prepare=lambda _: preload(), needs_truth=True)
 def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
     """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
     `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,

@@ -172,3 +172,24 @@ def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):
         assert result.exit_code == 2
         assert "there is no run folder or job file" in result.stderr
     assert call("scale", tmp_path, "--workers", 0).exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [("run",), ("data", "prepare"), ("compare",), ("resume",)])
+def test_help_shows_no_type_for_flags(arguments):
+    said = call(*arguments, "--help").output
+    assert "--json" in said
+    assert "<bool>" not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"), [("train", "run"), ("ls", "ps"), ("kill", "stop"), ("lint", "validate")]
+)
+def test_the_name_of_another_program_leads_to_the_command(said, meant):
+    assert f"Did you mean {meant!r}?" in " ".join(call(said, "job.yaml").stderr.split())
+
+
+@pytest.mark.parametrize("runs", [("a",), ("a", "a")])
+def test_one_run_is_not_compared(runs):
+    done = call("compare", *runs)
+    assert done.exit_code == 2
+    assert "Name two" in " ".join(done.stderr.split())

@@ -131,6 +131,21 @@ def test_a_structure_that_holds_itself_is_too_nested():
     assert too_nested([[1], {"a": (2, 3)}]) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('job: sums\ndescription: "a \\ud83d"\n', "description"),
+        ('job: sums\nrollout: {sampling: {stop: [a, "\\udc00"]}}\n', "rollout.sampling.stop.1"),
+        ('job: sums\nreward: {args: {"\\ud83d": 1}}\n', r"reward.args.\ud83d"),
+    ],
+)
+def test_half_a_character_in_a_job_file_is_named(folder, text, named):
+    (folder / "job.yaml").write_text(text)
+    said = only_mistake(folder)
+    assert named in said
+    assert "half of a surrogate pair" in said
+
+
 @pytest.mark.parametrize("column", ["extra_info", "reward_model", "prompt"])
 @pytest.mark.parametrize("depth", [100, 100_000])
 def test_a_nested_row_ends_in_a_sentence_that_names_the_column(folder, column, depth):

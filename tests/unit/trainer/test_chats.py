@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_async.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.job import JobConfig
 from areal_async.examples import Continuation, read_examples, split_prompt
-from areal_async.tasks import TaskFileError
+from areal_async.tasks import TaskFileError, read_tasks
 from trainer_service.data.lessons import read_lessons
 from trainer_service.errors import BatchError
 
@@ -274,6 +274,110 @@ def test_parquet_files_hold_chats_whose_absent_fields_are_nulls(tmp_path):
 )
 def test_a_row_that_is_no_example_is_named(tmp_path, kind, row, says):
     with pytest.raises(TaskFileError, match=says):
+        list(read_examples(written(tmp_path / "f.jsonl", [row]), kind)[1])
+
+
+CALL = {"function": {"name": "f", "arguments": {"x": None, "y": [{"z": None}]}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [CALL | {"id": None}]}, {"tool_calls": [CALL]}),
+        ({"role": "assistant", "content": "a", "tool_calls": None, "name": None}, {}),
+        (
+            {"role": "assistant", "content": "a", "function_call": CALL["function"]},
+            {"function_call": CALL["function"]},
+        ),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": {"x": None}}]},
+            None,
+        ),
+    ],
+)
+def test_null_fields_are_absent_and_null_arguments_are_kept(tmp_path, row, kept):
+    kept = {"tool_calls": row["tool_calls"]} if kept is None else kept
+    schema = {"name": "f", "parameters": {"x": {"default": None}}}
+    written(tmp_path / "f.jsonl", [{"messages": [Q, row, Q, A], "tools": [schema]}])
+    (example,) = read_examples(tmp_path / "f.jsonl", "sft")[1]
+    said = row["content"] or ""
+    assert example.answers[0].answer == [Q, {"role": "assistant", "content": said} | kept, Q, A]
+    assert example.answers[0].tools == (schema,)
+    written(tmp_path / "t.jsonl", [{"prompt": [Q, row, Q], "reward_model": {"ground_truth": "1"}}])
+    (task,) = read_tasks(tmp_path / "t.jsonl")
+    assert task.prompt == [Q, {"role": "assistant", "content": said} | kept, Q]
+
+
+def test_tasks_and_chats_in_parquet_have_no_fields_of_other_rows(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    call = {"name": "f", "arguments": {"x": 1}}
+    chats = [[Q], [Q, {"role": "assistant", "content": "", "tool_calls": [call]}, Q | {"name": "n"}]]
+    tools = [[{"name": "f"}], [{"name": "g", "parameters": {"x": {"type": "int"}}}]]
+    rows = [
+        {
+            "prompt": chat,
+            "reward_model": {"ground_truth": "1"},
+            "extra_info": {"tools": schemas, "index": None},
+        }
+        for chat, schemas in zip(chats, tools, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    table = read_tasks(tmp_path / "t.parquet")
+    assert [task.prompt for task in table] == chats
+    assert [task.extra_info for task in table] == [{"tools": each, "index": None} for each in tools]
+    examples = read_examples(tmp_path / "t.parquet", "sft")[1]
+    assert [example.answers[0].prompt for example in examples] == chats
+
+
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ([{"weight": 0}, {"weight": 1}, {}], ["x2<eos>", "x3<eos>"]),
+        ([{}, {"trainable": False}, {"weight": 1.0}], ["x1<eos>", "x3<eos>"]),
+        ([{"loss_mask": 0}, {"train": False}, {"loss": True}], ["x3<eos>"]),
+        ([{}, {}, {"training": 0}], ["x1<eos>", "x2<eos>"]),
+        ([{"learn": None}, {"weight": None}, {}], ["x1<eos>", "x2<eos>", "x3<eos>"]),
+    ],
+)
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_turn_of_weight_0_is_not_learned(tokenizer, tmp_path, template, fields, pieces):
+    tokenizer.chat_template = template
+    given = iter(fields)
+    chat = [each | (next(given) if each["role"] == "assistant" else {}) for each in CHAT[:7]]
+    (example,) = read_examples(written(tmp_path / "f.jsonl", [{"messages": chat}]), "sft")[1]
+    assert learned(tokenizer, example.answers[0])[1] == pieces
+    assert learned(tokenizer, example.answers[0], train_on="last")[1] == pieces[-1:]
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"weight": 0.5}, "weight 0.5. A turn is learned"),
+        ({"loss_mask": [0, 1]}, "loss_mask .0, 1.. A turn"),
+        ({"train": "no"}, "train 'no'"),
+        ({"weight": 0}, "no turn of the assistant to learn from: all have weight 0"),
+    ],
+)
+def test_a_weight_that_cannot_be_kept_is_refused(tokenizer, tmp_path, field, says):
+    tokenizer.chat_template = PLAIN
+    written(tmp_path / "f.jsonl", [{"messages": [Q, A | field]}])
+    with pytest.raises((TaskFileError, ChatError), match=says):
+        answer_ids(tokenizer, next(read_examples(tmp_path / "f.jsonl", "sft")[1]).answers[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("sft", {"prompt": "q", "completion": "cut \ud83d"}),
+        ("sft", {"messages": [Q, A | {"tool_calls": [{"name": "f", "arguments": {"\ud83d": 1}}]}]}),
+        ("sft", {"messages": [Q, A], "tools": [{"name": "\udc00"}]}),
+        ("preference", {"prompt": "\ud83d", "chosen": "a", "rejected": "b"}),
+    ],
+)
+def test_half_a_character_is_named_by_its_row_and_column(tmp_path, kind, row):
+    with pytest.raises(TaskFileError, match=r"line 1: column `[a-z]+[^`]*` has half of a surrogate pair"):
         list(read_examples(written(tmp_path / "f.jsonl", [row]), kind)[1])
 
 
