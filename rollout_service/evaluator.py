@@ -322,6 +322,7 @@ class Evaluator:
                 metadata=header.metadata,
                 response_tokens=episode.n_sampled,
                 truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
+                fault=header.fault,
                 blob=pack(episode),
             ),
         )
