@@ -10,7 +10,7 @@ import os
 import traceback
 from numbers import Real
 
-from areal_async.rpc.verdicts import Abstain, Failure, Fault, Parts, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
 from reward_service.sdk import RewardInput
 
 LONGEST_MESSAGE = 1000  # Characters of an error's text that travel
@@ -124,11 +124,11 @@ def _name(name: object, what: str) -> str:
     return clip(name)
 
 
-def _fault(value: object) -> Fault:
+def _fault(value: object) -> FaultOf:
     try:
-        return Fault(value)
+        return FaultOf(value)
     except ValueError:
-        raise NoVerdict(f"the fault is {clip(repr(value))}: give Fault.ANSWER or none") from None
+        raise NoVerdict(f"the fault is {clip(repr(value))}: give FaultOf.ANSWER or none") from None
 
 
 def _kind(value: object) -> str:

@@ -20,7 +20,7 @@ from typing import Self
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import part_of, runs_in_pool
 from areal_async.rewards import RewardSpec, Routing
-from areal_async.rpc.verdicts import Failure, Fault, Timeout, Verdict, settled
+from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict, settled
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import BackendReward, Call, OnVerdicts, ScoringBackend
@@ -153,7 +153,7 @@ class Router:
 def _failed(given: RewardInput) -> Verdict | None:
     """The verdict on an episode that ended early by the fault of its answers; None for any other."""
     kind, _, message = given.fault.partition(": ")
-    return Failure(kind, message, fault=Fault.ANSWER) if given.fault else None
+    return Failure(kind, message, fault=FaultOf.ANSWER) if given.fault else None
 
 
 @dataclass(eq=False)

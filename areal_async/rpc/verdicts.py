@@ -14,7 +14,7 @@ import msgspec
 VerdictKind = Literal["score", "timeout", "error", "abstain"]
 
 
-class Fault(StrEnum):
+class FaultOf(StrEnum):
     """Whose fault it is that something could not be judged."""
 
     ANSWER = "answer"
@@ -65,7 +65,7 @@ class Failure(Outcome, frozen=True, tag="error"):
     kind: str
     message: str
     sandbox: str = ""
-    fault: Fault = Fault.INFRASTRUCTURE
+    fault: FaultOf = FaultOf.INFRASTRUCTURE
 
 
 class Abstain(Outcome, frozen=True, tag="abstain"):
@@ -84,7 +84,7 @@ def kind_of(verdict: Verdict) -> VerdictKind:
 
 def settled(verdict: Verdict, score: float) -> Verdict:
     """The verdict that counts: a failure by the answer's own fault is a score of `score`."""
-    if isinstance(verdict, Failure) and verdict.fault is Fault.ANSWER:
+    if isinstance(verdict, Failure) and verdict.fault is FaultOf.ANSWER:
         return Score(score, sandbox=verdict.sandbox, at_fault=f"{verdict.kind}: {verdict.message}")
     return verdict
 

@@ -28,7 +28,7 @@ import msgspec
 from pydantic import ValidationError
 
 from areal_async.config.base import Section
-from areal_async.rpc.verdicts import Failure, Fault
+from areal_async.rpc.verdicts import Failure, FaultOf
 from reward_service.checking import describe
 from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 
@@ -73,7 +73,7 @@ def verifier(
                     checked(msgspec.structs.replace(given, response="", metadata={}, blob=b""), **values)
                 except Exception:
                     raise error from None
-                return Failure("exception", describe(error), fault=Fault.ANSWER)
+                return Failure("exception", describe(error), fault=FaultOf.ANSWER)
 
         def preload(**values: Any) -> None:
             try:

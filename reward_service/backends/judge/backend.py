@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.verdicts import Failure, Fault, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import Call, MissingText, OnVerdicts, fill
@@ -219,7 +219,7 @@ class Judge:
         verdict = verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
         # Servers that are away have kinds of their own. What they refused or did not grade has this one.
         if isinstance(verdict, Failure) and verdict.kind == "judge" and await self._grades(neutral, begun_s):
-            return msgspec.structs.replace(verdict, fault=Fault.ANSWER)
+            return msgspec.structs.replace(verdict, fault=FaultOf.ANSWER)
         return verdict
 
     async def _grades(self, body: bytes, begun_s: list[float]) -> bool:

@@ -25,7 +25,7 @@ import msgspec
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.verdicts import Failure, Fault, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import TrajectoryError
 from areal_async.tries import pause_s
@@ -265,7 +265,7 @@ class RemoteBackend:
                     limit_ms = round(self._spec.timeout_s * 1000)
                     self._end(call, [Timeout(limit_ms)] * len(call.inputs), elapsed_ms)
                 case "too_large" if self._fits_without_answers(replica, call):
-                    self._fail(call, "remote", told, elapsed_ms, Fault.ANSWER)
+                    self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
                 case "broken" | "invalid" | "too_large":
                     self._fail(call, "remote", told, elapsed_ms)
                 case _:  # Lost; or it has become another one, and is asked again what it is.
@@ -307,7 +307,7 @@ class RemoteBackend:
         kind: str,
         message: str,
         elapsed_ms: float = 0.0,
-        fault: Fault = Fault.INFRASTRUCTURE,
+        fault: FaultOf = FaultOf.INFRASTRUCTURE,
     ) -> None:
         failure = Failure(kind, clip(message), fault=fault)
         self._end(call, [failure] * len(call.inputs), elapsed_ms)

@@ -22,7 +22,7 @@ from msgspec import structs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from areal_async.rpc.verdicts import Failure, Fault, Score, Verdict
+from areal_async.rpc.verdicts import Failure, FaultOf, Score, Verdict
 from reward_service.backends import MissingText, fill
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.checking import describe
@@ -239,7 +239,7 @@ class ModelFunction:
         if failure.kind == "model" and isinstance(self._alone(given), Score):
             return failure
         neutral = self._alone(structs.replace(given, response=NEUTRAL))
-        return structs.replace(failure, fault=Fault.ANSWER) if isinstance(neutral, Score) else failure
+        return structs.replace(failure, fault=FaultOf.ANSWER) if isinstance(neutral, Score) else failure
 
     def _alone(self, given: RewardInput) -> Verdict:
         return self._scorer.score(self._scorer.tokenize([self._text(given)]))[0]
