@@ -85,3 +85,8 @@ def held(given: RewardInput):
 
 def unmarked(given: RewardInput):
     return 1.0
+
+
+@reward
+def blaming(given: RewardInput):
+    return Failure("mine", "unreadable", fault=FaultOf(given.response))
