@@ -32,7 +32,7 @@ def masking(drive, **rules):
 @pytest.mark.parametrize("score", [0.0, -1.0])
 def test_an_answer_at_fault_is_scored_and_its_group_is_trained_whole(drive, score):
     ledger = following(drive, DROP)
-    (group,) = ledger.generated()
+    ledger.generated()
     items = ledger.claim()
     ledger.judge(items[:1], settled(Failure("judge", "too long", fault=FaultOf.ANSWER), score))
     ledger.judge(items[1:], Score(1.0))
