@@ -90,7 +90,7 @@ def settled(verdict: Verdict, score: float) -> Verdict:
 
 
 def message_of(verdict: Verdict) -> str:
-    """What a verdict that is no score says, on one line."""
+    """The reason of a verdict that is no score, or of an answer at fault, on one line."""
     match verdict:
         case Timeout():
             text = f"no answer within {verdict.limit_ms / 1000:g} s"
@@ -99,5 +99,5 @@ def message_of(verdict: Verdict) -> str:
         case Abstain():
             text = verdict.reason or "it gave no reason"
         case Score():
-            text = ""
+            text = verdict.at_fault
     return " ".join(text.split())
