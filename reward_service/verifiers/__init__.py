@@ -10,7 +10,7 @@ is checked by it.
 
 A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer is
 not. So a verifier whose cost depends on the answer ends by itself (`within`), well before the deadline of
-its call, and counts the answer as wrong; and an exception that an empty answer does not cause is the
+its call, and counts the answer as wrong; and an exception that a neutral answer does not cause is the
 answer's fault. CPU time is counted and not the clock's, so that a busy machine makes no answer wrong. Only
 Python code is ended: what one call of a C function takes has to be bounded before it.
 """
@@ -34,6 +34,8 @@ from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
+NEUTRAL = "I do not know."
+"""The answer to a task that any verifier can judge."""
 MOST_PARSED = 64  # Different arguments of one reward that are remembered in a process
 
 
@@ -68,9 +70,10 @@ def verifier(
             try:
                 return checked(given, **values)
             except Exception as error:
-                # An empty answer shows whose fault it is: if that fails too, it is the task's or ours.
+                # A neutral answer shows whose fault it is: if that fails too, it is the task's or ours.
+                neutral = msgspec.structs.replace(given, response=NEUTRAL, metadata={}, blob=b"")
                 try:
-                    checked(msgspec.structs.replace(given, response="", metadata={}, blob=b""), **values)
+                    checked(neutral, **values)
                 except Exception:
                     raise error from None
                 return Failure("exception", describe(error), fault=FaultOf.ANSWER)

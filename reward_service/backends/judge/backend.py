@@ -40,6 +40,7 @@ from reward_service.backends.judge.replies import (
 )
 from reward_service.backends.servers import ServerState, choose
 from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.verifiers import NEUTRAL
 
 log = get_logger("judge")
 
@@ -48,8 +49,6 @@ START_PAUSE_S = 0.5
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
 
-NEUTRAL = "I do not know."
-"""The answer to a task that any judge can grade."""
 MOST_FAIR = 1024  # Requests with neutral answers that are known to have got a grade
 
 Vote = float | Failure | Timeout
