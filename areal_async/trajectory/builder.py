@@ -281,16 +281,18 @@ class EpisodeBuilder:
         can be built whatever an answer led to afterwards."""
         n = self._calls[0].segment + 1
         units = self._offset[n - 1] + self._length[n - 1]
-        for column in (self._parent, self._kind, self._agent, self._turn, self._offset, self._length):
-            del column[n:]
-        for table in (self._flags, self._token_id, self._logprob, self._version, self._mask):
-            del table[n:]  # type: ignore[attr-defined]
+        tables: tuple[list[Any], ...] = (
+            *(self._parent, self._kind, self._agent, self._turn, self._offset, self._length, self._flags),
+            *(self._token_id, self._logprob, self._version, self._mask),
+        )
+        for table in tables:
+            del table[n:]
         self._n_units = units
         self._calls = self._calls[:1]
         self._epochs = [run for run in self._epochs if run[0] < units]
         self._media = [media for media in self._media if media.segment < n]
         self._columns, self._routes, self._metadata, self._rewards = {}, {}, {}, {}
-        self._reward, self._anchor, self._flags = {}, {}, [0] * n
+        self._reward, self._anchor = {}, {}
         self._prompt_text = self._response_text = ""
 
     def build(self, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
