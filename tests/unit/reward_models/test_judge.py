@@ -38,19 +38,17 @@ async def test_the_request_says_what_the_job_says(monkeypatch):
         api_key_env="JUDGE_KEY",
         extra_body={"top_p": 0.9, "max_tokens": None, "max_completion_tokens": 77},
     )
-    assert server.bodies == [
-        {
-            "model": "m",
-            "messages": [
-                {"role": "system", "content": "be fair"},
-                {"role": "user", "content": "Q p A 7 T 1 {other}"},
-            ],
-            "temperature": 0.3,
-            "seed": 5,
-            "top_p": 0.9,
-            "max_completion_tokens": 77,
-        }
-    ]
+    assert server.bodies[0] == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "be fair"},
+            {"role": "user", "content": "Q p A 7 T 1 {other}"},
+        ],
+        "temperature": 0.3,
+        "seed": 5,
+        "top_p": 0.9,
+        "max_completion_tokens": 77,
+    }
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
