@@ -31,13 +31,14 @@ class AbstainSection(PolicySection):
 
 
 class FaultSection(Section):
-    """What an answer counts that cannot be judged by its own fault, such as one too long for the judge."""
+    """Score of answers that cannot be judged by their own fault, such as one too long for the judge."""
 
     score: float = Field(default=0.0, allow_inf_nan=False)
-    """Its score. Set it to no more than the worst that the reward gives otherwise."""
+    """Score of an answer that cannot be judged by its own fault. Set it to no more than the worst that the
+    reward gives otherwise."""
     end_after: int = Field(default=64, ge=0, le=1_000_000)
-    """So many such answers in a row, from the first one of a run on, end the job: then the agent, environment
-    or limit is likely to be wrong, and not the answers. 0: they never do."""
+    """Answers at fault in a row, from the first one of a run on, that end the job: then the agent,
+    environment or limit is likely to be wrong, and not the answers. 0: none do."""
 
 
 class RouteSection(Section):
@@ -84,6 +85,6 @@ class RewardSection(Section):
     on_abstain: AbstainSection = AbstainSection()
     """What a group does about the verdict `abstain`."""
     on_fault: FaultSection = FaultSection()
-    """What an answer counts that cannot be judged by its own fault."""
+    """Score of answers that cannot be judged by their own fault."""
     min_scored: int = Field(default=2, ge=1)
     """Fewest episodes with a score that a group is trained with where others of it were masked."""
