@@ -1,14 +1,13 @@
 """One exception hierarchy.
 
-    ArealError
-    ├── WireError                everything that can go wrong between two processes
-    │   ├── EndpointError        an address cannot be served: busy, too long, not loopback and no keys
-    │   ├── ProtocolError        bytes that are not a message of ours
-    │   │   └── MessageTooLarge  a message beyond the limits, found before it is sent
-    │   ├── RpcTimeout           no answer within the caller's deadline
-    │   ├── PeerGone             the connection was closed under the call
-    │   └── FaultError           the service answered, with a `Fault`
-    └── SnapshotError            a snapshot that is torn, mixed, corrupt or not there
+    ArealError ├── WireError                everything that can go wrong between two processes │   ├──
+    EndpointError        an address cannot be served: busy, too long, not loopback and no keys │   ├──
+    ProtocolError        bytes that are not a message of ours │   │   └── MessageTooLarge  a message beyond
+    the limits, found before it is sent │   ├── RpcTimeout           no answer within the caller's deadline │
+    ├── PeerGone             the connection was closed under the call │   └── FaultError           the
+    service answered, with a `Fault` ├── InfrastructureFault      an agent, environment or workflow was let
+    down by something else than the answer └── SnapshotError            a snapshot that is torn, mixed,
+    corrupt or not there
 
 A package that has more to say derives its own from `ArealError`. The text of every error is one
 paragraph that a person can act on: it is what a service prints before it ends with status 1.
@@ -28,6 +27,11 @@ class ArealError(Exception):
 
     exit_status = 1
     """Status with which a command ends that raises it (docs/cli.md)."""
+
+
+class InfrastructureFault(ArealError):
+    """An episode cannot go on, and its answers are not to blame: a service that an agent needs is away.
+    Raised by an agent, environment or workflow, it leaves the episode without a score, to be tried again."""
 
 
 class WireError(ArealError):

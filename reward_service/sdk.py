@@ -98,6 +98,8 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     """Tokens that the model sampled."""
     truncated: bool = False
     """Whether the last answer ended at its length limit."""
+    fault: str = ""
+    """Why the episode ended early, by the fault of its answers; always empty where a reward is asked."""
     blob: bytes = b""
     """The episode's codec blob; empty where a caller has only texts."""
 

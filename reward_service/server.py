@@ -319,6 +319,7 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
         metadata=header.metadata,
         response_tokens=n_sampled,
         truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
+        fault=header.fault,
         blob=blob,
     )
 

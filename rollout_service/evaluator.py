@@ -39,7 +39,7 @@ from areal_async.status.record import RunRecords, open_records
 from areal_async.status.samples import file_name, lines_of, sample_of, short_text
 from areal_async.status.view import clock_text
 from areal_async.tasks import read_tasks
-from areal_async.trajectory import EpisodeBuilder, pack, unpack
+from areal_async.trajectory import EpisodeBuilder, unpack
 from areal_async.weights.receiver import make_receiver
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
@@ -58,7 +58,7 @@ from rollout_service.process import (
 )
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.statistics import ScoredSample, Statistics, statistics_of
-from rollout_service.worker.failures import within
+from rollout_service.worker.failures import run_episode
 from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.worker.weight_updates import SnapshotSource
 from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow, workflow_of
@@ -304,8 +304,8 @@ class Evaluator:
             gateway=self._gateway,
             others={other.policy: other.speaks for other in self._others},
         )
-        await within(self._job.rollout.episode_timeout_s, self._workflow(ctx, task))
-        episode = builder.build()
+        limit_s, work = self._job.rollout.episode_timeout_s, self._workflow(ctx, task)
+        episode, blob = await run_episode(ctx, work, limit_s, debug=self._first_failure_ends)
         header = episode.header
         return _Answer(
             task=number,
@@ -323,7 +323,8 @@ class Evaluator:
                 metadata=header.metadata,
                 response_tokens=episode.n_sampled,
                 truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
-                blob=pack(episode),
+                fault=header.fault,
+                blob=blob,
             ),
         )
 

@@ -246,13 +246,15 @@ def shown(judged: Sequence[JudgedAnswer]) -> Table:
 
 
 def problems(judged: Sequence[JudgedAnswer]) -> Table:
-    """Verdicts that are no score, by kind, with what the first of each says."""
+    """Verdicts that are no score, and answers at fault, by kind, with what the first of each says."""
     found: dict[str, list[JudgedAnswer]] = defaultdict(list)
     for one in judged:
         if isinstance(one.verdict, Failure):
             found[f"error: {one.verdict.kind}"].append(one)
         elif not isinstance(one.verdict, Score):
             found[kind_of(one.verdict)].append(one)
+        elif one.verdict.at_fault:
+            found[f"fault: {one.verdict.at_fault.partition(':')[0]}"].append(one)
     table = _table("no score", "calls", "first row", "which says")
     for kind, of_kind in sorted(found.items()):
         row = str(of_kind[0].sample.row)

@@ -9,9 +9,10 @@ same. Importing a module loads no library that only judging needs (sympy), since
 is checked by it.
 
 A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer is
-not. So a verifier whose cost depends on the answer ends by itself (`within`), well before the deadline of its
-call, and counts the answer as wrong. CPU time is counted and not the clock's, so that a busy machine makes no
-answer wrong. Only Python code is ended: what one call of a C function takes has to be bounded before it.
+not. So a verifier whose cost depends on the answer ends by itself (`within`), well before the deadline of
+its call, and counts the answer as wrong; and an exception that a neutral answer does not cause is the
+answer's fault. CPU time is counted and not the clock's, so that a busy machine makes no answer wrong. Only
+Python code is ended: what one call of a C function takes has to be bounded before it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 
 from areal_async.config.base import Section
+from areal_async.rpc.verdicts import Failure, FaultOf
+from reward_service.checking import describe
 from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
+NEUTRAL = "I do not know."
+"""The answer to a task that any verifier can judge."""
 MOST_PARSED = 64  # Different arguments of one reward that are remembered in a process
 
 
@@ -49,7 +55,7 @@ def verifier(
     def made(judge: Judge[A]) -> Callable[..., Any]:
         parsed_of: dict[str, A] = {}
 
-        def judged(given: Any, **values: Any) -> Any:
+        def checked(given: Any, **values: Any) -> Any:
             # Checking them takes ten times as long as comparing two texts, and calls repeat them.
             key = repr(values)
             if key not in parsed_of:
@@ -59,6 +65,18 @@ def verifier(
             if needs_truth and given.ground_truth is None:
                 return Abstain("the task has no ground truth")
             return judge(given, parsed_of[key])
+
+        def judged(given: Any, **values: Any) -> Any:
+            try:
+                return checked(given, **values)
+            except Exception as error:
+                # A neutral answer shows whose fault it is: if that fails too, it is the task's or ours.
+                neutral = msgspec.structs.replace(given, response=NEUTRAL, metadata={}, blob=b"")
+                try:
+                    checked(neutral, **values)
+                except Exception:
+                    raise error from None
+                return Failure("exception", describe(error), fault=FaultOf.ANSWER)
 
         def preload(**values: Any) -> None:
             try:

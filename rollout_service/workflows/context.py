@@ -7,8 +7,10 @@ follows a reply is tokenised by itself and appended (`turns.py` for chats).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -23,7 +25,7 @@ from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.engines.base import GenerateRequest, GenerateResult
+from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
 from rollout_service.workflows.turns import (
     Chat,
@@ -129,6 +131,10 @@ class Context:
         self._priority = priority
         self._deadline_s = deadline_s
         self._gateway = gateway
+        self._asked_s: dict[str, float] = {}  # When each request under way was sent to its engine
+        self._cut_s = 0.0
+        self.trouble: Exception | None = None
+        """What let the episode down and is not its own fault: of the engines, or of the gateway."""
         self._calls = 0
         self._tool_calls = 0
         self._tool_errors = 0
@@ -240,7 +246,7 @@ class Context:
         asked = self.drawn(msgspec.structs.replace(voice.sampling, **sampling))
         request = self.request(str(self._calls), self._path(parent), asked, policy, parent)
         self._calls += 1
-        result = await voice.engine.generate(request)
+        result = await self.ask(policy, request)
         if result.finish_reason == "abort":
             raise EpisodeAborted(f"a request of episode {self.episode_id} was aborted")
         segment = self.builder.sampled(
@@ -268,6 +274,31 @@ class Context:
         return Reply(
             segment, result.token_ids, result.logprobs, result.versions, result.finish_reason, result.text
         )
+
+    async def ask(self, policy: str, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+        """Have the engine of a policy answer: the only way to it. Notes what is not the episode's own
+        fault."""
+        began_s = self._asked_s[request.request_id] = time.monotonic()
+        engine = self.engines[policy].engine
+        try:
+            result = await (engine.generate(request) if tell is None else engine.generate(request, tell))
+        except (asyncio.CancelledError, DeadlinePassed):
+            self._cut_s = max(self._cut_s, time.monotonic() - began_s)
+            raise
+        except EngineError as error:
+            self.trouble = error
+            raise
+        finally:
+            del self._asked_s[request.request_id]
+        if result.finish_reason == "abort":
+            self.trouble = EpisodeAborted(f"a request of episode {self.episode_id} was aborted")
+        return result
+
+    @property
+    def waited_s(self) -> float:
+        """The longest wait for an answer that has not come, in seconds."""
+        now_s = time.monotonic()
+        return max([self._cut_s, *(now_s - asked_s for asked_s in self._asked_s.values())])
 
     def drawn(self, sampling: Sampling) -> Sampling:
         """How a call that asks for `sampling` is sampled in this episode."""
