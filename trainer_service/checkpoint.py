@@ -42,6 +42,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.config.trainings import FILE_KINDS
+from areal_async.ownfiles import NotBeneath, parts_of
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
@@ -596,5 +597,8 @@ def _read(path: Path) -> bytes:
 
 
 def _is_whole(folder: Path, name: str, manifest: CheckpointManifest) -> bool:
-    path = folder / name
+    try:
+        path = folder.joinpath(*parts_of(name))
+    except NotBeneath:
+        return False
     return path.is_file() and hashed(path) == manifest.files[name]

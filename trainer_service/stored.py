@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.config.job import JobConfig
+from areal_async.ownfiles import NotBeneath, parts_of
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
 from areal_async.storage.content import store_url
@@ -85,8 +86,9 @@ class CheckpointStore:
         def check(fresh: Path) -> None:
             try:
                 manifest = msgspec.json.decode((fresh / MANIFEST).read_bytes(), type=_ManifestFiles)
-                bad = [name for name, entry in manifest.files.items() if hashed(fresh / name) != entry]
-            except (OSError, msgspec.DecodeError) as error:
+                paths = {name: fresh.joinpath(*parts_of(name)) for name in manifest.files}
+                bad = [name for name, entry in manifest.files.items() if hashed(paths[name]) != entry]
+            except (OSError, NotBeneath, msgspec.DecodeError) as error:
                 raise CheckpointError(f"checkpoint {self.url_of(step)} is incomplete: {error}") from error
             if bad:
                 raise CheckpointError(f"checkpoint {self.url_of(step)}: {bad[0]} is damaged")

@@ -28,6 +28,7 @@ import msgspec
 from typing_extensions import Buffer
 
 from areal_async.errors import ProtocolError
+from areal_async.ownfiles import NotBeneath, open_beneath
 from areal_async.rpc.schema import FilesHere
 
 LEAST_BYTES = 32 << 10  # Attachments of a message from which on a file is cheaper than the socket
@@ -100,7 +101,7 @@ class ServerFiles:
         filed = Filed()
         filed.path, filed.offsets, filed.sizes = self._incoming / name, [], []
         try:
-            fd = os.open(filed.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = open_beneath(self._incoming, name)
         except OSError as error:
             raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
         try:
@@ -192,13 +193,13 @@ class ClientFiles:
         """A part of its file, of which nothing after `end` is mapped."""
         whole = maps.get(part.name)
         if whole is None:
-            if os.path.basename(part.name) != part.name:
-                raise ProtocolError("an attachment lies outside of its folder")
             try:
-                with (self._held / part.name).open("rb") as file:
+                with os.fdopen(open_beneath(self._held, part.name), "rb") as file:
                     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                     mapped = mmap.mmap(file.fileno(), end, flags, mmap.PROT_READ)
                     whole = memoryview(mapped)
+            except NotBeneath as error:
+                raise ProtocolError(f"an attachment lies outside of its folder: {error}") from error
             except (OSError, ValueError):
                 whole = memoryview(b"")
             maps[part.name] = whole
