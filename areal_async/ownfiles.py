@@ -11,6 +11,7 @@ A name that another process, host or store gave is joined to a folder of ours by
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import pwd
 import shutil
@@ -122,6 +123,45 @@ def open_beneath(root: Path, name: str, flags: int = os.O_RDONLY) -> int:
         os.close(fd)
         raise OSError(None, "it is no regular file", name)
     return fd
+
+
+def reserve(fd: int, size_bytes: int) -> None:
+    """Give the open file this size, with room for every byte. Raises OSError where there is none: a write
+    into a mapping of a file with holes would end the process instead, by SIGBUS."""
+    os.ftruncate(fd, size_bytes)
+    if size_bytes:
+        os.posix_fallocate(fd, 0, size_bytes)
+
+
+def map_open(
+    fd: int, at: int = 0, size_bytes: int | None = None, *, populate: bool = False
+) -> mmap.mmap | bytes:
+    """Return what an open regular file has from byte `at`, a multiple of the page size, on: mapped, or read
+    where the file has holes. On a full file system in memory, even to read a hole through a mapping would end
+    the process by SIGBUS. Raises OSError, and ValueError for a part that reaches beyond the end."""
+    left = os.fstat(fd).st_size - at
+    size = left if size_bytes is None else size_bytes
+    if size > left:
+        raise ValueError(f"the file has {left} bytes from byte {at} on, and {size} are to be mapped")
+    if not size:
+        return b""
+    if os.lseek(fd, at, os.SEEK_HOLE) >= at + size:
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(fd, size, flags, mmap.PROT_READ, offset=at)
+    content, done = mmap.mmap(-1, size), 0
+    with memoryview(content) as view:
+        while done < size and (n := os.preadv(fd, [view[done : done + MAX_BYTES]], at + done)):
+            done += n
+    return content
+
+
+def map_path(path: Path) -> mmap.mmap | bytes:
+    """`map_open` of the regular file at `path`. Raises OSError."""
+    fd = open_regular(path)
+    try:
+        return map_open(fd)
+    finally:
+        os.close(fd)
 
 
 def rename_beneath(root: Path, name: str, new: str) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
 
+from areal_async.ownfiles import map_path
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE
 from areal_async.weights.writing import write_tensors
@@ -62,9 +63,8 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
 
 def hashed(path: Path) -> FileEntry:
     """What a file on disk holds. Raises `OSError`."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update_mmap(path)
-    return FileEntry(path.stat().st_size, hasher.hexdigest())
+    content = map_path(path)
+    return FileEntry(len(content), blake3(content, max_threads=blake3.AUTO).hexdigest())
 
 
 def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[str, bytes | Path]:

@@ -15,7 +15,6 @@ lead nowhere but into the folder.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import secrets
@@ -28,7 +27,7 @@ import msgspec
 from typing_extensions import Buffer
 
 from areal_async.errors import ProtocolError
-from areal_async.ownfiles import NotBeneath, open_beneath
+from areal_async.ownfiles import NotBeneath, map_open, open_beneath
 from areal_async.rpc.schema import FilesHere
 
 LEAST_BYTES = 32 << 10  # Attachments of a message from which on a file is cheaper than the socket
@@ -195,9 +194,7 @@ class ClientFiles:
         if whole is None:
             try:
                 with os.fdopen(open_beneath(self._held, part.name), "rb") as file:
-                    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                    mapped = mmap.mmap(file.fileno(), end, flags, mmap.PROT_READ)
-                    whole = memoryview(mapped)
+                    whole = memoryview(map_open(file.fileno(), 0, end, populate=True))
             except NotBeneath as error:
                 raise ProtocolError(f"an attachment lies outside of its folder: {error}") from error
             except (OSError, ValueError):

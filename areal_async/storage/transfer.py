@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from areal_async.ownfiles import NotBeneath, open_beneath
+from areal_async.ownfiles import NotBeneath, map_path, open_beneath
 from areal_async.runtime.events import failpoint
 from areal_async.storage.remote import (
     PART_BYTES,
@@ -209,7 +209,7 @@ def _compare(url: str, fresh: Path, files: Mapping[str, StoredFile], marker: Pus
 
 
 def _blake3(path: Path) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    return blake3(map_path(path), max_threads=blake3.AUTO).hexdigest()
 
 
 @contextmanager

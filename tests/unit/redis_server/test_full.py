@@ -3,10 +3,8 @@ room returns everything goes on."""
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
-import subprocess
 
 import pytest
 
@@ -81,20 +79,6 @@ async def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(bina
         await until(lambda: life.front.index is not None)
         assert life.front.lost_writes == 0
         assert all(await held(life, acknowledged))
-
-
-@pytest.fixture
-def small_disk(folder):
-    """A file system of 4 MiB."""
-    disk = folder / "disk"
-    disk.mkdir()
-    if os.getuid() != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
 
 
 async def test_the_tier_always_survives_a_full_disk_although_redis_does_not(small_disk, folder, a_life):
