@@ -86,6 +86,7 @@ class ServerFiles:
     def __init__(self, incoming: Path, held: Path, *, flush: bool) -> None:
         self._incoming = incoming
         incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._seen_s: dict[str, float] = {}
         token = secrets.token_hex(8)
         (incoming / TOKEN).write_text(token)
         self.here = FilesHere(str(incoming), str(held), token, flush)
@@ -122,11 +123,14 @@ class ServerFiles:
         return filed
 
     def sweep(self) -> None:
-        """Remove what dead clients have left."""
-        for entry in os.scandir(self._incoming):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.name != TOKEN and time.time() - entry.stat().st_mtime > STALE_S:
-                    os.unlink(entry.path)
+        """Remove what dead clients have left: what is still there `STALE_S` after it was first seen."""
+        now_s, before = time.monotonic(), self._seen_s
+        names = {entry.name for entry in os.scandir(self._incoming)} - {TOKEN}
+        self._seen_s = {name: before.get(name, now_s) for name in names}
+        for name, seen_s in self._seen_s.items():
+            if now_s - seen_s > STALE_S:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._incoming / name)
 
 
 class ClientFiles:

@@ -11,7 +11,7 @@ import pytest
 from areal_async.errors import FaultError
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import LedgerClock
 from tests.unit.buffer.conftest import judge
 from tests.waiting import until
 
@@ -137,7 +137,7 @@ async def test_a_front_that_starts_at_the_memory_limit_takes_the_job_over(binary
         set_limit(server, 1 << 20)
         acknowledged, _, _ = await put_until_refused(life)
     set_limit(server, -200_000)
-    store = Store(server.url, job_name, "cafe0123", "memory", RedisClock())
+    store = Store(server.url, job_name, "cafe0123", "memory", LedgerClock())
     opened = await store.open(lambda error: None)
     assert opened.front_epoch == 2
     assert len(await store.blobs(acknowledged)) == len(acknowledged)
