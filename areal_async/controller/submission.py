@@ -183,7 +183,7 @@ def read_submission(body: bytes) -> Submission:
     except (msgspec.DecodeError, RecursionError) as error:
         text = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise ConfigError("the submission", [Mistake("body", text, "Send what the API page shows")]) from None
-    mistakes = [*_bounds(given), *_name_mistakes(given.files)]
+    mistakes = [*_bounds(given)] or [*_name_mistakes(given.files)]
     if mistakes:
         raise ConfigError("the submission", mistakes)
     return given
@@ -213,11 +213,11 @@ def _name_mistakes(files: Mapping[str, bytes]) -> Iterator[Mistake]:
     folders = {
         "/".join(parts[:depth])
         for name in files
-        for parts in [name.split("/")]
+        for parts in [name.split("/", MOST_LEVELS)]
         for depth in range(1, len(parts))
     }
     for name in files:
-        parts = name.split("/")
+        parts = name.split("/", MOST_LEVELS)
         wrong = (
             not name.isprintable()
             or len(parts) > MOST_LEVELS
