@@ -101,11 +101,13 @@ class ChunkStore:
             if self._closed:
                 raise SnapshotError(f"{self.directory} is not given out any more")
             if self._maps is None:
-                files = self.layout.table.files
-                self._maps = [map_file(self.directory / name, size) for name, size in files]
+                self._maps = self._mapped()
             mapped = self._maps[file]
         assert mapped is not None
         return memoryview(mapped)[offset : offset + size]
+
+    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+        return [map_file(self.directory / name, size) for name, size in self.layout.table.files]
 
     def close(self) -> bool:
         """Give out no more; whether nobody, a socket included, still reads what was given out. The files may
@@ -162,6 +164,16 @@ class PartialDownload(ChunkStore):
             self.abandon()
             shutil.rmtree(self.directory, ignore_errors=True)  # What it holds is what there is no room for
             raise SnapshotError(f"{self.directory} cannot be filled: {error}") from error
+
+    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+        if not self._fds:
+            return super()._mapped()
+        # What is put later shows through these, and all of it has room.
+        sizes = (size for _, size in self.layout.table.files)
+        return [
+            mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else None
+            for fd, size in zip(self._fds, sizes, strict=True)
+        ]
 
     def put(self, number: int, data: memoryview) -> bool:
         """Take chunk `number` if its hash is right. Raises `SnapshotError` when it cannot be written."""
