@@ -43,6 +43,7 @@ from areal_async.config.base import Section
 from areal_async.config.errors import MOST_MISTAKES, Mistake, blank_after_colon, in_words, value_in_words
 from areal_async.errors import ArealError
 from areal_async.ownfiles import read_regular
+from areal_async.secrecy import is_secret
 
 
 class PartError(ArealError):
@@ -291,6 +292,7 @@ def _value_mistake(
     if (words := value_in_words(detail)) is not None and not secret:
         return Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
     message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+    secret = secret or is_secret(name, detail.get("input"))
     shown = "" if secret else f" = {detail.get('input')!r:.80}"
     return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
 

@@ -11,8 +11,8 @@
       env.sh            exports for areal-async
 
 A host has no token of the controller, and no other host's key. Each host has an issuer of its own, whose key
-is kept nowhere, so nobody can make another host. To revoke a host is to remove its issuer from the `ca.crt` of
-the others.
+is kept nowhere, so nobody can make another host. A host is revoked by removing its issuer from the `ca.crt`
+of the others.
 """
 
 from __future__ import annotations
