@@ -184,7 +184,7 @@ class HomeFilesServer:
 
     async def _read(self, peer: Peer, request: ReadHome, _: list[memoryview]) -> Answer:
         roots = self._readable(request.path, peer)
-        size = min(request.size_bytes, MOST_BYTES)
+        size = max(0, min(request.size_bytes, MOST_BYTES))
 
         def read() -> bytes:
             if (served := self._served(roots)) is None:
@@ -287,6 +287,8 @@ def _checked(rest: str) -> list[str]:
 def _walk(root: _Root) -> dict[str, _Served]:
     """The files that are served of `root`, by their names below it. Raises `FaultError`."""
     # The user names the root, so it may be a link; what lies below it may not, but for the cache of the hub.
+    if root.kind == "run" and root.path.is_symlink():
+        return {}
     top = root.path.resolve()
     if top.is_file():
         return {"": _Served(_about(top.stat()), top.parent, top.name)}

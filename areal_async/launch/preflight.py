@@ -165,13 +165,13 @@ def fixed_version(program: str, version: str) -> str | None:
     """The version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks published
     fixes; None where it has them."""
     fixed = FIXED_SERVERS[program]
-    number = tuple(int(part) for part in version.split(".")[:3])
-    if number[:2] > max(fixed):
+    major, minor, patch = (int(part) for part in version.split(".")[:3])
+    series = (major, minor)
+    if series > max(fixed):
         return None
-    wanted = fixed.get(number[:2])  # type: ignore[call-overload]
-    if wanted is None:
-        return next(fixed[series] for series in sorted(fixed) if series > number[:2])
-    return wanted if number < tuple(int(part) for part in wanted.split(".")) else None
+    if series not in fixed:
+        return fixed[min(other for other in fixed if other > series)]
+    return fixed[series] if patch < int(fixed[series].rpartition(".")[2]) else None
 
 
 def lacking_fixes(binary: Path) -> str | None:

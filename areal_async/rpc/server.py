@@ -170,10 +170,11 @@ class Server:
                 self._limit = endpoints.StrangerLimit(context, sock, self._on_crowd)
             self.endpoint = endpoints.bind(sock, self.endpoint, guard)
         except BaseException:
-            for guard in (self._limit, self._zap):
-                if guard is not None:
-                    guard.close()
-            self._limit = self._zap = None
+            if self._limit is not None:
+                self._limit.close()
+            if self._zap is not None:
+                self._zap.close()
+            self._limit, self._zap = None, None
             drop_context(context)
             raise
         self._context = context

@@ -162,6 +162,8 @@ async def test_a_file_is_read_only_if_it_is_listed(home, hostile_code, name):
             assert set(found.files) == ({"fine.py"} if below == "keys" else set())
         _, fine = await client.exchange(ReadHome(f"files{hostile_code}/keys/fine.py", 0, 99), timeout_s=60)
         assert bytes(fine[0]) == b"1"
+        _, none = await client.exchange(ReadHome(f"files{hostile_code}/keys/fine.py", 0, -1), timeout_s=60)
+        assert bytes(none[0]) == b""
 
 
 async def test_a_link_put_in_the_place_of_a_listed_file_is_not_followed(home, hostile_code):
@@ -226,6 +228,7 @@ async def test_a_trainer_writes_and_removes_through_no_link(home, run_dir, tmp_p
                 await client.exchange(RemoveHome(f"run/rhome/{place}/kept"), timeout_s=60)
             with pytest.raises(FaultError):
                 await client.exchange(ReadHome(f"run/rhome/{place}/kept", 0, 9), timeout_s=60)
+            assert (await client.exchange(ListHome(f"run/rhome/{place}"), timeout_s=60))[0].files == {}
         await client.exchange(RemoveHome("run/rhome/model/link"), timeout_s=60)
     assert [path.name for path in outside.iterdir()] == ["kept"]
     assert not (run_dir / "model" / "link").exists()
