@@ -42,13 +42,12 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.ownfiles import NotBeneath, parts_of
 from areal_async.runtime.events import failpoint
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
 from trainer_service.background import Background
-from trainer_service.disk import FileEntry, WithSchema, hashed, replace_folder, room_for, write_hashed
+from trainer_service.disk import FileEntry, WithSchema, hashed_in, replace_folder, room_for, write_hashed
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
 from trainer_service.ranks import Ranks, in_thread
 from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in
@@ -597,8 +596,4 @@ def _read(path: Path) -> bytes:
 
 
 def _is_whole(folder: Path, name: str, manifest: CheckpointManifest) -> bool:
-    try:
-        path = folder.joinpath(*parts_of(name))
-    except NotBeneath:
-        return False
-    return path.is_file() and hashed(path) == manifest.files[name]
+    return hashed_in(folder, name) == manifest.files[name]

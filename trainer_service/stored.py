@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 
 from areal_async.config.job import JobConfig
-from areal_async.ownfiles import NotBeneath, parts_of
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
 from areal_async.storage.content import store_url
@@ -23,7 +22,7 @@ from areal_async.storage.remote import Remote, StorageError, tries_for
 from areal_async.storage.transfer import fetch, push
 from areal_async.storage.urls import joined
 from areal_async.tries import Tries
-from trainer_service.disk import FileEntry, hashed
+from trainer_service.disk import FileEntry, hashed_in
 from trainer_service.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -86,9 +85,8 @@ class CheckpointStore:
         def check(fresh: Path) -> None:
             try:
                 manifest = msgspec.json.decode((fresh / MANIFEST).read_bytes(), type=_ManifestFiles)
-                paths = {name: fresh.joinpath(*parts_of(name)) for name in manifest.files}
-                bad = [name for name, entry in manifest.files.items() if hashed(paths[name]) != entry]
-            except (OSError, NotBeneath, msgspec.DecodeError) as error:
+                bad = [name for name, entry in manifest.files.items() if hashed_in(fresh, name) != entry]
+            except (OSError, msgspec.DecodeError) as error:
                 raise CheckpointError(f"checkpoint {self.url_of(step)} is incomplete: {error}") from error
             if bad:
                 raise CheckpointError(f"checkpoint {self.url_of(step)}: {bad[0]} is damaged")
