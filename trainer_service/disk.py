@@ -68,8 +68,8 @@ def hashed(path: Path) -> FileEntry:
 
 
 def hashed_in(folder: Path, name: str) -> FileEntry | None:
-    """What the file `name` below `folder` holds; None where it cannot be read, or a manifest names a path that
-    leads out of the folder."""
+    """Return what the file `name` below `folder` holds; None if it cannot be read, or the name leads out of
+    the folder."""
     try:
         return hashed(folder.joinpath(*parts_of(name)))
     except (OSError, NotBeneath):
