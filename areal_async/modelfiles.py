@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from areal_async.ownfiles import parts_of
+
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000
@@ -200,10 +202,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         return []
     try:
-        return [
-            folder / name
-            for name in sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-        ]
+        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        return [folder.joinpath(*parts_of(name)) for name in names]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is no index of safetensors files") from error
 

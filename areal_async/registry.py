@@ -41,9 +41,10 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
+from areal_async.config.errors import MOST_MISTAKES, Mistake, blank_after_colon, in_words, value_in_words
 from areal_async.errors import ArealError
 from areal_async.ownfiles import read_regular
+from areal_async.secrecy import is_secret
 
 
 class PartError(ArealError):
@@ -282,18 +283,20 @@ def section_mistakes(
     # What is refused for holding a password is not shown, nor what it is a part of.
     secret = any("holds a password" in detail["msg"] for detail in details)
     takes = ", ".join(info.alias or name for name, info in section.model_fields.items()) or "nothing"
-    for detail in details:
+
+    def explain(detail: Mapping[str, Any]) -> Mistake:
         name = ".".join(str(part) for part in detail["loc"])
         where = f"{field}.{name}" if name else field
         if detail["type"] == "extra_forbidden":
             fix = blank_after_colon(str(detail["loc"][-1])) or f"It takes {takes}"
-            yield Mistake(where, f"{owner} has no argument {name!r}", fix)
-        elif detail["type"] == "missing":
+            return Mistake(where, f"{owner} has no argument {name!r}", fix)
+        if detail["type"] == "missing":
             about = section.model_fields[name].description if name in section.model_fields else ""
             fix = " ".join(f"Add it. {about or ''}".split()).rstrip(". ")
-            yield Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
-        else:
-            yield _value_mistake(where, name, detail, owner, secret=secret)
+            return Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
+        return _value_mistake(where, name, detail, owner, secret=secret)
+
+    yield from in_words(details, explain, field)
 
 
 def _value_mistake(
@@ -303,6 +306,7 @@ def _value_mistake(
     if (words := value_in_words(detail)) is not None and not secret:
         return Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
     message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+    secret = secret or is_secret(name, detail.get("input"))
     shown = "" if secret else f" = {detail.get('input')!r:.80}"
     return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
 
@@ -324,7 +328,7 @@ def _value_mistakes(
     try:
         adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
+        for detail in error.errors(include_url=False)[:MOST_MISTAKES]:
             inner = "".join(f".{part}" for part in detail["loc"])
             yield _value_mistake(f"{where}{inner}", f"{parameter.name}{inner}", detail, owner)
 

@@ -66,7 +66,7 @@ from replay_buffer.redis.address import RedisAddress, StoreUnavailable
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.large import EPISODES
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
+from replay_buffer.redis.writer import FILE, ConfirmedRevision, LedgerClock
 from replay_buffer.routes import RouteFiles
 
 LONGEST_WAIT_MS = 30_000
@@ -320,7 +320,7 @@ async def _keep_swept(files: ServerFiles) -> None:
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
     """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
     job = ctx.job
-    rules, tasks, clock = Rules.of(job), TaskOrder.of(job), RedisClock()
+    rules, tasks, clock = Rules.of(job), TaskOrder.of(job), LedgerClock()
     embedded = None
     if job.buffer.redis == "embedded":
         password = ctx.keys.token("redis")

@@ -17,6 +17,7 @@ import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
 
+from areal_async.ownfiles import NotBeneath, map_path, parts_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE
 from areal_async.weights.writing import write_tensors
@@ -62,9 +63,17 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
 
 def hashed(path: Path) -> FileEntry:
     """What a file on disk holds. Raises `OSError`."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update_mmap(path)
-    return FileEntry(path.stat().st_size, hasher.hexdigest())
+    content = map_path(path)
+    return FileEntry(len(content), blake3(content, max_threads=blake3.AUTO).hexdigest())
+
+
+def hashed_in(folder: Path, name: str) -> FileEntry | None:
+    """Return what the file `name` below `folder` holds; None if it cannot be read, or the name leads out of
+    the folder."""
+    try:
+        return hashed(folder.joinpath(*parts_of(name)))
+    except (OSError, NotBeneath):
+        return None
 
 
 def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[str, bytes | Path]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError, Mistake, in_words
 from areal_async.config.fields import explain, job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
 from areal_async.config.job import JobConfig, merged
@@ -63,6 +63,7 @@ OF_EACH: dict[str, tuple[str, ...]] = {
     "buffer": ("max_staleness", "batch_groups"),
 }
 """What each policy may have of its own: whole sections, or where there are several policies these fields."""
+MOST_POLICIES = 64
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
 """Fields and sections that the trainer's memory depends on, each with a dot behind it."""
 
@@ -100,6 +101,9 @@ def job_from_mapping(
         raise ConfigError(source, [Mistake(where, problem, "Write the whole character")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
+    if len(policies := _policies_of(content)) > MOST_POLICIES:
+        problem = f"it names {len(policies)} policies, and {MOST_POLICIES} is the limit"
+        raise ConfigError(source, [Mistake("policies", problem, "Train fewer in one job")])
     mistakes += _policy_mistakes(content)
     resolve_paths(content, base)
     policies = _policies_of(content)
@@ -220,7 +224,7 @@ def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]
         return JobConfig.model_validate(content), []
     except ValidationError as error:
         details = numbers_or_words(error.errors(include_url=False))
-    mistakes = [explain(detail) for detail in details]
+    mistakes = [*in_words(details, explain)]
     for detail in details:
         _remove(content, detail["loc"])
     try:

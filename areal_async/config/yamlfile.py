@@ -17,7 +17,7 @@ from areal_async.config.errors import ConfigError, Mistake
 
 MOST_BYTES = 4 << 20  # The largest YAML file that is read
 MOST_LEVELS = 32  # Levels of lists and mappings in one another
-MOST_NODES = 1_000_000  # Values in one structure, each counted as often as it is referred to
+MOST_NODES = 200_000  # Values in one structure, each counted as often as it is referred to
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -201,13 +201,15 @@ def too_nested(value: Any) -> str | None:
             continue
         path[-1], inner = found
         nodes += 1
+        if nodes > MOST_NODES:
+            return ".".join(path[1:5])
         if isinstance(inner, Mapping):
             below = ((str(key), each) for key, each in inner.items())
         elif isinstance(inner, list | tuple):
             below = ((str(index), each) for index, each in enumerate(inner))
         else:
             continue
-        if len(levels) > MOST_LEVELS or nodes > MOST_NODES:
+        if len(levels) > MOST_LEVELS:
             return ".".join(path[1:5])
         levels.append(below)
         path.append("")

@@ -30,7 +30,7 @@ from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, 
 from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.here import write_targets
-from areal_async.launch.home_files import HomeFilesServer, exported
+from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.inline import InlineRun, check_inline
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
@@ -206,7 +206,7 @@ def _run(
         modules=modules,
         metrics_port=metrics_port,
         records=run_log,
-        files=HomeFilesServer(folders.run_dir, exported(job)) if launcher is not None else None,
+        files=HomeFilesServer(folders.run_dir, job) if launcher is not None else None,
         on_ending=on_ending,
         on_restart=on_restart,
         on_scale=on_scale,

