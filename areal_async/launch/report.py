@@ -172,6 +172,7 @@ def summarise(
         "tokens": tokens,
         "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
         "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
+        "lost_writes": buffer.lost_writes if buffer is not None else None,
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "no_scores": {
             note.kind: {"count": note.count, "message": note.message, "episode_id": note.episode_id}

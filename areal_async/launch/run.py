@@ -28,6 +28,7 @@ from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
 from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
 from areal_async.launch.autoscale import ScaleChange
+from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.here import write_targets
 from areal_async.launch.home_files import HomeFilesServer, exported
@@ -121,6 +122,8 @@ def run_job(
         ):
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
+            if cluster is None or cluster.launcher == "local":
+                recover_here(folders.run_dir)
             port = supervisor_port(job, services_of(job, modules))
             resumed_by = f"areal-async resume {_short(folders.run_dir)}" + (
                 f" --cluster {cluster_file}" if cluster_file is not None else ""
@@ -388,6 +391,8 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         )
         if lost := DropReport.of(summary["transitions"] or {}).text:
             rows.append(("dropped", lost))
+        if summary["lost_writes"]:
+            rows.append(("lost", f"{summary['lost_writes']} acknowledged writes, which were done again"))
     for kind, note in summary["no_scores"].items():
         rows.append(("no score", f"{kind} ×{note['count']}, the last: {note['message']}"))
     if restarts := summary["restarts"]:

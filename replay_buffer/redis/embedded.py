@@ -14,6 +14,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+import psutil
+
 from areal_async.launch.one_host import SOCKET_PATH_LIMIT
 from areal_async.launch.preflight import find_redis_server, redis_server_version
 from areal_async.runtime.process import ChildProcess
@@ -191,6 +193,14 @@ class EmbeddedRedis:
         log = self.data_dir / "redis.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         return " / ".join(line.strip() for line in lines[-3:]) or "it left no log"
+
+
+def is_in_memory(path: Path) -> bool:
+    """Return whether the file system of `path` loses all when its machine does."""
+    there = path.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    mount = next((each for each in (there, *there.parents) if each in mounts), None)
+    return mount is not None and mounts[mount] in ("tmpfs", "ramfs")
 
 
 def _quoted(value: str) -> str:

@@ -3,7 +3,8 @@
 Promises: nothing is started before the whole job has its places; a process whose node is gone is said to be
 lost, and its next start asks Ray for another place; what processes append to their logs and events is on the
 home host a second later; when `close` has returned, what the buffer's own Redis held lies there too, for a
-resume; then, or when this process has died, nothing of the run is left running on any node.
+resume, or stays on its node, where the resume finds it; then, or when this process has died, nothing of the
+run is left running on any node.
 
 One thread for each process of the run talks to its actor; the supervisor's never waits for one.
 """
@@ -11,7 +12,6 @@ One thread for each process of the run talks to its actor; the supervisor's neve
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 import time
@@ -25,14 +25,22 @@ import msgspec
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from areal_async.config.cluster import RaySection
 from areal_async.config.job import JobConfig
 from areal_async.errors import RunError
+from areal_async.launch.buffer_files import (
+    BufferNode,
+    expect_loss,
+    fetch_buffer,
+    forget_at_home,
+    lie_at_home,
+    write_confirmed,
+)
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
-from areal_async.launch.home_files import BUFFER, with_home_store
+from areal_async.launch.home_files import with_home_store
 from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
@@ -63,7 +71,8 @@ MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files
 LOOK_S = 0.2
 TELL_S = 30.0  # Between two lines that say that a run waits for room
 CLOSE_S = 8.0
-KEEP_S = 40.0  # In which what a buffer holds must have come home; beyond, a resume goes on without
+KEEP_S = 40.0  # In which what a buffer holds must have come home; beyond, it stays on its node for a resume
+PIECE_S = 120.0  # Longest wait for one piece of what a buffer has left on its node
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
@@ -132,6 +141,8 @@ class RayPlace:
         self.host: RunHost | None = None
         self.endpoints: dict[str, str] = {}
         self.actor: Any = None
+        self.confirmed = 0
+        """Newest revision that the Redis of a buffer is known to have confirmed."""
         self._launcher = launcher
         self._have: dict[str, int] = {}
         self._lives = 0
@@ -151,7 +162,12 @@ class RayPlace:
             ray.kill(actor)
             return False
         placed = msgspec.msgpack.decode(data, type=Placed)
-        self.host, self.endpoints, self.actor, self._have = placed.host, placed.endpoints, actor, {}
+        if self.host is None or self.host.node_id != placed.host.node_id:
+            if self.host is not None and self._launcher.keeps_files(self.place):
+                ray.kill(actor)
+                raise RunError(f"the files of its Redis are on {self.host.address}, which was lost")
+            self._have = {}
+        self.host, self.endpoints, self.actor = placed.host, placed.endpoints, actor
         self.place = msgspec.structs.replace(
             self.place,
             node_id=placed.host.node_id,
@@ -182,9 +198,9 @@ class RayPlace:
             if meeting is not None and self.place.is_first and not meeting.done():
                 meeting.cancel()
 
-    def close(self) -> Any:
+    def close(self, *, keep_buffer: bool = False) -> Any:
         """The reference of the last call to the actor; None where there is none."""
-        return self.actor.close.remote() if self.actor is not None else None
+        return self.actor.close.remote(keep_buffer) if self.actor is not None else None
 
     def _start(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
         where = ""
@@ -196,13 +212,15 @@ class RayPlace:
             meets=meeting is not None,
             meeting=where,
         )
+        if self._launcher.keeps_files(self.place):
+            self._launcher.note_buffer(self)
         # It may take long: the files of a model come first.
         data = _answer(self.actor.start.remote(pack(order)), child.cancelled)
         if data is None:
             raise RunError("it was to end before it had begun")
         started = msgspec.msgpack.decode(data, type=ProcessStarted)
         if self._launcher.keeps_files(self.place):
-            self._launcher.forget_buffer()
+            forget_at_home(self._launcher.run_dir)
         child.pid_there = started.pid
         if meeting is not None and self.place.is_first:
             meeting.set_result(started.meeting)
@@ -215,6 +233,9 @@ class RayPlace:
                 self._have[piece.name] = piece.offset + len(piece.data)
             with child.lock:
                 child.said += news.heard
+            if news.confirmed > self.confirmed:
+                self.confirmed = news.confirmed
+                self._launcher.note_buffer(self)
             child.kills, child.report = news.memory_kills, news.ready or child.report
             if news.status is not None and not news.files:
                 child.status = news.status
@@ -238,8 +259,14 @@ class RayPlace:
             with suppress(Exception):
                 ray.kill(self.actor)
         self.actor = None
-        if status == LOST_STATUS and self._launcher.keeps_files(self.place):
-            how, status = f"{how}, and with it the files of its Redis", INCURABLE_STATUS
+        if (
+            status == LOST_STATUS
+            and self.host is not None
+            and self._launcher.keeps_files(self.place)
+            and not self._launcher.lives(self.host.node_id)
+        ):
+            how = f"{how}, and with it the files of its Redis, on {self.host.address}"
+            status = INCURABLE_STATUS
         child.how_lost, child.status = how, status
 
 
@@ -290,6 +317,7 @@ class RayLauncher:
         os.environ[HELD_VARIABLE] = f"{endpoint}={self._control.fileno()}"
         self._home = msgspec.structs.replace(self._folders.host, node_id=HOME, address=address)
         self._endpoint = endpoint
+        self._recover_buffer()
         for group in together(services):
             self._reserve(group, needs_in_words(job, services))
         cancelled = threading.Event()
@@ -367,8 +395,9 @@ class RayLauncher:
         return moved
 
     def close(self) -> None:
-        self._keep_buffer()
-        ends = [ending for place in self._places.values() if (ending := place.close()) is not None]
+        keep = not self._keep_buffer()
+        closing = (place.close(keep_buffer=keep) for place in self._places.values())
+        ends = [ending for ending in closing if ending is not None]
         with suppress(RayError):
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=CLOSE_S)
@@ -443,38 +472,80 @@ class RayLauncher:
         """Whether what this process needs lies on its node alone."""
         return place.role == "buffer" and self._job.buffer.redis == "embedded"
 
-    def forget_buffer(self) -> None:
-        """A buffer goes on with what lies at home of an earlier one: that is old from now on."""
-        shutil.rmtree(Path(self._home.run_dir) / BUFFER, ignore_errors=True)
+    def lives(self, node_id: str) -> bool:
+        """Return whether Ray takes this node for alive."""
+        with suppress(RayError):
+            return any(node["Alive"] for node in ray.nodes() if node["NodeID"].startswith(node_id))
+        return False
 
-    def _keep_buffer(self) -> None:
-        """Have the files of the buffer's own Redis lie at home, all or none, for a resume."""
+    def note_buffer(self, place: RayPlace) -> None:
+        """Write down how much the buffer's Redis has confirmed and, of its own one, where the files are."""
+        if not self.keeps_files(place.place):
+            write_confirmed(self.run_dir, place.confirmed)
+        elif (host := place.host) is not None:
+            BufferNode(host.node_id, host.address, host.run_dir, place.confirmed).write(self.run_dir)
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run, at home."""
+        return self._folders.run_dir
+
+    def _keep_buffer(self) -> bool:
+        """Bring the files of the buffer's own Redis home for a resume, and return whether they came."""
         place = self._places.get("buffer")
         if place is None or place.actor is None or not self.keeps_files(place.place):
-            return
-        fresh, have = Path(self._home.run_dir) / f".{BUFFER}", dict[str, int]()
-        shutil.rmtree(fresh, ignore_errors=True)
-        deadline_s = time.monotonic() + KEEP_S
-        try:
-            while pieces := self._kept(place, have, deadline_s):
-                for piece in pieces:
-                    path = fresh / Path(piece.name).relative_to(BUFFER)
-                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    with path.open("ab") as file:
-                        file.write(piece.data)
-                    have[piece.name] = piece.offset + len(piece.data)
-            if have:
-                self.forget_buffer()
-                fresh.rename(fresh.with_name(BUFFER))
-        except (RayError, RunError, OSError, ValueError) as error:
-            log.warning("a resume has the newest checkpoint, not what the buffer held", error=str(error))
-            shutil.rmtree(fresh, ignore_errors=True)
+            return True
+        actor, deadline_s = place.actor, time.monotonic() + KEEP_S
 
-    @staticmethod
-    def _kept(place: RayPlace, have: dict[str, int], deadline_s: float) -> list[FileNews]:
-        asked = place.actor.kept.remote(msgspec.msgpack.encode(have))
-        data = ray.get(asked, timeout=max(0.0, deadline_s - time.monotonic()))
-        return msgspec.msgpack.decode(answer_of(data), type=list[FileNews])
+        def pull(have: dict[str, int]) -> list[FileNews]:
+            asked = actor.kept.remote(msgspec.msgpack.encode(have))
+            return _pieces(asked, max(0.0, deadline_s - time.monotonic()))
+
+        try:
+            fetch_buffer(self.run_dir, pull)
+            return True
+        except (RayError, RunError, OSError, ValueError) as error:
+            log.warning("the files of the buffer stay on their node for a resume", error=str(error))
+            return False
+
+    def _recover_buffer(self) -> None:
+        """Bring home what the buffer of the run before, whose end did not, has left on its node. Raises
+        `RunError` if that buffer still runs."""
+        node = BufferNode.read(self.run_dir)
+        if node is None or lie_at_home(self.run_dir):
+            return
+        alive = [each for each in ray.nodes() if each["Alive"]]
+        there = [each for each in alive if each["NodeID"].startswith(node.node_id)] or [
+            each for each in alive if each["NodeManagerAddress"] == node.address
+        ]
+        for each in there[:1]:
+            self.refuse_listeners(each["NodeManagerAddress"])
+            if self._take_left(node, each["NodeID"]):
+                return
+        expect_loss(self.run_dir, node)
+        self._tell(
+            f"the buffer's files are in {node.folder} of {node.address}, which this cluster does not reach: "
+            "what was acknowledged since the newest checkpoint is done again, and counted as lost"
+        )
+
+    def _take_left(self, node: BufferNode, node_id: str) -> bool:
+        """Return whether the files were there, and are at home now."""
+        on_it = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor = new_actor("left", {"num_cpus": 0, "scheduling_strategy": on_it})
+
+        def pull(have: dict[str, int]) -> list[FileNews]:
+            return _pieces(actor.left.remote(node.folder, msgspec.msgpack.encode(have)), PIECE_S)
+
+        try:
+            if found := fetch_buffer(self.run_dir, pull):
+                log.info("the buffer's files came from their node", address=node.address)
+                ray.get(actor.remove_left.remote(), timeout=CLOSE_S)
+            return found
+        except RayError as error:
+            problem = f"the buffer's files in {node.folder} of {node.address} did not come: "
+            raise RunError(f"{problem}{_first_line(error)}. Resume again once that host answers") from error
+        finally:
+            ray.kill(actor)
 
     # --- placing --------------------------------------------------------------------------------------
 
@@ -525,6 +596,10 @@ def _options(need: Need) -> dict[str, Any]:
     cpus, gpus = need.resources.get("CPU", 0), need.resources.get("GPU", 0)
     memory = need.resources.get("memory")
     return {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": custom}
+
+
+def _pieces(asked: Any, limit_s: float) -> list[FileNews]:
+    return msgspec.msgpack.decode(answer_of(ray.get(asked, timeout=limit_s)), type=list[FileNews])
 
 
 def _answer(reference: Any, cancelled: threading.Event) -> bytes | None:

@@ -1,0 +1,194 @@
+"""The files of a buffer's own Redis while they are on a node of a cluster and not in the run's folder.
+
+Promises: a resume gets them back as long as the host that has them can be reached, however the run before
+ended; otherwise the number of writes that Redis had confirmed is known, and the buffer reports their loss.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from areal_async.errors import RunError
+from areal_async.launch.here import write_whole
+from areal_async.launch.home_files import BUFFER
+from areal_async.launch.ray.orders import FileNews
+from areal_async.ownfiles import is_own_folder
+from areal_async.runtime.log import get_logger
+
+RECORD = "buffer-node.json"
+CONFIRMED = "confirmed"  # File of the buffer with the newest revision that Redis has confirmed
+PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
+KEPT_S = 14 * 24 * 3600.0
+"""Seconds that a node keeps the files of a run that nobody resumes."""
+ENDING_S = 60.0  # Longest wait for the Redis of a run whose supervisor was killed to end
+LOOK_S = 0.05
+
+log = get_logger("launcher")
+
+
+class BufferNode(msgspec.Struct, frozen=True):
+    """The place of the buffer in the newest life of a run on a cluster."""
+
+    node_id: str
+    address: str
+    folder: str
+    """Folder of the run on that node."""
+    confirmed: int = 0
+    """Newest revision that Redis is known to have confirmed."""
+
+    @classmethod
+    def read(cls, run_dir: Path) -> BufferNode | None:
+        """Return the record in the run's folder; None if there is none."""
+        with suppress(FileNotFoundError, msgspec.DecodeError):
+            return msgspec.json.decode((run_dir / RECORD).read_bytes(), type=cls)
+        return None
+
+    def write(self, run_dir: Path) -> None:
+        write_whole(run_dir / RECORD, msgspec.json.encode(self))
+
+
+class LeftFiles:
+    """The files of a buffer in the folder that a run has left on this host, for a resume."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._lock_fd: int | None = None
+
+    def read(self, have: Mapping[str, int]) -> list[FileNews]:
+        """Return pieces of the files that the reader does not have yet; none when it has them all.
+
+        Raises `RunError` if their Redis still runs."""
+        there = self._folder / BUFFER
+        ours = self._folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(self._folder)
+        if not ours or not there.is_dir():
+            return []
+        self._take_lock(there)
+        return list(pieces_of(self._folder, there.rglob("*"), have))
+
+    def remove(self) -> None:
+        """Remove them: the reader has them all."""
+        if self._lock_fd is not None:
+            shutil.rmtree(self._folder / BUFFER, ignore_errors=True)
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _take_lock(self, there: Path) -> None:
+        """Wait until no Redis has the lock that each one holds while it lives."""
+        if self._lock_fd is not None:
+            return
+        lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline_s = time.monotonic() + ENDING_S
+        while True:
+            try:
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock_fd = lock_fd
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    os.close(lock_fd)
+                    raise RunError(
+                        f"the buffer that this run had before still runs, with its files in {there}. Wait "
+                        "until its processes have ended, and resume again"
+                    ) from None
+                time.sleep(LOOK_S)
+
+
+def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Iterator[FileNews]:
+    """Yield bytes of these files below `root` that the reader does not have yet, at most `PIECE_BYTES`."""
+    room = PIECE_BYTES
+    for path in sorted(path for path in paths if path.is_file()):
+        name = path.relative_to(root).as_posix()
+        offset = have.get(name, -1)  # An empty file is told of, too
+        if room > 0 and path.stat().st_size > offset:
+            with path.open("rb") as file:
+                file.seek(max(0, offset))
+                data = file.read(room)
+            room -= len(data)
+            yield FileNews(name, max(0, offset), data)
+
+
+def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
+    """Bring the files to the run's folder, all or none, and return whether there were any."""
+    fresh, have = run_dir / f".{BUFFER}", dict[str, int]()
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        while pieces := pull(have):
+            for piece in pieces:
+                path = fresh / Path(piece.name).relative_to(BUFFER)
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(piece.data)
+                have[piece.name] = piece.offset + len(piece.data)
+        for path in fresh.rglob("*"):  # their only other copy is removed next
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if have:
+            shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
+            fresh.rename(run_dir / BUFFER)
+        return bool(have)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def lie_at_home(run_dir: Path) -> bool:
+    """Return whether the run's folder has the files."""
+    folder = run_dir / BUFFER
+    return folder.is_dir() and any(entry.name != CONFIRMED for entry in folder.iterdir())
+
+
+def forget_at_home(run_dir: Path) -> None:
+    """Remove the files of an earlier life from the run's folder: a buffer elsewhere goes on with a copy."""
+    shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
+
+
+def expect_loss(run_dir: Path, node: BufferNode) -> None:
+    """Have the next buffer report as lost what the one on `node` had confirmed."""
+    write_confirmed(run_dir, node.confirmed)
+    log.error(
+        "the files of the buffer cannot be reached, and the run goes on from its newest checkpoint",
+        address=node.address,
+        folder=node.folder,
+        confirmed_writes=node.confirmed,
+    )
+
+
+def write_confirmed(run_dir: Path, revision: int) -> None:
+    """Have the next buffer know that Redis has confirmed this revision."""
+    (run_dir / BUFFER).mkdir(mode=0o700, exist_ok=True)
+    write_whole(run_dir / BUFFER / CONFIRMED, revision.to_bytes(8, "little", signed=True))
+
+
+def confirmed_in(folder: Path) -> int:
+    """Return the newest revision that the buffer with files in `folder` knows to be confirmed."""
+    with suppress(OSError):
+        return int.from_bytes((folder / CONFIRMED).read_bytes()[:8], "little", signed=True)
+    return 0
+
+
+def recover_here(run_dir: Path) -> None:
+    """Take up on this machine, without its cluster, a run that was on one. Raises `RunError`."""
+    node = BufferNode.read(run_dir)
+    if node is None:
+        return
+    if not lie_at_home(run_dir):
+        left = LeftFiles(node.folder)
+        if fetch_buffer(run_dir, left.read):
+            left.remove()
+        else:
+            expect_loss(run_dir, node)
+    (run_dir / RECORD).unlink()
+
+
+def is_forgotten(folder: Path) -> bool:
+    """Return whether the run's folder on a node has no files of a buffer that a resume may ask for."""
+    newest_s = max((path.stat().st_mtime for path in (folder / BUFFER).rglob("*")), default=0.0)
+    return time.time() - newest_s > KEPT_S
