@@ -1,20 +1,25 @@
-"""The files of a buffer's own Redis while they are on a node of a cluster and not in the run's folder.
+"""The files of a run that are on a node of a cluster and not in the run's folder: those of the buffer's own
+Redis, and after the death of the supervisor the end of the event logs.
 
-Promises: a resume gets them back as long as the host that has them can be reached, however the run before
-ended; otherwise the number of writes that Redis had confirmed is known, and the buffer reports their loss.
+Promises: a resume gets them as long as the host that has them can be reached, however the run before ended;
+otherwise the number of writes that Redis had confirmed is known, and the buffer reports their loss.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
+import psutil
 
 from areal_async.errors import RunError
 from areal_async.launch.here import write_whole
@@ -22,14 +27,20 @@ from areal_async.launch.home_files import BUFFER
 from areal_async.launch.ray.orders import FileNews
 from areal_async.ownfiles import is_own_folder
 from areal_async.runtime.log import get_logger
+from areal_async.runtime.process import processes_of
 
 RECORD = "buffer-node.json"
 CONFIRMED = "confirmed"  # File of the buffer with the newest revision that Redis has confirmed
 PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
 KEPT_S = 14 * 24 * 3600.0
 """Seconds that a node keeps the files of a run that nobody resumes."""
-ENDING_S = 60.0  # Longest wait for the Redis of a run whose supervisor was killed to end
+ORDERLY_S = (
+    12.0  # In which processes of a run whose supervisor was killed end by themselves; then they are killed
+)
+ENDING_S = 60.0  # Longest wait for them to be gone; those that did not end are killed meanwhile
 LOOK_S = 0.05
+FOLDER = re.compile(r"areal-(?P<uid>\d+)-(?P<run_id>[0-9a-f]+)-run")
+Part = Literal["buffer", "events"]
 
 log = get_logger("launcher")
 
@@ -56,49 +67,66 @@ class BufferNode(msgspec.Struct, frozen=True):
 
 
 class LeftFiles:
-    """The files of a buffer in the folder that a run has left on this host, for a resume."""
+    """What a run whose supervisor was killed has left in its folder on this host, for a resume."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._lock_fd: int | None = None
+        self._ended = False
 
-    def read(self, have: Mapping[str, int]) -> list[FileNews]:
-        """Return pieces of the files that the reader does not have yet; none when it has them all.
-
-        Raises `RunError` if their Redis still runs."""
-        there = self._folder / BUFFER
-        ours = self._folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(self._folder)
-        if not ours or not there.is_dir():
+    def read(self, part: Part, have: Mapping[str, int]) -> list[FileNews]:
+        """Return pieces of the files of this part that the reader does not have yet; none when it has them
+        all. Raises `RunError` if processes of that run do not end."""
+        ours = FOLDER.fullmatch(self._folder.name)
+        if ours is None or int(ours["uid"]) != os.getuid() or not is_own_folder(self._folder):
             return []
-        self._take_lock(there)
+        there = self._folder / part
+        if not there.is_dir():
+            return []
+        self._wait_for_end(ours["run_id"])
         return list(pieces_of(self._folder, there.rglob("*"), have))
 
     def remove(self) -> None:
-        """Remove them: the reader has them all."""
+        """Remove the files of the buffer: the reader has them all."""
+        shutil.rmtree(self._folder / BUFFER, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
         if self._lock_fd is not None:
-            shutil.rmtree(self._folder / BUFFER, ignore_errors=True)
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def _take_lock(self, there: Path) -> None:
-        """Wait until no Redis has the lock that each one holds while it lives."""
-        if self._lock_fd is not None:
-            return
-        lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline_s = time.monotonic() + ENDING_S
-        while True:
-            try:
-                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock_fd = lock_fd
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    os.close(lock_fd)
-                    raise RunError(
-                        f"the buffer that this run had before still runs, with its files in {there}. Wait "
-                        "until its processes have ended, and resume again"
-                    ) from None
+    def _wait_for_end(self, run_id: str) -> None:
+        """Wait until no process of that run lives, and no Redis has the lock that it holds while it does."""
+        begun_s = time.monotonic()
+        while not self._ended:
+            lasting = processes_of(run_id)
+            self._ended = not lasting and self._take_lock()
+            waited_s = time.monotonic() - begun_s
+            if waited_s > ORDERLY_S:
+                for process in lasting:
+                    with suppress(psutil.Error):
+                        process.kill()
+            if waited_s > ENDING_S and not self._ended:
+                raise RunError(
+                    f"a process of this run's life before still uses its files in {self._folder}. Wait until "
+                    "it has ended, and resume again"
+                )
+            if not self._ended:
                 time.sleep(LOOK_S)
+
+    def _take_lock(self) -> bool:
+        there = self._folder / BUFFER
+        if not there.is_dir():
+            return True
+        lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock_fd)
+            return False
+        self._lock_fd = lock_fd
+        return True
 
 
 def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Iterator[FileNews]:
@@ -137,6 +165,22 @@ def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]
         return bool(have)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
+    """Append to the files of a part what was written after their last bytes came home, and return whether
+    there was any."""
+    paths = [path for path in (run_dir / part).glob("*") if path.is_file()]
+    have, found = {f"{part}/{path.name}": path.stat().st_size for path in paths}, False
+    while pieces := pull(have):
+        found = True
+        for piece in pieces:
+            path = run_dir / piece.name
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(piece.data)
+            have[piece.name] = piece.offset + len(piece.data)
+    return found
 
 
 def lie_at_home(run_dir: Path) -> bool:
@@ -181,7 +225,7 @@ def recover_here(run_dir: Path) -> None:
         return
     if not lie_at_home(run_dir):
         left = LeftFiles(node.folder)
-        if fetch_buffer(run_dir, left.read):
+        if fetch_buffer(run_dir, partial(left.read, "buffer")):
             left.remove()
         else:
             expect_loss(run_dir, node)

@@ -47,9 +47,7 @@ from areal_async.weights.manifest import remove_snapshots
 
 LOCK = "run.lock"
 TOPOLOGY = "topology.json"
-STATE = frozenset(
-    {LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"}
-)
+STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"})
 """What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
 OWNER = "owner.json"
 RECORD_BYTES = 4096

@@ -1,7 +1,7 @@
 """The shell around the lifecycle: real processes, signals and time.
 
 Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
-goes on; a rank of the trainer that hangs is killed, and of several that ended the one that did so first is
+goes on; one that hangs is killed, whatever its role, and of several that ended the one that did so first is
 named; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
 the run is left, at most `STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; a
 service learns of a stop only from here (each leads its own session); one that outlives the supervisor's death
@@ -28,7 +28,7 @@ from areal_async.errors import FaultError
 from areal_async.launch.autoscale import Autoscaler, ScaleChange
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.group import RankGroup
+from areal_async.launch.group import Lines
 from areal_async.launch.here import LocalLauncher, write_targets, write_whole
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
@@ -92,9 +92,7 @@ class Supervisor:
         """Where everything is. Any thread may read it; it is replaced as a whole."""
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
         self.children: dict[str, Child] = {}
-        self._group = RankGroup(
-            {place.policy: job.of(place.policy or job.policy).trainer.hang_s for place in self.services}
-        )
+        self._lines = Lines(self._hang_s)
         self.metrics_ports: dict[str, int] = {}
         """The port of each service: what it reported when ready; until then the planned one."""
         self._on_serving = on_serving
@@ -151,7 +149,7 @@ class Supervisor:
                 events.record("ready", service=name, service_pid=child.pid)
                 self._apply(self.lifecycle.ready(name, time.monotonic()))
         self._observe_ends()
-        for name in self._group.look(time.monotonic()):
+        for name in self._lines.look(time.monotonic()):
             self._apply(self.lifecycle.silent(name, time.monotonic()))
         self._apply(self.lifecycle.tick(time.monotonic()))
         self._socket.carry_out(self._change_by_hand)
@@ -184,8 +182,8 @@ class Supervisor:
             log.info("service ended", service=name, status=status)
             events.record("ended", service=name, service_pid=pid, status=status)
             lost = self.children[name].lost()
-            cause = lost or self._group.cause_of(name, status, time.monotonic())
-            self._group.forget(name)
+            cause = lost or self._lines.cause_of(name, status, time.monotonic())
+            self._lines.forget(name)
             felled = self.lifecycle.states[name].felled
             with_host = bool(lost) and self._is_replaced(name, status)
             self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
@@ -354,10 +352,16 @@ class Supervisor:
             self.children[name].close()
         child = self._launcher.start(place, served_before=self.lifecycle.states[name].served_before)
         self.children[name] = child
-        self._group.started(place, child)
+        self._lines.started(place, child)
         self.metrics_ports[name] = place.metrics_port
         RESTARTS.labels(name)  # 0 until it dies: a rate needs both
         events.record("started", service=name, service_pid=child.pid)
+
+    def _hang_s(self, place: ServicePlace) -> float:
+        """Longest silence of a service."""
+        trainer = self.job.of(place.policy or self.job.policy).trainer
+        own = trainer.hang_s if place.role == "trainer" else None
+        return self.job.supervisor.hang_s if own is None else own
 
     def _publish(self) -> Topology:
         """Write down who is there. Last: a run is found once it says where it serves."""

@@ -11,7 +11,7 @@ import msgspec
 import ray
 
 from areal_async.errors import RunError
-from areal_async.launch.buffer_files import LeftFiles
+from areal_async.launch.buffer_files import LeftFiles, Part
 from areal_async.launch.ray.orders import PlaceOrder, StartOrder, pack
 from areal_async.launch.ray.process_host import ProcessHost
 from areal_async.ownfiles import PRIVATE_UMASK
@@ -77,11 +77,12 @@ class HostActor:
         return msgspec.msgpack.encode(self._host.kept(msgspec.msgpack.decode(have, type=dict[str, int])))
 
     @told
-    def left(self, folder: str, have: bytes) -> bytes:
-        """Pieces of the files that a run has left in `folder` of its buffer (`LeftFiles`)."""
+    def left(self, folder: str, part: Part, have: bytes) -> bytes:
+        """Pieces of what a run has left in `folder` (`LeftFiles`)."""
         if self._left is None:
             self._left = LeftFiles(folder)
-        return msgspec.msgpack.encode(self._left.read(msgspec.msgpack.decode(have, type=dict[str, int])))
+        known = msgspec.msgpack.decode(have, type=dict[str, int])
+        return msgspec.msgpack.encode(self._left.read(part, known))
 
     def remove_left(self) -> None:
         if self._left is not None:

@@ -32,6 +32,8 @@ from areal_async.config.job import JobConfig
 from areal_async.errors import RunError
 from areal_async.launch.buffer_files import (
     BufferNode,
+    Part,
+    append_rest,
     expect_loss,
     fetch_buffer,
     forget_at_home,
@@ -67,6 +69,7 @@ HOME = "home"
 """Node id of the supervisor's host. No process of the run shares its memory."""
 LEAST_CPUS = 0.01  # A place in a group must reserve something
 NEWS_S = 1.0
+UNHEARD_S = 3 * NEWS_S  # Without an answer of its host for so long, a process may live and not be heard
 MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files and its place
 LOOK_S = 0.2
 TELL_S = 30.0  # Between two lines that say that a run waits for room
@@ -92,6 +95,8 @@ class RemoteChild:
         self.status: int | None = None
         self.how_lost = ""
         self.said = bytearray()
+        self.answered_s = -UNHEARD_S
+        """When its host last answered with what is new."""
         self.kills = 0
         self.cancelled = threading.Event()  # It is to end before it has begun
         self.actor: Any = None
@@ -114,6 +119,9 @@ class RemoteChild:
         with self.lock:
             said, self.said = bytes(self.said), bytearray()
         return said
+
+    def is_heard(self) -> bool:
+        return time.monotonic() - self.answered_s < UNHEARD_S
 
     def memory_kills(self) -> int:
         return self.kills
@@ -233,6 +241,7 @@ class RayPlace:
                 self._have[piece.name] = piece.offset + len(piece.data)
             with child.lock:
                 child.said += news.heard
+            child.answered_s = time.monotonic()
             if news.confirmed > self.confirmed:
                 self.confirmed = news.confirmed
                 self._launcher.note_buffer(self)
@@ -317,7 +326,7 @@ class RayLauncher:
         os.environ[HELD_VARIABLE] = f"{endpoint}={self._control.fileno()}"
         self._home = msgspec.structs.replace(self._folders.host, node_id=HOME, address=address)
         self._endpoint = endpoint
-        self._recover_buffer()
+        self._recover()
         for group in together(services):
             self._reserve(group, needs_in_words(job, services))
         cancelled = threading.Event()
@@ -508,42 +517,51 @@ class RayLauncher:
             log.warning("the files of the buffer stay on their node for a resume", error=str(error))
             return False
 
-    def _recover_buffer(self) -> None:
-        """Bring home what the buffer of the run before, whose end did not, has left on its node. Raises
-        `RunError` if that buffer still runs."""
+    def _recover(self) -> None:
+        """Bring home what the run before, whose supervisor was killed, has left on its nodes. Raises
+        `RunError` if processes of it still run."""
         node = BufferNode.read(self.run_dir)
-        if node is None or lie_at_home(self.run_dir):
-            return
-        alive = [each for each in ray.nodes() if each["Alive"]]
-        there = [each for each in alive if each["NodeID"].startswith(node.node_id)] or [
-            each for each in alive if each["NodeManagerAddress"] == node.address
-        ]
-        for each in there[:1]:
-            self.refuse_listeners(each["NodeManagerAddress"])
-            if self._take_left(node, each["NodeID"]):
-                return
-        expect_loss(self.run_dir, node)
-        self._tell(
-            f"the buffer's files are in {node.folder} of {node.address}, which this cluster does not reach: "
-            "what was acknowledged since the newest checkpoint is done again, and counted as lost"
-        )
+        if (
+            node is not None
+            and not lie_at_home(self.run_dir)
+            and not self._take_left(node.node_id, node.address, node.folder, "buffer")
+        ):
+            expect_loss(self.run_dir, node)
+            self._tell(
+                f"the buffer's files are in {node.folder} of {node.address}, which this cluster does not "
+                "reach: what was acknowledged since the newest checkpoint is done again, and counted as lost"
+            )
+        if self._job.observe.event_log and self._folders.topology.exists():
+            before = msgspec.json.decode(self._folders.topology.read_bytes(), type=Topology)
+            for host in before.hosts.values():
+                if before.home == HOME != host.node_id:
+                    self._take_left(host.node_id, host.address, host.run_dir, "events")
 
-    def _take_left(self, node: BufferNode, node_id: str) -> bool:
-        """Return whether the files were there, and are at home now."""
-        on_it = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actor = new_actor("left", {"num_cpus": 0, "scheduling_strategy": on_it})
+    def _take_left(self, node_id: str, address: str, folder: str, part: Part) -> bool:
+        """Return whether files of this part were there, and are at home now."""
+        alive = [each for each in ray.nodes() if each["Alive"]]
+        there = [each for each in alive if each["NodeID"].startswith(node_id)] or [
+            each for each in alive if each["NodeManagerAddress"] == address
+        ]
+        if not there:
+            return False
+        self.refuse_listeners(there[0]["NodeManagerAddress"])
+        on_it = NodeAffinitySchedulingStrategy(there[0]["NodeID"], soft=False)
+        actor = new_actor(f"left.{part}.{node_id}", {"num_cpus": 0, "scheduling_strategy": on_it})
 
         def pull(have: dict[str, int]) -> list[FileNews]:
-            return _pieces(actor.left.remote(node.folder, msgspec.msgpack.encode(have)), PIECE_S)
+            return _pieces(actor.left.remote(folder, part, msgspec.msgpack.encode(have)), PIECE_S)
 
         try:
+            if part == "events":
+                return append_rest(self.run_dir, part, pull)
             if found := fetch_buffer(self.run_dir, pull):
-                log.info("the buffer's files came from their node", address=node.address)
+                log.info("the buffer's files came from their node", address=address)
                 ray.get(actor.remove_left.remote(), timeout=CLOSE_S)
             return found
         except RayError as error:
-            problem = f"the buffer's files in {node.folder} of {node.address} did not come: "
-            raise RunError(f"{problem}{_first_line(error)}. Resume again once that host answers") from error
+            problem = f"{part} in {folder} of {address} did not come: {_first_line(error)}"
+            raise RunError(f"{problem}. Resume again once that host answers") from error
         finally:
             ray.kill(actor)
 

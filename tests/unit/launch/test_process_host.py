@@ -5,8 +5,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ from areal_async.launch.plan import services_of
 from areal_async.launch.ray import process_host
 from areal_async.launch.ray.orders import FileNews, PlaceOrder, StartOrder
 from areal_async.launch.ray.process_host import ProcessHost, listen_in
+from areal_async.runtime.process import RUN_VARIABLE, processes_of
 from replay_buffer.redis.writer import FILE, ConfirmedRevision
 from tests.unit.launch.launching import STAND_IN
 from tests.waiting import LIMIT_S, wait_for
@@ -263,7 +266,11 @@ def test_a_resume_on_the_same_machine_finds_what_the_buffer_left_on_its_node(tmp
 def test_what_cannot_be_had_again_is_expected_to_be_lost(tmp_path, node, kind):
     dead, run_dir = left_on(node), tmp_path / "home"
     run_dir.mkdir()
-    folder = {"gone": str(node / "nowhere"), "of another": str(node / "theirs"), "without files": dead.run_dir}
+    folder = {
+        "gone": str(node / "nowhere"),
+        "of another": str(node / "theirs"),
+        "without files": dead.run_dir,
+    }
     shutil.copytree(dead.run_dir, node / "theirs")
     shutil.rmtree(Path(dead.run_dir) / "buffer")
     buffer_files.BufferNode(NODE, ADDRESS, folder[kind], 7).write(run_dir)
@@ -290,7 +297,7 @@ def test_a_resume_waits_for_the_redis_of_the_run_before_to_end(tmp_path, node, m
         fcntl.flock(lock, fcntl.LOCK_EX)
         with monkeypatch.context() as patch:
             patch.setattr(buffer_files, "ENDING_S", 0.0)
-            with pytest.raises(RunError, match="still runs"):
+            with pytest.raises(RunError, match="still uses its files"):
                 buffer_files.recover_here(run_dir)
         assert not (run_dir / "buffer").exists()
         waiting = threading.Thread(target=buffer_files.recover_here, args=(run_dir,))
@@ -298,6 +305,36 @@ def test_a_resume_waits_for_the_redis_of_the_run_before_to_end(tmp_path, node, m
         fcntl.flock(lock, fcntl.LOCK_UN)
         waiting.join(LIMIT_S)
     assert files_in(run_dir / "buffer") == LOG
+
+
+def test_a_resume_ends_what_the_run_before_has_left_running(tmp_path, node, monkeypatch):
+    dead, run_dir = left_on(node), tmp_path / "home"
+    run_dir.mkdir()
+    buffer_files.BufferNode(NODE, ADDRESS, dead.run_dir, 7).write(run_dir)
+    monkeypatch.setattr(buffer_files, "ORDERLY_S", 0.0)
+    variables = {**os.environ, RUN_VARIABLE: "0123456789ab.rollout-0"}
+    with subprocess.Popen(["sleep", "600"], env=variables) as helper:
+        wait_for(lambda: helper.pid in [each.pid for each in processes_of("0123456789ab")], "its mark")
+        reaper = threading.Thread(target=helper.wait)  # else it stays as a zombie of this process
+        reaper.start()
+        buffer_files.recover_here(run_dir)
+        reaper.join(LIMIT_S)
+    assert files_in(run_dir / "buffer") == LOG
+
+
+def test_the_end_of_event_logs_comes_home_and_nothing_twice(tmp_path, node):
+    dead, run_dir = left_on(node), tmp_path / "home"
+    there, here = Path(dead.run_dir) / "events", run_dir / "events"
+    contents = {"buffer-7.jsonl": b'{"n":0}\n{"n":1}\n', "trainer-9.jsonl": b"x" * 10, "reward-1.jsonl": b"y"}
+    for folder, cut in ((there, {}), (here, {"buffer-7.jsonl": 8, "trainer-9.jsonl": 10})):
+        folder.mkdir(parents=True)
+        for name, data in contents.items():
+            if folder is there or name in cut:
+                (folder / name).write_bytes(data[: cut.get(name, len(data))])
+    left = buffer_files.LeftFiles(dead.run_dir)
+    for found in (True, False):
+        assert buffer_files.append_rest(run_dir, "events", partial(left.read, "events")) is found
+        assert files_in(here) == contents
 
 
 def test_files_of_a_buffer_stay_on_a_node_unless_they_are_at_home(placed, behave):
