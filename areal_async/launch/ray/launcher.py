@@ -11,11 +11,12 @@ One thread for each process of the run talks to its actor; the supervisor's neve
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -236,19 +237,31 @@ class RayPlace:
     def _follow(self, child: RemoteChild) -> None:
         while True:
             news = self._news(child)
-            for piece in news.files:
-                self._launcher.bring_home(piece.name, piece.data)
-                self._have[piece.name] = piece.offset + len(piece.data)
+            brought = self._bring_home(news.files)
             with child.lock:
                 child.said += news.heard
             child.answered_s = time.monotonic()
             if news.confirmed > self.confirmed:
                 self.confirmed = news.confirmed
-                self._launcher.note_buffer(self)
+                with suppress(OSError):  # it is written with the next one
+                    self._launcher.note_buffer(self)
             child.kills, child.report = news.memory_kills, news.ready or child.report
-            if news.status is not None and not news.files:
+            if news.status is not None and not brought:
                 child.status = news.status
                 return
+
+    def _bring_home(self, files: Sequence[FileNews]) -> bool:
+        """Append these pieces to the run's files, and return whether any came. What the disk at home does not
+        take comes again."""
+        for piece in files:
+            try:
+                self._launcher.bring_home(piece.name, piece.data)
+            except OSError as error:
+                log.warning("logs do not come home", service=self.place.name, error=str(error))
+                time.sleep(NEWS_S)
+                return False
+            self._have[piece.name] = piece.offset + len(piece.data)
+        return bool(files)
 
     def _news(self, child: RemoteChild) -> ProcessNews:
         """What is new, however long the link to the node is cut: Ray decides when that is dead."""
@@ -474,8 +487,11 @@ class RayLauncher:
         path = Path(self._home.run_dir) / name
         with self._files:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(data)
+            with path.open("ab", buffering=0) as file:
+                before = file.tell()
+                if (written := file.write(data)) != len(data):
+                    file.truncate(before)
+                    raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written to {path}")
 
     def keeps_files(self, place: ServicePlace) -> bool:
         """Whether what this process needs lies on its node alone."""

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from areal_async.launch.one_host import short_socket_dir
 from replay_buffer.redis import embedded
-from replay_buffer.redis.address import StoreUnusable
+from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
 from tests.processes import is_gone
 from tests.redis_client import connect
@@ -165,6 +165,35 @@ def test_without_a_binary_or_with_files_of_a_newer_one_it_says_what_to_install(f
         monkeypatch.setattr(embedded, patched, lambda *_, told=told: told)
         with pytest.raises(StoreUnusable, match=words):
             asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())
+
+
+@pytest.mark.parametrize(("path", "found"), [("/dev/shm", True), ("/dev/shm/a/b", True), ("/", False)])
+def test_a_folder_in_memory_is_known_as_one(path, found):
+    assert embedded.is_in_memory(Path(path)) is found
+
+
+@pytest.mark.parametrize("said", ["Read-only file system", "Input/output error", "No space left on device"])
+async def test_a_server_that_ends_for_its_disk_is_tried_again(folder, tmp_path, monkeypatch, said):
+    binary = tmp_path / "redis-server"
+    binary.write_text(
+        f'#!/bin/sh\ncat >/dev/null\necho "Can\'t open the log: {said}" >{folder}/data/redis.log\nexit 1\n'
+    )
+    binary.chmod(0o755)
+    monkeypatch.setattr(embedded, "find_redis_server", lambda: binary)
+    with pytest.raises(StoreUnavailable, match=said) as caught:
+        await EmbeddedRedis(folder / "data", folder / "redis", "everysec").start()
+    assert caught.value.trouble == "disk"
+
+
+@pytest.mark.parametrize("number", [30, 5, 28, 122, 116])
+async def test_a_disk_that_takes_no_files_is_waited_for(folder, monkeypatch, number):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number), str(folder))
+
+    monkeypatch.setattr(EmbeddedRedis, "_check_files", refuse)
+    with pytest.raises(StoreUnavailable, match="the buffer goes on by itself") as caught:
+        await EmbeddedRedis(folder / "data", folder / "redis", "everysec").start()
+    assert caught.value.trouble == "disk"
 
 
 def test_a_server_that_ends_at_once_gives_its_last_words(folder):
