@@ -101,6 +101,11 @@ def _hint(status: int, cause: str) -> str:
             "If nobody killed it, the machine ran out of memory: lower rollout.max_concurrent, "
             "trainer.micro_batch_tokens or buffer.max_bytes. Its log"
         )
+    if status == -signal.SIGBUS:
+        return (
+            "Make room in shared memory, or give it more (`docker run --shm-size`, a larger volume of medium "
+            "Memory, `mount -o remount,size=…`). Its log"
+        )
     if status == os.EX_TEMPFAIL:
         return "Correct what it names; the whole log"
     if status < 0 or status > 128:

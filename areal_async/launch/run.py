@@ -206,6 +206,10 @@ def _run(
         run_log.write("restart", service=name, text=text)
         aggregator.tell(text, time.monotonic())
 
+    def on_death(name: str, text: str) -> None:
+        run_log.write("death", service=name, text=text)
+        aggregator.tell(text, time.monotonic())
+
     def on_scale(change: ScaleChange) -> None:
         run_log.write("scale", **asdict(change))
         aggregator.tell(f"from {change.before} to {change.workers} workers: {change.text}", time.monotonic())
@@ -220,6 +224,7 @@ def _run(
         files=HomeFilesServer(folders.run_dir, exported(job)) if launcher is not None else None,
         on_ending=on_ending,
         on_restart=on_restart,
+        on_death=on_death,
         on_scale=on_scale,
         newest=lambda: monitor.newest,
     )

@@ -63,8 +63,9 @@ class Supervisor:
     `newest` is how the run stood at the last look, by which its workers are scaled (`rollout.autoscale`).
 
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
-    and is to be started again, `on_ending` once when the end is decided and the services that did not cause
-    it still run, `on_scale` with each change of the workers that is nobody's wish; all must be quick."""
+    and is to be started again, `on_death` when it is not, or only with another one, `on_ending` once when the
+    end is decided and the services that did not cause it still run, `on_scale` with each change of the
+    workers that is nobody's wish; all must be quick."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Supervisor:
         on_serving: Callable[[], None] = lambda: None,
         on_ending: Callable[[Ending], None] = lambda ending: None,
         on_restart: Callable[[str, str], None] = lambda name, text: None,
+        on_death: Callable[[str, str], None] = lambda name, text: None,
         on_scale: Callable[[ScaleChange], None] = lambda change: None,
         newest: Callable[[], RunStatus | None] = lambda: None,
         buffer_wait_s: float = 10.0,
@@ -98,6 +100,7 @@ class Supervisor:
         self._on_serving = on_serving
         self._on_ending = on_ending
         self._on_restart = on_restart
+        self._on_death = on_death
         self._on_scale = on_scale
         scales = job.kind == "rl" and job.rollout.autoscale.max > 0
         self._autoscaler = Autoscaler(job, newest) if scales else None
@@ -177,6 +180,8 @@ class Supervisor:
                     ended[name] = status
             if not ended:
                 return
+        states, stopping = self.lifecycle.states, self.lifecycle.stopping
+        felled = {name for name in ended if states[name].felled}
         for name in in_order_of_cause(ended):
             status, pid = ended[name], self.children[name].pid
             log.info("service ended", service=name, status=status)
@@ -184,11 +189,15 @@ class Supervisor:
             lost = self.children[name].lost()
             cause = lost or self._lines.cause_of(name, status, time.monotonic())
             self._lines.forget(name)
-            felled = self.lifecycle.states[name].felled
+            brought_down = states[name].felled  # If not `felled`: by another one of this look
             with_host = bool(lost) and self._is_replaced(name, status)
             self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
-            if not felled:
+            if stopping or name in felled or (states[name].leaving and not lost):
+                continue
+            if states[name].phase is Phase.RESTARTING and not brought_down:
                 self._tell_restart(name, cause or exit_text(status))
+            elif status != 0 or (self.lifecycle.ending is not None and self.lifecycle.ending.culprit == name):
+                self._tell_death(name, cause or exit_text(status))
 
     # --- workers that join and leave -----------------------------------------------------------------
 
@@ -304,8 +313,6 @@ class Supervisor:
 
     def _tell_restart(self, name: str, ended: str) -> None:
         state = self.lifecycle.states[name]
-        if state.phase is not Phase.RESTARTING:
-            return
         died_s = state.restarts.deaths_s
         deaths, pause_s = len(died_s), state.restart_s - died_s[-1]
         who = "it is"
@@ -320,6 +327,11 @@ class Supervisor:
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
         self._on_restart(name, f"{name} {ended}; {who} started again {when} ({left})")
+
+    def _tell_death(self, name: str, ended: str) -> None:
+        """Tell of a death after which the service is not started again, or only with another one."""
+        log.warning(f"{name} {ended}", service=name)
+        self._on_death(name, f"{name} {ended}")
 
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)

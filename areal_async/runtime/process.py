@@ -272,6 +272,10 @@ def start_of(pid: int) -> str:
     return f"{BOOT_ID.read_text().strip()} {fields[18]}"
 
 
+SHM_FULL = "most likely shared memory is full: `df -h /dev/shm`"
+"""Cause of nearly every SIGBUS: a page of a mapped file for which there is no room."""
+
+
 def exit_text(status: int) -> str:
     """An exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
     if status == 128 + signal.SIGTERM:
@@ -281,7 +285,8 @@ def exit_text(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     try:
-        return f"was killed by {signal.Signals(-status).name}"
+        likely = f" ({SHM_FULL})" if -status == signal.SIGBUS else ""
+        return f"was killed by {signal.Signals(-status).name}{likely}"
     except ValueError:
         return f"was killed by signal {-status}"
 

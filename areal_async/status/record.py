@@ -245,7 +245,7 @@ class Tail:
                         yield _decoder.decode(line)
 
 
-LIFE_KINDS = frozenset({"start", "resume", "restart", "scale", "end"})
+LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "scale", "end"})
 """Records of when a run lived, what died in it and how many workers it had: no results."""
 
 
