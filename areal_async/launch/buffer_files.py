@@ -186,7 +186,7 @@ def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list
 def lie_at_home(run_dir: Path) -> bool:
     """Return whether the run's folder has the files."""
     folder = run_dir / BUFFER
-    return folder.is_dir() and any(entry.name != CONFIRMED for entry in folder.iterdir())
+    return folder.is_dir() and any(not entry.name.startswith(CONFIRMED) for entry in folder.iterdir())
 
 
 def forget_at_home(run_dir: Path) -> None:

@@ -26,21 +26,12 @@ import msgspec
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_async.config.cluster import RaySection
 from areal_async.config.job import JobConfig
 from areal_async.errors import RunError
-from areal_async.launch.buffer_files import (
-    BufferNode,
-    Part,
-    append_rest,
-    expect_loss,
-    fetch_buffer,
-    forget_at_home,
-    lie_at_home,
-    write_confirmed,
-)
+from areal_async.launch.buffer_files import BufferNode, forget_at_home, write_confirmed
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
 from areal_async.launch.home_files import with_home_store
@@ -48,6 +39,7 @@ from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
 from areal_async.launch.ray.head import check_head
+from areal_async.launch.ray.node_files import HOME, NodeFiles, alive_nodes, first_line
 from areal_async.launch.ray.orders import (
     FileNews,
     Placed,
@@ -66,8 +58,6 @@ from areal_async.runtime.process import INCURABLE_STATUS
 from areal_async.runtime.topology import RunHost, ServicePlace, Topology
 from areal_async.storage.urls import CACHE_VARIABLE
 
-HOME = "home"
-"""Node id of the supervisor's host. No process of the run shares its memory."""
 LEAST_CPUS = 0.01  # A place in a group must reserve something
 NEWS_S = 1.0
 UNHEARD_S = 3 * NEWS_S  # Without an answer of its host for so long, a process may live and not be heard
@@ -75,8 +65,6 @@ MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files
 LOOK_S = 0.2
 TELL_S = 30.0  # Between two lines that say that a run waits for room
 CLOSE_S = 8.0
-KEEP_S = 40.0  # In which what a buffer holds must have come home; beyond, it stays on its node for a resume
-PIECE_S = 120.0  # Longest wait for one piece of what a buffer has left on its node
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
@@ -199,7 +187,7 @@ class RayPlace:
             self._start(child, served_before, meeting)
             self._follow(child)
         except RayError as error:
-            self._gone(child, f"was lost with its node ({_first_line(error)})")
+            self._gone(child, f"was lost with its node ({first_line(error)})")
         except Exception as error:
             log.exception("a process could not be placed or started", service=self.place.name)
             self._gone(child, f"could not be started: {error}", status=INCURABLE_STATUS)
@@ -307,6 +295,7 @@ class RayLauncher:
         self._changed = threading.Condition()
         self._meeting: Future[str] | None = None
         self._files = threading.Lock()
+        self._left = NodeFiles(self.run_dir, tell, self.refuse_listeners)
 
     def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
         try:
@@ -328,7 +317,7 @@ class RayLauncher:
                 configure_logging=False,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            problem = f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}"
+            problem = f"the Ray cluster at {section.address} cannot be reached: {first_line(error)}"
             raise RunError(f"{problem}. Is this machine a node of it (`ray start`)?") from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray's would end this process at once, with a trace
@@ -339,7 +328,7 @@ class RayLauncher:
         os.environ[HELD_VARIABLE] = f"{endpoint}={self._control.fileno()}"
         self._home = msgspec.structs.replace(self._folders.host, node_id=HOME, address=address)
         self._endpoint = endpoint
-        self._recover()
+        self._left.recover(self._folders.topology if job.observe.event_log else None)
         for group in together(services):
             self._reserve(group, needs_in_words(job, services))
         cancelled = threading.Event()
@@ -348,7 +337,7 @@ class RayLauncher:
                 list(pool.map(lambda place: self._places[place.name].take(cancelled), services))
             except RayError as error:
                 cancelled.set()
-                raise RunError(f"the job could not be placed: {_first_line(error)}") from error
+                raise RunError(f"the job could not be placed: {first_line(error)}") from error
             except BaseException:
                 cancelled.set()
                 raise
@@ -500,7 +489,7 @@ class RayLauncher:
     def lives(self, node_id: str) -> bool:
         """Return whether Ray takes this node for alive."""
         with suppress(RayError):
-            return any(node["Alive"] for node in ray.nodes() if node["NodeID"].startswith(node_id))
+            return any(node["NodeID"].startswith(node_id) for node in alive_nodes())
         return False
 
     def note_buffer(self, place: RayPlace) -> None:
@@ -520,66 +509,7 @@ class RayLauncher:
         place = self._places.get("buffer")
         if place is None or place.actor is None or not self.keeps_files(place.place):
             return True
-        actor, deadline_s = place.actor, time.monotonic() + KEEP_S
-
-        def pull(have: dict[str, int]) -> list[FileNews]:
-            asked = actor.kept.remote(msgspec.msgpack.encode(have))
-            return _pieces(asked, max(0.0, deadline_s - time.monotonic()))
-
-        try:
-            fetch_buffer(self.run_dir, pull)
-            return True
-        except (RayError, RunError, OSError, ValueError) as error:
-            log.warning("the files of the buffer stay on their node for a resume", error=str(error))
-            return False
-
-    def _recover(self) -> None:
-        """Bring home what the run before, whose supervisor was killed, has left on its nodes. Raises
-        `RunError` if processes of it still run."""
-        node = BufferNode.read(self.run_dir)
-        if (
-            node is not None
-            and not lie_at_home(self.run_dir)
-            and not self._take_left(node.node_id, node.address, node.folder, "buffer")
-        ):
-            expect_loss(self.run_dir, node)
-            self._tell(
-                f"the buffer's files are in {node.folder} of {node.address}, which this cluster does not "
-                "reach: what was acknowledged since the newest checkpoint is done again, and counted as lost"
-            )
-        if self._job.observe.event_log and self._folders.topology.exists():
-            before = msgspec.json.decode(self._folders.topology.read_bytes(), type=Topology)
-            for host in before.hosts.values():
-                if before.home == HOME != host.node_id:
-                    self._take_left(host.node_id, host.address, host.run_dir, "events")
-
-    def _take_left(self, node_id: str, address: str, folder: str, part: Part) -> bool:
-        """Return whether files of this part were there, and are at home now."""
-        alive = [each for each in ray.nodes() if each["Alive"]]
-        there = [each for each in alive if each["NodeID"].startswith(node_id)] or [
-            each for each in alive if each["NodeManagerAddress"] == address
-        ]
-        if not there:
-            return False
-        self.refuse_listeners(there[0]["NodeManagerAddress"])
-        on_it = NodeAffinitySchedulingStrategy(there[0]["NodeID"], soft=False)
-        actor = new_actor(f"left.{part}.{node_id}", {"num_cpus": 0, "scheduling_strategy": on_it})
-
-        def pull(have: dict[str, int]) -> list[FileNews]:
-            return _pieces(actor.left.remote(folder, part, msgspec.msgpack.encode(have)), PIECE_S)
-
-        try:
-            if part == "events":
-                return append_rest(self.run_dir, part, pull)
-            if found := fetch_buffer(self.run_dir, pull):
-                log.info("the buffer's files came from their node", address=address)
-                ray.get(actor.remove_left.remote(), timeout=CLOSE_S)
-            return found
-        except RayError as error:
-            problem = f"{part} in {folder} of {address} did not come: {_first_line(error)}"
-            raise RunError(f"{problem}. Resume again once that host answers") from error
-        finally:
-            ray.kill(actor)
+        return self._left.keep(place.actor)
 
     # --- placing --------------------------------------------------------------------------------------
 
@@ -632,10 +562,6 @@ def _options(need: Need) -> dict[str, Any]:
     return {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": custom}
 
 
-def _pieces(asked: Any, limit_s: float) -> list[FileNews]:
-    return msgspec.msgpack.decode(answer_of(ray.get(asked, timeout=limit_s)), type=list[FileNews])
-
-
 def _answer(reference: Any, cancelled: threading.Event) -> bytes | None:
     """What a call to an actor comes to, None when `cancelled`. Raises `RayError`, and `RunError` with what
     the call failed with."""
@@ -657,8 +583,3 @@ def _free() -> str:
     free = ray.available_resources()
     shown = {name: amount for name, amount in free.items() if name in ("CPU", "GPU", "memory")}
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "none"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
