@@ -130,6 +130,12 @@ class MachineError(ArealError):
         return None
 
 
+def as_ours(error: BaseException) -> ArealError | None:
+    """Return an error of ours, or trouble of this machine, as one that a person can act on; None for another
+    one, which is a bug or a fault of the user's own code."""
+    return error if isinstance(error, ArealError) else MachineError.of(error)
+
+
 def errno_of(error: BaseException) -> int | None:
     """Return the error number of an OSError, or the one that the text of another error names."""
     number = getattr(error, "errno", None)
@@ -149,6 +155,8 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 def with_limit(error: ArealError) -> str:
     """Return the text of an error; where it came of too many open files, with the limit and the fix."""
+    if isinstance(error, MachineError):
+        return str(error)
     numbers = {errno_of(cause) for cause in causes_of(error)} & {errno.EMFILE, errno.ENFILE}
     return f"{error} {open_files_text(numbers.pop())}." if numbers else str(error)
 

@@ -312,8 +312,8 @@ def own_tracebacks() -> Iterator[None]:
                 yield
             except (ConfigError, RunFolderError, RunInterrupted):
                 raise
-            except Exception:
-                if os.environ.get(DEBUG_VARIABLE) == "1":
+            except Exception as error:
+                if os.environ.get(DEBUG_VARIABLE) == "1" or MachineError.of(error) is not None:
                     raise
                 traceback.print_exc()
                 raise typer.Exit(1) from None

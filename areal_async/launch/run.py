@@ -28,11 +28,11 @@ from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
 from areal_async.errors import (
     ArealError,
-    MachineError,
     RunError,
     RunFailed,
     RunInterrupted,
     WireError,
+    as_ours,
     with_limit,
 )
 from areal_async.launch.autoscale import ScaleChange
@@ -460,9 +460,8 @@ def carry_out(request: Mapping[str, Any]) -> None:
 def main() -> int:
     try:
         carry_out(json.load(sys.stdin))
-    except (ArealError, OSError) as error:
-        told = error if isinstance(error, ArealError) else MachineError.of(error)
-        if told is None:
+    except Exception as error:
+        if (told := as_ours(error)) is None:
             raise
         print(json.dumps({"error": type(told).__name__, "message": with_limit(told)}), flush=True)
         return 1

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FrameType
 
-from areal_async.errors import ArealError, MachineError, with_limit
+from areal_async.errors import ArealError, as_ours, with_limit
 from areal_async.ownfiles import PRIVATE_UMASK
 from areal_async.rpc.address import Address
 from areal_async.runtime.context import ServiceContext
@@ -107,8 +107,7 @@ def first_cause(error: BaseException) -> BaseException:
 def _report(name: str, error: BaseException) -> None:
     """Print one paragraph for an `ArealError` and for trouble of the machine, else the traceback."""
     log.error("service failed", error=type(error).__name__, message=str(error))
-    told = error if isinstance(error, ArealError) else MachineError.of(error)
-    if told is not None:
+    if (told := as_ours(error)) is not None:
         with contextlib.suppress(OSError):  # a log on a full disk must not decide how this process ends
             print(f"{name}: {with_limit(told)}", file=sys.stderr, flush=True)
     else:

@@ -100,8 +100,9 @@ class PlainLines:
         while self._records:
             record = self._records.popleft()
             if record["kind"] in DEATHS:
-                self._deaths.append(record["text"])
-                self._say(f"message={_quoted(record['text'])} time={clock_text(self._elapsed_s)}")
+                died = record.get("text") or f"{record.get('service')} died"
+                self._deaths.append(died)
+                self._say(f"message={_quoted(died)} time={clock_text(self._elapsed_s)}")
                 continue
             with suppress(msgspec.ValidationError):
                 self._progress.feed(msgspec.convert(record, RunRecord))

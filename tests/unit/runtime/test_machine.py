@@ -3,12 +3,13 @@
 import errno
 import os
 import resource
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import typer
 
-from areal_async.cli.tools import readable_errors
+from areal_async.cli.tools import own_tracebacks, readable_errors
+from areal_async.controller import attempt_process
 from areal_async.errors import DISK_TROUBLE, ArealError, FaultError, MachineError, errno_of
 from areal_async.runtime import service
 from areal_async.storage.remote import REFUSED
@@ -88,6 +89,24 @@ def test_a_service_tells_it_in_one_paragraph(capsys, name):
     assert said.startswith("reward: ")
     assert "Traceback" not in said
     assert MachineError.of(of(name, "/runs/x")) is not None
+
+
+@pytest.mark.parametrize("name", [*DISK, *LIMITS])
+def test_an_inline_run_and_an_attempt_of_the_controller_tell_it_without_a_traceback(
+    capsys, monkeypatch, tmp_path, name
+):
+    def fail(*_):
+        raise of(name, "/runs/x")
+
+    with pytest.raises(typer.Exit), own_tracebacks():
+        fail()
+    monkeypatch.setattr(attempt_process, "read_own", fail)
+    monkeypatch.setattr(attempt_process, "_stoppable", lambda folder: nullcontext())
+    ending = attempt_process.attempt(tmp_path)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+    assert ending.how == "failed"
+    assert str(MachineError.of(of(name, "/runs/x"))) == ending.words
 
 
 @contextmanager
