@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from areal_async.launch.buffer_files import BufferNode, recover_here
 from areal_async.launch.one_host import short_socket_dir
-from replay_buffer.redis import embedded
+from replay_buffer.redis import connection, embedded
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
 from tests.processes import is_gone
@@ -195,6 +195,30 @@ async def test_a_disk_that_takes_no_files_is_waited_for(folder, monkeypatch, num
     with pytest.raises(StoreUnavailable, match="the buffer goes on by itself") as caught:
         await EmbeddedRedis(folder / "data", folder / "redis", "everysec").start()
     assert caught.value.trouble == "disk"
+
+
+@pytest.mark.parametrize(("durability", "killed"), [("everysec", True), ("always", True), ("memory", False)])
+async def test_a_hung_server_is_started_again_unless_that_would_cost_what_it_holds(
+    folder, monkeypatch, durability, killed
+):
+    monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 0.2)
+    async with running(folder, durability) as server:
+        redis = connect(server.url)
+        await redis.set("episode", "acknowledged")
+        await redis.aclose()
+        pid = server.pid
+        os.kill(pid, signal.SIGSTOP)
+        await server.start()
+        assert server.pid == pid, "it may answer again in a moment"
+        monkeypatch.setattr(embedded, "HANG_S", 0.0)
+        monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 5.0 if killed else 0.2)
+        await server.start()
+        assert (server.pid != pid) is killed
+        if not killed:
+            os.kill(pid, signal.SIGCONT)
+        redis = connect(server.url)
+        assert await redis.get("episode") == b"acknowledged"
+        await redis.aclose()
 
 
 @pytest.mark.parametrize(
