@@ -119,7 +119,8 @@ class MachineError(ArealError):
     def of(cls, error: BaseException, *, then: str = "do the same again") -> MachineError | None:
         """Return what `error`, or what it came from, says of this machine; None if it says nothing of it."""
         for cause in causes_of(error):
-            number = errno_of(cause)
+            if (number := errno_of(cause)) is None:
+                continue
             if number in DISK_TROUBLE:
                 what, fix = DISK_TROUBLE[number]
                 place = getattr(cause, "filename", None)
@@ -157,8 +158,9 @@ def with_limit(error: ArealError) -> str:
     """Return the text of an error; where it came of too many open files, with the limit and the fix."""
     if isinstance(error, MachineError):
         return str(error)
-    numbers = {errno_of(cause) for cause in causes_of(error)} & {errno.EMFILE, errno.ENFILE}
-    return f"{error} {open_files_text(numbers.pop())}." if numbers else str(error)
+    numbers = (errno_of(cause) for cause in causes_of(error))
+    limit = next((n for n in numbers if n is not None and n in (errno.EMFILE, errno.ENFILE)), None)
+    return str(error) if limit is None else f"{error} {open_files_text(limit)}."
 
 
 def open_files_text(number: int) -> str:

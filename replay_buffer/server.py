@@ -331,7 +331,7 @@ async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> N
         if rules.durability == "always" and is_in_memory(ctx.run_dir):
             rules = replace(rules, durability="everysec")
             log.warning(
-                f"buffer.durability is always, but {ctx.run_dir} is in memory and not on a disk: acknowledged "
+                f"buffer.durability is always, but {ctx.run_dir} is in memory, not on a disk: acknowledged "
                 "episodes survive the death of any process, not that of the machine (everysec)"
             )
     async with contextlib.AsyncExitStack() as stack:

@@ -163,7 +163,8 @@ def room_for(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if (number := errno_of(error)) not in DISK_TROUBLE:
+        number = errno_of(error)
+        if number is None or number not in DISK_TROUBLE:
             raise
         trouble, fix = DISK_TROUBLE[number]
         there = next(place for place in (folder, *folder.parents) if place.exists())

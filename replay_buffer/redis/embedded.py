@@ -29,8 +29,8 @@ LOCK_LIMIT_S = 20.0  # How long a predecessor may take to end
 START_LIMIT_S = 20.0  # How long a start may take, reading the append-only file apart
 STOP_LIMIT_S = 3.0
 HANG_S = 40.0
-"""Seconds without an answer after which the server is killed and started again. The front has waited 20 s for an
-answer before it looks."""
+"""Seconds without an answer after which the server is killed and started again. The front has waited 20 s for
+an answer before it looks."""
 START_ROOM_BYTES = 1 << 20
 """Room on its disk below which the server is not started: with appendfsync always it ends at the first write
 that fails, again and again."""
