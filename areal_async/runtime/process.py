@@ -272,7 +272,7 @@ def start_of(pid: int) -> str:
     return f"{BOOT_ID.read_text().strip()} {fields[18]}"
 
 
-SHM_FULL = "most likely shared memory is full: `df -h /dev/shm`"
+SHM_FULL = "most likely shared memory is full: `df -h -t tmpfs`"
 """Cause of nearly every SIGBUS: a page of a mapped file for which there is no room."""
 
 

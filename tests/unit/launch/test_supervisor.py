@@ -276,4 +276,4 @@ def test_every_death_is_told_with_its_cause(job, folders, restarts, died, restar
     assert (set(told), set(ended)) == (restarted, dead)
     for name, text in (told | ended).items():
         assert text.startswith(f"{name} {exit_text(died[name])}")
-        assert ("/dev/shm" in text) is (died[name] == -signal.SIGBUS)
+        assert ("shared memory is full" in text) is (died[name] == -signal.SIGBUS)
