@@ -115,9 +115,8 @@ def test_status_shows_a_run_that_is_spread_over_a_cluster_by_its_folder(job, fol
     topology = msgspec.structs.replace(topology, home="home", hosts=hosts, services=placed)
     folders.topology.write_bytes(msgspec.json.encode(topology))
     figures = msgspec.to_builtins(Run.open(folders.run_dir)._from_records())
-    monkeypatch.setattr(
-        Run, "ask", lambda *_, **__: ServiceStatus("supervisor", 1, figures=ServiceFigures(run=figures))
-    )
+    said = ServiceStatus("supervisor", 1, "serving", {}, {}, ServiceFigures(run=figures))
+    monkeypatch.setattr(Run, "ask", lambda *_, **__: said)
     page = told_status(folders.run_dir)
     assert "running" in page
     assert "3 of" in page
