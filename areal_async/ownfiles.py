@@ -10,6 +10,7 @@ A name that another process, host or store gave is joined to a folder of ours by
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -123,6 +124,17 @@ def open_beneath(root: Path, name: str, flags: int = os.O_RDONLY) -> int:
         os.close(fd)
         raise OSError(None, "it is no regular file", name)
     return fd
+
+
+def append_beneath(root: Path, name: str, data: bytes) -> None:
+    """Append all of `data` or nothing to the file `name` below `root`. Raises as `open_beneath` does, and
+    OSError where the disk takes less."""
+    fd = open_beneath(root, name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with os.fdopen(fd, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        if (written := file.write(data)) != len(data):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written to {root / name}")
 
 
 def reserve(fd: int, size_bytes: int) -> None:

@@ -332,7 +332,11 @@ class Coordinator:
     def _use(self, opened: Opened) -> None:
         if opened.lost_writes:
             self.lost_writes += opened.lost_writes
-            log.error("Redis came back without acknowledged writes", lost=opened.lost_writes)
+            log.error(
+                f"Redis came back without {opened.lost_writes} acknowledged writes; what they held and no "
+                "checkpoint has is generated and scored again",
+                lost=opened.lost_writes,
+            )
         nonce = secrets.token_hex(3)
         index = Index(self._rules, self._tasks, opened.records, nonce=nonce, revision=opened.revision)
         self.index = index

@@ -81,7 +81,8 @@ class NothingToLearn(FatalError):
 
 
 class DiskFull(FatalError):
-    """No room for what had to be written. Starting again at once would only train the same steps again."""
+    """No room for what had to be written, or a disk that takes no writes. Starting again at once would only
+    train the same steps again."""
 
 
 class CheckpointError(FatalError):

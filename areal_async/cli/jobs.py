@@ -204,14 +204,26 @@ def ps(
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="Its name, or its id.", autocompletion=job_names),
+        typer.Argument(
+            metavar="[JOB|RUN]",
+            help="A job's name or id; or the folder of a run, of this machine or of a cluster.",
+            autocompletion=job_names,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a job with its history, or the cluster with what of it is free."""
+    """Show a job with its history, a run with its processes, or the cluster with what of it is free."""
     with readable_errors():
-        from areal_async.cli.tables import cluster_page, job_page
+        from areal_async.cli.tables import cluster_page, job_page, run_page
 
+        if job is not None and is_run(job):
+            from areal_async.launch.runs import Run
+
+            run = Run.open(job)
+            standing = run.status()
+            answer = {"state": run.state, "hosts": run.hosts, **msgspec.to_builtins(standing)}
+            show(answer, run_page(run, standing), as_json)
+            return
         client = controller(job or "")
         if job is None:
             cluster = client.cluster()
@@ -220,6 +232,13 @@ def status(
         found = client.job(job)
         figures = client.figures(job) if found.job.state in ("STARTING", "RUNNING") else None
         show(msgspec.to_builtins(found) | {"figures": figures}, job_page(found, figures), as_json)
+
+
+def is_run(text: str) -> bool:
+    """Return whether an argument names a run by its place, and no job of the controller."""
+    from areal_async.launch.folders import LOCK
+
+    return os.sep in text or text.endswith((".yaml", ".yml")) or (Path(text) / LOCK).exists()
 
 
 @jobs.command()

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.errors import ArealError, RunFolderError, RunInterrupted
+from areal_async.errors import ArealError, MachineError, RunFolderError, RunInterrupted, with_limit
 from areal_async.rpc.endpoints import LOOPBACK
 
 PIPED_WIDTH = 200
@@ -287,10 +287,12 @@ def readable_errors() -> Iterator[None]:
     except RunInterrupted as error:
         raise _exit(str(error), 130) from None
     except ArealError as error:
-        raise _exit(str(error), error.exit_status) from None
+        raise _exit(with_limit(error), error.exit_status) from None
     except KeyboardInterrupt:
         raise _exit("interrupted.", 130) from None
     except Exception as error:
+        if (of_machine := MachineError.of(error)) is not None:
+            raise _exit(str(of_machine), of_machine.exit_status) from None
         text = (
             f"{type(error).__name__}: {error}. This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
         )
@@ -310,8 +312,8 @@ def own_tracebacks() -> Iterator[None]:
                 yield
             except (ConfigError, RunFolderError, RunInterrupted):
                 raise
-            except Exception:
-                if os.environ.get(DEBUG_VARIABLE) == "1":
+            except Exception as error:
+                if os.environ.get(DEBUG_VARIABLE) == "1" or MachineError.of(error) is not None:
                     raise
                 traceback.print_exc()
                 raise typer.Exit(1) from None

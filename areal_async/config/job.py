@@ -208,6 +208,10 @@ class SupervisorSection(Section):
     death in a row. One that had served longer is started again at once."""
     longest_pause_s: float = Field(default=30.0, ge=0)
     """Longest pause before a service is started again, in seconds."""
+    hang_s: float = Field(default=60.0, ge=5)
+    """A process that gives no sign of life for so many seconds (it is stopped, or in a call into a driver
+    that does not return) is killed and started again. The sign comes from a thread of its own every second,
+    however long an answer, a reward or a step takes."""
     spare_after_s: float | None = Field(default=30.0, ge=0)
     """Once all services have served so many seconds a process is prepared, one for each rank of the trainer,
     that stands in at once for a trainer, worker or evaluator that dies: about 0.4 GB of memory each. null
@@ -399,9 +403,8 @@ class TrainerSection(Section):
     """Training processes, over which the model is spread; on `cuda` each has a GPU of its own. They start,
     end and are started again together."""
     parallel: ParallelSection = ParallelSection()
-    hang_s: float = Field(default=60.0, ge=5)
-    """A training process that gives no sign of life for so many seconds (it is stopped, or in a call into a
-    driver that does not return) is killed, and the trainer is started again from its checkpoint."""
+    hang_s: float | None = Field(default=None, ge=5)
+    """`supervisor.hang_s` of the processes of this trainer; none means the same."""
     collective_s: float = Field(default=600.0, ge=5)
     """A training process that has waited for another so many seconds gives up: the trainer is started again
     from its checkpoint, and the one that did not come is named."""

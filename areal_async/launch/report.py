@@ -101,6 +101,11 @@ def _hint(status: int, cause: str) -> str:
             "If nobody killed it, the machine ran out of memory: lower rollout.max_concurrent, "
             "trainer.micro_batch_tokens or buffer.max_bytes. Its log"
         )
+    if status == -signal.SIGBUS:
+        return (
+            "Make room in shared memory, or give it more (`docker run --shm-size`, a larger volume of medium "
+            "Memory, `mount -o remount,size=…`). Its log"
+        )
     if status == os.EX_TEMPFAIL:
         return "Correct what it names; the whole log"
     if status < 0 or status > 128:
@@ -172,6 +177,7 @@ def summarise(
         "tokens": tokens,
         "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
         "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
+        "lost_writes": buffer.lost_writes if buffer is not None else None,
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "no_scores": {
             note.kind: {"count": note.count, "message": note.message, "episode_id": note.episode_id}

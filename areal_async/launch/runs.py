@@ -91,6 +91,26 @@ class Run:
         assert self.topology is not None
         return RoleKeys.read(keys_file(Path(self.topology.home_host.socket_dir), "cli"))
 
+    @property
+    def state(self) -> str:
+        """What the run is at, in a word or two."""
+        if self.alive:
+            return "running"
+        if supervisor_of(self.folder) is not None:
+            return "waiting for its places"
+        return "finished" if (self.folder / "summary.json").exists() else "ended, not finished"
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Address of the host of each process, by the process's name; of a run that is not alive, none."""
+        if self.topology is None:
+            return {}
+        known = self.topology.hosts
+        return {
+            place.name: known[place.node_id].address if place.node_id in known else "not placed"
+            for place in self.topology.services
+        }
+
     def status(self) -> RunStatus:
         """How the run stands now; of one that has ended, how it stood. Raises `WireError` where a run that
         lives does not answer."""
@@ -99,6 +119,9 @@ class Run:
             values = now.ask(Status(), timeout_s=ANSWER_S).figures.run
             if values is not None:
                 return msgspec.convert(values, RunStatus)
+        return self._from_records()
+
+    def _from_records(self) -> RunStatus:
         aggregator = StatusAggregator(self.job, [], 0.0)
         aggregator.read(read_run_log(self.folder / "metrics.jsonl"))
         return aggregator.status(0.0)

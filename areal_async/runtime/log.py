@@ -11,6 +11,7 @@ many more there were. Lines are equal that differ in nothing but which one of ma
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import logging
 import sys
@@ -110,6 +111,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._lines: OrderedDict[tuple[object, ...], _RepeatedLine] = OrderedDict()
+        self._told = False  # That it cannot be written
 
     def emit(self, record: logging.LogRecord) -> None:
         now_s = time.monotonic()
@@ -130,6 +132,16 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
             if oldest.repeated:
                 self._count(oldest, now_s)
         super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once, in a line, that a disk takes no log; anything else is a fault of ours."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):
+                print(f"warning: the log cannot be written: {error}", file=sys.stderr, flush=True)
 
     def write_counts(self) -> None:
         self.acquire()

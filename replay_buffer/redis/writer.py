@@ -34,11 +34,14 @@ from typing import Any
 import hiredis
 import msgspec
 
+from areal_async.runtime.log import get_logger
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.address import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.redis.connection import Argument, RedisConnection, checked
 
 CLOSE_LIMIT_S = 3.0  # How long closing waits for the last answers
+
+log = get_logger("buffer")
 
 
 class LedgerWriter:
@@ -181,7 +184,10 @@ class ConfirmedRevision:
         return int(_REVISION.unpack(held)[0]) if held else 0
 
     def write(self, revision: int) -> None:
-        os.pwrite(self._fd, _REVISION.pack(revision), 0)
+        try:
+            os.pwrite(self._fd, _REVISION.pack(revision), 0)
+        except OSError as error:  # Redis, beside it, says what becomes of writes
+            log.warning("the newest confirmed revision is not written down", error=str(error))
 
     def close(self) -> None:
         os.close(self._fd)

@@ -64,6 +64,8 @@ class ProcessNews(msgspec.Struct, frozen=True):
     heard: bytes
     memory_kills: int
     files: list[FileNews] = []
+    confirmed: int = 0
+    """Newest revision that the Redis of a buffer has confirmed."""
 
 
 def pack(message: msgspec.Struct) -> bytes:
