@@ -126,7 +126,7 @@ def _name(name: object, what: str) -> str:
 
 def _fault(value: object) -> FaultOf:
     try:
-        return FaultOf(value)
+        return FaultOf(value if isinstance(value, str) else "")
     except ValueError:
         raise NoVerdict(f"the fault is {clip(repr(value))}: give FaultOf.ANSWER or none") from None
 

@@ -133,9 +133,9 @@ def prepare(
             answers.note(where, made, given)
             looked_at = given.used | recipe.where.keys()
             unused |= dict.fromkeys(name for name in row if name not in looked_at and given.holds(name))
-        for error in broken:
+        for problem in broken:
             counts.read += 1
-            counts.leave_out(error)
+            counts.leave_out(problem)
         pool = answers.checked(pool, recipe.skip_bad)
         counts.unused = [*unused]
         if not pool:

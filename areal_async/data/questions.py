@@ -196,10 +196,10 @@ def _choices_in(where: str, name: str, value: Any) -> Choices:
         labels, texts = [each.get("label") for each in value], [each["text"] for each in value]
     else:
         labels, texts = None, value
-    known = isinstance(labels, list) and None not in labels
-    labels = (
-        list(map(str, labels)) if known else list(LETTERS[: len(texts) if isinstance(texts, list) else 0])
-    )
+    if isinstance(labels, list) and None not in labels:
+        labels = [str(label) for label in labels]
+    else:
+        labels = list(LETTERS[: len(texts) if isinstance(texts, list) else 0])
     plain = isinstance(texts, list) and all(isinstance(each, str | int | float) for each in texts)
     if not plain or not len(texts) == len(labels) == len({*labels}) <= len(LETTERS):
         raise BadRow(

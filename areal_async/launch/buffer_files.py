@@ -180,7 +180,7 @@ def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list
     return found
 
 
-def _name_in(part: Part, piece: FileNews) -> str:
+def _name_in(part: str, piece: FileNews) -> str:
     folder, _, name = piece.name.partition("/")
     if folder != part:
         raise NotBeneath(f"a node sent {piece.name[:200]!r}, no file of {part}")

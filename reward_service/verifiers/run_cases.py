@@ -357,7 +357,7 @@ def _same_token(got: str, expected: str, tolerance: float) -> bool:
     try:
         with decimal.localcontext(WIDE):  # no float holds 1e400, and none may take it for infinite
             one, two = decimal.Decimal(got), decimal.Decimal(expected)
-            return abs(one - two) <= decimal.Decimal(tolerance) * max(1, abs(one), abs(two))
+            return abs(one - two) <= decimal.Decimal(tolerance) * max(decimal.Decimal(1), abs(one), abs(two))
     except decimal.DecimalException:
         return False
 

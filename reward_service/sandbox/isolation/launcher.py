@@ -94,8 +94,8 @@ class SandboxLauncher:
             launcher = os.getpid()
             pid = os.fork()
             if pid == 0:
-                streams = [end.fileno() for end in (inputs[0], *writing)]
-                passed = [end.fileno() for end in (theirs, order, *inputs[1:])]
+                streams = [inputs[0].fileno(), *(end.fileno() for end in writing)]
+                passed = [theirs.fileno(), order.fileno(), *(end.fileno() for end in inputs[1:])]
                 self._become(request, streams, [*passed, *link], launcher)
             for end in (theirs, *writing, *linked):
                 end.close()
