@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.errors import FaultError, RunFolderError
+from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.runs import Run
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
@@ -169,10 +170,14 @@ async def _copied_redis(run: Run) -> AsyncIterator[str]:
     source = run.folder / "buffer"
     if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
         raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")
-    with tempfile.TemporaryDirectory(prefix="areal-look-") as folder:
+    with tempfile.TemporaryDirectory(prefix="areal-look-") as folder, contextlib.ExitStack() as stack:
         data = Path(folder, "data")
         shutil.copytree(source, data, ignore=shutil.ignore_patterns(EPISODES))
-        server = EmbeddedRedis(data, Path(folder, "redis"), run.job.buffer.durability)
+        sockets = short_socket_dir(Path(folder))
+        if sockets != Path(folder):
+            sockets.mkdir(mode=0o700)
+            stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+        server = EmbeddedRedis(data, sockets / "redis", run.job.buffer.durability)
         try:
             await server.start()
             yield server.url

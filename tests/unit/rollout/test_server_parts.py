@@ -87,6 +87,7 @@ def test_servers_are_given_by_the_workers_number_and_a_guest_without_one_is_refu
     servers = [f"http://h:{n}" for n in range(6)]
     job = make_job(engine="sglang", replicas=2, server={"urls": servers})
     host = make_host("local", run_dir=tmp_path, socket_dir=tmp_path, shm_dir=tmp_path)
+    Path(host.socket_dir).mkdir(exist_ok=True)  # a shorter one where pytest's is too long
     write_keys(RunSecret.generate(), Path(host.socket_dir))
     path = tmp_path / "topology.json"
     path.write_bytes(msgspec.json.encode(topology_here("r", host, [], job.model_dump(mode="json"), {})))

@@ -116,6 +116,7 @@ async def test_versions_are_true_with_snapshots_through_shared_memory(endless: A
     receiver = Receiver(publisher.endpoint, job="job", name="rollout-0", access=SECRET)
     engine = ReplicaSet(lambda _: endless.engine(slots=8))
     done: list[tuple[GenerateRequest, Any]] = []
+    acks: list[Any] = []
     reached = 0
 
     def changed() -> None:
@@ -147,9 +148,10 @@ async def test_versions_are_true_with_snapshots_through_shared_memory(endless: A
             await updates.start()
             following = asyncio.ensure_future(updates.run())
             await asyncio.gather(*(produce(lane) for lane in range(8)), publish())
+            # The last one comes after its version is served.
+            await eventually(lambda: acks.extend(publisher.acks()) or len(acks) == 5)
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-        acks = publisher.acks()
     finally:
         await engine.stop()
         await receiver.close()
