@@ -57,7 +57,7 @@ from rollout_service.process import (
     speakers_of,
 )
 from rollout_service.replicas import ReplicaGone, ReplicaSet
-from rollout_service.statistics import ScoredSample, Statistics, statistics_of
+from rollout_service.statistics import ScoredSample, Statistics, component_means, statistics_of
 from rollout_service.worker.failures import run_episode
 from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.worker.weight_updates import SnapshotSource
@@ -87,6 +87,8 @@ class Evaluation:
     """Some of the answers, the same tasks each time; see `areal_async/status/samples.py`."""
     unscored: dict[str, int]
     """Data source -> samples that gave no episode, or a verdict that is no score; no zeros."""
+    rewards: dict[str, float]
+    """Components of the rewards: see `component_means`."""
     tokens: int
 
 
@@ -257,6 +259,13 @@ class Evaluator:
             by_source={name: statistics_of(got[name], seed=self._job.seed) for name in sorted(got)},
             samples=self._samples_of(tasks, answers, verdicts),
             unscored={name: count for name, count in missing.items() if count},
+            rewards=component_means(
+                [
+                    (answer.task, verdict.components)
+                    for answer, verdict in zip(answers, verdicts, strict=True)
+                    if isinstance(verdict, Score)
+                ]
+            ),
             tokens=self._engine.stats().tokens_total - tokens,
         )
 
@@ -398,6 +407,7 @@ async def _evaluate_one(
         partial_credit=result.overall.partial_credit,
         tokens=result.tokens,
         **_figures(result.overall),
+        rewards=result.rewards,
         by_source={name: one.mean.value for name, one in result.by_source.items()},
         sources={
             name: {"n": one.tasks, "unscored": result.unscored.get(name, 0), **_figures(one)}

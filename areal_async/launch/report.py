@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from areal_async.rpc.control_messages import RunRecord
 from areal_async.rpc.messages import BufferStats
 from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, SILENT
 from areal_async.runtime.process import exit_text
+from areal_async.status.aggregator import Progress
 from areal_async.status.record import held_out_name, lives_of
+from areal_async.status.trends import EDGE_STEPS
 
 TAIL_BYTES = 16_384
 TAIL_LINES = 6
@@ -117,7 +120,6 @@ def _hint(status: int, cause: str) -> str:
 
 Record = Mapping[str, Any]
 
-EDGE_STEPS = 10  # Steps that the first and the last reward are the mean of
 SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", "bound")
 
 
@@ -142,6 +144,7 @@ def summarise(
         if record.get("kind") in ("evaluation", *FILE_KINDS) and record.get("accuracy") is not None
     )
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
+    first = min(evaluations, key=lambda record: record.get("version", 0), default={})
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
     lives = ([r for r in life if r.get("kind") == "self_check"] for life in lives_of(records)[::-1])
     checks = next(filter(None, lives), [])
@@ -177,6 +180,9 @@ def summarise(
         "tokens": tokens,
         "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
         "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
+        "updates": _sum(steps, "updates"),
+        "updates_planned": _sum(steps, "updates_planned"),
+        "updates_left_out": next((step["skipped"] for step in steps[::-1] if step.get("skipped")), ""),
         "lost_writes": buffer.lost_writes if buffer is not None else None,
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "no_scores": {
@@ -191,6 +197,9 @@ def summarise(
         "maj_end": _first(last.get("maj")),
         "evaluation_samples": last.get("samples"),
         "accuracy_by_source": last.get("by_source"),
+        "held_out_rewards_start": first.get("rewards") or {},
+        "held_out_rewards_end": last.get("rewards") or {},
+        "warning": _warning(job, records),
         "unscored_end": last.get("unscored"),
         **beside,
         "self_check": {name: check.get(name) for name in SELF_CHECK_FIELDS} if check else None,
@@ -198,6 +207,14 @@ def summarise(
         "kind": job.kind,
         "seed": job.seed,
     }
+
+
+def _warning(job: JobConfig, records: Sequence[Record]) -> str:
+    progress = Progress(job.policy)
+    for record in records:
+        with suppress(msgspec.ValidationError):  # of a kind that is not shown
+            progress.feed(msgspec.convert(record, RunRecord))
+    return progress.warning
 
 
 def _beside(

@@ -398,6 +398,14 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         first, last = summary["reward_first"], summary["reward_last"]
         rows.append(("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)"))
     rows.append(("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"))
+    made, planned = summary["updates"], summary["updates_planned"]
+    if planned is not None:
+        rows.append(("updates", f"{made} of {planned} made"))
+        if made < planned:
+            why = summary["updates_left_out"]
+            rows.append(("warning", f"{planned - made} updates were left out, the last because {why}"))
+    if summary["warning"]:
+        rows.append(("warning", summary["warning"]))
     if job.kind == "rl":
         seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]
         rows.append(("staleness", f"at most {seen}, bound {bound}"))

@@ -86,7 +86,7 @@ class PlainLines:
         self._next_s = 0.0
         self._news = ""  # What was said last: a message, or the edge of a stall
         self._again_s = 0.0
-        self._self_check = ""
+        self._self_check = self._warned = ""
         self._no_scores: set[str] = set()  # Their kinds that were told
 
     def record(self, line: bytes) -> None:
@@ -129,6 +129,10 @@ class PlainLines:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)
                 self._say(f"no_score={_quoted(no_score_text(note))}")
+        if status.warning != self._warned:
+            self._warned = status.warning
+            if status.warning:
+                self._say(f"warning={_quoted(status.warning)}")
         if status.self_check != self._self_check:
             self._self_check = status.self_check
             self._say(f"self_check={_quoted(status.self_check)}")
@@ -276,6 +280,8 @@ def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> P
             rows.add_row(label, _clipped(text, 3 * (width - 18)))
     for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
         rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
+    if status.warning:
+        rows.add_row("warning", _clipped(status.warning, 3 * (width - 18), "yellow"))
     if message := _message(status):
         rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
     title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"

@@ -47,7 +47,7 @@ const Charts = (() => {
         const prefix = pattern.endsWith("*") ? pattern.slice(0, -1) : null;
         for (const line of run.store.series.values()) {
           if (prefix === null ? line.name !== pattern : !line.name.startsWith(prefix)) continue;
-          const words = [prefix === null ? label : line.name.slice(prefix.length)];
+          const words = [prefix === null ? label : label + line.name.slice(prefix.length)];
           if (line.policy && policies.size > 1) words.unshift(line.policy);
           if (several) words.unshift(run.name);
           const colour = (several ? number : within) % COLOURS;

@@ -115,6 +115,7 @@ def figures_of(record: Mapping[str, Any], prefix: str = "") -> tuple[int, dict[s
         found["held_out/accuracy"] = record.get("accuracy")
         for name in ("best", "maj"):
             found[f"held_out/{name}"] = (record.get(name) or [None])[0]
+        found |= {f"held_out/rewards/{name}": value for name, value in (record.get("rewards") or {}).items()}
         for name, value in (record.get("by_source") or {}).items():
             found[f"held_out/{name or 'unnamed'}/accuracy"] = value
     else:

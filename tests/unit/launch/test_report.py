@@ -50,6 +50,23 @@ def test_a_whole_run_in_numbers(job):
     assert summary["held_out"] == "accuracy"
 
 
+def test_the_summary_has_held_out_components_updates_and_a_warning_where_they_part(job):
+    records = [step_record(step, updates=2, updates_planned=2) for step in range(20)]
+    records[7] |= {"updates": 1, "skipped": "the loss is not finite"}
+    for version, (value, exact) in {0: (0.334, 0.3), 20: (0.277, 0.1)}.items():
+        interval = [value, value - 0.04, value + 0.04]
+        records.append(
+            {"kind": "evaluation", "version": version, "accuracy": value, "mean": interval}
+            | {"rewards": {"exact": exact}}
+        )
+    summary = summarise(job, records)
+    assert (summary["updates"], summary["updates_planned"]) == (39, 40)
+    assert summary["updates_left_out"] == "the loss is not finite"
+    assert summary["held_out_rewards_start"] == {"exact": 0.3}
+    assert summary["held_out_rewards_end"] == {"exact": 0.1}
+    assert "held-out reward fell from 0.334 to 0.277" in summary["warning"]
+
+
 def test_what_is_not_known_is_none(job):
     summary = summarise(job, [])
     known = {"steps": 0, "wall_s": 0, "max_staleness_bound": 4}

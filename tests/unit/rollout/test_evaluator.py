@@ -163,7 +163,12 @@ async def test_several_samples_give_mean_best_and_majority_by_source_with_interv
     class Stripped(Exact):
         async def score(self, inputs: Sequence[Any], groups: Any = None) -> list[Verdict]:
             said = [given.response.strip() for given in inputs]
-            return [Abstain("no idea") if text == "y" else Score(float(text == "a")) for text in said]
+            return [
+                Score(float(text == "a"), {f"is_{text}": 1.0, "right": float(text == "a")})
+                if text != "y"
+                else Abstain("no idea")
+                for text in said
+            ]
 
     tasks = [Task(name, "1+1=", data_source="even" if name in ("t0", "t2") else "odd") for name in answers]
     source = ScriptedSource(notice(3, final=True), opens={3: endless.weights(3)})
@@ -177,6 +182,7 @@ async def test_several_samples_give_mean_best_and_majority_by_source_with_interv
     assert found["best"][0] == pytest.approx(sum(bests) / 4)
     assert found["maj"][0] == pytest.approx(sum(majors) / 4)
     assert found["mean"][1] <= found["accuracy"] <= found["mean"][2]
+    assert found["rewards"] == pytest.approx({"right": sum(means) / 4, "is_a": 1.0, "is_b": 1.0})
     assert found["sources"]["odd"]["unscored"] == 2
     assert found["sources"]["even"]["maj"][0] == 0.5
     assert found["by_source"] == pytest.approx({"even": 0.5, "odd": 0.5})

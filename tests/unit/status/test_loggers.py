@@ -97,6 +97,8 @@ def test_figures_have_the_names_that_their_users_know(tmp_path):
     assert {"mfu", "held_out/maj"}.isdisjoint(found)
     assert found["reward"] == {1: 0.0, 2: pytest.approx(0.1), 3: pytest.approx(0.2)}
     assert found["held_out/accuracy"] == {3: pytest.approx(0.4)}
+    held_out = figures_of({"kind": "evaluation", "version": 4, "accuracy": 0.5, "rewards": {"exact": 0.25}})
+    assert held_out == (4, {"held_out/accuracy": 0.5, "held_out/rewards/exact": 0.25})
     record = {"kind": "sft", "step": 4, "loss": 1.0, "held_out_loss": 2.0, "accuracy": None}
     assert figures_of(record, "coder/") == (4, {"coder/loss": 1.0, "coder/held_out/loss": 2.0})
     assert figures_of({"kind": "restart", "service": "x"})[1] == {}

@@ -127,10 +127,10 @@ def test_what_is_not_finite_is_left_out_and_changes_neither_weights_nor_moments(
     backend.train = sound
     assert met == [0]
     assert re.search(says, result.skipped), result.skipped
-    assert (result.grad_norms, result.loss) == ([0.0], 0.0)
+    assert (result.grad_norms, result.loss, result.updates) == ([0.0], 0.0, 0)
     assert math.isnan(result.losses[0])
     assert result.statistics["units"] == 0, "nothing of it is in the figures"
-    assert first.skipped == ""
+    assert (first.skipped, first.updates) == ("", 1)
     assert set(backend.updates.values()) == {1}
     assert same(weights_of(backend), before)
     again, wanted = (train_batch(each, batch, blobs) for each in (learner, clean))
