@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,9 @@ class Evaluator:
         self._started = False
         self._asked, self._answered, self._begun_s = 0, 0, 0.0
         self.samples = job.evaluation.samples  # Answers to each task
+        self.on_verdict: Callable[[Task, int, RewardInput, Verdict], None] | None = None
+        """Called with each task, the number of the sample, the answer and its verdict."""
+        self.on_answered: Callable[[], None] = lambda: None
         self.folder = f"policies/{job.policy}" if job.policies else ""
         """Of the policy that is evaluated, below that of the run."""
 
@@ -216,6 +219,7 @@ class Evaluator:
                         raise
                     failures.append(f"{type(error).__name__}: {error}")
                 self._answered += 1
+                self.on_answered()
 
         workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
         engines = [self._engine, *(other.speaks.engine for other in self._others)]
@@ -233,6 +237,9 @@ class Evaluator:
         verdicts = await self._scorer.score(
             [answer.given for answer in answers], [answer.task for answer in answers]
         )
+        if self.on_verdict is not None:
+            for answer, verdict in zip(answers, verdicts, strict=True):
+                self.on_verdict(tasks[answer.task], answer.sample, answer.given, verdict)
         scored = [
             ScoredSample(answer.task, answer.sample, verdict.value, answer.text)
             for answer, verdict in zip(answers, verdicts, strict=True)

@@ -23,6 +23,8 @@ from areal_async.cli.tools import (
     AdviseRequest,
     AsJson,
     CheckpointRequest,
+    EvaluateRequest,
+    GenerateRequest,
     Overrides,
     PlanRequest,
     RunArgument,
@@ -48,6 +50,8 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("kill", "cancel"), "stop"),
     **dict.fromkeys(("continue", "restart"), "resume"),
     **dict.fromkeys(("check", "lint"), "validate"),
+    **dict.fromkeys(("eval", "score", "benchmark"), "evaluate"),
+    **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
 """What other programs call a command, and what it is called here."""
 
@@ -274,6 +278,8 @@ add_command(app, "plan", PlanRequest)
 add_command(app, "simulate", SimulateRequest)
 add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
+add_command(app, "evaluate", EvaluateRequest)
+add_command(app, "generate", GenerateRequest)
 
 Within = Annotated[
     float,
