@@ -7,6 +7,8 @@ import asyncio
 import gc
 import inspect
 import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +46,17 @@ def s3(_s3_server: S3Server) -> Iterator[S3Server]:
     _s3_server.start()
     yield _s3_server
     _s3_server.start()
+
+
+FREE_SHARE = 0.1  # Of the disk of temporary files; tests that keep state in memory have it there
+
+
+def pytest_configure() -> None:
+    place = Path(tempfile.gettempdir())
+    usage = shutil.disk_usage(place)
+    if usage.free < FREE_SHARE * usage.total:
+        share = f"{usage.free / usage.total:.0%} of the disk of {place} is free"
+        pytest.exit(f"{share}, and the tests need {FREE_SHARE:.0%}. Make room, or set TMPDIR.", 4)
 
 
 def pytest_collection_finish() -> None:
