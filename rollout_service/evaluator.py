@@ -462,12 +462,14 @@ def _figures(statistics: Statistics) -> dict[str, list[float | None]]:
     return {name: [figure.value, figure.low, figure.high] for name, figure in figures.items()}
 
 
-def is_done(records: RunRecords) -> bool:
-    """Whether the job's final model is written and evaluated: then no trainer may be there to ask."""
+def is_done(records: RunRecords, steps: int) -> bool:
+    """Whether the model after `steps` steps is written and evaluated: then no trainer may be there to ask. A
+    finished run that goes on with more steps has a final evaluation of fewer."""
     found = records.read("step", "model", "evaluation")
     trained = max((record.get("epoch", 0) for record in found if record["kind"] == "step"), default=0)
     written = any(record["kind"] == "model" and record["epoch"] >= trained for record in found)
-    evaluated = (record for record in found if record["kind"] == "evaluation" and record.get("final"))
+    evaluations = (record for record in found if record["kind"] == "evaluation" and record.get("final"))
+    evaluated = (record for record in evaluations if record["version"] >= steps)
     return written and any(record["epoch"] >= trained for record in evaluated)
 
 
@@ -492,7 +494,7 @@ async def main(ctx: ServiceContext) -> None:
     receiver = make_receiver(lead, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
 
     records = open_records(ctx)
-    if await asyncio.to_thread(is_done, records):
+    if await asyncio.to_thread(is_done, records, job.trainer.steps):
         log.info("the final snapshot was evaluated before this process was started")
         ctx.ready()
         return

@@ -1,7 +1,7 @@
 """The base of every configuration section."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import annotated_types
@@ -12,6 +12,10 @@ from areal_async.secrecy import types_of
 
 LARGEST = 1_000_000_000
 """The largest number where a field sets no bound of its own: more seconds or tokens than anybody means."""
+
+
+Overrides = str | Mapping[str, Any] | Sequence[str]
+"""Fields to change: one `key=value`, several, or a mapping of dotted fields to values."""
 
 
 class Section(BaseModel):
@@ -25,6 +29,14 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            raise AttributeError(
+                f"{name} cannot be set: a job does not change. `job.changed({{'section.{name}': value}})` "
+                "makes one that differs, and checks it."
+            )
+        super().__setattr__(name, value)
 
     @field_validator("*", mode="before")
     @classmethod

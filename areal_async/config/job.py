@@ -1,12 +1,12 @@
 """A job file: one YAML document, one model or several."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from areal_async.config.base import Section
+from areal_async.config.base import Overrides, Section
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
 from areal_async.config.parallel import ParallelSection
 from areal_async.config.reward import RewardSection
@@ -173,8 +173,9 @@ class LoggerSection(Section):
 class ObserveSection(Section):
     """Metrics and logs."""
 
-    metrics_port: int = Field(default=9470, ge=0, le=65_000)
-    """First of the consecutive ports that the services serve Prometheus metrics on; 0 picks free ones."""
+    metrics_port: int = Field(default=0, ge=0, le=65_000)
+    """First of the consecutive ports that the services serve Prometheus metrics on; 0: free ones, so that
+    jobs beside each other do not want the same."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe events that the services log."""
     event_log: bool = False
@@ -470,11 +471,20 @@ class JobConfig(Section):
     supervisor: SupervisorSection = SupervisorSection()
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "JobConfig":
-        """The checked job of a job file; `overrides` are `key=value`. Raises `ConfigError`."""
-        from areal_async.config.load import load_job  # which reads this module
+    def load(cls, path: str | Path, overrides: Overrides = ()) -> "JobConfig":
+        """The checked job of a job file; `overrides` are a `key=value`, several, or `{"a.b": value}`. Raises
+        `ConfigError`."""
+        from areal_async.config.load import load_job, overrides_of  # which read this module
 
-        return load_job(Path(path), overrides)
+        return load_job(Path(path), overrides_of(overrides))
+
+    def changed(self, overrides: Overrides) -> "JobConfig":
+        """Return a copy with these fields changed, as `load` takes them, and checked. Relative paths are
+        relative to the working directory. Raises `ConfigError`."""
+        from areal_async.config.load import job_from_mapping, overrides_of  # which read this module
+
+        content, changes = self.model_dump(mode="json"), overrides_of(overrides)
+        return job_from_mapping(content, changes, source=f"job {self.job}", base=Path.cwd())
 
     def of(self, policy: str) -> "JobConfig":
         """The job as the trainer and the engines of one of its policies see it: a job of that policy alone.

@@ -6,9 +6,10 @@ Each of `policies` is checked as a job of its own: what it says in the place of 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
 from areal_async.config.errors import ConfigError, Mistake, in_words
@@ -172,6 +174,23 @@ def _is_unknown(mistake: Mistake) -> bool:
 def dump_job(job: JobConfig) -> str:
     """The resolved job as YAML, every field included; loading it gives the same job."""
     return dump_yaml(job.model_dump(mode="json"))
+
+
+def overrides_of(given: Overrides) -> list[str]:
+    """Return overrides as `key=value`, the values in YAML. Raises `ConfigError` for what is none."""
+    if isinstance(given, str):
+        return [given]
+    try:
+        if isinstance(given, Mapping):
+            return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in given.items()]
+        words = list(given)
+        if all(isinstance(word, str) for word in words):
+            return words
+        problem = f"{next(word for word in words if not isinstance(word, str))!r:.80} is no text"
+    except TypeError as error:
+        problem = str(error)
+    fix = "Give 'trainer.steps=3', a list of such texts, or {'trainer.steps': 3}"
+    raise ConfigError("the overrides", [Mistake("overrides", problem, fix)])
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:

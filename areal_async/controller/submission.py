@@ -243,9 +243,6 @@ def read_jobs(given: Submission, folder: Path) -> list[ReadJob]:
         if mistakes:
             raise ConfigError("the submission", mistakes)
         changed["run_dir"] = "runs"
-        observe = changed.setdefault("observe", {})
-        if isinstance(observe, dict):
-            observe.setdefault("metrics_port", 0)  # jobs beside each other must not want the same ports
         found.append(changed)
     name = found[0].get("job")
     if given.sweep and isinstance(name, str) and JOB_NAME.fullmatch(name):

@@ -128,6 +128,8 @@ def run_job(
             mirrored(job, folders.run_dir, overwrite=overwrite, resume=resume),
             _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
         ):
+            # A finished run that goes on with more steps is not finished from here on.
+            (folders.run_dir / "summary.json").unlink(missing_ok=True)
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
             if cluster is None or cluster.launcher == "local":

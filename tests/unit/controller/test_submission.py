@@ -219,12 +219,6 @@ def test_whatever_is_in_a_field_is_read_or_refused_with_the_field(tmp_path):
                     resources_of(read.config, Resources(4, 2))
 
 
-def test_jobs_beside_each_other_pick_free_ports_unless_they_name_some(tmp_path):
-    (free,) = read_jobs(submission("sums"), tmp_path)
-    (named,) = read_jobs(submission("sums", job={"observe": {"metrics_port": 9000}}), tmp_path)
-    assert (free.config.observe.metrics_port, named.config.observe.metrics_port) == (0, 9000)
-
-
 def body_of(**fields):
     plain = {"key": "a-key-of-mine", "job": {"job": "sums"}}
     return json.dumps(plain | fields).encode()

@@ -30,8 +30,8 @@ def test_the_public_names_are_these():
     names = """
         ArealError Job Mistake Run RunStatus Section Task VersionTag run Context Reply SegmentKind
         TemplateRewrites ToolReply tool workflow Environment EnvironmentFailure Step level_seed
-        load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward blocks
-        program_of within
+        load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward
+        FaultOf InfrastructureFault blocks program_of within
         Failure LocalScorer
         Program RunLimits Sandbox Timeout Verdict BackendReward RewardLoadError ScoringBackend
         RankPlace TensorPiece TrainingBackend advantage correction loss DeadlinePassed Engine
@@ -46,6 +46,29 @@ def test_the_public_names_are_these():
     assert set(areal_async.__all__) <= set(dir(areal_async))
     with pytest.raises(AttributeError, match="no attribute 'rum'"):
         areal_async.rum  # noqa: B018
+
+
+def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_is_changed(job_file):
+    for changes in (
+        "trainer.steps=3",
+        ["trainer.steps=3"],
+        {"trainer.steps": 3},
+        {"trainer": {"steps": 3, "optimizer": {"lr": 1e-3}}},
+    ):
+        assert Job.load(job_file, changes).trainer.steps == 3
+    job = Job.load(str(job_file))
+    assert job.changed({"rollout.sampling.stop": ["a=b"]}).rollout.sampling.stop == ("a=b",)
+    for wrong in ([3], 3, [["trainer.steps=3"]]):
+        with pytest.raises(ConfigError, match=r"the overrides: .* Give 'trainer\.steps=3', a list"):
+            Job.load(job_file, wrong)
+    with pytest.raises(ConfigError, match=r"trainer\.stps: .* Did you mean trainer\.steps"):
+        job.changed({"trainer.stps": 3})
+    with pytest.raises(AttributeError, match=r"steps cannot be set: .*job\.changed"):
+        job.trainer.steps = 3
+    with pytest.raises(ConfigError, match=r"(?s)the job.*model: this field is missing"):
+        areal_async.run({"job": "sums"})
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: file: there is no such file"):
+        areal_async.run("nowhere.yaml")
 
 
 KINDS = [kind for kind in vars(registry).values() if isinstance(kind, registry.Registry)]

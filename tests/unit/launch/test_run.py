@@ -18,6 +18,7 @@ from areal_async.config.load import load_job
 from areal_async.errors import RunFailed, RunFolderError
 from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
+from areal_async.launch.plan import services_of
 from areal_async.launch.report import summarise
 from areal_async.launch.run import RunResult, print_closing, run_job
 from areal_async.status.record import RunLog, read_run_log
@@ -198,6 +199,11 @@ def test_a_busy_metrics_port_is_found_before_anything_starts(job, behave):
     assert f"port {port}, for the metrics of buffer, is busy" in text
     assert f"process {os.getpid()}" in text
     assert not job.run_dir.exists()
+
+
+def test_jobs_beside_each_other_do_not_want_the_same_ports(job):
+    plain = type(job).model_validate(job.model_dump(mode="json", exclude={"observe"}))
+    assert {place.metrics_port for place in services_of(plain)} == {0}
 
 
 def test_what_the_machine_lacks_is_found_before_anything_starts(job, monkeypatch):
