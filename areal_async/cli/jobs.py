@@ -213,7 +213,7 @@ def status(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a job with its history, a run with its processes, or the cluster with what of it is free."""
+    """Show a job and its history, a run and its processes, or the cluster's free resources."""
     with readable_errors():
         from areal_async.cli.tables import cluster_page, job_page, run_page
 
