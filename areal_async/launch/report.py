@@ -120,6 +120,13 @@ def _hint(status: int, cause: str) -> str:
 
 Record = Mapping[str, Any]
 
+OF_EPISODES = """
+    max_staleness_bound max_staleness_seen share_stale share_multi_version staleness_mean trainer_busy rollout_busy
+    episodes_trained episodes_dropped share_wasted reward_first reward_last updates updates_planned
+    updates_left_out lost_writes transitions accuracy_interval best_end maj_end evaluation_samples
+    accuracy_by_source held_out_rewards_start held_out_rewards_end unscored_end warning self_check
+"""
+"""Figures of a summary that only a job with episodes has."""
 SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", "bound")
 
 
@@ -159,10 +166,11 @@ def summarise(
     train_s = training_s(records, kind)
     done = max((record["step"] + (kind == "step") for record in steps), default=0)
     tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")
-    return {
+    summary = {
         "accuracy_start": accuracies[0][1] if accuracies else None,
         "accuracy_end": accuracies[-1][1] if accuracies else None,
         "steps": done,
+        "stopped": _stopped(job, done, accuracies[-1][1] if accuracies else None),
         "wall_s": round(sum(map(_wall_s, lives_of(records))), 2),
         "tokens_per_s": _ratio(tokens, train_s, digits=1),
         "max_staleness_bound": job.buffer.max_staleness,
@@ -207,6 +215,20 @@ def summarise(
         "kind": job.kind,
         "seed": job.seed,
     }
+    if job.kind == "rl":
+        return summary
+    return {name: value for name, value in summary.items() if name not in OF_EPISODES.split()}
+
+
+def _stopped(job: JobConfig, done: int, accuracy: float | None) -> str:
+    """Why a training on files ended before its last step; empty where it did not."""
+    if job.kind == "rl" or done >= job.trainer.steps:
+        return ""
+    wanted = job.training.stop_between
+    if wanted is not None and accuracy is not None and wanted[0] <= accuracy <= wanted[1]:
+        field, (low, high) = f"{job.kind}.stop_between", wanted
+        return f"held-out accuracy {accuracy:.3f} lies within {field}, {low:g} to {high:g}"
+    return f"all passes over the training file are done (tasks.passes: {job.tasks.passes})"
 
 
 def _warning(job: JobConfig, records: Sequence[Record]) -> str:

@@ -396,17 +396,19 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     start, end = summary["accuracy_start"], summary["accuracy_end"]
     if end is not None:
         rows.append((f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}"))
-    if summary["reward_last"] is not None:
+    if job.kind == "rl" and summary["reward_last"] is not None:
         first, last = summary["reward_first"], summary["reward_last"]
         rows.append(("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)"))
     rows.append(("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"))
-    made, planned = summary["updates"], summary["updates_planned"]
-    if planned is not None:
+    if summary["stopped"]:
+        rows.append(("stopped", summary["stopped"]))
+    made, planned = summary.get("updates"), summary.get("updates_planned")
+    if made is not None and planned is not None:
         rows.append(("updates", f"{made} of {planned} made"))
         if made < planned:
             why = summary["updates_left_out"]
             rows.append(("warning", f"{planned - made} updates were left out, the last because {why}"))
-    if summary["warning"]:
+    if summary.get("warning"):
         rows.append(("warning", summary["warning"]))
     if job.kind == "rl":
         seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]

@@ -188,8 +188,17 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
             stall = status.get("stall") or {}
             told["waits"] = stall.get("detail") or status.get("message") or status.get("lease_wait") or ""
     else:
+        told["waits"] = _why_it_stopped(folder)
         told["workers"] = _workers_at_the_end(folder, *_stamp(folder / RECORDS))
     return told
+
+
+def _why_it_stopped(folder: Path) -> str:
+    """Why a finished run has not all of its steps; empty where it has."""
+    with suppress(OSError, msgspec.DecodeError):
+        summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict)
+        return str(summary.get("stopped") or "")
+    return ""
 
 
 def job_of(folder: Path) -> JobConfig:

@@ -67,6 +67,18 @@ def test_the_summary_has_held_out_components_updates_and_a_warning_where_they_pa
     assert "held-out reward fell from 0.334 to 0.277" in summary["warning"]
 
 
+def test_a_training_on_files_has_no_figures_of_episodes_and_says_why_it_stopped(job):
+    sft = job.model_copy(
+        update={"kind": "sft", "sft": job.sft.model_copy(update={"stop_between": (0.8, 1.0)})}
+    )
+    records = [{"kind": "sft", "step": 3, "loss": 0.5, "accuracy": 0.9}]
+    summary = summarise(sft, records)
+    assert summary["stopped"] == "held-out accuracy 0.900 lies within sft.stop_between, 0.8 to 1"
+    assert {"episodes_trained", "reward_last", "self_check", "updates"}.isdisjoint(summary)
+    assert "passes" in summarise(sft, [records[0] | {"accuracy": 0.5}])["stopped"]
+    assert summarise(sft, [records[0] | {"step": sft.trainer.steps}])["stopped"] == ""
+
+
 def test_what_is_not_known_is_none(job):
     summary = summarise(job, [])
     known = {"steps": 0, "wall_s": 0, "max_staleness_bound": 4}
