@@ -122,9 +122,10 @@ Record = Mapping[str, Any]
 
 OF_EPISODES = """
     max_staleness_bound max_staleness_seen share_stale share_multi_version staleness_mean trainer_busy
-    rollout_busy episodes_trained episodes_dropped share_wasted reward_first reward_last updates updates_planned
-    updates_left_out lost_writes transitions accuracy_interval best_end maj_end evaluation_samples
-    accuracy_by_source held_out_rewards_start held_out_rewards_end unscored_end warning self_check
+    rollout_busy episodes_trained episodes_dropped share_wasted reward_first reward_last updates
+    updates_planned updates_left_out lost_writes transitions accuracy_interval best_end maj_end
+    evaluation_samples accuracy_by_source held_out_rewards_start held_out_rewards_end unscored_end warning
+    self_check
 """
 """Figures of a summary that only a job with episodes has."""
 SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", "bound")
