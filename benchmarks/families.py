@@ -123,7 +123,10 @@ def tiny_model(config: Any) -> Any:
     return model
 
 
-def _unchecked(module: Any, query: Any, key: Any, value: Any, mask: Any, **arguments: Any) -> Any:
+def _unchecked(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **arguments: Any
+) -> Any:
+    """Attention without the check of its arguments. A model hands on its mask by place or by name."""
     names = ("packed_runs", "branching", "scaling", "dropout", "sliding_window")
     known = {name: arguments[name] for name in names if name in arguments}
     return packed_attention(module, query, key, value, None, **known)
