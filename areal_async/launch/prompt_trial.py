@@ -12,7 +12,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ def _prompt_mistakes(
     job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
 ) -> Iterator[Mistake]:
     prompts: list[TaskPrompt] = []
+    examples: list[Example] = []
     try:
         if job.kind == "rl":
             rows = itertools.islice(task_rows(path), MOST_ROWS)
@@ -168,8 +169,36 @@ def _prompt_mistakes(
             "Give tasks in the characters that it knows, or another model",
             ("model",),
         )
+    else:
+        named = [(where, message_texts(prompt)) for where, prompt, _ in prompts] or [
+            (one.where, message_texts(part))
+            for one in examples
+            for answer in one.answers
+            for part in (answer.prompt, answer.answer)
+        ]
+        yield from _lost_characters(field, tokenizer, named)
     if job.kind == "rl":
         yield from _too_long(job, field, path, tokenizer, prompts)
+
+
+def _lost_characters(field: str, tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[Mistake]:
+    """Warn of characters without a token, unseen by the model. `texts`: place and text of each row."""
+    first: dict[str, str] = {}
+    for where, text in texts:
+        for character in set(text).difference(first):
+            first[character] = where
+    lost = {character: where for character, where in first.items() if not _is_known(tokenizer, character)}
+    if lost:
+        some = ", ".join(f"{character!r} ({where})" for character, where in list(lost.items())[:5])
+        problem = f"the model's tokenizer has no token for {len(lost)} of the characters in it: {some}"
+        yield Mistake(field, problem, "Write these rows in characters that it knows", ("model",), warns=True)
+
+
+def _is_known(tokenizer: Any, character: str) -> bool:
+    ids = [
+        token for token in text_ids(tokenizer, character, special=False) if token != tokenizer.unk_token_id
+    ]
+    return character.isspace() or bool(tokenizer.decode(ids).strip())
 
 
 TaskPrompt = tuple[str, Any, Sequence[Any]]

@@ -134,11 +134,11 @@ class Progress:
         )
 
     def left_s(self, steps: int) -> float | None:
-        """Seconds until `steps` are done at the pace of the last ones."""
-        if len(self._times) < 2:
+        """Seconds until `steps` are done at the pace of the last. None before the second and at the end."""
+        if len(self._times) < 2 or self.done >= steps:
             return None
         (first, first_s), (last, last_s) = self._times[0], self._times[-1]
-        return max(0.0, (last_s - first_s) / (last - first) * (steps - self.done)) if last > first else None
+        return (last_s - first_s) / (last - first) * (steps - self.done) if last > first else None
 
 
 class WorkSample(NamedTuple):

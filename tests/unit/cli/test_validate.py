@@ -108,7 +108,7 @@ SPOILT = [
     ),
     (
         have_tasks("what is one and one", "1+1="),
-        "characters of the prompts",
+        "characters of 2 prompts",
         "unknown to the model's tokenizer",
     ),
     (lambda folder: make_tokenizer(TOKENS).save_pretrained(folder / "model"), "and the model has 16"),
@@ -140,6 +140,15 @@ def test_files_that_would_fail_a_run_are_found_together_with_rewards_and_stop_te
         overrides, words = [*overrides, *STOPS], [*words, *STOPS.values()]
     said = refused(folder, *overrides)
     assert [text for text in words if text not in said] == []
+
+
+def test_a_character_that_the_model_cannot_see_is_told_of_with_its_row(folder):
+    write_tasks(folder, [*["1+1="] * 30, "1+1=é"])
+    result = validate(folder)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0
+    assert "no token for 1 of the characters in it: 'é' (" in said
+    assert "train.jsonl, line 31)" in said, said
 
 
 def test_prompts_of_messages_need_a_chat_template(folder):

@@ -51,6 +51,10 @@ def test_records_make_progress_and_time_left(aggregator):
     status = aggregator.status(160.0)
     assert (status.step, status.steps, status.version) == (30, 100, 30)
     assert status.eta_s == pytest.approx(2 * 70)
+    aggregator.read(
+        {"kind": "step", "step": step, "version": step + 1, "time_s": 1060.0} for step in (98, 99)
+    )
+    assert aggregator.status(230.0).eta_s is None, "a last evaluation and the checkpoint are not steps"
     assert (status.staleness_max, status.staleness_seen) == (1, 2)
     assert status.reward == 0.5
 
