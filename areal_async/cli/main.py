@@ -21,10 +21,10 @@ from areal_async.cli.keys import keys
 from areal_async.cli.page import page
 from areal_async.cli.tools import (
     AdviseRequest,
+    AnswersRequest,
     AsJson,
     CheckpointRequest,
     EvaluateRequest,
-    GenerateRequest,
     Overrides,
     PlanRequest,
     RunArgument,
@@ -279,7 +279,7 @@ add_command(app, "simulate", SimulateRequest)
 add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
 add_command(app, "evaluate", EvaluateRequest)
-add_command(app, "generate", GenerateRequest)
+add_command(app, "generate", AnswersRequest)
 
 Within = Annotated[
     float,

@@ -229,7 +229,7 @@ class EvaluateRequest(ToolRequest, frozen=True):
     fields: MoreFields = None
 
 
-class GenerateRequest(ToolRequest, frozen=True):
+class AnswersRequest(ToolRequest, frozen=True):
     """Print a model's answers to a prompt; without one read it from standard input, or talk in a terminal."""
 
     target: TargetArgument
@@ -273,7 +273,7 @@ def module_of(request: ToolRequest) -> str:
         AdviseRequest: "replay_buffer.tools.advise",
         CheckpointRequest: "trainer_service.tools.checkpoint_model",
         EvaluateRequest: "rollout_service.tools.evaluate",
-        GenerateRequest: "rollout_service.tools.generate",
+        AnswersRequest: "rollout_service.tools.generate",
     }
     return modules[type(request)]
 

@@ -160,6 +160,11 @@ def remove_ipc_file(endpoint: str) -> None:
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
+def is_tcp(endpoint: str) -> bool:
+    """Whether anybody who reaches this host can connect."""
+    return not endpoint.startswith("ipc://")
+
+
 def _split(endpoint: str) -> tuple[str, str]:
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:

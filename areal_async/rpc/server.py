@@ -166,7 +166,7 @@ class Server:
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             guard = self._access.guard(self.endpoint, self._identity)
             self._zap = endpoints.serve_zap(context, guard, self._on_refused)
-            if not self.endpoint.startswith("ipc://"):
+            if endpoints.is_tcp(self.endpoint):
                 self._limit = endpoints.StrangerLimit(context, sock, self._on_crowd)
             self.endpoint = endpoints.bind(sock, self.endpoint, guard)
         except BaseException:

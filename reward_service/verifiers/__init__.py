@@ -11,8 +11,9 @@ is checked by it.
 A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer is
 not. So a verifier whose cost depends on the answer ends by itself (`within`), well before the deadline of
 its call, and counts the answer as wrong; and an exception that a neutral answer does not cause is the
-answer's fault. CPU time is counted and not the clock's, so that a busy machine makes no answer wrong. Only
-Python code is ended: what one call of a C function takes has to be bounded before it.
+answer's fault, unless it is `TaskAtFault`. CPU time is counted and not the clock's, so that a busy machine
+makes no answer wrong. Only Python code is ended: what one call of a C function takes has to be bounded
+before it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def verifier(
         def judged(given: Any, **values: Any) -> Any:
             try:
                 return checked(given, **values)
+            except TaskAtFault:
+                raise
             except Exception as error:
                 # A neutral answer shows whose fault it is: if that fails too, it is the task's or ours.
                 neutral = msgspec.structs.replace(given, response=NEUTRAL, metadata={}, blob=b"")
@@ -94,6 +97,10 @@ def verifier(
         return reward(scope=scope, arguments=arguments)(judged)
 
     return made
+
+
+class TaskAtFault(ValueError):
+    """The task judges no answer, which this one alone has shown."""
 
 
 class NoArguments(Section):

@@ -17,7 +17,7 @@ from areal_async.answers import spoken
 from areal_async.config.base import Section
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import TooCostly, verifier, within
-from reward_service.verifiers.answers import BOX, Where, answer_of, closing, last_match
+from reward_service.verifiers.answers import BOX, Where, accepted, answer_of, closing, last_match
 from reward_service.verifiers.equality import preload, same
 from reward_service.verifiers.writing import last_maths, said_maths, tidy
 
@@ -42,9 +42,9 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
     since that would take more than `budget_s` seconds of CPU time or more room than a number should.
 
     A ground truth that is a list holds several texts of which any is right. Raises ValueError for an empty
-    one: the task is wrong, not the model."""
+    one, and for one that is neither text nor number: the task is wrong, not the model."""
     stated = given.ground_truth if isinstance(given.ground_truth, list) else [given.ground_truth]
-    truths = [tidy(str(truth)) for truth in stated if truth is not None]
+    truths = [tidy(text) for truth in stated for text in accepted(truth)]
     if not truths:
         return Abstain("the task has no ground truth")
     if not all(truths):

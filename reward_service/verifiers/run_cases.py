@@ -35,6 +35,7 @@ from reward_service.sandbox.harness.plain import encode
 from reward_service.sandbox.languages import HARNESS_PYTHON
 from reward_service.sandbox.program import Level
 from reward_service.sdk import RewardLoadError, time_left_s
+from reward_service.verifiers import TaskAtFault
 from reward_service.verifiers.cases import CallCase, Cases, StdioCase, marked
 
 LEAST_RUN_S = 0.05  # A run with less time than this left is not begun
@@ -249,7 +250,7 @@ def _run_tests(
         # They would have done the same to any program.
         why = str(lines[0].get("why") or "they are empty")
         fix = f": {ENVIRONMENT_FIX}" if missing_module(why) else ""
-        raise ValueError(f"the tests never called the program: {why}{fix}")
+        raise TaskAtFault(f"the tests never called the program: {why}{fix}")
     passed = [line.get("passed") is True for line in lines[: len(tests)]]
     result.missing = next(filter(None, (missing_module(str(line.get("why"))) for line in lines)), "")
     result.passed += passed + [False] * (len(tests) - len(passed))
@@ -264,7 +265,7 @@ def _call(case: CallCase) -> dict[str, Any]:
         # JSON holds no references, so nothing is asked for one.
         encoded = {name: encode(getattr(case, name), lambda _, __: None) for name in ("args", "expected")}
     except TypeError as error:
-        raise ValueError(f"a case of {case.function!r} cannot be handed over: {error}") from error
+        raise TaskAtFault(f"a case of {case.function!r} cannot be handed over: {error}") from error
     return {"call": case.function, **encoded, "wrapped": case.wrapped}
 
 

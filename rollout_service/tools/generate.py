@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_async.cli.tools import GenerateRequest, plain, print_json, run_tool
+from areal_async.cli.tools import AnswersRequest, plain, print_json, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.runtime.context import ServiceContext
 from areal_async.trajectory import EpisodeBuilder, Sampling
@@ -25,7 +25,7 @@ class Talker:
     """Asks one engine; a chat grows by what was asked and answered."""
 
     def __init__(
-        self, engine: ReplicaSet, render: Renderer, sampling: Sampling, *, request: GenerateRequest
+        self, engine: ReplicaSet, render: Renderer, sampling: Sampling, *, request: AnswersRequest
     ) -> None:
         self._engine, self._render, self._sampling = engine, render, sampling
         self._raw, self._seed, self._asked = request.raw, request.seed, 0
@@ -60,7 +60,7 @@ class Talker:
         return {"text": reply.text, "finish_reason": reply.finish_reason, "tokens": len(reply.token_ids)}
 
 
-def main(request: GenerateRequest) -> None:
+def main(request: AnswersRequest) -> None:
     prompt = request.prompt
     talks = prompt is None and sys.stdin.isatty()
     if prompt is None and not talks:
@@ -74,7 +74,7 @@ def main(request: GenerateRequest) -> None:
             asyncio.run(_serve(ctx, target.model, request, prompt))
 
 
-async def _serve(ctx: ServiceContext, model: Path, request: GenerateRequest, prompt: str | None) -> None:
+async def _serve(ctx: ServiceContext, model: Path, request: AnswersRequest, prompt: str | None) -> None:
     job = ctx.job
     prepare(job.evaluation.torch_threads, computes=computes_here(job))
     wanted = engine_job(job)
@@ -115,4 +115,4 @@ def _asked() -> str | None:
 
 
 if __name__ == "__main__":
-    run_tool(GenerateRequest, main)
+    run_tool(AnswersRequest, main)

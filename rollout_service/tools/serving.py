@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from areal_async.cli.tools import CheckpointRequest, EvaluateRequest, GenerateRequest, module_of
+from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import JobConfig
@@ -105,7 +105,7 @@ def _export(request: CheckpointRequest) -> None:
 @contextmanager
 def lone_evaluator(
     target: Target,
-    request: EvaluateRequest | GenerateRequest,
+    request: EvaluateRequest | AnswersRequest,
     sections: dict[str, dict[str, Any]],
     *,
     tasks: Path | None = None,
@@ -128,7 +128,7 @@ def lone_evaluator(
         for section, fields in sections.items():
             content[section] = content.get(section, {}) | _given(fields)
         evaluation = content["evaluation"]
-        several = request.n if isinstance(request, GenerateRequest) else request.samples or 1
+        several = request.n if isinstance(request, AnswersRequest) else request.samples or 1
         drawn = {"temperature": 1.0} if several > 1 else {}
         evaluation["sampling"] = evaluation.get("sampling", {}) | drawn | _given(sampling)
         job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())

@@ -45,7 +45,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
         torch.manual_seed(seed)
         found[name] = tmp_path_factory.mktemp(name)
         config = config_of(kind, **SIZES | {"tie_word_embeddings": False} | changes)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(found[name])
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.generation_config.pad_token_id = None  # It cannot be saved with one that is negative
+        model.save_pretrained(found[name])
     return found
 
 

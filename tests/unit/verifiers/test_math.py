@@ -64,6 +64,8 @@ def test_a_task_without_ground_truth_is_not_judged_and_an_empty_one_is_an_error(
     assert isinstance(math(RewardInput(response="57")), Abstain)
     with pytest.raises(ValueError, match="ground truth is empty"):
         math(RewardInput(response="57", ground_truth=" "))
+    with pytest.raises(ValueError, match="neither a text nor a list of texts"):
+        math(RewardInput(response="57", ground_truth={"answer": "57"}))
 
 
 def test_no_fuzzed_answer_breaks_it():
