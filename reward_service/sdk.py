@@ -83,7 +83,7 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     prompt: str = ""
     """The prompt as the model saw it, as text."""
     is_chat: bool = False
-    """Whether the task's prompt is a list of messages."""
+    """True where the task's prompt is a list of messages."""
     response: str = ""
     """What the model answered, as text."""
     ground_truth: Any = None

@@ -463,8 +463,8 @@ def _figures(statistics: Statistics) -> dict[str, list[float | None]]:
 
 
 def is_done(records: RunRecords, steps: int) -> bool:
-    """Whether the model after `steps` steps is written and evaluated: then no trainer may be there to ask. A
-    finished run that goes on with more steps has a final evaluation of fewer."""
+    """Return whether the model after `steps` steps is written and evaluated: then no trainer may be there to
+    ask. A finished run that goes on with more steps has a final evaluation of fewer."""
     found = records.read("step", "model", "evaluation")
     trained = max((record.get("epoch", 0) for record in found if record["kind"] == "step"), default=0)
     written = any(record["kind"] == "model" and record["epoch"] >= trained for record in found)

@@ -73,7 +73,7 @@ class Mistake:
     fix: str
     involves: tuple[str, ...] = ()  # Other fields that the statement depends on
     warns: bool = False
-    """Whether the job runs all the same."""
+    """True where the job runs all the same."""
 
     def __post_init__(self) -> None:
         for name in ("field", "problem", "fix"):

@@ -213,7 +213,7 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
 
 
 def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:
-    """That packed rows of a model that the trainer holds have the log-probs of the model."""
+    """Refuse a model of the trainer whose packed rows would not have the log-probs of the model."""
     if isinstance(config, dict) and (why := cannot_be_packed(config)):
         fix = "Give a model of a family that docs/models.md lists as trained"
         yield Mistake(field, f"{model} {why}", fix)

@@ -61,7 +61,7 @@ class Asked:
     verb: Verb
     why: str = ""
     more: bool = False
-    """Whether the job is to have more steps than it was begun with."""
+    """True where the job is to have more steps than it was begun with."""
 
 
 @dataclass(frozen=True)

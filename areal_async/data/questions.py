@@ -55,7 +55,7 @@ class SourceRow(dict[str, Any]):
         self.used: set[str] = set()
         self._taken = {*self.named, *keep}
         self.marked = False
-        """Whether the answer was marked by `####` or a box, in a text that holds more."""
+        """True where the answer was marked by `####` or a box, in a text that holds more."""
         self.whole = ""
         """The answer, if it is a whole text without a mark, and more than a word."""
 

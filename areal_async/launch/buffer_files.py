@@ -67,7 +67,7 @@ class BufferNode(msgspec.Struct, frozen=True):
 
 
 class LeftFiles:
-    """What a run whose supervisor was killed has left in its folder on this host, for a resume."""
+    """Files that a run whose supervisor was killed has left in its folder on this host, for a resume."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

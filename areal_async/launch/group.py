@@ -27,7 +27,7 @@ MEMORY_KILL_S = 30.0
 
 @dataclass
 class _Line:
-    """What comes from a service."""
+    """The line of a service to whoever started it."""
 
     place: ServicePlace
     child: Child

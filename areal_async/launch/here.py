@@ -82,8 +82,8 @@ class LocalChild:
 
 
 class RankLines:
-    """What services are given when they start on one host: a line to whoever starts them and, of the ranks of
-    a trainer, the socket at which they meet, on an interface of that host."""
+    """Lines that services are given when they start on one host: one to whoever starts them and, of the ranks
+    of a trainer, the socket at which they meet, on an interface of that host."""
 
     def __init__(self, interface: str, *, several: bool, meeting: str = "") -> None:
         """`several`: the trainer has more than one rank."""

@@ -320,7 +320,7 @@ def _walk(root: _Root) -> dict[str, _Served]:
 
 
 def _blob_of(top: Path, name: str) -> tuple[Path, str]:
-    """Where the link `name` in a snapshot of the hub's cache leads: a file in `blobs` of the same repository.
+    """Follow the link `name` in a snapshot of the hub's cache: a file in `blobs` of the same repository.
     Raises `FaultError` for any other link."""
     repository = top.parents[1] if top.parent.name == "snapshots" else None
     target = Path(os.path.normpath(top / Path(name).parent / os.readlink(top / name)))

@@ -32,7 +32,7 @@ class Child(Protocol):
         """How it ended, in words that follow its name, where its status does not say it: its host is gone."""
 
     def heard(self) -> bytes:
-        """What it has said over its line since the last look (`runtime/group.py`)."""
+        """Return what it has said over its line since the last look (`runtime/group.py`)."""
 
     def is_heard(self) -> bool:
         """Return whether what it says would come now: the link to its host is not cut."""

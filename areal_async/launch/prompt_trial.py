@@ -77,7 +77,7 @@ def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
 
 
 def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
-    """What the model's files, tokenizer and chat template say differently of where an answer ends."""
+    """Warn where the model's files, tokenizer and chat template disagree on where an answer ends."""
     sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
     union: set[int] = set().union(*sources.values())
     where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"

@@ -94,7 +94,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """What the run is at, in a word or two."""
+        """The state of the run, in a word or two."""
         if self.alive:
             return "running"
         if supervisor_of(self.folder) is not None:

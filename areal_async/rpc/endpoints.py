@@ -161,7 +161,7 @@ def remove_ipc_file(endpoint: str) -> None:
 
 
 def is_tcp(endpoint: str) -> bool:
-    """Whether anybody who reaches this host can connect."""
+    """Return whether anybody who reaches this host can connect."""
     return not endpoint.startswith("ipc://")
 
 

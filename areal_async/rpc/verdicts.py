@@ -15,7 +15,7 @@ VerdictKind = Literal["score", "timeout", "error", "abstain"]
 
 
 class FaultOf(StrEnum):
-    """Whose fault it is that something could not be judged."""
+    """The side at fault for something that could not be judged."""
 
     ANSWER = "answer"
     """The answer's own: another answer to the same task would have been judged. Scored

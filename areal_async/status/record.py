@@ -130,7 +130,7 @@ class RemoteRecords:
         self._waiting: queue.Queue[tuple[bytes, Future[None]] | None] = queue.Queue(MOST_WAITING)
         self._failed: OSError | None = None
         self._silent = False
-        """Whether somebody has waited in vain since a record was last written."""
+        """True where somebody has waited in vain since a record was last written."""
         self._thread = threading.Thread(target=self._send, name="records", daemon=True)
         self._thread.start()
 

@@ -269,7 +269,7 @@ class EpisodeBuilder:
 
     @property
     def answered(self) -> bool:
-        """Whether a policy has sampled anything."""
+        """Return whether a policy has sampled anything."""
         return bool(self._calls)
 
     def fail(self, fault: str) -> None:

@@ -393,7 +393,7 @@ def is_hopeless(tx: Transaction, streak: Streak) -> bool:
 
 
 def _never_judged(tx: Transaction, streak: Streak) -> bool:
-    """Whether so many answers were at fault, and not one judged, that something else is wrong."""
+    """Return whether so many answers were at fault, and not one judged, that something else is wrong."""
     most = tx.rules.faults_at_start
     return bool(most) and not streak.succeeded and streak.count >= most and len(streak.tasks) >= TASKS
 

@@ -178,7 +178,7 @@ class StreamedText:
         self._longest = max(map(len, self._ends), default=1) - 1
         self._ids: list[int] = []  # From where decoding starts
         self._settled = 0
-        """Of these, ids whose text is let out or held. Decoding starts before them, so that a tokenizer's
+        """Ids of these whose text is let out or held. Decoding starts before them, so that a tokenizer's
         treatment of a text's beginning falls on known ids."""
         self._held = ""
         self._given: list[str] = []
@@ -213,8 +213,8 @@ class StreamedText:
         return content[len(given) :] if content.startswith(given) else ""
 
     def _certain(self, searched: int) -> int:
-        """How much of what is held cannot belong to a stop text or a tool call; no such text begins before
-        `searched`."""
+        """Count the characters held that cannot belong to a stop text or a tool call; no such text begins
+        before `searched`."""
         starts = [at for end in self._ends if (at := self._held.find(end, searched)) >= 0]
         if starts:
             self._over = True

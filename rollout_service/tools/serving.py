@@ -39,7 +39,7 @@ TRAINED_HERE = 1
 
 
 class Target(NamedTuple):
-    """What is to be sampled from."""
+    """The model to sample from."""
 
     model: Path
     content: dict[str, Any]

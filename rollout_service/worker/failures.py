@@ -52,7 +52,7 @@ class EpisodeTimeout(ArealError):
 
 
 def fault_of(error: BaseException, ctx: Context, limit_s: float | None = None) -> FaultOf:
-    """Whose fault it is that an episode failed with `error`; `limit_s` is its time.
+    """Tell whose fault it is that an episode failed with `error`; `limit_s` is its time.
 
     Before anything was sampled there is no answer to blame. From then on it is the answer's, whatever an
     agent, tool, environment or workflow raised at it, but for what is known to be something else: the model

@@ -134,7 +134,7 @@ class Context:
         self._asked_s: dict[str, float] = {}  # When each request under way was sent to its engine
         self._cut_s = 0.0
         self.trouble: Exception | None = None
-        """What let the episode down and is not its own fault: of the engines, or of the gateway."""
+        """An error of the engines or of the gateway, which is not the episode's own fault."""
         self._calls = 0
         self._tool_calls = 0
         self._tool_errors = 0

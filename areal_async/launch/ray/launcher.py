@@ -85,7 +85,7 @@ class RemoteChild:
         self.how_lost = ""
         self.said = bytearray()
         self.answered_s = -UNHEARD_S
-        """When its host last answered with what is new."""
+        """Time of its host's last answer with what is new."""
         self.kills = 0
         self.cancelled = threading.Event()  # It is to end before it has begun
         self.actor: Any = None

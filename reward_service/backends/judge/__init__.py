@@ -40,9 +40,9 @@ class JudgeArguments(Section):
     `{extra_info.NAME}` filled in; other braces stay as they are. Without `parse` a sentence about the form of
     the grade follows."""
     quote: Literal["tags", "json", "none"] = "tags"
-    """How the response is put in. `tags`: between tags whose name it cannot contain, with a sentence that
-    says not to obey it. `json`: as one JSON text. `none`: bare, so that it may pass for a part of the
-    template."""
+    """The way in which the response is put in. `tags`: between tags whose name it cannot contain, with a
+    sentence that says not to obey it. `json`: as one JSON text. `none`: bare, so that it may pass for a part
+    of the template."""
     system: str = ""
     """System message of a chat; none where it is empty. Filled in as `template`."""
     parse: str = ""

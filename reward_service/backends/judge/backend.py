@@ -162,7 +162,7 @@ class Judge:
             await asyncio.sleep(START_PAUSE_S)
 
     async def _hello(self, url: str) -> Trouble | bool:
-        """Whether a server takes a schema for the reply; or why it takes no requests."""
+        """Return whether a server takes a schema for the reply; or why it takes no requests."""
         try:
             async with asyncio.timeout(self._start_s):
                 if self._parse.form(structured=True) and await self._takes_schema(url):
@@ -222,7 +222,7 @@ class Judge:
         return verdict
 
     async def _grades(self, body: bytes, begun_s: list[float]) -> bool:
-        """Whether this request is answered with a grade, or was before."""
+        """Return whether this request is answered with a grade, or was before."""
         if body not in self._fair and isinstance(await self._vote(body, begun_s), float):
             if len(self._fair) >= MOST_FAIR:
                 self._fair.clear()

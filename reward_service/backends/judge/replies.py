@@ -209,7 +209,7 @@ class Parser:
         }
 
     def form(self, *, structured: bool) -> str:
-        """What the judge is told of the form of its grade; empty where the template says it."""
+        """Tell the judge the form of its grade; empty where the template says it."""
         if not self._asked:
             return ""
         if structured:

@@ -313,7 +313,7 @@ class RemoteBackend:
         self._end(call, [failure] * len(call.inputs), elapsed_ms)
 
     def _fits_without_answers(self, replica: RemoteServer, call: Pending) -> bool:
-        """Whether the server would take the task: then the answers alone are too large for it."""
+        """Return whether the server would take the task: then the answers alone are too large for it."""
         bare = (msgspec.structs.replace(g, response="", metadata={}, blob=b"") for g in call.inputs)
         size_bytes = sum(len(msgspec.json.encode(to_wire(given, ()))) for given in bare)
         return size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES

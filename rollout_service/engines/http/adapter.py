@@ -296,7 +296,8 @@ class StreamedAnswer(Protocol):
 
 
 class AnswerReader:
-    """Where a model's answers end, and their text: a server is told the one, and its own text is not read."""
+    """The ends of a model's answers, and their text: a server is told the one, and its own text is not
+    read."""
 
     def __init__(self, model: Path, vocab_size: int) -> None:
         tokenizer = load_tokenizer(model)

@@ -195,7 +195,7 @@ def _load(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the module of a model is made, on the meta device."""
+    """The way in which the module of a model is made, on the meta device."""
 
     head: ModelHead
     held: torch.dtype
