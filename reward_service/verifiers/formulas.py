@@ -164,7 +164,7 @@ def _bits(node: Any, unknown: float = 1.0) -> float:
         return max(largest, max(1.0, _bits(base, unknown)) * _size(exponent, unknown))
     growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
     if isinstance(node, growing):
-        return largest + math.prod(_size(part, unknown) for part in node.args) ** 1.5
+        return largest + math.lgamma(sum(_size(part, unknown) for part in node.args) + 1) / math.log(2)
     return largest + len(parts)
 
 
@@ -277,7 +277,8 @@ def _same_relation(wanted: Any, given: Any, tolerance: Fraction) -> bool:
     return False
 
 
-SMALL_POINT, LARGE_POINT = 2, 10  # Binary digits of what unknowns are replaced by
+SMALL_POINT = 2  # Binary digits of the smallest values that unknowns are replaced by
+MOST_POINT_BITS = 4_000  # Size of a number on the way, at a point
 FEWEST_POINTS = 3
 
 
@@ -336,9 +337,9 @@ def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fra
     large to be computed."""
     import sympy
 
-    unknown = LARGE_POINT if any(abs(value) >= 2**SMALL_POINT for value in point.values()) else SMALL_POINT
-    bits = _bits(wanted, unknown) + _bits(given, unknown)
-    if bits > 2 * MOST_BITS:
+    unknown = max((int(abs(value)).bit_length() for value in point.values()), default=0)
+    bits = sum(_bits(side, max(unknown, SMALL_POINT)) for side in (wanted, given))
+    if bits > 2 * (MOST_POINT_BITS if point else MOST_BITS):
         return None
     digits = min(MOST_DIGITS, FEWEST_DIGITS + int(0.7 * bits))
     left, right = (_value(side, point, digits) for side in (wanted, given))
