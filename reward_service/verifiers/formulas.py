@@ -102,6 +102,8 @@ def _parsed(text: str) -> Any:
     formula = latex2sympy(text, is_real=True, **how)
     if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"{formula!r:.80} is no formula")
+    if isinstance(formula, sympy.MatrixBase):
+        formula = formula.as_immutable()
     named = [symbol for symbol in formula.free_symbols if str(symbol) == "i"]
     return formula.xreplace(dict.fromkeys(named, sympy.I)) if named else formula
 
@@ -314,7 +316,17 @@ def _exact(formula: Any) -> Any:
 
     known = {part: sympy.Rational(str(part)) for part in formula.atoms(sympy.Float)}
     known |= {part: sympy.Symbol(str(part), real=True) for part in formula.atoms(AppliedUndef)}
+    known |= {part: _real_root(part) for part in formula.atoms(sympy.Pow) if not formula.has(sympy.I)}
     return formula.xreplace(known).doit()
+
+
+def _real_root(power: Any) -> Any:
+    """Return an odd root of a negative number as a real one, as schools do; anything else as it is."""
+    import sympy
+
+    base, exponent = power.args
+    odd = exponent.is_Rational and not exponent.is_Integer and exponent.q % 2
+    return sympy.Integer(-1) ** exponent.p * (-base) ** exponent if odd and base.is_negative else power
 
 
 def _points(unknowns: int) -> Iterator[list[Any]]:
