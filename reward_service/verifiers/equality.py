@@ -250,9 +250,15 @@ def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool 
         cells = [cell for row in alone[1] for cell in row]
         line = alone[0] == "" and 1 < len(cells) == max(len(alone[1]), len(alone[1][0]))
         point = _split(other) if line else None
-        return point is not None and (point.opening, point.closing) == ("(", ")") and (
-            len(point.items) == len(cells) and all(
-                same(left, right, tolerance, depth) for left, right in zip(cells, point.items, strict=True)
+        return (
+            point is not None
+            and (point.opening, point.closing) == ("(", ")")
+            and (
+                len(point.items) == len(cells)
+                and all(
+                    same(left, right, tolerance, depth)
+                    for left, right in zip(cells, point.items, strict=True)
+                )
             )
         )
     if wanted[0] != given[0] or [len(row) for row in wanted[1]] != [len(row) for row in given[1]]:

@@ -18,10 +18,13 @@ from reward_service.verifiers.answers import boxed, closing, folded, hedged, las
 
 SIGNS = str.maketrans(
     {"–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-     "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "∜": r"\sqrt[4] ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+    
+     "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "∜": r"\sqrt[4] ",
+     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
      "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
      "∉": r"\notin ",
-     "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "º": r"^\circ ", "′": "'", "µ": r"\mu ", "Ø": r"\emptyset ", "℃": r"^\circ C", "℉": r"^\circ F", "∅": r"\emptyset ",
+     "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "º": r"^\circ ", "′": "'",
+     "µ": r"\mu ", "Ø": r"\emptyset ", "℃": r"^\circ C", "℉": r"^\circ F", "∅": r"\emptyset ",
      "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "⇒": r"\Rightarrow ", "≪": r"\ll ", "≫": r"\gg ",
      "∼": r"\sim ", "∝": r"\propto ", "≡": r"\equiv ", "≅": r"\cong ", "∨": r"\lor ", "∧": r"\land ",
      "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",

@@ -2,7 +2,8 @@
 
     hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>            Hermes, Qwen2.5, Qwen3
     xml       <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>   Qwen3-Coder
-    mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]NAME[ARGS]{…} for each call   Mistral
+    mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                  Mistral
+              [TOOL_CALLS]NAME[ARGS]{…} for each call                         Mistral Small 3.2 and later
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
 Calls inside a thought are none (`areal_async/answers.py`). Text of which one call is malformed is no tool
