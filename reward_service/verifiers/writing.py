@@ -17,9 +17,8 @@ from typing import Any
 from reward_service.verifiers.answers import boxed, closing, folded, hedged, last_match
 
 SIGNS = str.maketrans(
-    {"–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-    
-     "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "∜": r"\sqrt[4] ",
+    {"–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+     "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "∜": r"\sqrt[4] ",
      "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
      "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
      "∉": r"\notin ",
