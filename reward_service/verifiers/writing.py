@@ -18,8 +18,8 @@ from reward_service.verifiers.answers import boxed, closing, folded, hedged, las
 
 SIGNS = str.maketrans(
     {"–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
-     "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "∜": r"\sqrt[4] ",
-     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+     "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ",
+     "∜": r"\sqrt[4] ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
      "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
      "∉": r"\notin ",
      "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "º": r"^\circ ", "′": "'",
