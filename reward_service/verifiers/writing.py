@@ -37,7 +37,7 @@ VULGAR = re.compile("[¼½¾⅐-⅞↉]")
 FRACTION_SIGN = re.compile(r"(\d+)⁄(\d+)")
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|log|ln|exp"
 SHORT_UNIT = "[mgshltLNJWV]"
-NO_ANGLE = r"(?:(?!\\[lr]angle).)*+"
+NO_ANGLE, NO_COMMA = r"(?:(?!\\[lr]angle).)*+", r"(?:(?!\\[lr]angle)[^,])*+"
 ONE_SIGN = r"\d|[a-zA-Z]|\\(?:pi|theta|alpha|beta|lambda)(?![a-zA-Z])"
 REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?"), ""),
@@ -94,7 +94,7 @@ REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
     # A point, and intervals with brackets that turn outwards.
-    (re.compile(rf"\\langle(?![a-zA-Z])({NO_ANGLE.replace('.', '[^,]')},{NO_ANGLE})\\rangle(?![a-zA-Z])"), r"(\1)"),
+    (re.compile(rf"\\langle(?![a-zA-Z])({NO_COMMA},{NO_ANGLE})\\rangle(?![a-zA-Z])"), r"(\1)"),
     (re.compile(r"(\A|\\cup|\\in|=)\s*\](?=[^\[\]()]*,)"), r"\1("),
     (re.compile(r"(?<=.)\[(?=\s?(?:\Z|\\cup))"), ")"),
     (re.compile(r"\\(?:lbrace)(?![a-zA-Z])"), r"\\{"),
