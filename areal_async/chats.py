@@ -9,9 +9,9 @@ tokenizer's chat template, all at once, and the tokens of the assistant's turns 
   a turn differently once others follow (one that takes out earlier thoughts, say) is refused with what to do.
 
 A turn is learned with the token that ends it, one of those at which engines end an answer
-(`areal_async/answers.py`), and nothing behind that. It may be the first token of the next turn, and the
-end-of-sequence token where the template puts nothing behind the last one. Without any the model would never
-learn to stop: such a chat is refused.
+(`areal_async/answers.py`), of several in a row the first, and nothing behind that. It may be the first token
+of the next turn, and the end-of-sequence token where the template puts nothing behind the last one. Without
+any the model would never learn to stop: such a chat is refused.
 """
 
 from __future__ import annotations
@@ -126,7 +126,13 @@ def _with_ends(
     for start in reversed(starts):
         after = next((i for i in range(start, len(ids)) if not learned[i]), len(ids))
         end = next((i for i in range(after - 1, start - 1, -1) if ids[i] in ends), None)
-        if end is not None and not tokenizer.decode(ids[end + 1 : after]).strip():
+        for i in range((end or start) - 1, start - 1, -1):  # of several in a row the first ends the answer
+            if ids[i] in ends:
+                end = i
+            elif tokenizer.decode([ids[i]]).strip():
+                break
+        behind = [] if end is None else [one for one in ids[end + 1 : after] if one not in ends]
+        if end is not None and not tokenizer.decode(behind).strip():
             learned[end + 1 : after] = [0] * (after - end - 1)  # blanks behind it are the template's
         elif after < len(ids) and ids[after] in ends:
             learned[after] = 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import os
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -306,6 +307,12 @@ def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}: column `reward_model` must hold `style` and `ground_truth`; found {reward!r:.80}."
         )
     check_values(row, where)
+    truth = reward["ground_truth"]
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise TaskFileError(
+            f"{where}: its ground truth is {truth}, as tables write a missing number. Give it an "
+            "answer, or take the row out."
+        )
     if isinstance(prompt, str):
         check_text(prompt, "prompt", where)
         return dict(row)

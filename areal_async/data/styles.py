@@ -43,13 +43,24 @@ ANSWERS = (
     *BARE_ANSWERS[3:],
 )
 CHATS = ("messages", "conversations", "conversation", "dialog")
-SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "function_call": "assistant"}
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 TASK = ("prompt", "answer", "data_source", "ability", "messages", "tools", "chosen", "rejected")
 NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?")
 BARE = re.compile(r"\S*[^\s.]")
 """An answer without a word about how it was found."""
 SENTENCES = re.compile(r"(?s)(?![\[{]).*[a-z)\d][.!?][\"')]*\s+\S")
 """More than one sentence, and no JSON."""
+
+SAID_LAST = re.compile(
+    r"(?:\A|[\n.])[^\S\n]*[Tt]he (?:final )?answer is:?[^\S\n]+([^\s.](?:(?!\.\s)[^\n])*?)\.?\s*\Z"
+)
+"""The last sentence of a solution, as MetaMathQA has it."""
 
 
 NO_MARK = "has neither #### nor \\boxed{…}"
@@ -226,7 +237,8 @@ class Style:
         made = {}
         for name in ("chosen", "rejected"):
             _, made[name] = self._named(row, name, (name,))
-        if missing := [name for name, text in made.items() if not text]:
+        blank = [name for name, text in made.items() if not (text.strip() if isinstance(text, str) else text)]
+        if missing := blank:
             raise BadRow(f"{where} has no {missing[0]}. Say which column it is (--map {missing[0]}=COLUMN).")
         for name, text in made.items():
             if isinstance(text, list):
@@ -248,6 +260,8 @@ class Style:
             made = {"prompt": prompt, **made}
         if tools := self._tools(where, row):
             made["tools"] = tools
+        if self.kind == "reward_model" and row.get("margin") is not None:
+            made["margin"] = row["margin"]
         if made["chosen"] == made["rejected"]:
             raise BadRow(f"{where}: `chosen` and `rejected` are the same, so neither is better.")
         return made
@@ -278,7 +292,8 @@ def kind_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> DataKind:
 
 def extract(text: str, how: Answer) -> str | None:
     """Return the answer in a solution; None where there is none of that form. `auto` takes what follows
-    `####` in the last line, else the last box, else the whole text."""
+    `####` in the last line, else the last box, else what the last sentence says that the answer is, else the
+    whole text."""
     if how == "whole":
         return text.strip()
     found, *more = text.rpartition("####")[2].strip().split("\n")
@@ -286,6 +301,8 @@ def extract(text: str, how: Answer) -> str | None:
         return found.replace(",", "") if NUMBER.fullmatch(found) else found
     if how in ("auto", "boxed") and (box := last_box(text)) is not None:
         return box
+    if how == "auto" and (said := SAID_LAST.search(text)):
+        return said[1].replace(",", "") if NUMBER.fullmatch(said[1]) else said[1]
     if how == "number" and (numbers := NUMBER.findall(text)):
         return str(numbers[-1]).replace(",", "")
     return text.strip() if how == "auto" else None

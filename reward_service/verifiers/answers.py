@@ -149,12 +149,14 @@ def _last_line(text: str) -> str | None:
     return lines[2].strip() or None
 
 
-FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"})
+UNSEEN = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
+FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"} | dict.fromkeys(UNSEEN, ""))
 STYLES = ("<wide>", "<narrow>", "<font>")
 
 
 def folded(text: str) -> str:
-    """The text with plain letters, digits and signs for those of full width or of another style."""
+    """The text with plain letters, digits and signs for those of full width or of another style, and
+    without characters that are not seen."""
     if text.isascii():
         return text
     return "".join(

@@ -37,6 +37,7 @@ MATRIX = re.compile(
     r"\s*(\)|\]|\||\\\||\\\})?",
     re.DOTALL,
 )
+MATRIX_INSIDE = re.compile(r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)")
 MATRIX_KINDS = {"p": "", "b": "", "B": "set", "v": "determinant", "V": "norm"}
 BRACKET_KINDS = {None: "", "(": "", "[": "", "|": "determinant", r"\|": "norm", r"\{": "set"}
 IN_WORDS = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -44,6 +45,8 @@ WORDY = re.compile(r"(?<![^\s(])[^\W\d_]{3,}(?![^\s).,!?'’-])")
 """A word: letters by themselves, not beside a digit or an operator."""
 LETTERS_ALONE = re.compile(r"(?:[^\W\d_]|[\s.'’()])+")
 SEQUENCE = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
+LABEL = re.compile(r"[a-zA-Z]+\d[a-zA-Z\d]*")
+"""Letters before digits, as on a board or a seat: no product is written so."""
 PRODUCT = re.compile(r"\\(?:cdot|times)(?![a-zA-Z])|[\s{}()*]")
 NUMBER_IN_WORDS = re.compile(r"\\text\s*\{[^{}]*\d")
 LETTERS = re.compile(r"[^\W_]+", re.UNICODE)
@@ -57,6 +60,7 @@ BUILDER = re.compile(
     re.DOTALL,
 )
 MEMBER = re.compile(rf"({UNKNOWN.pattern})\s*\\in(?![a-zA-Z])\s*(.*)", re.DOTALL)
+PUNCTURED = re.compile(r"\(-\\infty,\\infty\)\s*\\(?:setminus|backslash)\s*\\\{(.*)\\\}", re.DOTALL)
 MORE = re.compile(
     r"['¬]|\.\.|(?<=\d)_|(?<=\d\})_"
     r"|\\(?:[lc]?dots|ne|not|neg|lnot|notin|ll|gg|lesssim|gtrsim|nless|ngtr|nleq|ngeq|propto|sim|cong|equiv|b?mod|pmod"
@@ -127,7 +131,7 @@ def _in_letters(text: str) -> bool:
     if "," in text or ";" in text:
         return False
     alone = len(_as_words(text)) > 1 and LETTERS_ALONE.fullmatch(IN_WORDS.sub(r"\1", text))
-    return bool(alone or SEQUENCE.fullmatch(text) or WORDY.search(text))
+    return bool(alone or SEQUENCE.fullmatch(text) or LABEL.fullmatch(text) or WORDY.search(text))
 
 
 def _says_more(truth: str, answer: str) -> bool:
@@ -239,8 +243,24 @@ def _based(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
     wanted, given = _cells(truth), _cells(answer)
     if wanted is None or given is None:
-        alone = wanted or given
-        return None if alone is None or alone[0] == "determinant" else False
+        alone, other = wanted or given, answer if given is None else truth
+        if alone is None or alone[0] == "determinant" or MATRIX_INSIDE.search(other):
+            return None
+        # A vector may be written as a point.
+        cells = [cell for row in alone[1] for cell in row]
+        line = alone[0] == "" and 1 < len(cells) == max(len(alone[1]), len(alone[1][0]))
+        point = _split(other) if line else None
+        return (
+            point is not None
+            and (point.opening, point.closing) == ("(", ")")
+            and (
+                len(point.items) == len(cells)
+                and all(
+                    same(left, right, tolerance, depth)
+                    for left, right in zip(cells, point.items, strict=True)
+                )
+            )
+        )
     if wanted[0] != given[0] or [len(row) for row in wanted[1]] != [len(row) for row in given[1]]:
         return False
     rows = zip(wanted[1], given[1], strict=True)
@@ -274,6 +294,9 @@ def _region(text: str) -> Region | None:
         unknown, rest = match[1], match[3].strip()
         inner = _region(rest)
         return inner if inner and inner.unknown == unknown else None
+    if match := PUNCTURED.fullmatch(text):
+        gaps = _at_commas(match[1])
+        return Region("", [piece for gap in gaps for piece in _interval(rf"x\ne {gap}")[1]])
     if match := MEMBER.fullmatch(text):
         return Region(match[1], [piece.strip() for piece in UNION.split(match[2])])
     if UNION.search(text):
@@ -422,7 +445,9 @@ def _at_commas(text: str) -> list[str]:
 def _as_words(text: str) -> str:
     """The letters of an answer in words, without case; nothing for what is maths."""
     words = IN_WORDS.sub(r"\1", text).strip()
-    bare = words.strip("() .").casefold()
+    bare = words.strip("() .")
+    if max(map(len, bare.split()), default=0) > 1:
+        bare = bare.casefold()
     if "\\" in words or any(character in words for character in "^_=+*/<>") or not LETTERS.search(bare):
         return ""
     if any(character.isdigit() for character in bare):

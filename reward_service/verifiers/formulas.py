@@ -102,6 +102,8 @@ def _parsed(text: str) -> Any:
     formula = latex2sympy(text, is_real=True, **how)
     if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"{formula!r:.80} is no formula")
+    if isinstance(formula, sympy.MatrixBase):
+        formula = formula.as_immutable()
     named = [symbol for symbol in formula.free_symbols if str(symbol) == "i"]
     return formula.xreplace(dict.fromkeys(named, sympy.I)) if named else formula
 
@@ -164,7 +166,7 @@ def _bits(node: Any, unknown: float = 1.0) -> float:
         return max(largest, max(1.0, _bits(base, unknown)) * _size(exponent, unknown))
     growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
     if isinstance(node, growing):
-        return largest + math.prod(_size(part, unknown) for part in node.args) ** 1.5
+        return largest + math.lgamma(sum(_size(part, unknown) for part in node.args) + 1) / math.log(2)
     return largest + len(parts)
 
 
@@ -277,7 +279,8 @@ def _same_relation(wanted: Any, given: Any, tolerance: Fraction) -> bool:
     return False
 
 
-SMALL_POINT, LARGE_POINT = 2, 10  # Binary digits of what unknowns are replaced by
+SMALL_POINT = 2  # Binary digits of the smallest values that unknowns are replaced by
+MOST_POINT_BITS = 4_000  # Size of a number on the way, at a point
 FEWEST_POINTS = 3
 
 
@@ -313,7 +316,17 @@ def _exact(formula: Any) -> Any:
 
     known = {part: sympy.Rational(str(part)) for part in formula.atoms(sympy.Float)}
     known |= {part: sympy.Symbol(str(part), real=True) for part in formula.atoms(AppliedUndef)}
+    known |= {part: _real_root(part) for part in formula.atoms(sympy.Pow) if not formula.has(sympy.I)}
     return formula.xreplace(known).doit()
+
+
+def _real_root(power: Any) -> Any:
+    """Return an odd root of a negative number as a real one, as schools do; anything else as it is."""
+    import sympy
+
+    base, exponent = power.args
+    odd = exponent.is_Rational and not exponent.is_Integer and exponent.q % 2
+    return sympy.Integer(-1) ** exponent.p * (-base) ** exponent if odd and base.is_negative else power
 
 
 def _points(unknowns: int) -> Iterator[list[Any]]:
@@ -336,9 +349,9 @@ def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fra
     large to be computed."""
     import sympy
 
-    unknown = LARGE_POINT if any(abs(value) >= 2**SMALL_POINT for value in point.values()) else SMALL_POINT
-    bits = _bits(wanted, unknown) + _bits(given, unknown)
-    if bits > 2 * MOST_BITS:
+    unknown = max((int(abs(value)).bit_length() for value in point.values()), default=0)
+    bits = sum(_bits(side, max(unknown, SMALL_POINT)) for side in (wanted, given))
+    if bits > 2 * (MOST_POINT_BITS if point else MOST_BITS):
         return None
     digits = min(MOST_DIGITS, FEWEST_DIGITS + int(0.7 * bits))
     left, right = (_value(side, point, digits) for side in (wanted, given))

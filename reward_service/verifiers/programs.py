@@ -22,6 +22,8 @@ OPENING = re.compile(
     rf"^{CONTAINER}(?P<fence>`{{3,}}+|~{{3,}}+)[ \t]*+(?P<tag>[A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE
 )
 """Possessive throughout: what one part has taken no other tries again, so a line is read once."""
+IN_LINE = re.compile(r"(?<=\S)[ \t]++(```[A-Za-z0-9_+#.-]++)$", re.MULTILINE)
+"""A fence behind text of its line, where models do not write it on a line of its own."""
 LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
 DEEPER = 3  # Columns by which the fence that closes a block may stand deeper than the one that opens it
 QUOTED = re.compile(r"^[ \t]*+>[ \t]?", re.MULTILINE)
@@ -57,6 +59,8 @@ def blocks(response: str) -> list[Block]:
     """Return the fenced blocks in their order, without the indentation and marks of the list or quote around
     them. A block that is never closed goes to the end: a response cut at its length limit often ends so."""
     response = spoken(response)[-LONGEST:].replace("\r\n", "\n")
+    if not any(opening["tag"] for opening in OPENING.finditer(response)):
+        response = IN_LINE.sub(r"\n\1", response)
     found = []
     at = 0
     while (opening := OPENING.search(response, at)) is not None:
@@ -66,7 +70,7 @@ def blocks(response: str) -> list[Block]:
         # A deeper fence belongs to the program, in a docstring for example, unless it is the only one.
         end = re.compile(f"^{margin}{closing}", re.MULTILINE).search(response, opening.end())
         at = end.end() if end else len(response)
-        end = end or re.compile(rf"^[ \t]*+{closing}", re.MULTILINE).search(response, opening.end())
+        end = end or re.compile(rf"[ \t]*+{closing}", re.MULTILINE).search(response, opening.end())
         text = response[opening.end() + 1 : end.start() if end else len(response)]
         found.append(Block(opening["tag"].lower(), _outside_of(before, text)))
     return found

@@ -10,17 +10,20 @@ import re
 import unicodedata
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from reward_service.verifiers.answers import boxed, closing, folded, hedged, last_match
 
 SIGNS = str.maketrans(
-    {"–": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
-     "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+    {"–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+     "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ",
+     "∜": r"\sqrt[4] ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
      "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
      "∉": r"\notin ",
-     "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F", "∅": r"\emptyset ",
+     "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "º": r"^\circ ", "′": "'",
+     "µ": r"\mu ", "Ø": r"\emptyset ", "℃": r"^\circ C", "℉": r"^\circ F", "∅": r"\emptyset ",
      "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "⇒": r"\Rightarrow ", "≪": r"\ll ", "≫": r"\gg ",
      "∼": r"\sim ", "∝": r"\propto ", "≡": r"\equiv ", "≅": r"\cong ", "∨": r"\lor ", "∧": r"\land ",
      "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
@@ -34,10 +37,14 @@ VULGAR = re.compile("[¼½¾⅐-⅞↉]")
 FRACTION_SIGN = re.compile(r"(\d+)⁄(\d+)")
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|log|ln|exp"
 SHORT_UNIT = "[mgshltLNJWV]"
-REPLACED = [
+NO_ANGLE, NO_COMMA = r"(?:(?!\\[lr]angle).)*+", r"(?:(?!\\[lr]angle)[^,])*+"
+ONE_SIGN = r"\d|[a-zA-Z]|\\(?:pi|theta|alpha|beta|lambda)(?![a-zA-Z])"
+REPLACED: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?"), ""),
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\(?:[dtc]|nice|s)frac(?![a-zA-Z])"), r"\\frac"),
     # What only lays out.
+    (re.compile(r"\A(\*\*|__|`)([^*_`]+)\1\Z"), r"\2"),
+    (re.compile(r"(?<=\S)\s*\\(?:blacksquare|square|Box|qed)\s*\Z"), ""),
     (re.compile(r"\\(?:fcolorbox\s*\{[^{}]*\}|colorbox|(?:text)?color)\s*(?:\[\w*\])?\s*\{[^{}]*\}"), " "),
     (re.compile(r"\\(?:[hv]space|(?:h|v)?phantom|label|tag)\*?\s*\{[^{}]*\}"), " "),
     (re.compile(r"\\(?:emph|underline|uline|ensuremath|smash|mathop|mathord|mathstrut|strut|displaystyle|textstyle"
@@ -50,6 +57,9 @@ REPLACED = [
                 r"|operatorname\*?|mbox|hbox)(?=\s*\{)"), r"\\text"),
     (re.compile(r"\{\s*\\(?:rm|sf|tt)(?![a-zA-Z])\s*([^{}]*)\}"), r"\\text{\1}"),
     (re.compile(r"\\(?:rm|sf|tt)\s*(?=\{)"), r"\\text"),
+    (re.compile(r"(?<=[\d)}])\s*\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}"),
+     r" \\text{\1/\2}"),
+    (re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"), ""),
     # Two vectors keep their order.
     (re.compile(r"\\(?:overrightarrow|vec|mathbf|boldsymbol|bm|hat)\s*\{?([a-zA-Z])\}?(?=\s*\\times\s*"
                 r"\\(?:overrightarrow|vec|mathbf|boldsymbol|bm|hat)(?![a-zA-Z]))"), r"\\vec{\1}"),
@@ -62,12 +72,14 @@ REPLACED = [
     (re.compile(r"\\text\s*\{\s*(\\[a-zA-Z]+)\s*\}"), r"\1 "),
     (re.compile(r"(?<![\d)}/])\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
     (re.compile(rf"\\text\s*\{{\s*((?!{SHORT_UNIT})[a-zA-Z])\s*\}}"), r" \1 "),
-    (re.compile(rf"\\text\s*\{{(?!{SHORT_UNIT}\}})((?:[\d+*/^=().-]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+)\}}"),
+    (re.compile(rf"\\text\s*\{{(?!{SHORT_UNIT}(?:/{SHORT_UNIT})?\}})((?:[\d+*/^=().-]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+)\}}"),
      r"\1"),
     (re.compile(r"\\text\s*\{\s*([-+]?[\d.,/]+\s*\\?%?)\s*\}"), r"\1"),
     (re.compile(r"\A\s*\\text\s*\{\s*([-+]?\\?\$?\d[^{}]*)\}\s*\Z"), r"\1"),
     (re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|sqrt|pi|infty)(?![a-zA-Z])"), r"\\\1 "),
     # Thousands.
+    (re.compile(r"\A[-+]?\d{1,3}(?:(?: \d{3})+|(?:'\d{3})+|(?:\.\d{3}){2,})\Z"),
+     lambda match: re.sub(r"[ '.]", ",", match[0])),
     (re.compile(r"(?<=\d)(?:,|\{,\})(?:\\!)+\s*(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\!"), ""),
     (re.compile(r"(?<=\d)\{,\}(?=\d{3})"), ","),
@@ -81,18 +93,24 @@ REPLACED = [
     (re.compile(r"\\(?:approx|simeq|doteq)(?![a-zA-Z])"), "="),
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
+    # A point, and intervals with brackets that turn outwards.
+    (re.compile(rf"\\langle(?![a-zA-Z])({NO_COMMA},{NO_ANGLE})\\rangle(?![a-zA-Z])"), r"(\1)"),
+    (re.compile(r"(\A|\\cup|\\in|=)\s*\](?=[^\[\]()]*,)"), r"\1("),
+    (re.compile(r"(?<=.)\[(?=\s?(?:\Z|\\cup))"), ")"),
     (re.compile(r"\\(?:lbrace)(?![a-zA-Z])"), r"\\{"),
     (re.compile(r"\\(?:rbrace)(?![a-zA-Z])"), r"\\}"),
     (re.compile(r"\\[lr]?vert(?![a-zA-Z])"), "|"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\^\s*\{?\s*\\degree\s*\}?|\\degree(?![a-zA-Z])"), r"^\\circ "),
     (re.compile(r"\\text\s*\{\s*(and|or)\s*\}|(?<![a-zA-Z])(and|or)(?![a-zA-Z])"), " , "),
     (re.compile(r",\s*,"), ","),
-    (re.compile(r"\\mathbb\s*\{?\s*R\s*\}?"), r"(-\\infty,\\infty)"),
+    (re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\(?:R|reals)(?![a-zA-Z])"), r"(-\\infty,\\infty)"),
     # x^10 means x to the tenth to everyone but TeX.
     (re.compile(r"\^(\d{2,})"), r"^{\1}"),
-    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\sqrt\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
+    (re.compile(rf"\\frac\s*({ONE_SIGN})"), r"\\frac{\1}"),
+    (re.compile(rf"(\\frac\s*\{{[^{{}}]*\}})\s*({ONE_SIGN})"), r"\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\[\d+\])?\s*(\d+|[a-zA-Z])"), r"\\sqrt\1{\2}"),
     (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\^\s*\{?\s*\\prime(?![a-zA-Z])\s*\}?"), "'"),
 ]  # fmt: skip
 MOST_WRAPPINGS = 8  # Boxes in boxes and brackets around brackets that are taken off
 POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -227,6 +245,7 @@ PLAIN = re.compile(rf"([-+]?)\s*(?:({WHOLE})(\.[0-9]*)?|(\.[0-9]+))(?:[eE]([-+]?
 POWER_OF_TEN = re.compile(
     r"\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,4})\s*\}|([-+]?[0-9]))"
 )
+BARE_POWER = re.compile(r"\A([-+]?)\s*(10\s*\^)")
 FRACTION = re.compile(r"([-+]?)\s*\\frac\s*\{\s*([-+]?[0-9.]+)\s*\}\s*\{\s*([-+]?[0-9.]+)\s*\}")
 SLASHED = re.compile(rf"([-+]?{WHOLE})\s*/\s*({WHOLE})")
 MIXED = re.compile(
@@ -319,8 +338,14 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """Part a tidied text into body, unit and percent sign. A currency sign is dropped: `$5` is 5."""
-    text = MONEY.sub(lambda match: match[1] or "", text).strip()
+    """Part a tidied text into body, unit and percent sign. `$5` is 5 dollars; other
+    currency signs are dropped."""
+    found = _measured(MONEY.sub(lambda match: match[1] or "", text).strip())
+    in_dollars = "$" in text and MONEY.search(text) and not (found.unit and found.unit.kind)
+    return replace(found, unit=UNITS["dollar"]) if in_dollars else found
+
+
+def _measured(text: str) -> Quantity:
     if match := PERCENT.search(text):
         return Quantity(text[: match.start()].rstrip("\\").strip(), percent=True)
     if (match := DEGREES.search(text)) and not TRIGONOMETRIC.search(text):
@@ -378,7 +403,7 @@ def _short(word: str) -> str:
 
 def number(text: str) -> Fraction | None:
     """The value of a tidied text that is one number; None when it is anything else."""
-    text = text.strip()
+    text = BARE_POWER.sub(r"\g<1>1\\times \g<2>", text.strip())
     if not text or len(text) > LONGEST_NUMBER:
         return None
     try:

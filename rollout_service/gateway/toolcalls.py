@@ -3,6 +3,7 @@
     hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>            Hermes, Qwen2.5, Qwen3
     xml       <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>   Qwen3-Coder
     mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                  Mistral
+              [TOOL_CALLS]NAME[ARGS]{…} for each call                         Mistral Small 3.2 and later
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
 Calls inside a thought are none (`areal_async/answers.py`). Text of which one call is malformed is no tool
@@ -260,11 +261,13 @@ def _xml(source: ScannedText, tools: Tools) -> Reader:
 
 def _typed(text: str, declared: Any, schema: Any) -> Any:
     """Return the value of an XML parameter, which has no type of its own: text where the tool takes text,
-    else JSON where it is. A template writes null as `null`, so that is null where the tool takes it."""
-    if text == "null" and _takes(declared, schema, "null", type(None)):
+    else JSON where it is. Templates write null as `null` or `None`, and booleans as Python does."""
+    if text in ("null", "None") and _takes(declared, schema, "null", type(None)):
         return None
     if _takes(declared, schema, "string", str):
         return text
+    if text in ("True", "False") and _takes(declared, schema, "boolean", bool):
+        return text == "True"
     try:
         return load_json(text)
     except ValueError:
@@ -300,15 +303,22 @@ def _inside(value: Any, *names: str) -> Any:
     return value
 
 
+CALLS = "[TOOL_CALLS]"
+NAMED = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")
+
+
 def _mistral(source: ScannedText, tools: Tools) -> Reader:
     def read(at: int, begin: int) -> Found:
-        begin = at + len("[TOOL_CALLS]")
+        begin = at + len(CALLS)
+        named = NAMED.match(source.text, begin)
         try:
-            value, end = source.decode(begin)
+            value, end = source.decode(named.end() if named else begin)
         except ValueError as error:
             return Found(at, begin, problem=str(error))
-        if end < len(source.text):
+        if end < len(source.text) and not (named and source.text.startswith(CALLS, end)):
             return Found(at, end, problem="there is something else behind the calls")
+        if named:
+            value = {"name": named[1], "arguments": value}
         return _found(at, end, value if isinstance(value, list) else [value], "arguments")
 
     return read

@@ -80,6 +80,20 @@ def test_a_chat_asks_all_but_its_last_reply(write, tmp_path):
     assert {example.answers[0].answer[-1]["content"] for example in examples} == {"2", "4"}
 
 
+def test_an_observation_is_what_a_tool_said(write, tmp_path):
+    said = [("human", "q"), ("function_call", "f()"), ("observation", "3"), ("gpt", "three")]
+    chat = {"conversations": [{"from": who, "value": text} for who, text in said]}
+    call(write("in.jsonl", [chat]), "--out", tmp_path / "out.jsonl", "--kind", "sft")
+    roles = [message["role"] for message in rows_of(tmp_path / "out.jsonl")[0]["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+
+
+def test_pairs_of_a_reward_model_keep_their_margin(write, tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 2.0}
+    call(write("in.jsonl", [pair]), "--out", tmp_path / "out.jsonl", "--kind", "reward_model")
+    assert [one.value for one in read_examples(tmp_path / "out.jsonl", "reward_model")[1]] == [2.0]
+
+
 def test_preferences_are_pairs_whose_prompt_is_on_one_side_of_the_split(write, tmp_path):
     pairs = [{"question": f"q{n // 2}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
     out = tmp_path / "pairs.parquet"
@@ -425,6 +439,18 @@ def test_a_row_that_cannot_be_written_is_named_or_left_out(write, tmp_path, row,
     assert "1 bad, 1 taken" in call(source, "--out", out, *options, "--skip-bad")
 
 
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"question": "q", "answer": float("nan")}, (), "its ground truth is nan"),
+        ({"prompt": "q", "reward_model": {"ground_truth": float("inf")}}, (), "its ground truth is inf"),
+        ({"chosen": " \n", "rejected": "no", "prompt": "q"}, ("--kind", "preference"), "has no chosen"),
+    ],
+)
+def test_an_answer_that_is_missing_is_named(write, tmp_path, row, options, words):
+    assert words in call(write("in.jsonl", [row]), "--out", tmp_path / "out.jsonl", *options, status=2)
+
+
 def test_lines_that_are_no_json_may_be_left_out(write, tmp_path):
     source = write("in.jsonl", [ASKS])
     source.write_text("{broken\n" + source.read_text())
@@ -471,6 +497,10 @@ def test_nothing_is_overwritten_unless_asked(write, tmp_path):
         ("as it is", "hash", None),
         ("#### 5", "whole", "#### 5"),
         ("\\boxed{\\{1\\}}", "boxed", "\\{1\\}"),
+        ("We add 1 and 2. #### 3\nThe answer is: 3", "auto", "3"),
+        ("So it is. The final answer is 1,200.\n", "auto", "1200"),
+        ("The answer is: \\frac{1}{2}", "auto", "\\frac{1}{2}"),
+        ("The answer is 3. No, it is 4.", "auto", "The answer is 3. No, it is 4."),
     ],
 )
 def test_answers_are_found_where_they_stand(text, how, answer):

@@ -33,6 +33,7 @@ WAYS = {
     "link": {"$ref": "#/$defs/Name"},
     "enum": {"enum": ["1", "2"]},
     "numbers": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    "yes": {"type": "boolean"},
     "text": {"allOf": [{"type": "string"}]},
     "loop": {"$ref": "#/$defs/Loop"},
     "odd": {"enum": 3, "anyOf": "x", "type": {}, "$ref": "#/$defs/none/of/it"},

@@ -114,6 +114,7 @@ PADDED = MARKED.replace("<eos>{% endgeneration %}", "<eos>  {% endgeneration %}"
         (GEMMA, None, ["x1<t>", "x2<t>", "x3<t>"]),
         (GEMMA.replace("<t> ", "<t>    "), None, ["x1<t>", "x2<t>", "x3<t>"]),
         (OUTSIDE, None, ["x1<eos>", "x2<eos>", "x3<eos>"]),
+        (PADDED.replace("<eos>", "<t> <eos>"), ["<eos>", "<t>"], ["x1<t>", "x2<t>", "x3<t>"]),
         (PADDED, None, ["x1<eos>", "x2<eos>", "x3<eos>"]),
         (HEADERS, ["<eos>", "<u>", "<t>"], ["x1<t>", "x2<u>", "x3<eos>"]),
         (HEADERS, ["<eos>", "<u>"], None),

@@ -78,6 +78,13 @@ def test_a_fence_inside_of_a_docstring_does_not_close_the_block():
 
 
 @pytest.mark.parametrize(
+    "response", [f"Here: ```python\n{ADD}\n```", f"```python\n{ADD}```", f"So:\n```py\n{ADD}``` \nDone."]
+)
+def test_a_fence_that_shares_its_line_is_still_one(response):
+    assert program_of(response).text.strip() == ADD
+
+
+@pytest.mark.parametrize(
     ("tag", "language"),
     [
         ("Python", "python"), ("py", "python"), ("python3", "python"), ("python3.11", "python"),
