@@ -25,7 +25,7 @@ from areal_async.status.samples import read_samples, sample_files
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
-from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
+from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow, is_done
 from rollout_service.replicas import ReplicaGone, ReplicaSet
 from rollout_service.tools.generate import Talker
 from rollout_service.tools.serving import lone_evaluator, target_of
@@ -273,6 +273,15 @@ async def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothin
     records, _ = await run(endless, tmp_path, source, tasks, workflow=stuck, rollout=limit)
     assert (records[0]["n"], records[0]["unscored"]) == (2, 1)
     assert source.acks == [(0, "")]
+
+
+@pytest.mark.parametrize(("steps", "done"), [(4, True), (5, False)])
+def test_a_run_that_gets_more_steps_is_not_done_before_its_new_end(tmp_path: Path, steps: int, done: bool):
+    with RunLog(tmp_path / "metrics.jsonl") as records:
+        records.write("step", step=3, epoch=1)
+        records.write("model", epoch=1)
+        records.write("evaluation", version=4, epoch=1, final=True)
+        assert is_done(records, steps) is done
 
 
 def test_the_evaluations_engine_is_the_rollouts_kind_or_its_own(endless: Any, tmp_path: Path) -> None:
