@@ -116,6 +116,7 @@ CASES = [
     ("a</think>b", False, "b"),
     ("a</think>b</think>c", False, "c"),
     ("<think>a</think>b</think>c", False, "c"),
+    ("a<think>b</think>c</think>d", False, "d"),
     ("b<think>a", False, "b"),
     ("<think>a", False, ""),
     ("<think>say <think> twice</think>b", False, "b"),

@@ -250,6 +250,11 @@ def test_prompts_are_counted_as_the_template_makes_them(write, tmp_path, chat_mo
         ),
         ({"chosen": "a"}, ("--kind", "preference"), "no rejected"),
         ({"messages": "hello"}, (), "line 2: column 'messages' must be a list of messages"),
+        (
+            {"prompt": "What comes after A?", "choices": ["C", "B", "A"], "answer": "A"},
+            (),
+            "line 2: its answer 'A' is none of the choices",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_its_line(write, tmp_path, row, options, words):

@@ -10,6 +10,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -361,6 +362,28 @@ def test_a_resume_ends_what_the_run_before_has_left_running(tmp_path, node, monk
         buffer_files.recover_here(run_dir)
         reaper.join(LIMIT_S)
     assert files_in(run_dir / "buffer") == LOG
+
+
+def test_files_are_read_once_no_process_of_their_run_is_seen_any_more(tmp_path, node, monkeypatch):
+    dead, lasting = left_on(node), SimpleNamespace(kill=lambda: None)
+    looks = iter([[lasting], [lasting], [], []])
+    monkeypatch.setattr(buffer_files, "processes_of", lambda run_id: next(looks))
+    assert buffer_files.LeftFiles(dead.run_dir).read("buffer", {})
+    assert len(list(looks)) == 1
+
+
+def test_a_log_that_takes_several_pieces_comes_home_whole(tmp_path):
+    there, run_dir = tmp_path / "node" / "buffer", tmp_path / "home"
+    for folder in (there, run_dir):
+        folder.mkdir(parents=True)
+    content = os.urandom(2 * buffer_files.PIECE_BYTES + 5)
+    (there / "appendonly.aof").write_bytes(content)
+
+    def pull(have):
+        return list(buffer_files.pieces_of(there.parent, there.rglob("*"), have))
+
+    assert buffer_files.fetch_buffer(run_dir, pull)
+    assert (run_dir / "buffer" / "appendonly.aof").read_bytes() == content
 
 
 def test_the_end_of_event_logs_comes_home_and_nothing_twice(tmp_path, node):

@@ -58,6 +58,7 @@ def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_i
         assert Job.load(job_file, changes).trainer.steps == 3
     job = Job.load(str(job_file))
     assert job.changed({"rollout.sampling.stop": ["a=b"]}).rollout.sampling.stop == ("a=b",)
+    assert job.changed({"reward.timeout_s": 3}).changed({"trainer.hang_s": None}).trainer.hang_s is None
     for wrong in ([3], 3, [["trainer.steps=3"]]):
         with pytest.raises(ConfigError, match=r"the overrides: .* Give 'trainer\.steps=3', a list"):
             Job.load(job_file, wrong)

@@ -100,6 +100,8 @@ def unsure(completions, weight, power=1, **columns):
     return [None for _ in completions]
 def best(completions):
     return [float(len(one) == max(map(len, completions))) for one in completions]
+def enough(completions, words):
+    return [float(len(said) >= least) for said, least in zip(completions, words)]
 @reward
 def ours(completions):
     return float(completions.response == "4")
@@ -137,6 +139,8 @@ def test_a_function_of_trl_may_judge_groups(file):
     loaded = load_reward(f"{file(TRL)}:best")
     assert loaded.scopes == ("episode", "group")
     assert loaded([RewardInput(response=text) for text in ("a", "bbb", "cc")]) == [0.0, 1.0, 0.0]
+    given = [RewardInput(response="abc", extra_info={"words": words}) for words in (1, 3, 5)]
+    assert load_reward(f"{file(TRL)}:enough")(given) == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

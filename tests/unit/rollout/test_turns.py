@@ -111,6 +111,15 @@ def test_what_cannot_be_continued_says_why() -> None:
         continuation(plain, chat.then(user("B")), user("C"))
 
 
+@pytest.mark.parametrize("end", [EOS, ""])
+def test_a_path_goes_on_where_the_template_shows_a_chat_only_with_the_next_reply_opened(end: str) -> None:
+    opened = PLAIN + "{% if not add_generation_prompt %}{{ 1 / 0 }}{% endif %}"
+    chat = Chat(tuple(user("A"))).said("b", end)
+    tokenizer: Any = Letters(opened)
+    after = "\n<user>B\x03\n<assistant>"
+    assert continuation(tokenizer, chat, user("B")) == (after if end else f"{EOS}{after}", False)
+
+
 def test_a_reply_in_pieces_is_one_message() -> None:
     async def flow(ctx: Context, task: Task) -> None:
         first = await ctx.generate(task.prompt, stop=("!",))

@@ -90,11 +90,11 @@ async def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_mess
         await server.close()
 
 
-def open_at(endpoint: str) -> int:
-    """Connections that this process holds open as the server at `endpoint`."""
+def open_at(endpoint: str) -> set[int]:
+    """Ports of those whose connections this process holds open as the server at `endpoint`."""
     port = int(endpoint.rpartition(":")[2])
     held = psutil.Process().net_connections("tcp")
-    return sum(each.laddr.port == port and each.status == "ESTABLISHED" for each in held)
+    return {each.raddr.port for each in held if each.laddr.port == port and each.status == "ESTABLISHED"}
 
 
 HELLO = command(b"HELLO", b"\1\0" + bytes(72) + bytes(32) + bytes(8) + bytes(80))
@@ -107,18 +107,20 @@ HELLO = command(b"HELLO", b"\1\0" + bytes(72) + bytes(32) + bytes(8) + bytes(80)
 )
 async def test_nothing_is_unbounded_strangers_who_only_connect_make_room_for_each_other(monkeypatch, said):
     monkeypatch.setattr(endpoints, "MOST_STRANGERS", 20)
+    monkeypatch.setattr(endpoints, "HANDSHAKE_MS", 600_000)
     async with serving("tcp://127.0.0.1:0") as server, contextlib.AsyncExitStack() as stack:
         known = [await stack.enter_async_context(client_of(server.endpoint)) for _ in range(30)]
         for client in known:
             assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
-        before = dict(server.counters)
+        before, at_first = dict(server.counters), open_at(server.endpoint)
         strangers = []
         for _ in range(120):
             strangers.append(await asyncio.to_thread(connected, server.endpoint))
             stack.callback(strangers[-1].close)
             with contextlib.suppress(ConnectionError):
                 strangers[-1].sendall(said)
-        await until(lambda: open_at(server.endpoint) <= 50, "the oldest strangers to be closed")
+        await until(lambda: len(open_at(server.endpoint)) <= 50, "the oldest strangers to be closed")
+        assert at_first <= open_at(server.endpoint), "nobody known was let go"
         async with client_of(server.endpoint) as late:
             for client in (*known, late):
                 assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()

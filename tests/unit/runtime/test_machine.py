@@ -11,6 +11,7 @@ import typer
 from areal_async.cli.tools import own_tracebacks, readable_errors
 from areal_async.controller import attempt_process
 from areal_async.errors import DISK_TROUBLE, ArealError, FaultError, MachineError, errno_of
+from areal_async.ownfiles import append_beneath, map_open
 from areal_async.runtime import service
 from areal_async.storage.remote import REFUSED
 from trainer_service.disk import room_for
@@ -133,3 +134,21 @@ def test_a_real_limit_is_named():
     for fd in taken:
         os.close(fd)
     assert f"may have {most} files open here" in said
+
+
+def test_a_full_disk_takes_all_of_a_piece_or_nothing(small_disk):
+    append_beneath(small_disk, "logs/x.log", b"before")
+    with pytest.raises(OSError, match=r"No space|only") as met:
+        append_beneath(small_disk, "logs/x.log", bytes(8 << 20))
+    assert met.value.errno == errno.ENOSPC
+    assert (small_disk / "logs" / "x.log").read_bytes() == b"before"
+
+
+def test_a_file_with_holes_is_read_and_not_mapped(tmp_path):
+    path = tmp_path / "holes"
+    path.write_bytes(b"begin")
+    with path.open("r+b") as file:
+        file.truncate(1 << 20)
+        content = map_open(file.fileno())
+        os.pwrite(file.fileno(), b"other", 0)
+    assert (bytes(content[:5]), len(content)) == (b"begin", 1 << 20)

@@ -166,7 +166,7 @@ def test_reward_test_names_them_before_it_runs(best, task_file, capfd, monkeypat
     from areal_async.cli.tools import TrialRequest
     from reward_service.tools import trial
 
-    path = task_file(TESTS["import"])
+    path = task_file(["assert f(1) == 1"], TESTS["import"])
     assert trial.main(TrialRequest(reward="code_tests", data=str(path), as_json=True)) == 1
     said = capfd.readouterr()
     (problem,) = json.loads(said.out)["missing"]

@@ -108,6 +108,12 @@ def test_the_deadline_of_the_call_gives_no_score_and_says_so(best):
         verdict = code_stdio(given, wall_s=500.0, budget_s=600.0)
     assert verdict.kind == "overloaded"
     assert re.search(r"after 0 of 30 cases.*reward\.timeout_s", verdict.message)
+    sleeps = "```python\nimport time\ndef f(x): time.sleep(1000)\n```"
+    with deadline_in(GRACE_S + 0.4):
+        verdict = code_tests(
+            RewardInput(response=sleeps, ground_truth=["assert f(1)"]), wall_s=500.0, budget_s=600.0
+        )
+    assert verdict.kind == "overloaded"
     with deadline_in(GRACE_S):
         assert (
             code_tests(RewardInput(response="```python\nf = 1\n```", ground_truth=["f(1)"])).kind

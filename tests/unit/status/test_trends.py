@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from areal_async.rpc.control_messages import RunRecord
+from areal_async.status.aggregator import Progress
 from areal_async.status.trends import HeldOut, reward_warning
 
 UP = ([0.07, 0.08, 0.08], [0.17, 0.18, 0.17])
@@ -28,3 +30,13 @@ def test_a_reward_that_rises_in_training_and_falls_on_held_out_data_is_warned_of
 )
 def test_nothing_is_said_of_what_may_be_chance(rewards, first, last):
     assert reward_warning(*rewards, first, last) == ""
+
+
+def test_the_first_reward_is_that_of_the_first_steps_however_long_the_run_is():
+    progress = Progress("policy")
+    for version, held_out in ((0, 0.5), (60, 0.2)):
+        interval = [held_out, held_out - 0.05, held_out + 0.05]
+        progress.feed(RunRecord("evaluation", version=version, accuracy=held_out, mean=interval))
+    for step in range(60):
+        progress.feed(RunRecord("step", step=step, reward_mean=step / 100))
+    assert "rose from 0.045 to 0.545 while held-out reward fell from 0.500 to 0.200" in progress.warning

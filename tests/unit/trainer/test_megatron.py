@@ -32,7 +32,7 @@ ROUTED = "moe with routes"
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 MODELS = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "pad_token_id": 5, "eos_token_id": 5}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 0}),
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}, "pad_token_id": -1}),
     "moe": (Qwen3MoeConfig, {"head_dim": 16, "pad_token_id": None} | EXPERTS),
 }

@@ -18,7 +18,7 @@ from tests.unit.trainer.conftest import plain_row, write_model
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp import attention, window
 from trainer_service.backends.fsdp.backend import FsdpBackend
-from trainer_service.backends.probe import BOUND, refuse_unknown
+from trainer_service.backends.probe import BOUND, probe_rows, refuse_unknown, require_equal
 from trainer_service.data.microbatch import build_micro_batch
 from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import join_ranks
@@ -138,6 +138,24 @@ def test_windows_wider_than_the_probe_are_probed(wider, tmp_path, monkeypatch):
 ONE = torch.ones(1)
 
 
+def test_what_rows_with_a_shared_prefix_see_is_probed(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "_within", lambda trees, window: None)
+    with pytest.raises(UnfitModel, match="the log-probs of packed rows are not those"):
+        backend_of(plain(tmp_path, config_of(LlamaConfig, vocab_size=96)))
+
+
+@pytest.mark.parametrize("wrong", [0.01, -0.01, float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_row_that_differs_is_enough(wrong, place):
+    rows = probe_rows(config_of(LlamaConfig))
+    own = torch.linspace(-3, -1, sum(len(row.position) for row in rows))
+    packed = own.clone()
+    require_equal(rows, {"logp": packed}, {"logp": own})
+    packed[place] += wrong
+    with pytest.raises(UnfitModel, match="Largest difference by row"):
+        require_equal(rows, {"logp": packed}, {"logp": own})
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -230,6 +248,11 @@ def test_reasons_that_a_config_names(config, said):
             8,
         ),
         ({"rope_parameters": {"a": {"rope_type": "dynamic"}}, "max_position_embeddings": 64}, 64),
+        (
+            {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 32}}
+            | {"original_max_position_embeddings": 16, "max_position_embeddings": 64},
+            16,
+        ),
     ],
     ids=str,
 )
