@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ def _cost(events: Sequence[dict[str, Any]], at_s: float, end_s: float) -> dict[s
     trained = [one["time_s"] for one in events if one["event"] == "trained"]
     gaps = [after - before for before, after in pairwise(trained) if after > at_s and before < end_s]
     after = [time_s for time_s in trained if time_s > at_s]
+    decided = [one for one in events if one["event"] == "decided" and at_s < one["time_s"] <= end_s]
+    expired = sum(one.get("counts", {}).get("queued:lease_expired", 0) for one in decided)
     restarts = [
         one for one in events if one["event"] in ("restart", "ended") and at_s < one["time_s"] <= end_s
     ]
@@ -112,6 +115,7 @@ def _cost(events: Sequence[dict[str, Any]], at_s: float, end_s: float) -> dict[s
         "lost_writes_reported": sum(one["lost_writes"] for one in loaded),
         "recovery_s": round(after[0] - at_s, 1) if after else None,
         "longest_step_s": round(max(gaps, default=0.0), 1),
+        "leases_expired": expired,
         "restarted": sorted({one["service"] for one in restarts}),
     }
 
@@ -245,23 +249,35 @@ class OneHost:
         return self.stopped("rollout-1")
 
     def fill(self) -> Callable[[], object]:
+        """Take what room there is, and what becomes free."""
         file = Path("/dev/shm/filler")
-        subprocess.run(["dd", "if=/dev/zero", f"of={file}", "bs=64k"], check=False, stderr=subprocess.DEVNULL)
-        return file.unlink
+        more = f"while :; do cat /dev/zero >>{file} 2>/dev/null; sleep 0.01; done"
+        filler = subprocess.Popen(["sh", "-c", more])
 
-    def run(self) -> dict[str, Any]:
+        def end() -> None:
+            filler.kill()
+            filler.wait()
+            file.unlink()
+
+        return end
+
+    def faults(self) -> dict[str, tuple[Callable[[], Callable[[], object]], float]]:
+        """What is done, each with how long it lasts."""
+        clock = "Redis' clock set back an hour, one of two workers stopped for 15 s"
+        hangs = {
+            f"{role} stopped for {self.hang_s:g} s": (partial(self.stopped, role), self.hang_s)
+            for role in ("rollout-0", "reward", "buffer", "trainer", "supervisor")
+        }
+        return {"/dev/shm filled for 25 s": (self.fill, 25.0), clock: (self.set_back, 15.0), **hangs}
+
+    def run(self, only: Sequence[str]) -> dict[str, Any]:
         try:
             self.job.start()
             wait_for(lambda: self.job.running and self.job.all_serve(), "all services", limit_s=400)
             self.steps(3)
-            self.strike("/dev/shm filled for 25 s", self.fill, 25)
-            self.strike(
-                "Redis' clock set back an hour, one of two workers stopped for 15 s", self.set_back, 15
-            )
-            for role in ("rollout-0", "reward", "buffer", "trainer", "supervisor"):
-                self.strike(
-                    f"{role} stopped for {self.hang_s:g} s", lambda role=role: self.stopped(role), self.hang_s
-                )
+            for case, (begin, hold_s) in self.faults().items():
+                if any(name in case for name in only):
+                    self.strike(case, begin, hold_s)
             self.steps(3)
         finally:
             self.job.end()
@@ -279,6 +295,7 @@ def main() -> None:
     parser.add_argument("part", choices=("supervisor", "hosts"))
     parser.add_argument("--durability", choices=("everysec", "always"), default="everysec")
     parser.add_argument("--hang-s", type=float, default=60.0)
+    parser.add_argument("--only", nargs="+", default=[""], help="Words of the faults of `hosts`; else all.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -294,8 +311,14 @@ def main() -> None:
         result = killed_supervisors(folder, options.durability)
         given = f"supervisor --durability {options.durability}"
     else:
-        result = OneHost(folder, options.hang_s).run()
-        given = f"hosts --hang-s {options.hang_s:g}"
+        result = OneHost(folder, options.hang_s).run(options.only)
+        given = " ".join(
+            [
+                "hosts",
+                f"--hang-s {options.hang_s:g}",
+                *(["--only", *options.only] if options.only != [""] else []),
+            ]
+        )
     result = {"command": f"PYTHONPATH=. python benchmarks/failing_hosts.py {given}", **result}
     print(json.dumps(result, indent=1))
     if options.json is not None:
