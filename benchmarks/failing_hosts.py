@@ -280,7 +280,7 @@ class OneHost:
         finally:
             self.job.end()
         verdict = check(self.job.events(), promise_of(self.job.config))
-        result = _result(self.seen, self.job.run_dir, self.job.process and self.job.process.poll())
+        result = _result(self.seen, self.job.run_dir, self.job.wait(10))
         return result | {
             "hosts": 1,
             "hang_s_of_the_supervisor": self.hang_s / 2,
