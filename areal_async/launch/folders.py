@@ -197,6 +197,11 @@ def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
                 yield folder
 
 
+def mark_owned(folder: Path) -> None:
+    """Record this process in a folder of its own, so that `leftovers` finds the folder if it is killed."""
+    (folder / OWNER).write_bytes(msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))))
+
+
 def _lock(run_dir: Path) -> int:
     path = run_dir / LOCK
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -325,6 +325,14 @@ class StatusAggregator:
         if (stats := status.figures.buffer) is not None:
             self._dropped = DropReport.of(stats.reasons, stats.no_scores)
 
+    def held_up(self, seconds: float, now_s: float) -> None:
+        """Nobody was asked for so long, as who asks was stopped itself: silence of that time says nothing."""
+        if self._computed_s is not None:
+            self._computed_s = min(now_s, self._computed_s + seconds)
+        for service in self._services.values():
+            if service.answered_s is not None:
+                service.answered_s = min(now_s, service.answered_s + seconds)
+
     def tell(self, text: str, now_s: float) -> None:
         """Something to show for a while."""
         self._message = (now_s, text)

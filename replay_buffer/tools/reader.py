@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.errors import FaultError, RunFolderError
+from areal_async.launch.folders import mark_owned
 from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.runs import Run
 from areal_async.rpc.address import Address
@@ -170,13 +172,16 @@ async def _copied_redis(run: Run) -> AsyncIterator[str]:
     source = run.folder / "buffer"
     if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
         raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")
-    with tempfile.TemporaryDirectory(prefix="areal-look-") as folder, contextlib.ExitStack() as stack:
+    prefix = f"areal-{os.getuid()}-look-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, contextlib.ExitStack() as stack:
+        mark_owned(Path(folder))
         data = Path(folder, "data")
         shutil.copytree(source, data, ignore=shutil.ignore_patterns(EPISODES))
         sockets = short_socket_dir(Path(folder))
         if sockets != Path(folder):
             sockets.mkdir(mode=0o700)
             stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+            mark_owned(sockets)
         server = EmbeddedRedis(data, sockets / "redis", run.job.buffer.durability)
         try:
             await server.start()

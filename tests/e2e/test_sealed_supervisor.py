@@ -2,7 +2,6 @@
 acknowledged on the other host is there after each resume."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,47 +10,11 @@ from areal_async.config.load import load_job
 from areal_async.runtime.events import read_events
 from areal_async.status.record import read_run_log
 from tests.chaos.job import write_job
-from tests.sealed.world import CLUSTER, WORK, judged, sealed_hosts, until, unusable
+from tests.sealed.world import CLUSTER, KilledJob, judged, sealed_hosts, unusable
 
 AWAY = {role: {"labels": {"part": "away"}} for role in ("buffer", "trainer", "rollout", "evaluator")}
 PLACES = AWAY | {"reward": {"labels": {"part": "home"}}}
 STEPS, FIRST_CHECKPOINT = 24, 10
-
-
-class Killed:
-    """A job of the command line on the home host."""
-
-    def __init__(self, hosts, folder):
-        self.hosts = hosts
-        self.output = folder / "output.log"
-        self.process = None
-
-    def start(self, verb):
-        said = self.output.open("ab")
-        words = [verb, "sup.yaml", "--plain", "--cluster", "cluster.yaml"]
-        areal = ["env", "-C", WORK, sys.executable, "-P", "-m", "areal_async.cli.main", *words]
-        self.process = self.hosts.start(1, *areal, output=said)
-
-    def read(self, name):
-        try:
-            return self.hosts.tell(1, "cat", f"{WORK}/runs/sup/{name}").decode()
-        except OSError:
-            return ""
-
-    def steps(self):
-        lines = (json.loads(line) for line in self.read("metrics.jsonl").splitlines() if line.endswith("}"))
-        return max((line["step"] + 1 for line in lines if line["kind"] == "step"), default=0)
-
-    def until_step(self, number):
-        def reached():
-            assert self.process.poll() is None, self.output.read_text()[-4000:]
-            return self.steps() >= number
-
-        until(reached, f"step {number}")
-
-    def kill(self):
-        self.hosts.tell(1, "kill", "-KILL", str(json.loads(self.read("run.lock"))["pid"]))
-        self.process.wait()
 
 
 @pytest.mark.slow
@@ -71,7 +34,7 @@ def test_a_supervisor_that_is_killed_loses_nothing_that_was_acknowledged_elsewhe
         for part in ("home", "away"):
             hosts.node(hosts.add(), 4, part=part)
         hosts.copy_in(folder)
-        job = Killed(hosts, tmp_path)
+        job = KilledJob(hosts, "sup", tmp_path / "output.log")
         job.start("run")
         for kill_at in (FIRST_CHECKPOINT // 2, FIRST_CHECKPOINT + 3):
             job.until_step(kill_at)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,10 +26,12 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     short = short_socket_dir(tmp_path)
     short.mkdir(exist_ok=True)
-    return short
+    yield short
+    if short != tmp_path:
+        shutil.rmtree(short, ignore_errors=True)
 
 
 @asynccontextmanager
