@@ -177,12 +177,13 @@ def dump_job(job: JobConfig) -> str:
 
 
 def overrides_of(given: Overrides) -> list[str]:
-    """Return overrides as `key=value`, the values in YAML. Raises `ConfigError` for what is none."""
+    """Return overrides as `key=value`, the values in YAML. A mapping in a mapping changes the fields that it
+    names and keeps the others of their section. Raises `ConfigError` for what is none."""
     if isinstance(given, str):
         return [given]
     try:
         if isinstance(given, Mapping):
-            return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in given.items()]
+            return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in _fields(given)]
         words = list(given)
         if all(isinstance(word, str) for word in words):
             return words
@@ -191,6 +192,14 @@ def overrides_of(given: Overrides) -> list[str]:
         problem = str(error)
     fix = "Give 'trainer.steps=3', a list of such texts, or {'trainer.steps': 3}"
     raise ConfigError("the overrides", [Mistake("overrides", problem, fix)])
+
+
+def _fields(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _fields(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:

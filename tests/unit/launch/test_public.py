@@ -56,6 +56,9 @@ def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_i
         {"trainer": {"steps": 3, "optimizer": {"lr": 1e-3}}},
     ):
         assert Job.load(job_file, changes).trainer.steps == 3
+    faster = Job.load(job_file, ["trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=7"])
+    kept = faster.changed({"trainer": {"steps": 3, "optimizer": {"lr": 0.5}}}).trainer
+    assert (kept.steps, kept.optimizer.lr, kept.optimizer.warmup_steps) == (3, 0.5, 7)
     job = Job.load(str(job_file))
     assert job.changed({"rollout.sampling.stop": ["a=b"]}).rollout.sampling.stop == ("a=b",)
     assert job.changed({"reward.timeout_s": 3}).changed({"trainer.hang_s": None}).trainer.hang_s is None
