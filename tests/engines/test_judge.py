@@ -189,7 +189,7 @@ def test_a_job_learns_what_its_judge_likes(served: Served, tmp_path: Path) -> No
         record = read_step(run.folder / "batches", step)
         for episode in (episode for group in record.batch.groups for episode in group.episodes):
             text = unpack(record.blobs[episode.episode_id]).header.response_text
-            if set(text) <= set("0123456789+-="):  # Else it has special tokens, which the judge has not learned
+            if set(text) <= set("0123456789+-="):  # It has learned no special tokens
                 gaps.append(abs(episode.reward - share_of_ones(text)))
             assert episode.reward in {grade / 9 for grade in range(10)}
     assert len(gaps) > STEPS
