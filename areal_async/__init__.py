@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from areal_async.config.engines import EnginePart, engine_part
     from areal_async.config.errors import Mistake
     from areal_async.config.job import JobConfig as Job
-    from areal_async.errors import ArealError, SnapshotError
+    from areal_async.errors import ArealError, InfrastructureFault, SnapshotError
     from areal_async.launch.runs import Run, run
     from areal_async.quickstart.main import quickstart_job
     from areal_async.quickstart.model import make_tokenizer, write_model
     from areal_async.rpc.schema import Task, VersionTag
-    from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+    from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
     from areal_async.rpc.weights_messages import SnapshotNotice
     from areal_async.status.aggregator import RunStatus
     from areal_async.status.samples import read_samples
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
     from reward_service.verifiers import TooCostly, within
     from reward_service.verifiers.answers import answer_of
+    from reward_service.verifiers.programs import blocks, program_of
     from rollout_service.engines.base import (
         DeadlinePassed,
         Engine,
@@ -80,7 +81,7 @@ __all__ = ["ArealError", "Job", "Mistake", "Run", "RunStatus", "Section", "Task"
 __all__ += ["Context", "Reply", "SegmentKind", "TemplateRewrites", "ToolReply", "tool", "workflow"]
 __all__ += ["Environment", "EnvironmentFailure", "Step", "level_seed", "load_environment"]
 __all__ += ["Abstain", "Parts", "RewardInput", "Score", "TooCostly", "answer_of", "load_reward", "reward"]
-__all__ += ["within"]
+__all__ += ["FaultOf", "InfrastructureFault", "blocks", "program_of", "within"]
 __all__ += ["Failure", "LocalScorer", "Program", "RunLimits", "Sandbox", "Timeout", "Verdict"]
 __all__ += ["BackendReward", "RewardLoadError", "ScoringBackend"]
 __all__ += ["RankPlace", "TensorPiece", "TrainingBackend", "advantage", "correction", "loss"]
@@ -96,12 +97,12 @@ _PLACES = {
     "areal_async.config.engines": "EnginePart engine_part",
     "areal_async.config.errors": "Mistake",
     "areal_async.config.job:JobConfig": "Job",
-    "areal_async.errors": "ArealError SnapshotError",
+    "areal_async.errors": "ArealError InfrastructureFault SnapshotError",
     "areal_async.launch.runs": "Run run",
     "areal_async.quickstart.main": "quickstart_job",
     "areal_async.quickstart.model": "make_tokenizer write_model",
     "areal_async.rpc.schema": "Task VersionTag",
-    "areal_async.rpc.verdicts": "Abstain Failure Parts Score Timeout Verdict",
+    "areal_async.rpc.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
     "areal_async.status.aggregator": "RunStatus",
     "areal_async.status.samples": "read_samples",
@@ -114,6 +115,7 @@ _PLACES = {
     "reward_service.sdk": "RewardInput RewardLoadError load_reward reward",
     "reward_service.verifiers": "TooCostly within",
     "reward_service.verifiers.answers": "answer_of",
+    "reward_service.verifiers.programs": "blocks program_of",
     "rollout_service.engines.base": "DeadlinePassed Engine EngineError EngineLost EngineStats "
     "GenerateRequest GenerateResult RequestError",
     "rollout_service.engines.http.adapter": "ServerAdapter",

@@ -5,21 +5,27 @@ tokenizer's chat template, all at once, and the tokens of the assistant's turns 
 
 - Where the template marks them with `{% generation %}`, by its marks.
 - Else by rendering the chat up to before the turn, with the assistant's turn opened, and up to after it: what
-  the longer text adds is the turn, up to the end-of-sequence token with which it ends, if it does. That
-  holds only if both are how the whole begins. A template that renders a turn differently once others follow
-  (one that takes out earlier thoughts, say) is refused with what to do.
+  the longer text adds is the turn. That holds only if both are how the whole begins. A template that renders
+  a turn differently once others follow (one that takes out earlier thoughts, say) is refused with what to do.
+
+A turn is learned with the token that ends it, one of those at which engines end an answer
+(`areal_async/answers.py`), of several in a row the first, and nothing behind that. It may be the first token
+of the next turn, and the end-of-sequence token where the template puts nothing behind the last one. Without
+any the model would never learn to stop: such a chat is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress, groupby
 from typing import Any, Literal
 
+from areal_async.answers import end_ids, turn_closing
 from areal_async.errors import ArealError
 from areal_async.examples import Continuation, Message
 from areal_async.prompts import prompt_ids, text_ids
+from areal_async.tasks import is_learned
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -29,9 +35,15 @@ class ChatError(ArealError):
 
 
 def answer_ids(
-    tokenizer: Any, answer: Continuation, *, train_on: Literal["all", "last"] = "all"
+    tokenizer: Any,
+    answer: Continuation,
+    *,
+    train_on: Literal["all", "last"] = "all",
+    ends: Collection[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """(token ids [T], 1 for each that is learned [T]), ending with the last that is. Raises `ChatError`."""
+    """Return (token ids [T], 1 for each that is learned [T]), ending with the last that is. `ends` are the
+    ids that end an answer, by default those that the tokenizer knows. Raises `ChatError`."""
+    ends = end_ids(tokenizer) if ends is None else ends
     if isinstance(answer.answer, str):
         if tokenizer.eos_token_id is None:
             raise ChatError("the model's tokenizer has no end-of-sequence token, so no answer could end")
@@ -43,11 +55,15 @@ def answer_ids(
         return [*prompt, *own, tokenizer.eos_token_id], [0] * len(prompt) + [1] * (len(own) + 1)
     given = len(answer.prompt)
     chat: list[Message] = [*answer.prompt, *answer.answer]
-    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+    spoken = [i for i, message in enumerate(chat) if message["role"] == "assistant" and i >= given]
+    turns = [i for i in spoken if is_learned(chat[i])]
     if not turns:
-        raise ChatError("it has no turn of the assistant to learn from")
+        left = ": all have weight 0" if spoken else ""
+        raise ChatError(f"it has no turn of the assistant to learn from{left}")
     turns = turns[-1:] if train_on == "last" else turns
     ids, learned = _turn_ids(tokenizer, chat[: turns[-1] + 1], turns, answer.tools)
+    if any(learned):
+        ids, learned = _with_ends(tokenizer, ids, learned, frozenset(ends))
     end = max((i for i, one in enumerate(learned) if one), default=0)
     if not end or learned[0]:
         raise ChatError("the template leaves nothing to learn, or nothing before it")
@@ -100,6 +116,39 @@ def _turn_ids(
     return list(encoded["input_ids"]), learned
 
 
+def _with_ends(
+    tokenizer: Any, ids: list[int], learned: Sequence[int], ends: frozenset[int]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens with each turn learned up to the token that ends it. Raises `ChatError` for a turn
+    without one."""
+    ids, learned = [*ids], [*learned]
+    starts = [i for i, one in enumerate(learned) if one and (not i or not learned[i - 1])]
+    for start in reversed(starts):
+        after = next((i for i in range(start, len(ids)) if not learned[i]), len(ids))
+        end = next((i for i in range(after - 1, start - 1, -1) if ids[i] in ends), None)
+        for i in range((end or start) - 1, start - 1, -1):  # of several in a row the first ends the answer
+            if ids[i] in ends:
+                end = i
+            elif tokenizer.decode([ids[i]]).strip():
+                break
+        behind = [] if end is None else [one for one in ids[end + 1 : after] if one not in ends]
+        if end is not None and not tokenizer.decode(behind).strip():
+            learned[end + 1 : after] = [0] * (after - end - 1)  # blanks behind it are the template's
+        elif after < len(ids) and ids[after] in ends:
+            learned[after] = 1
+        elif after == len(ids) and tokenizer.eos_token_id in ends and turn_closing(tokenizer) == "":
+            ids.append(tokenizer.eos_token_id)
+            learned.append(1)
+        else:
+            known = ", ".join(repr(tokenizer.decode([token])) for token in sorted(ends)) or "none"
+            raise ChatError(
+                "the chat template ends a turn of the assistant with no token that ends an answer (those are "
+                f"{known}), so the model would never learn to stop. Let the template end it with one, "
+                "or add the token with which it does to eos_token_id in generation_config.json"
+            )
+    return ids, learned
+
+
 def _span(
     tokenizer: Any, whole: str, chat: list[Message], turn: int, tools: Sequence[Message]
 ) -> tuple[int, int]:
@@ -115,11 +164,7 @@ def _span(
             "says in the template with {% generation %} … {% endgeneration %}, or cut each chat into one "
             "for each of its turns"
         )
-    end, closing = len(after), tokenizer.eos_token
-    # What follows the end of the turn is the template's, up to the next turn.
-    if closing and after[len(before) :].rstrip().endswith(closing):
-        end = len(after.rstrip())
-    return len(before), end
+    return len(before), len(after)
 
 
 def _marked_ids(

@@ -8,13 +8,21 @@
     │   ├── RpcTimeout           no answer within the caller's deadline
     │   ├── PeerGone             the connection was closed under the call
     │   └── FaultError           the service answered, with a `Fault`
-    └── SnapshotError            a snapshot that is torn, mixed, corrupt or not there
+    ├── InfrastructureFault      an agent, environment or workflow was let down by something that is no answer
+    ├── SnapshotError            a snapshot that is torn, mixed, corrupt or not there
+    └── MachineError             the disk, or a limit of this machine: no bug, and none of the job's files
 
 A package that has more to say derives its own from `ArealError`. The text of every error is one
 paragraph that a person can act on: it is what a service prints before it ends with status 1.
 """
 
 from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Iterator
 
 from areal_async.rpc.schema import Fault, FaultKind
 
@@ -28,6 +36,11 @@ class ArealError(Exception):
 
     exit_status = 1
     """Status with which a command ends that raises it (docs/cli.md)."""
+
+
+class InfrastructureFault(ArealError):
+    """An episode cannot go on, and its answers are not to blame: a service that an agent needs is away.
+    Raised by an agent, environment or workflow, it leaves the episode without a score, to be tried again."""
 
 
 class WireError(ArealError):
@@ -89,6 +102,82 @@ class SnapshotError(ArealError):
 
 class WrongBase(SnapshotError):
     """A delta whose base is not the snapshot at hand: the full snapshot is needed."""
+
+
+DISK_TROUBLE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ("has no room", "Free room there")),
+    errno.EROFS: (
+        "is read-only",
+        "Mount it writable again (after an error of the file system: `dmesg`, then fsck)",
+    ),
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE), ("fails", "See what is wrong with it (`dmesg`), and mount it again")
+    ),
+}
+"""What each error of a disk means, and what to do about it. A quota and a limit on file sizes are of room."""
+_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+
+
+class MachineError(ArealError):
+    """The disk, or a limit of this machine, keeps something from being done."""
+
+    @classmethod
+    def of(cls, error: BaseException, *, then: str = "do the same again") -> MachineError | None:
+        """Return what `error`, or what it came from, says of this machine; None if it says nothing of it."""
+        for cause in causes_of(error):
+            if (number := errno_of(cause)) is None:
+                continue
+            if number in DISK_TROUBLE:
+                what, fix = DISK_TROUBLE[number]
+                place = getattr(cause, "filename", None)
+                where = f"the disk of {os.fsdecode(place)}" if place else "the disk"
+                return cls(f"{where} {what} ({error}). {fix}, and {then}.")
+            if number in (errno.EMFILE, errno.ENFILE):
+                return cls(f"{error}. {open_files_text(number)}, and {then}.")
+        return None
+
+
+def as_ours(error: BaseException) -> ArealError | None:
+    """Return an error of ours, or trouble of this machine, as one that a person can act on; None for another
+    one, which is a bug or a fault of the user's own code."""
+    return error if isinstance(error, ArealError) else MachineError.of(error)
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Return the error number of an OSError, or the one that the text of another error names."""
+    number = getattr(error, "errno", None)
+    if isinstance(number, int):
+        return number
+    found = _NUMBER.search(str(error))
+    return int(found[1] or found[2]) if found else None
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it came from, the newest first."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def with_limit(error: ArealError) -> str:
+    """Return the text of an error; where it came of too many open files, with the limit and the fix."""
+    if isinstance(error, MachineError):
+        return str(error)
+    numbers = (errno_of(cause) for cause in causes_of(error))
+    limit = next((n for n in numbers if n is not None and n in (errno.EMFILE, errno.ENFILE)), None)
+    return str(error) if limit is None else f"{error} {open_files_text(limit)}."
+
+
+def open_files_text(number: int) -> str:
+    """Return which limit on open files was met, and how to raise it."""
+    if number == errno.ENFILE:
+        return "All programs of this machine together have too many files open: raise `sysctl fs.file-max`"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"A process may have {soft} files open here (`ulimit -n`; at most {hard}): raise it to 65536 "
+        "(`ulimit -n 65536`, `LimitNOFILE=` of a systemd unit, nofile in /etc/security/limits.conf)"
+    )
 
 
 class RunError(ArealError):

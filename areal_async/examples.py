@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal_async.config.trainings import Kind
-from areal_async.tasks import TaskFileError, check_depth, check_message, check_row, task_rows
+from areal_async.tasks import Message, TaskFileError, chat_messages, check_values, task_row, task_rows
 
 Form = Literal["chats", "completions", "tasks", "pairs", "labelled", "scored"]
-Message = dict[str, Any]
 Text = str | list[Message]
 
 FORMS: Mapping[str, Mapping[Form, tuple[str, ...]]] = {
@@ -41,9 +40,6 @@ FORMS: Mapping[str, Mapping[Form, tuple[str, ...]]] = {
 }
 """Of each kind of job its forms, with the columns that each must have; a row has the first form that fits."""
 TEXTS = ("prompt", "completion", "messages", "chosen", "rejected")
-WITHOUT_WORDS = frozenset({"role", "name", "tool_call_id"})
-"""Fields of a message that say nothing by themselves: one that has no others, such as `tool_calls`, needs a
-content."""
 COLUMNS = (*TEXTS, "reward_model", "label", "score", "margin", "tools")
 
 
@@ -75,11 +71,12 @@ def read_examples(path: Path, kind: Kind) -> tuple[Form, Iterator[Example]]:
     first = next(rows, None)
     if first is None:
         raise TaskFileError(f"task file {path} has no rows: it needs at least one example.")
-    form = _form_of(*first, kind)
-    return form, (replace(_example(*row, form), where=row[0]) for row in chain([first], rows))
+    form = form_of(*first, kind)
+    return form, (replace(example_of(*row, form), where=row[0]) for row in chain([first], rows))
 
 
-def _form_of(where: str, row: Mapping[str, Any], kind: Kind) -> Form:
+def form_of(where: str, row: Mapping[str, Any], kind: Kind) -> Form:
+    """Return the first form of `kind` whose columns the row has. Raises `TaskFileError`."""
     forms = FORMS[kind]
     for form, needed in forms.items():
         if all(row.get(column) is not None for column in needed):
@@ -92,14 +89,15 @@ def _form_of(where: str, row: Mapping[str, Any], kind: Kind) -> Form:
     )
 
 
-def _example(where: str, row: Mapping[str, Any], form: Form) -> Example:
+def example_of(where: str, row: Mapping[str, Any], form: Form) -> Example:
+    """Return the example in a row of a file of this form. Raises `TaskFileError`."""
     if form == "tasks":
-        check_row(where, row)
+        row = task_row(where, row)
         truth = row["reward_model"]["ground_truth"]
         if truth is None:
             raise TaskFileError(f"{where}: its ground truth is null. Give it an answer, or take the row out.")
         return Example((Continuation(row["prompt"], str(truth)),))
-    check_depth(row, where)
+    check_values(row, where)
     tools = tools_of(row, where)
     text = {name: _text(row.get(name), name, where) for name in TEXTS}
     if form == "chats":
@@ -162,26 +160,7 @@ def _number(value: Any, name: str, where: str) -> float:
 
 
 def _text(value: Any, name: str, where: str) -> Text | None:
-    """A text, or messages without what parquet fills in for absent fields."""
-    if value is None or isinstance(value, str):
-        return value
-    messages = _without_nulls(value)
-    roles = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
-    if not (messages and roles):
-        raise TaskFileError(
-            f"{where}: column `{name}` must be a text, or a list of messages with `role` and `content`; "
-            f"found {value!r:.80}."
-        )
-    for message in messages:
-        if "content" not in message and not any(message[key] for key in message.keys() - WITHOUT_WORDS):
-            raise TaskFileError(
-                f"{where}: column `{name}` has a message of the role {message['role']!r:.40} whose `content` "
-                "is null or missing. Fill it in, or take the row out."
-            )
-    filled = [{"content": ""} | message for message in messages]
-    for message in filled:
-        check_message(message, name, where)
-    return filled
+    return value if value is None or isinstance(value, str) else chat_messages(value, name, where)
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
@@ -194,13 +173,7 @@ def tools_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
             value = json.loads(value or "[]")
         except ValueError as error:
             raise TaskFileError(f"{where}: `tools` is not JSON: {error}") from error
-    tools: Sequence[Any] = _without_nulls(value) or ()
+    tools: Sequence[Any] = value or ()
     if not (isinstance(tools, list | tuple) and all(isinstance(tool, dict) for tool in tools)):
         raise TaskFileError(f"{where}: `tools` must be a list of schemas; found {value!r:.80}.")
     return tuple(tools)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from areal_async.ownfiles import parts_of
+
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000
@@ -82,20 +84,107 @@ def _of_config(folder: Path, names: tuple[str, ...]) -> int:
         return 0
 
 
+def cannot_be_packed(config: Mapping[str, Any]) -> str:
+    """Why the trainer refuses a model with this config.json, in words; empty if the config names no reason.
+    The trainer's probe of the model decides; this finds the common reasons without torch."""
+    text = _text(config)
+    kinds = _layer_kinds(text)
+    if states := sorted(kind for kind in kinds if _STATE_LAYER.search(kind)):
+        return f"has layers of kind {', '.join(states)}, whose state {STATE}"
+    if "M" in str(text.get("hybrid_override_pattern") or ""):
+        return f"has layers of kind mamba (hybrid_override_pattern), whose state {STATE}"
+    if not kinds and (fields := sorted(name for name in _STATE_FIELDS if text.get(name))):
+        return f"has a recurrent state ({', '.join(fields)}), which {STATE}"
+    for field, what in _ATTENTION.items():
+        if text.get(field):
+            return f"{what} ({field}: {text[field]}), which packed attention does not compute"
+    if text.get("model_type") == "gpt_oss":
+        return "has attention sinks, which packed attention does not compute"
+    return ""
+
+
+STATE = "would go on from one packed row into the next"
+_STATE_LAYER = re.compile("linear|mamba|ssm|conv|recurrent|rwkv|delta|retention|hybrid|lightning")
+_STATE_FIELDS = (
+    "mamba_d_state",
+    "ssm_state_size",
+    "state_size",
+    "conv_L_cache",
+    "lru_width",
+    "attention_hidden_size",
+)
+_ATTENTION = {
+    "attn_logit_softcapping": "caps the logits of its attention",
+    "attention_chunk_size": "attends in chunks",
+}
+
+
+ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings", "cache_position"})
+"""Arguments that some models pass to every attention and that only other kinds of attention read."""
+OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
+"""Arguments that change nothing when they are off."""
+
+
+def unknown_arguments(arguments: Mapping[str, Any]) -> str:
+    """Names of the arguments, other than None, that a model passes to an attention of ours and that this does
+    not know; empty if it may ignore all of them."""
+    return ", ".join(
+        name
+        for name, value in sorted(arguments.items())
+        if value is not None
+        and name not in ALWAYS_KNOWN
+        and not (name in OFF and value is False)
+        and not (name == "is_causal" and value is True)
+    )
+
+
 def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
-    """What a model with this config.json has, besides attention, that looks at more than one token, in words;
-    empty where it says nothing of the kind. Ranks that share a row cannot compute it."""
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, dict) else config
-    kinds = {str(kind) for kind in _list(text.get("layer_types"))}
+    """Why ranks cannot share a row of a model with this config.json, in words: something in it besides
+    attention looks at more than one token. Empty if the config names nothing of the kind."""
+    text = _text(config)
+    kinds = _layer_kinds(text)
     if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
         return f"has layers of kind {', '.join(mixing)}, which look at several tokens"
-    rope = text.get("rope_parameters") or text.get("rope_scaling")
-    each = [found for found in (rope, *_list(rope)) if isinstance(found, dict)]
-    rotary = {str(found.get("rope_type") or found.get("type")) for found in each}
-    if by_length := sorted(rotary & BY_LENGTH):
+    if by_length := sorted(_rotary_kinds(text) & BY_LENGTH):
         return f"has rotary positions of kind {by_length[0]}, which depend on the longest row of a pass"
     return ""
+
+
+def most_positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest row whose rotary positions do not depend on the other rows of a pass; None if
+    they never do."""
+    text = _text(config)
+    kinds = _rotary_kinds(text)
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    found = [
+        each.get("original_max_position_embeddings")
+        for each in (rope, *_list(rope))
+        if isinstance(each, dict)
+    ]
+    if "longrope" in kinds:
+        found.append(text.get("original_max_position_embeddings"))
+    if kinds & BY_LENGTH:
+        found.append(text.get("max_position_embeddings"))
+    limits = [limit for limit in found if isinstance(limit, int)]
+    return min(limits) if kinds & BY_LENGTH and limits else None
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
+    """Kinds of layers that a config lists."""
+    fields = ("layer_types", "layers_block_type", "block_types")
+    return {str(kind) for field in fields for kind in _list(text.get(field))}
+
+
+def _rotary_kinds(text: Mapping[str, Any]) -> set[str]:
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    each = [found for found in (rope, *_list(rope)) if isinstance(found, dict)]
+    return {str(found.get("rope_type") or found.get("type")) for found in each}
 
 
 def _list(value: object) -> list[Any]:
@@ -113,10 +202,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         return []
     try:
-        return [
-            folder / name
-            for name in sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-        ]
+        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        return [folder.joinpath(*parts_of(name)) for name in names]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is no index of safetensors files") from error
 

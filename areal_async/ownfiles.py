@@ -3,17 +3,23 @@
 A path that was found may be anything: a link to elsewhere, a pipe that never answers, a folder that somebody
 else put there under the name of ours. What is read, deleted or run from such a path goes through here. What
 the user names on the command line is the user's own choice, and only has to be a regular file.
+
+A name that another process, host or store gave is joined to a folder of ours by `parts_of` and opened by
+`open_beneath`, nowhere else: it never leads out of the folder, and no link below the folder is followed.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import mmap
 import os
 import pwd
+import shutil
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from areal_async.errors import ArealError
@@ -74,6 +80,115 @@ def check_own(fd: int, path: Path) -> None:
         raise NotOurs(f"{path} belongs to {user_name(found.st_uid)}, not to {user_name(os.geteuid())}")
     if found.st_mode & 0o022:
         raise NotOurs(f"others may write to {path}: `chmod go-w` it if you trust what it says")
+
+
+class NotBeneath(ArealError, ValueError):
+    """A name from outside that is no plain relative path."""
+
+    restart_helps = False
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the parts of a relative path that somebody else gave. Raises `NotBeneath` for any other text."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise NotBeneath(f"{name[:200]!r} is no relative path without `.`, `..` and empty parts")
+    return parts
+
+
+@contextmanager
+def _parent_beneath(root: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield a descriptor of the folder that holds `name`, and the last part of the name."""
+    *folders, last = parts_of(name)
+    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(folder, 0o700, dir_fd=fd)
+            inner = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd, last
+    finally:
+        os.close(fd)
+
+
+def open_beneath(root: Path, name: str, flags: int = os.O_RDONLY) -> int:
+    """Open the regular file `name` below the folder `root`; with `O_CREAT` make it and its folders, for this
+    user alone. Raises `NotBeneath`, and OSError, also where a part of the name is a link or no folder."""
+    with _parent_beneath(root, name, make=bool(flags & os.O_CREAT)) as (folder, last):
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        fd = os.open(last, flags, 0o600, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(None, "it is no regular file", name)
+    return fd
+
+
+def append_beneath(root: Path, name: str, data: bytes) -> None:
+    """Append all of `data` or nothing to the file `name` below `root`. Raises as `open_beneath` does, and
+    OSError where the disk takes less."""
+    fd = open_beneath(root, name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with os.fdopen(fd, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        if (written := file.write(data)) != len(data):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written to {root / name}")
+
+
+def reserve(fd: int, size_bytes: int) -> None:
+    """Give the open file this size, with room for every byte. Raises OSError where there is none: a write
+    into a mapping of a file with holes would end the process instead, by SIGBUS."""
+    os.ftruncate(fd, size_bytes)
+    if size_bytes:
+        os.posix_fallocate(fd, 0, size_bytes)
+
+
+def map_open(
+    fd: int, at: int = 0, size_bytes: int | None = None, *, populate: bool = False
+) -> mmap.mmap | bytes:
+    """Return what an open regular file has from byte `at`, a multiple of the page size, on: mapped, or read
+    where the file has holes. On a full file system in memory, even to read a hole through a mapping would end
+    the process by SIGBUS. Raises OSError, and ValueError for a part that reaches beyond the end."""
+    left = os.fstat(fd).st_size - at
+    size = left if size_bytes is None else size_bytes
+    if size > left:
+        raise ValueError(f"the file has {left} bytes from byte {at} on, and {size} are to be mapped")
+    if not size:
+        return b""
+    if os.lseek(fd, at, os.SEEK_HOLE) >= at + size:
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(fd, size, flags, mmap.PROT_READ, offset=at)
+    content, done = mmap.mmap(-1, size), 0
+    with memoryview(content) as view:
+        while done < size and (n := os.preadv(fd, [view[done : done + MAX_BYTES]], at + done)):
+            done += n
+    return content
+
+
+def map_path(path: Path) -> mmap.mmap | bytes:
+    """`map_open` of the regular file at `path`. Raises OSError."""
+    fd = open_regular(path)
+    try:
+        return map_open(fd)
+    finally:
+        os.close(fd)
+
+
+def rename_beneath(root: Path, name: str, new: str) -> None:
+    """Give the file `name` below `root` the name `new` in the same folder. Raises as `open_beneath` does."""
+    with _parent_beneath(root, name) as (folder, last):
+        os.replace(last, new, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def remove_beneath(root: Path, name: str) -> None:
+    """Remove the file, link or folder `name` below `root`, if it exists. Raises as `open_beneath` does."""
+    with suppress(FileNotFoundError), _parent_beneath(root, name) as (folder, last):
+        if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(last, ignore_errors=True, dir_fd=folder)
+        else:
+            os.unlink(last, dir_fd=folder)
 
 
 _FLOCK = struct.Struct("hhqqi0q")  # Linux' `struct flock` with 64-bit offsets

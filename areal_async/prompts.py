@@ -36,13 +36,17 @@ def with_template_args(tokenizer: T, arguments: Mapping[str, Any]) -> T:
 
 
 def prompt_text(
-    tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    opened: bool = True,
 ) -> str:
-    """The text that the model is given for `prompt`, before tokenisation. `tools` are schemas for the chat
-    template."""
+    """Return the text that the model is given for `prompt`, before tokenisation. `tools` are schemas for the
+    chat template, which opens the assistant's turn unless `opened` is false."""
     if not isinstance(prompt, str) and tokenizer.chat_template:
         given, schemas = [dict(message) for message in prompt], [dict(tool) for tool in tools]
-        how = {"tokenize": False, "add_generation_prompt": True}
+        how = {"tokenize": False, "add_generation_prompt": opened}
         return str(tokenizer.apply_chat_template(given, tools=schemas or None, **how))
     return message_texts(prompt)
 

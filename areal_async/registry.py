@@ -25,12 +25,13 @@ a syntax tree. What its parts say of themselves is asked before a job starts, in
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -40,9 +41,10 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
+from areal_async.config.errors import MOST_MISTAKES, Mistake, blank_after_colon, in_words, value_in_words
 from areal_async.errors import ArealError
 from areal_async.ownfiles import read_regular
+from areal_async.secrecy import is_secret
 
 
 class PartError(ArealError):
@@ -56,7 +58,9 @@ class Registry:
 
     `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
     `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
-    that it fills; `coroutine` says that a part which is a function is an `async def`.
+    that it fills; `coroutine` says that a part which is a function is an `async def`. `signatures` are those
+    of other frameworks' functions, which have no decorator: a parameter that tells one, and those that the
+    caller fills there; with none named, any that no argument gives.
     """
 
     def __init__(
@@ -67,11 +71,13 @@ class Registry:
         leading: int = 0,
         filled: tuple[str, ...] = (),
         coroutine: bool = False,
+        signatures: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.kind = kind
         self.leading = leading
         self.filled = filled
         self.coroutine = coroutine
+        self.signatures = signatures or {}
         self._own_parts: dict[str, Any] = {}
         self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
         self._table = built_in
@@ -112,10 +118,8 @@ class Registry:
         path, attribute = self._own(name)
         module = run_user_file(path, kind=self.kind, name=name, error=PartError)
         if not hasattr(module, attribute):
-            defined = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
-            raise PartError(
-                f"the {self.kind} {name!r}: {path} defines no {attribute!r}. It defines {defined}."
-            )
+            fix = _meant(attribute, [key for key in vars(module) if not key.startswith("_")])
+            raise PartError(f"the {self.kind} {name!r}: {path} defines no {attribute!r}. {fix}")
         return self._own_parts.setdefault(name, getattr(module, attribute))
 
     def explain(self, name: str) -> dict[str, Any]:
@@ -222,17 +226,21 @@ class Registry:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
             a = node.args
             positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
-            without_default = positional[: len(positional) - len(a.defaults)][self.leading :]
             keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            needed = without_default + [argument.arg for argument, default in keywords if default is None]
-            takes = positional[self.leading :] + [argument.arg for argument in a.kwonlyargs]
-            takes, needed = ([each for each in names if each not in self.filled] for names in (takes, needed))
+            optional = {*positional[len(positional) - len(a.defaults) :]}
+            optional |= {argument.arg for argument, default in keywords if default is not None}
+            named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
+            foreign = [name for name in self.signatures if name in (*positional, *named)]
+            if foreign and not node.decorator_list:
+                leading, filled = 0, {*self.signatures[foreign[0]]}
+                optional |= {*positional, *named} if not filled else set()
+            takes = [each for each in (*positional[leading:], *named) if each not in filled]
+            needed = [each for each in takes if each not in optional]
             owner = f"the {self.kind} {attribute} in {path}"
             free = a.kwarg is not None
             yield from _keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)
         elif node is None:
-            choice = ", ".join(_defined(tree)) or "nothing"
-            yield Mistake(field, f"{path} defines no {attribute!r}", f"It defines {choice}")
+            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
 
 
 def _defined(tree: ast.Module) -> dict[str, ast.AST]:
@@ -248,6 +256,13 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found
+
+
+def _meant(attribute: str, defined: Collection[str]) -> str:
+    """The name in a file that was most likely meant, else all of them."""
+    if close := difflib.get_close_matches(attribute, defined, n=1):
+        return f"Did you mean {close[0]!r}?"
+    return f"It defines {', '.join(defined) or 'nothing'}."
 
 
 def _imported(reference: str) -> Any:
@@ -268,18 +283,20 @@ def section_mistakes(
     # What is refused for holding a password is not shown, nor what it is a part of.
     secret = any("holds a password" in detail["msg"] for detail in details)
     takes = ", ".join(info.alias or name for name, info in section.model_fields.items()) or "nothing"
-    for detail in details:
+
+    def explain(detail: Mapping[str, Any]) -> Mistake:
         name = ".".join(str(part) for part in detail["loc"])
         where = f"{field}.{name}" if name else field
         if detail["type"] == "extra_forbidden":
             fix = blank_after_colon(str(detail["loc"][-1])) or f"It takes {takes}"
-            yield Mistake(where, f"{owner} has no argument {name!r}", fix)
-        elif detail["type"] == "missing":
+            return Mistake(where, f"{owner} has no argument {name!r}", fix)
+        if detail["type"] == "missing":
             about = section.model_fields[name].description if name in section.model_fields else ""
             fix = " ".join(f"Add it. {about or ''}".split()).rstrip(". ")
-            yield Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
-        else:
-            yield _value_mistake(where, name, detail, owner, secret=secret)
+            return Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
+        return _value_mistake(where, name, detail, owner, secret=secret)
+
+    yield from in_words(details, explain, field)
 
 
 def _value_mistake(
@@ -289,6 +306,7 @@ def _value_mistake(
     if (words := value_in_words(detail)) is not None and not secret:
         return Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
     message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+    secret = secret or is_secret(name, detail.get("input"))
     shown = "" if secret else f" = {detail.get('input')!r:.80}"
     return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
 
@@ -310,7 +328,7 @@ def _value_mistakes(
     try:
         adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
+        for detail in error.errors(include_url=False)[:MOST_MISTAKES]:
             inner = "".join(f".{part}" for part in detail["loc"])
             yield _value_mistake(f"{where}{inner}", f"{parameter.name}{inner}", detail, owner)
 
@@ -342,7 +360,15 @@ ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
 WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2, coroutine=True)
 ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
 TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
-REWARDS = Registry("reward", "reward_service.sdk:BUILT_IN", leading=1)
+REWARDS = Registry(
+    "reward",
+    "reward_service.sdk:BUILT_IN",
+    leading=1,
+    signatures={
+        "solution_str": ("data_source", "solution_str", "ground_truth", "extra_info"),
+        "completions": (),
+    },
+)
 ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=1)
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
 CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)

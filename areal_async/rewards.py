@@ -1,7 +1,9 @@
-"""Which reward scores which task: the rewards of a job, and the routes to them. Pure."""
+"""Which reward scores which task: the rewards of a job, and the routes to them. Pure but for the last
+class."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Protocol
@@ -9,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from areal_async.config.reward import RewardSection, RouteSection, Scope
-from areal_async.config.rewardcheck import part_of
+from areal_async.config.rewardcheck import part_of, with_those_inside
 
 
 class RewardSpec(msgspec.Struct, frozen=True, dict=True):
@@ -82,3 +84,38 @@ def matches(route: RouteSection, task: Asking) -> bool:
 
 def _spec(asked: RewardSection | RouteSection, section: RewardSection) -> RewardSpec:
     return RewardSpec(asked.name, dict(asked.args), asked.scope, asked.timeout_s or section.timeout_s)
+
+
+class ImportedModules:
+    """The modules that tests of tasks import, for each reward that runs them: `note` each task, then ask for
+    what is `missing`.
+
+    A part that runs programs says which modules a task's tests import (`modules_of(truth)`), and which of
+    them they cannot (`modules_away(names, arguments)`)."""
+
+    def __init__(self, reward: RewardSection) -> None:
+        self._routing = Routing(reward)
+        self._programs = {
+            spec.key: [
+                (name, args, part)
+                for name, args in with_those_inside(spec.name, spec.args)
+                if hasattr(part := part_of(name), "modules_of")
+            ]
+            for spec in self._routing.specs
+        }
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def note(self, task: Asking, truth: Any) -> None:
+        key = self._routing.of(task).key
+        for _, _, part in self._programs[key][:1]:
+            self._counts[key].update(part.modules_of(truth))
+
+    def missing(self) -> list[str]:
+        """Return a sentence for each module that is missing. Runs a program for each reward."""
+        return [
+            f"Tests import {module!r} (tasks: {counts[module]}), which programs of `{name}` do not have. "
+            "Name a Python environment with it: `environment` in the reward's arguments (docs/sandbox.md)."
+            for key, counts in self._counts.items()
+            for name, args, part in self._programs[key]
+            for module in part.modules_away(sorted(counts), args)
+        ]

@@ -5,6 +5,9 @@ Columns: `prompt` (text, or a list of chat messages with `role` and `content`) a
 `extra_info` are optional. Other columns are ignored, but for those that change what a task means, which are
 refused: images, videos and audios, whose tasks cannot be solved from the text alone.
 
+A field of a message that is null is absent. In parquet every row has the fields that any row has, so there a
+null at any depth of messages and schemas is absent too; in jsonl the arguments of a call stay as written.
+
 What reading may cost is bounded by the size of the file: a few kilobytes of parquet can stand for gigabytes.
 """
 
@@ -13,15 +16,17 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import os
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import blake3
+import msgspec
 
-from areal_async.config.yamlfile import MOST_LEVELS, MOST_NODES, too_nested
+from areal_async.config.yamlfile import MOST_LEVELS, MOST_NODES, half_character, too_nested
 from areal_async.errors import ArealError
 from areal_async.ownfiles import open_regular
 from areal_async.rpc.schema import Task
@@ -30,8 +35,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
+MESSAGE_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialog", "prompt", "completion"))
+MESSAGE_COLUMNS |= {"chosen", "rejected", "tools", "functions"}
 VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "learn")
+"""Fields with which data sets say whether a turn of the assistant is learned."""
+Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have others
+WITHOUT_WORDS = frozenset({"role", "name", "tool_call_id", *WEIGHTS})
+"""Fields of a message that carry no words: a message that has no others, such as `tool_calls`, needs a
+content."""
 PLACEHOLDER = "<image>"  # Where in a prompt what a vision column holds would stand
 ROW_BYTES = 1024  # What a row costs beside its text, in Python
 VALUE_BYTES = 64  # What a value in it costs
@@ -39,6 +52,8 @@ FREE_BYTES = 256 << 20  # A file may unfold to so much, however small it is …
 MOST_UNFOLDED = 200  # … and to so many times its own size
 LONGEST_LINE = 64 << 20  # Bytes of one line of a jsonl file
 BATCH_ROWS = 256  # Rows of a parquet file that are decoded at once
+
+T = TypeVar("T")
 
 
 class TaskFileError(ArealError):
@@ -85,8 +100,7 @@ def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
     columns = frozenset((*COLUMNS, *extra))
     rows, path = [], task_file(path)
     for where, row in task_rows(path, columns):
-        check_row(where, row)
-        rows.append(row)
+        rows.append(task_row(where, row))
     if not rows:
         raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
     with os.fdopen(open_regular(path), "rb") as file:
@@ -134,6 +148,14 @@ def task_file(path: Path) -> Path:
     )
 
 
+def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most `most` of the rows in their order, drawn at random, always the same. Rows at even
+    distances would all be of one kind in a file that repeats its kinds."""
+    if len(rows) <= most:
+        return rows
+    return [rows[index] for index in sorted(random.Random(0).sample(range(len(rows)), most))]
+
+
 def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
     """The order in which pass `pass_index` goes through the rows: a function of its arguments alone."""
     order = list(range(n_rows))
@@ -179,9 +201,24 @@ def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -
                 taken += batch.nbytes + batch.num_rows * ROW_BYTES
                 if taken > most:
                     raise _unfolds(path, size, taken)
-                yield from batch.to_pylist()
+                yield from map(without_fillers, batch.to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:
         raise TaskFileError(f"task file {path} is not a readable parquet file: {error}") from error
+
+
+def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a columnar file without the nulls in messages and schemas: most of them stand for
+    fields that only other rows have."""
+    made = {name: _without_nulls(row[name]) if name in MESSAGE_COLUMNS else row[name] for name in row}
+    if isinstance(extra := row.get("extra_info"), dict) and "tools" in extra:
+        made["extra_info"] = extra | {"tools": _without_nulls(extra["tools"])}
+    return made
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -258,37 +295,96 @@ def _refuse_vision(path: Path, names: Collection[str]) -> None:
         )
 
 
-def check_row(where: str, row: Mapping[str, Any]) -> None:
-    """Raise `TaskFileError` for a row, named by `where`, that is no task."""
+def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a task, with the messages of its prompt as a chat template takes them. Raises
+    `TaskFileError` for a row, named by `where`, that is no task."""
     prompt = row.get("prompt")
-    if not (isinstance(prompt, str) and prompt) and not _is_chat(prompt):
-        raise TaskFileError(
-            f"{where}: column `prompt` must be a text, or a list of messages with `role` and `content`; "
-            f"found {prompt!r:.80}."
-        )
+    if not prompt:
+        raise TaskFileError(f"{where}: column `prompt` {_NO_TEXT}; found {prompt!r:.80}.")
     reward = row.get("reward_model")
     if not isinstance(reward, dict) or "ground_truth" not in reward:
         raise TaskFileError(
             f"{where}: column `reward_model` must hold `style` and `ground_truth`; found {reward!r:.80}."
         )
-    check_depth(row, where)
-    for message in prompt if isinstance(prompt, list) else ():
-        check_message(message, "prompt", where)
+    check_values(row, where)
+    truth = reward["ground_truth"]
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise TaskFileError(
+            f"{where}: its ground truth is {truth}, as tables write a missing number. Give it an "
+            "answer, or take the row out."
+        )
     if isinstance(prompt, str):
         check_text(prompt, "prompt", where)
+        return dict(row)
+    return {**row, "prompt": chat_messages(prompt, "prompt", where)}
 
 
-def check_depth(row: Mapping[str, Any], where: str) -> None:
-    """Raise `TaskFileError` for a row, named by `where`, with more levels or values than anybody means."""
+_NO_TEXT = "must be a text, or a list of messages with `role` and `content`"
+
+
+def check_values(row: Mapping[str, Any], where: str) -> None:
+    """Raise `TaskFileError` for a row, named by `where`, with more levels or values than anybody means, or
+    with a value that no message between our processes can carry."""
     if (deep := too_nested(row)) is not None:
         raise TaskFileError(
             f"{where}: {deep} is nested more than {MOST_LEVELS} levels deep, or has more than "
             f"{MOST_NODES} values. Flatten it."
         )
+    for name, value in row.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except UnicodeEncodeError:
+            place = ".".join(filter(None, (name, half_character(value))))
+            raise TaskFileError(
+                f"{where}: column `{place}` has half of a surrogate pair, as a text has that was cut within "
+                "a character. Cut it between characters, or take the row out."
+            ) from None
+        except (OverflowError, TypeError) as error:
+            found = (
+                "a whole number of over 64 bits" if isinstance(error, OverflowError) else f"no JSON ({error})"
+            )
+            raise TaskFileError(f"{where}: column `{name}` has {found}. Write it as a text.") from None
+
+
+def chat_messages(value: Any, column: str, where: str) -> list[Message]:
+    """Return the messages of a column without their null fields, each with a content. Raises `TaskFileError`
+    for what is no list of messages of text."""
+    found = value if isinstance(value, list) else []
+    if not found or not all(isinstance(each, dict) and each.get("role") is not None for each in found):
+        raise TaskFileError(f"{where}: column `{column}` {_NO_TEXT}; found {value!r:.80}.")
+    messages = [present(message) for message in found]
+    for message in messages:
+        if "content" not in message and not any(message[key] for key in message.keys() - WITHOUT_WORDS):
+            raise TaskFileError(
+                f"{where}: column `{column}` has a message of the role {message['role']!r:.40} whose "
+                "`content` is null or missing. Fill it in, or take the row out."
+            )
+    filled = [{"content": ""} | message for message in messages]
+    for message in filled:
+        check_message(message, column, where)
+    return filled
+
+
+def present(message: Mapping[str, Any]) -> Message:
+    """Return a message, or a call in it, without the fields that are null. What a call's arguments hold is
+    data, and stays."""
+    made = {name: value for name, value in message.items() if value is not None}
+    for name in ("function", "function_call"):
+        if isinstance(inner := made.get(name), Mapping):
+            made[name] = present(inner)
+    if isinstance(calls := made.get("tool_calls"), list):
+        made["tool_calls"] = [present(call) if isinstance(call, Mapping) else call for call in calls]
+    return made
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Return whether a turn of the assistant is learned: no field of `WEIGHTS` takes it out."""
+    return all(message.get(name, 1) for name in WEIGHTS)
 
 
 def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
-    """Raise `TaskFileError` for a message whose role is a usual one misspelt, or whose content is no text."""
+    """Raise `TaskFileError` for a message whose role is a usual one misspelt, whose content is no text, or
+    whose weight is neither 0 nor 1."""
     if not isinstance(role := message["role"], str):
         raise TaskFileError(f"{where}: column `{column}` has the role {role!r:.40}. Give a text, as in user.")
     word = "" if role in ROLES else role.strip().lower()
@@ -296,6 +392,12 @@ def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
         raise TaskFileError(
             f"{where}: column `{column}` has a message of the role {role!r:.40}. Did you mean {meant[0]!r}?"
         )
+    for name in WEIGHTS if role == "assistant" else ():
+        if message.get(name, 1) not in (0, 1):
+            raise TaskFileError(
+                f"{where}: column `{column}` has a message with {name} {message[name]!r:.40}. A turn is "
+                "learned (1, true) or not (0, false): write one of them."
+            )
     check_text(message["content"], column, where)
 
 
@@ -308,13 +410,3 @@ def check_text(text: Any, column: str, where: str) -> None:
         raise TaskFileError(
             f"{where}: column `{column}` {found}, and only text is trained here. Give a file of text tasks."
         )
-
-
-def _is_chat(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(message, dict) and "role" in message and "content" in message for message in prompt
-        )
-    )

@@ -108,7 +108,7 @@ class CpuMeter(threading.Thread):
                     name = names.get(process.ppid(), self._root_name)  # A parent comes before its children
                     if "--name" in line:
                         name = line[line.index("--name") + 1]
-                    elif line and "redis-server" in line[0]:
+                    elif process.name().endswith("-server"):
                         name = "redis"
                     names[process.pid] = name
                     self._seen[process.pid, process.create_time()] = (name, used.user + used.system)

@@ -184,7 +184,7 @@ class Job:
             if name == "redis":
                 buffer = self.find("buffer")
                 children = buffer.children(recursive=True) if buffer is not None else []
-                return next((child for child in children if "redis-server" in child.name()), None)
+                return next((child for child in children if child.name().endswith("-server")), None)
             for child in psutil.Process(self.process.pid).children():
                 if name in child.cmdline():
                     return child

@@ -253,6 +253,7 @@ PROGRAMS: dict[str, Hostile] = {
         "int down(int n) { volatile char page[4096]; page[0] = n; return down(n + 1) + page[0]; }\n"
         "int main(void) { return down(0); }",
         "signal",
+        "memory",
         language="c",
     ),
     "includes a secret in C": hostile(

@@ -109,6 +109,9 @@ class PackedChild:
     def heard(self) -> bytes:
         return b""
 
+    def is_heard(self) -> bool:
+        return True
+
     def memory_kills(self) -> int:
         return 0
 

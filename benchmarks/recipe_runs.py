@@ -75,15 +75,16 @@ def learned(folder: Path) -> dict[str, Any]:
     }
 
 
-def one(recipe: str, root: Path = ROOT) -> dict[str, Any]:
-    """A recipe from its first command to its last, in a folder that has `recipes` and `examples`."""
+def one(recipe: str, root: Path = ROOT, job_file: str = "tiny.yaml") -> dict[str, Any]:
+    """A recipe from its first command to its last, in a folder that has `recipes` and `examples`. `job_file`
+    is that of its last run."""
     seconds = {}
     for words in commands(recipe):
         begun_s = time.monotonic()
         run(words, root)
         if words[0] == "areal-async" and words[1] == "run":
             seconds[Path(words[2]).stem] = round(time.monotonic() - begun_s, 1)
-    job = read_mapping(RECIPES / recipe / "tiny.yaml")["job"]
+    job = read_mapping(RECIPES / recipe / job_file)["job"]
     return {**learned(root / "runs" / str(job)), "seconds": seconds}
 
 

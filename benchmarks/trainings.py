@@ -107,6 +107,7 @@ def by_rl(steps: int, objective: Mapping[str, Any], **trainer: Any) -> dict[str,
 
 WARM, TEACHER, SCORER = "../quickstart-warm/model", "../teacher/model", "../reward-model/model"
 SUM = {"normaliser": "constant", "normaliser_args": {"length": 1}}
+SEEDS = (1, 2, 3)  # Of PRIME and of its control
 JOBS: dict[str, dict[str, Any]] = {
     "teacher": from_files("sft", "", 600, model=WARM, lr=1e-3, batch_size=256, stop_between=[0.85, 1.0]),
     "sft-chats": from_files("sft", "_chats", 150, model="chats", lr=1e-3),
@@ -121,11 +122,17 @@ JOBS: dict[str, dict[str, Any]] = {
         60, {"advantage": "dpo", "loss": "reinforce", "correction": "none", "allow_uncorrected": True, **SUM}
     ),
     "distill": by_rl(60, {"advantage": "distill"}, teacher={"model": TEACHER}),
-    "prime": by_rl(
-        60,
-        {"advantage": "prime", "advantage_args": {"beta": 0.005}},
-        process_reward={"optimizer": {"lr": 1e-4}},
-    ),
+    **{
+        f"prime-{seed}": by_rl(
+            60,
+            {"advantage": "prime", "advantage_args": {"beta": 0.005}},
+            process_reward={"optimizer": {"lr": 1e-4}},
+        )
+        | {"seed": seed}
+        for seed in SEEDS
+    },
+    # The same without the process reward model: what is left of PRIME is its leave-one-out advantage.
+    **{f"prime-control-{seed}": by_rl(60, {"advantage": "rloo"}) | {"seed": seed} for seed in SEEDS},
     "ppo": yaml.safe_load((RECIPES / "rm-ppo" / "tiny.yaml").read_text()),
 }
 JOBS["ppo"]["model"], JOBS["ppo"]["reward"]["args"]["model"] = WARM, SCORER
@@ -135,7 +142,7 @@ JOBS["ppo"]["trainer"]["steps"], JOBS["ppo"]["buffer"]["batch_groups"] = 60, 64
 
 def run_once(files: Path, name: str) -> dict[str, Any]:
     """The figures of one job."""
-    job = JOBS[name] | {"job": name, "run_dir": "..", "seed": 0, "observe": {"metrics_port": 0}}
+    job = {"seed": 0} | JOBS[name] | {"job": name, "run_dir": ".."}
     (files / f"{name}.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
     begun_s = time.monotonic()
     command = [sys.executable, "-m", "areal_async.cli.main", "run", str(files / f"{name}.yaml")]

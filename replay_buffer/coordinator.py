@@ -6,8 +6,9 @@ is confirmed. When a write is not, the index is dropped at once, whoever waits i
 index is built again from Redis. A front that another one has replaced, or whose Redis has become unusable,
 ends: `ended` has the reason.
 
-Deadlines are kept by Redis's clock. While this process or Redis was out nobody could renew anything, so every
-deadline moves on by the length of the outage.
+Deadlines are kept by the ledger's clock, which no settable clock moves. No deadline comes nearer while nobody
+can renew anything: the clock stands still between two fronts; and while Redis does not answer, or this
+process is held up, every deadline moves on by the length of the outage.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from replay_buffer.ledger.transaction import Decision
 from replay_buffer.redis.address import StoreError, StoreUnavailable, Trouble
 from replay_buffer.redis.large import BlobRef
 from replay_buffer.redis.store import Opened, Store
-from replay_buffer.redis.writer import Bytes, RedisClock
+from replay_buffer.redis.writer import Bytes, LedgerClock
 from replay_buffer.routes import Given, RoutesFile
 
 BEAT_S = 0.5  # The front looks at the clock at least this often
@@ -75,7 +76,7 @@ class Coordinator:
         store: Store,
         rules: Rules,
         tasks: Tasks,
-        clock: RedisClock,
+        clock: LedgerClock,
         revive: Callable[[], Awaitable[None]] | None = None,
         on_confirmed: Callable[[int], None] | None = None,
         alive_ms: int = ALIVE_MS,
@@ -331,7 +332,11 @@ class Coordinator:
     def _use(self, opened: Opened) -> None:
         if opened.lost_writes:
             self.lost_writes += opened.lost_writes
-            log.error("Redis came back without acknowledged writes", lost=opened.lost_writes)
+            log.error(
+                f"Redis came back without {opened.lost_writes} acknowledged writes; what they held and no "
+                "checkpoint has is generated and scored again",
+                lost=opened.lost_writes,
+            )
         nonce = secrets.token_hex(3)
         index = Index(self._rules, self._tasks, opened.records, nonce=nonce, revision=opened.revision)
         self.index = index

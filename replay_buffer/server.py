@@ -63,10 +63,10 @@ from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions
 from replay_buffer.ledger.rules import Rules, TaskOrder
 from replay_buffer.redis.address import RedisAddress, StoreUnavailable
-from replay_buffer.redis.embedded import EmbeddedRedis
+from replay_buffer.redis.embedded import EmbeddedRedis, is_in_memory
 from replay_buffer.redis.large import EPISODES
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import FILE, ConfirmedRevision, RedisClock
+from replay_buffer.redis.writer import FILE, ConfirmedRevision, LedgerClock
 from replay_buffer.routes import RouteFiles
 
 LONGEST_WAIT_MS = 30_000
@@ -267,7 +267,8 @@ class BufferServer:
         return TasksSeen(self._coordinator.tasks(message.task_ids))
 
     def _with_redis(self, figures: BufferStats) -> BufferStats:
-        return msgspec.structs.replace(figures, redis_bytes=self._redis_bytes)
+        lost = self._coordinator.lost_writes
+        return msgspec.structs.replace(figures, redis_bytes=self._redis_bytes, lost_writes=lost)
 
 
 def read_arrival(job: str, group_id: str, sample: int, blob: memoryview) -> Arrival:
@@ -320,13 +321,19 @@ async def _keep_swept(files: ServerFiles) -> None:
 async def main(ctx: ServiceContext, registry: CollectorRegistry = REGISTRY) -> None:
     """The service's process: Redis, coordinator, server; ends when told to, or raises why it cannot go on."""
     job = ctx.job
-    rules, tasks, clock = Rules.of(job), TaskOrder.of(job), RedisClock()
+    rules, tasks, clock = Rules.of(job), TaskOrder.of(job), LedgerClock()
     embedded = None
     if job.buffer.redis == "embedded":
         password = ctx.keys.token("redis")
         embedded = EmbeddedRedis(
             ctx.run_dir / "buffer", ctx.socket_dir / "redis", rules.durability, password=password
         )
+        if rules.durability == "always" and is_in_memory(ctx.run_dir):
+            rules = replace(rules, durability="everysec")
+            log.warning(
+                f"buffer.durability is always, but {ctx.run_dir} is in memory, not on a disk: acknowledged "
+                "episodes survive the death of any process, not that of the machine (everysec)"
+            )
     async with contextlib.AsyncExitStack() as stack:
         if embedded is not None:
             stack.push_async_callback(embedded.stop)

@@ -10,7 +10,7 @@ import os
 import traceback
 from numbers import Real
 
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
 from reward_service.sdk import RewardInput
 
 LONGEST_MESSAGE = 1000  # Characters of an error's text that travel
@@ -37,7 +37,8 @@ def as_verdict(result: object, given: RewardInput | None = None) -> Verdict:
                 return Abstain(clip(str(result.reason)), _name(result.sandbox, "the sandbox"))
             case Failure():
                 sandbox = _name(result.sandbox, "the sandbox")
-                return Failure(_name(result.kind, "the kind"), clip(str(result.message)), sandbox)
+                kind = _name(result.kind, "the kind")
+                return Failure(kind, clip(str(result.message)), sandbox, _fault(result.fault))
             case Timeout():
                 return Timeout(
                     int(_finite(result.limit_ms, "limit_ms")), _name(result.sandbox, "the sandbox")
@@ -67,7 +68,7 @@ def _score(score: Score, given: RewardInput | None) -> Score:
         for name, part in score.components.items()
     }
     parts = None if score.parts is None else _parts(score.parts, given)
-    return Score(value, components, parts, _name(score.sandbox, "the sandbox"))
+    return Score(value, components, parts, _name(score.sandbox, "the sandbox"), clip(str(score.detail)))
 
 
 def _parts(parts: object, given: RewardInput | None) -> Parts:
@@ -121,6 +122,13 @@ def _name(name: object, what: str) -> str:
     if not isinstance(name, str) or len(name) > LONGEST_NAME:
         raise NoVerdict(f"{what} must be a text of at most {LONGEST_NAME} characters")
     return clip(name)
+
+
+def _fault(value: object) -> FaultOf:
+    try:
+        return FaultOf(value if isinstance(value, str) else "")
+    except ValueError:
+        raise NoVerdict(f"the fault is {clip(repr(value))}: give FaultOf.ANSWER or none") from None
 
 
 def _kind(value: object) -> str:

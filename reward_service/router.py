@@ -2,7 +2,9 @@
 function.
 
 Promises: every call submitted gets its verdicts exactly once and in bounded time, also from a backend that
-forgets it: a call that has waited for longer than all calls before it could take is a `Timeout`.
+forgets it: a call that has waited for longer than all calls before it could take is a `Timeout`. What an
+answer's own fault kept from being judged is a score, `reward.on_fault.score`; an episode that ended early by
+it reaches no reward.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from typing import Self
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import part_of, runs_in_pool
 from areal_async.rewards import RewardSpec, Routing
-from areal_async.rpc.verdicts import Failure, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict, settled
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import BackendReward, Call, OnVerdicts, ScoringBackend
 from reward_service.pool.inline import InlinePool
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
-from reward_service.sdk import RewardLoadError
+from reward_service.sdk import RewardInput, RewardLoadError
 
 log = get_logger("reward")
 
@@ -79,6 +81,30 @@ class Router:
 
     async def submit(self, spec: RewardSpec, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         """Queue calls; waits while the queue of what scores them is full. `on_verdicts` must not raise."""
+        asked: list[Call] = []
+        known: list[tuple[int, list[Verdict | None]]] = []
+
+        def settle(index: int, verdicts: Sequence[Verdict], elapsed_ms: float) -> None:
+            score = self._section.on_fault.score
+            on_verdicts(index, [settled(verdict, score) for verdict in verdicts], elapsed_ms)
+
+        def take(at: int, verdicts: list[Verdict], elapsed_ms: float) -> None:
+            index, all_of_call = known[at]
+            came = iter(verdicts)
+            settle(index, [next(came) if one is None else one for one in all_of_call], elapsed_ms)
+
+        for index, call in enumerate(calls):
+            failed = [_failed(given) for given in (call if isinstance(call, list) else [call])]
+            left = [given for given in call if not given.fault] if isinstance(call, list) else call
+            if None in failed:
+                asked.append(left)
+                known.append((index, failed))
+            else:
+                settle(index, [one for one in failed if one is not None], 0.0)
+        if asked:
+            await self._ask(spec, asked, take)
+
+    async def _ask(self, spec: RewardSpec, calls: Sequence[Call], on_verdicts: OnVerdicts) -> None:
         if (watched := self._backends.get(spec.key)) is not None:
             await watched.submit(calls, on_verdicts)
         else:
@@ -122,6 +148,12 @@ class Router:
     def _break(self, broken: asyncio.Future[RewardLoadError]) -> None:
         if not broken.cancelled() and not self.broken.done():
             self.broken.set_result(broken.result())
+
+
+def _failed(given: RewardInput) -> Verdict | None:
+    """The verdict on an episode that ended early by the fault of its answers; None for any other."""
+    kind, _, message = given.fault.partition(": ")
+    return Failure(kind, message, fault=FaultOf.ANSWER) if given.fault else None
 
 
 @dataclass(eq=False)

@@ -7,29 +7,38 @@
         return 1.0 if given.ground_truth in given.response and len(given.response) < 200 else 0.0
 
 The job file names it as `reward: {name: path.py:concise}`. The function may be `async`. It returns a real
-number, a `Score` (value and named components) or an `Abstain`; whatever else it does (raise, return
+number, a `Score` (value and named components) or an `Abstain`. Functions with the signatures of verl and TRL
+need no mark (`signatures.py`). Whatever else it does (raise, return
 something else, NaN, hang, die) becomes a verdict that says so, never a score of 0.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import msgspec
 
+from areal_async.answers import opens_thought, spoken
 from areal_async.errors import ArealError
 from areal_async.registry import run_user_file
 from areal_async.rpc.verdicts import Abstain, Parts, Score
+from reward_service.signatures import HOW, adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
     from areal_async.trajectory import Episode
 
 __all__ = ["BUILT_IN", "Abstain", "Parts", "RewardInput", "RewardLoadError", "Score", "load_reward", "reward"]
+
+_ends_s: ContextVar[float] = ContextVar("_ends_s", default=math.inf)
 
 Result = float | Score | Abstain
 RewardFunction = Callable[["RewardInput"], Result | Awaitable[Result]]
@@ -73,6 +82,8 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
 
     prompt: str = ""
     """The prompt as the model saw it, as text."""
+    is_chat: bool = False
+    """True where the task's prompt is a list of messages."""
     response: str = ""
     """What the model answered, as text."""
     ground_truth: Any = None
@@ -87,8 +98,16 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
     """Tokens that the model sampled."""
     truncated: bool = False
     """Whether the last answer ended at its length limit."""
+    fault: str = ""
+    """Why the episode ended early, by the fault of its answers; always empty where a reward is asked."""
     blob: bytes = b""
     """The episode's codec blob; empty where a caller has only texts."""
+
+    @cached_property
+    def spoken(self) -> str:
+        """The response without what was thought in it: between `<think>` and `</think>`, before a `</think>`
+        that opens nowhere, and after a `<think>` that never closes, which may stand at the prompt's end."""
+        return spoken(self.response, opened=opens_thought(self.prompt))
 
     @cached_property
     def episode(self) -> Episode:
@@ -100,6 +119,21 @@ class RewardInput(msgspec.Struct, kw_only=True, dict=True):
         from areal_async.trajectory import unpack
 
         return unpack(self.blob)
+
+
+def time_left_s() -> float:
+    """Seconds until the deadline of the call that runs a reward; infinite where nothing ends the call."""
+    return _ends_s.get() - time.monotonic()
+
+
+@contextmanager
+def deadline_in(timeout_s: float) -> Iterator[None]:
+    """Run a call whose deadline is in `timeout_s`."""
+    token = _ends_s.set(time.monotonic() + timeout_s)
+    try:
+        yield
+    finally:
+        _ends_s.reset(token)
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -199,10 +233,9 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
     choice = f"It has: {', '.join(marked)}." if marked else "It has no function marked @reward."
     if found is None:
         raise RewardLoadError(f"the reward {name!r}: {path_text} defines no {attribute!r}. {choice}")
-    if not isinstance(getattr(found, MARK, None), Mark):
+    if not isinstance(getattr(found, MARK, None), Mark) and (found := adapted(found)) is None:
         raise RewardLoadError(
-            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. Put `@reward` "
-            f"(from areal_async import reward) above it. {choice}"
+            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. {HOW} {choice}"
         )
     loaded: RewardFunction = found
     return loaded

@@ -309,6 +309,7 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
     header, n_sampled = glance(blob)
     return RewardInput(
         prompt=header.prompt_text,
+        is_chat=not isinstance(item.task.prompt, str),
         response=header.response_text,
         ground_truth=item.task.ground_truth,
         data_source=item.task.data_source,
@@ -318,6 +319,7 @@ def as_input(item: ClaimedEpisode, blob: bytes) -> RewardInput:
         metadata=header.metadata,
         response_tokens=n_sampled,
         truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
+        fault=header.fault,
         blob=blob,
     )
 

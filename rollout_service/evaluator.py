@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from areal_async.status.record import RunRecords, open_records
 from areal_async.status.samples import file_name, lines_of, sample_of, short_text
 from areal_async.status.view import clock_text
 from areal_async.tasks import read_tasks
-from areal_async.trajectory import EpisodeBuilder, pack, unpack
+from areal_async.trajectory import EpisodeBuilder, unpack
 from areal_async.weights.receiver import make_receiver
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
@@ -57,8 +57,8 @@ from rollout_service.process import (
     speakers_of,
 )
 from rollout_service.replicas import ReplicaGone, ReplicaSet
-from rollout_service.statistics import ScoredSample, Statistics, statistics_of
-from rollout_service.worker.failures import within
+from rollout_service.statistics import ScoredSample, Statistics, component_means, statistics_of
+from rollout_service.worker.failures import run_episode
 from rollout_service.worker.lease_client import unless_stopped
 from rollout_service.worker.weight_updates import SnapshotSource
 from rollout_service.workflows import Context, PolicyEngine, Renderer, Workflow, workflow_of
@@ -87,6 +87,8 @@ class Evaluation:
     """Some of the answers, the same tasks each time; see `areal_async/status/samples.py`."""
     unscored: dict[str, int]
     """Data source -> samples that gave no episode, or a verdict that is no score; no zeros."""
+    rewards: dict[str, float]
+    """Components of the rewards: see `component_means`."""
     tokens: int
 
 
@@ -172,6 +174,9 @@ class Evaluator:
         self._started = False
         self._asked, self._answered, self._begun_s = 0, 0, 0.0
         self.samples = job.evaluation.samples  # Answers to each task
+        self.on_verdict: Callable[[Task, int, RewardInput, Verdict], None] | None = None
+        """Called with each task, the number of the sample, the answer and its verdict."""
+        self.on_answered: Callable[[], None] = lambda: None
         self.folder = f"policies/{job.policy}" if job.policies else ""
         """Of the policy that is evaluated, below that of the run."""
 
@@ -214,6 +219,7 @@ class Evaluator:
                         raise
                     failures.append(f"{type(error).__name__}: {error}")
                 self._answered += 1
+                self.on_answered()
 
         workers = [asyncio.ensure_future(work()) for _ in range(self._job.evaluation.max_concurrent)]
         engines = [self._engine, *(other.speaks.engine for other in self._others)]
@@ -231,6 +237,9 @@ class Evaluator:
         verdicts = await self._scorer.score(
             [answer.given for answer in answers], [answer.task for answer in answers]
         )
+        if self.on_verdict is not None:
+            for answer, verdict in zip(answers, verdicts, strict=True):
+                self.on_verdict(tasks[answer.task], answer.sample, answer.given, verdict)
         scored = [
             ScoredSample(answer.task, answer.sample, verdict.value, answer.text)
             for answer, verdict in zip(answers, verdicts, strict=True)
@@ -257,6 +266,13 @@ class Evaluator:
             by_source={name: statistics_of(got[name], seed=self._job.seed) for name in sorted(got)},
             samples=self._samples_of(tasks, answers, verdicts),
             unscored={name: count for name, count in missing.items() if count},
+            rewards=component_means(
+                [
+                    (answer.task, verdict.components)
+                    for answer, verdict in zip(answers, verdicts, strict=True)
+                    if isinstance(verdict, Score)
+                ]
+            ),
             tokens=self._engine.stats().tokens_total - tokens,
         )
 
@@ -304,8 +320,8 @@ class Evaluator:
             gateway=self._gateway,
             others={other.policy: other.speaks for other in self._others},
         )
-        await within(self._job.rollout.episode_timeout_s, self._workflow(ctx, task))
-        episode = builder.build()
+        limit_s, work = self._job.rollout.episode_timeout_s, self._workflow(ctx, task)
+        episode, blob = await run_episode(ctx, work, limit_s, debug=self._first_failure_ends)
         header = episode.header
         return _Answer(
             task=number,
@@ -313,6 +329,7 @@ class Evaluator:
             text=str(header.metadata.get("answer", header.response_text)).strip(),
             given=RewardInput(
                 prompt=header.prompt_text,
+                is_chat=not isinstance(task.prompt, str),
                 response=header.response_text,
                 ground_truth=task.ground_truth,
                 data_source=task.data_source,
@@ -322,7 +339,8 @@ class Evaluator:
                 metadata=header.metadata,
                 response_tokens=episode.n_sampled,
                 truncated=bool(header.calls) and header.calls[-1].finish_reason == "length",
-                blob=pack(episode),
+                fault=header.fault,
+                blob=blob,
             ),
         )
 
@@ -396,6 +414,7 @@ async def _evaluate_one(
         partial_credit=result.overall.partial_credit,
         tokens=result.tokens,
         **_figures(result.overall),
+        rewards=result.rewards,
         by_source={name: one.mean.value for name, one in result.by_source.items()},
         sources={
             name: {"n": one.tasks, "unscored": result.unscored.get(name, 0), **_figures(one)}
@@ -443,12 +462,14 @@ def _figures(statistics: Statistics) -> dict[str, list[float | None]]:
     return {name: [figure.value, figure.low, figure.high] for name, figure in figures.items()}
 
 
-def is_done(records: RunRecords) -> bool:
-    """Whether the job's final model is written and evaluated: then no trainer may be there to ask."""
+def is_done(records: RunRecords, steps: int) -> bool:
+    """Return whether the model after `steps` steps is written and evaluated: then no trainer may be there to
+    ask. A finished run that goes on with more steps has a final evaluation of fewer."""
     found = records.read("step", "model", "evaluation")
     trained = max((record.get("epoch", 0) for record in found if record["kind"] == "step"), default=0)
     written = any(record["kind"] == "model" and record["epoch"] >= trained for record in found)
-    evaluated = (record for record in found if record["kind"] == "evaluation" and record.get("final"))
+    evaluations = (record for record in found if record["kind"] == "evaluation" and record.get("final"))
+    evaluated = (record for record in evaluations if record["version"] >= steps)
     return written and any(record["epoch"] >= trained for record in evaluated)
 
 
@@ -473,7 +494,7 @@ async def main(ctx: ServiceContext) -> None:
     receiver = make_receiver(lead, "evaluate", tensors=engine_part(wanted.rollout.engine).needs == "tensors")
 
     records = open_records(ctx)
-    if await asyncio.to_thread(is_done, records):
+    if await asyncio.to_thread(is_done, records, job.trainer.steps):
         log.info("the final snapshot was evaluated before this process was started")
         ctx.ready()
         return

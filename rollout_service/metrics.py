@@ -15,6 +15,9 @@ from rollout_service.statistics import Statistics
 
 EPISODES = Counter("areal_rollout_episodes_total", "Episodes that the buffer has acknowledged.")
 FAILED = Counter("areal_rollout_episodes_failed_total", "Episodes whose workflow or request failed.")
+AT_FAULT = Counter(
+    "areal_rollout_episodes_at_fault_total", "Episodes that their own answers brought to an early end."
+)
 TIMED_OUT = Counter(
     "areal_rollout_episodes_timed_out_total", "Of those that failed, the ones that took too long."
 )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_async.answers import end_ids
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
 from areal_async.errors import RpcTimeout
@@ -55,8 +56,9 @@ def settle() -> None:
 
 def make_renderer(model: Path, template_args: Mapping[str, Any] | None = None) -> Renderer:
     """Return a renderer of prompts with the tokenizer of the job's model, whose chat template is given
-    `template_args`. Raises `TokenizerError`."""
-    return Renderer(with_template_args(load_tokenizer(model), template_args or {}))
+    `template_args`, and which knows where the model's answers end. Raises `TokenizerError`."""
+    tokenizer = with_template_args(load_tokenizer(model), template_args or {})
+    return Renderer(tokenizer, end_ids(tokenizer, model))
 
 
 def make_renderers(job: JobConfig) -> dict[str, Renderer]:
@@ -76,7 +78,7 @@ def _tokens(renderer: Renderer) -> tuple[Any, ...]:
     whole = getattr(tokenizer, "backend_tokenizer", None)
     given = getattr(tokenizer.apply_chat_template, "keywords", None)
     text = whole.to_str() if whole is not None else id(renderer)
-    return text, getattr(tokenizer, "chat_template", None), given
+    return text, getattr(tokenizer, "chat_template", None), given, renderer.ends
 
 
 def sampling_of(section: SamplingSection) -> Sampling:

@@ -18,7 +18,7 @@ With few tasks, or all alike, it is too narrow, as any bootstrap is; with fewer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +75,19 @@ def statistics_of(samples: Sequence[ScoredSample], *, seed: int) -> Statistics:
     partial_credit = any(sample.score not in (0.0, 1.0) for sample in samples)
     mean, best, maj = figures
     return Statistics(len(columns), mean, best, maj, partial_credit)
+
+
+def component_means(samples: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return each component of rewards as a mean over tasks of each task's mean, over the samples that have
+    it; by name. `samples` holds the number of a sample's task and its components."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for task, components in samples:
+        for name, value in components.items():
+            found.setdefault(name, {}).setdefault(task, []).append(value)
+    return {
+        name: float(np.mean([np.mean(values) for values in tasks.values()]))
+        for name, tasks in sorted(found.items())
+    }
 
 
 def per_task(samples: Sequence[ScoredSample]) -> Floats:

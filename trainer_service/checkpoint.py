@@ -47,7 +47,7 @@ from areal_async.runtime.log import get_logger
 from areal_async.runtime.metrics import busy
 from areal_async.runtime.status import board
 from trainer_service.background import Background
-from trainer_service.disk import FileEntry, WithSchema, hashed, replace_folder, room_for, write_hashed
+from trainer_service.disk import FileEntry, WithSchema, hashed_in, replace_folder, room_for, write_hashed
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError
 from trainer_service.ranks import Ranks, in_thread
 from trainer_service.stored import MANIFEST, CheckpointStore, epoch_in
@@ -596,5 +596,4 @@ def _read(path: Path) -> bytes:
 
 
 def _is_whole(folder: Path, name: str, manifest: CheckpointManifest) -> bool:
-    path = folder / name
-    return path.is_file() and hashed(path) == manifest.files[name]
+    return hashed_in(folder, name) == manifest.files[name]

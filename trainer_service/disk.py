@@ -3,10 +3,8 @@ clear error where the disk is full."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +15,8 @@ import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
 
+from areal_async.errors import DISK_TROUBLE, errno_of
+from areal_async.ownfiles import NotBeneath, map_path, parts_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE
 from areal_async.weights.writing import write_tensors
@@ -25,10 +25,7 @@ from trainer_service.ranks import Ranks
 
 SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Endings of configuration and tokenizer files; weights and code are not among them."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of room: of the disk, a quota or a limit on file sizes."""
 PIECE_BYTES = 4 << 20  # Bytes hashed, then written
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class WithSchema(msgspec.Struct, frozen=True):
@@ -62,9 +59,17 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
 
 def hashed(path: Path) -> FileEntry:
     """What a file on disk holds. Raises `OSError`."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update_mmap(path)
-    return FileEntry(path.stat().st_size, hasher.hexdigest())
+    content = map_path(path)
+    return FileEntry(len(content), blake3(content, max_threads=blake3.AUTO).hexdigest())
+
+
+def hashed_in(folder: Path, name: str) -> FileEntry | None:
+    """Return what the file `name` below `folder` holds; None if it cannot be read, or the name leads out of
+    the folder."""
+    try:
+        return hashed(folder.joinpath(*parts_of(name)))
+    except (OSError, NotBeneath):
+        return None
 
 
 def companion_files(source: Path, dtype: str, *, values: bool = False) -> dict[str, bytes | Path]:
@@ -163,17 +168,17 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def room_for(what: str, folder: Path) -> Iterator[None]:
-    """Raise `DiskFull` where writing `what` under `folder` fails for lack of room."""
+    """Raise `DiskFull` where writing `what` under `folder` fails because the disk takes no writes."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        found = _OS_ERROR.search(str(error))  # safetensors has no other way to say it
-        number = error.errno if isinstance(error, OSError) else found and int(found[1])
-        if number not in FULL:
+        number = errno_of(error)
+        if number is None or number not in DISK_TROUBLE:
             raise
+        trouble, fix = DISK_TROUBLE[number]
         there = next(place for place in (folder, *folder.parents) if place.exists())
         raise DiskFull(
-            f"the disk of {folder} has no room for {what} ({error}; {shutil.disk_usage(there).free} bytes "
-            "free). What was there before is whole. Free room, or lower checkpoint.keep, and go on with "
+            f"the disk of {folder} {trouble} for {what} ({error}; {shutil.disk_usage(there).free} bytes "
+            f"free). What was there before is whole. {fix}, or lower checkpoint.keep, and go on with "
             "`areal-async resume`"
         ) from error

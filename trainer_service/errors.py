@@ -54,6 +54,12 @@ class ModelError(TrainerError):
     """A model directory that cannot be loaded or sharded."""
 
 
+class UnfitModel(ModelError):
+    """A model whose packed rows would not have the log-probs of the model."""
+
+    restart_helps = False
+
+
 class DivergenceError(FatalError):
     """A loss, a log-prob, a gradient or a weight that is not finite."""
 
@@ -75,7 +81,8 @@ class NothingToLearn(FatalError):
 
 
 class DiskFull(FatalError):
-    """No room for what had to be written. Starting again at once would only train the same steps again."""
+    """No room for what had to be written, or a disk that takes no writes. Starting again at once would only
+    train the same steps again."""
 
 
 class CheckpointError(FatalError):

@@ -22,7 +22,7 @@ from areal_async.storage.remote import Remote, StorageError, tries_for
 from areal_async.storage.transfer import fetch, push
 from areal_async.storage.urls import joined
 from areal_async.tries import Tries
-from trainer_service.disk import FileEntry, hashed
+from trainer_service.disk import FileEntry, hashed_in
 from trainer_service.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -85,7 +85,7 @@ class CheckpointStore:
         def check(fresh: Path) -> None:
             try:
                 manifest = msgspec.json.decode((fresh / MANIFEST).read_bytes(), type=_ManifestFiles)
-                bad = [name for name, entry in manifest.files.items() if hashed(fresh / name) != entry]
+                bad = [name for name, entry in manifest.files.items() if hashed_in(fresh, name) != entry]
             except (OSError, msgspec.DecodeError) as error:
                 raise CheckpointError(f"checkpoint {self.url_of(step)} is incomplete: {error}") from error
             if bad:

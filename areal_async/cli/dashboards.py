@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -30,13 +31,23 @@ def up(
 ) -> None:
     """Start Prometheus, and Grafana where it is installed, with everything found, until Ctrl-C."""
     with readable_errors():
+        from areal_async.controller.client import ControllerClient, ControllerGone
+        from areal_async.dashboards.files import ListedJobs
         from areal_async.dashboards.serving import Ports, serve
 
+        listed, running = None, 0
+        with suppress(ControllerGone):  # none is up
+            client = ControllerClient.find()
+            running = sum(job.state == "RUNNING" for job in client.jobs(ended=False))
+            if client.folder is not None:
+                listed = ListedJobs(client.url, client.folder.path / "look.token")
         serve(
             folder or runs[0] / "dashboards",
             runs,
             Ports(port, grafana_port),
             lambda line: print(line, flush=True),
+            listed=listed,
+            jobs=running,
         )
 
 

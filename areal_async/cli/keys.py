@@ -1,11 +1,18 @@
-"""`areal-async keys init`: what a cluster's nodes and its controller know each other by, in one folder.
+"""`areal-async keys`: keys of the hosts of a cluster, and tokens of its controller, in one folder.
 
-    ca.crt, node.crt, node.key   the nodes' certificate, by which Ray encrypts, and its issuer's
-    ray.token                    what each Ray node and client shows
-    tokens, *.token              whom the controller lets in, as its folder has them
-    env.sh                       exports for Ray and areal-async, wherever the folder lies
+    nodes/HOST/         for that host alone
+      ca.crt            issuers of all hosts that are let in: without its issuer here a host is a stranger
+      issuer.crt        its own issuer
+      node.crt node.key its certificate, by which Ray encrypts
+      ray.token         what each Ray node and client shows, one for the cluster
+      env.sh            exports for Ray
+    submit/             for the controller's host: the folder of the cluster
+      tokens, *.token   whom the controller lets in
+      env.sh            exports for areal-async
 
-The issuer's key is kept nowhere: who has the folder is a node, and nobody can make another one.
+A host has no token of the controller, and no other host's key. Each host has an issuer of its own, whose key
+is kept nowhere, so nobody can make another host. A host is revoked by removing its issuer from the `ca.crt`
+of the others.
 """
 
 from __future__ import annotations
@@ -13,7 +20,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import secrets
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -25,61 +33,166 @@ from areal_async.config.errors import ConfigError, Mistake
 from areal_async.rpc.endpoints import LOOPBACK
 
 DAYS = 365
+ISSUER = "issuer.crt"
 DNS_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
-ENVIRONMENT = """\
-# `. env.sh` in bash or zsh, on every node, before `ray start` and areal-async.
+FOUND = """\
 areal_keys=$(CDPATH= cd -- "$(dirname -- "${BASH_SOURCE:-$0}")" && pwd)
-[ -r "$areal_keys/ray.token" ] || { echo "env.sh does not find its folder: use bash or zsh" >&2; return 1; }
+[ -r "$areal_keys/%s" ] || { echo "env.sh does not find its folder: use bash or zsh" >&2; return 1; }
+"""
+NODE_ENVIRONMENT = f"""\
+# `. env.sh` in bash or zsh, on this host, before `ray start` and areal-async.
+{FOUND % "ray.token"}\
 export RAY_USE_TLS=1 RAY_TLS_CA_CERT="$areal_keys/ca.crt"
 export RAY_TLS_SERVER_CERT="$areal_keys/node.crt" RAY_TLS_SERVER_KEY="$areal_keys/node.key"
 unset RAY_AUTH_TOKEN # it would come before the file
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$areal_keys/ray.token" RAY_USAGE_STATS_ENABLED=0
+unset areal_keys
+"""
+SUBMIT_ENVIRONMENT = f"""\
+# `. env.sh` in bash or zsh, on the controller's host, before `areal-async up` and `areal-async submit`.
+{FOUND % "submit.token"}\
 export AREAL_ASYNC_CLUSTER_DIR="$areal_keys" AREAL_ASYNC_TOKEN_FILE="$areal_keys/submit.token"
 unset areal_keys
 """
 
-keys = typer.Typer(help="Make what the hosts of a cluster know each other by.", no_args_is_help=True)
+NODES, SUBMIT = "nodes", "submit"
+Hosts = Annotated[list[str], typer.Argument(metavar="HOST...", help="As in `keys init --host`.")]
+Made = Annotated[Path, typer.Option("--in", metavar="DIR", help="Folder that `keys init` made.")]
+
+keys = typer.Typer(
+    help="Make and revoke what the hosts of a cluster know each other by.", no_args_is_help=True
+)
 
 
 @keys.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A new folder.")] = Path("keys"),
     hosts: Annotated[
-        list[str], typer.Option("--host", metavar="IP", help="Address of a node; again for each.")
+        list[str],
+        typer.Option("--host", metavar="IP[,NAME]...", help="Addresses of a node; again for each node."),
     ] = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
-    """Make certificate, tokens and env.sh of a cluster in a new folder, to be copied to all its hosts."""
+    """Make a folder for each host of a cluster, and one for its controller, in a new folder."""
     with readable_errors():
         until = make_keys(folder, hosts)
         answer = {"folder": str(folder.absolute()), "hosts": hosts, "valid_until": until}
         show(answer, f"{folder}/ is for these hosts, until {until}: {', '.join(hosts)}", as_json)
 
 
+@keys.command()
+def add(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
+    """Make keys of further hosts, and have the others let them in."""
+    with readable_errors():
+        until = add_hosts(folder, hosts)
+        _show_changed(folder, hosts, f"{', '.join(hosts)} added, until {until}", as_json)
+
+
+@keys.command()
+def revoke(hosts: Hosts, folder: Made = Path("keys"), as_json: AsJson = False) -> None:
+    """Have the other hosts no longer let in these, and replace the token that they know."""
+    with readable_errors():
+        revoke_hosts(folder, hosts)
+        _show_changed(folder, hosts, f"{', '.join(hosts)} revoked", as_json)
+
+
+def _show_changed(folder: Path, changed: Sequence[str], text: str, as_json: bool) -> None:
+    now = sorted(path.name for path in (folder / NODES).iterdir())
+    answer = {"folder": str(folder.absolute()), "changed": changed, "hosts": now}
+    text += (
+        f". Hosts now: {', '.join(now)}. Copy each folder in {folder / NODES} to its host again and restart "
+    )
+    show(answer, f"{text}Ray there: until then nothing has changed for it.", as_json)
+
+
 def make_keys(folder: Path, hosts: Sequence[str]) -> str:
-    """Make the files in `folder`, which must be new or empty, for nodes at `hosts`. Returns the last day on
-    which the certificate is good, as YYYY-MM-DD. Raises `ConfigError`, `ClusterFolderError`."""
+    """Make the files in `folder`, which must be new or empty, for nodes at `hosts`: each the addresses of
+    one, with commas between them. Returns the last day on which the certificates are good, as YYYY-MM-DD.
+    Raises `ConfigError`, `ClusterFolderError`."""
     from areal_async.controller.folder import TOKEN_BYTES, ClusterFolder
     from areal_async.rpc.secret import write_private
 
     if not hosts:
         raise _refusal("--host", "no node is named", "Give the IP address of each, also of this one")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        fix = "Name a new folder, and start Ray and the controller again with what is made there"
+        fix = "Name a new folder, or change what is there with `keys add` and `keys revoke`"
         raise _refusal("DIR", f"{folder} is there already, and nothing in it is replaced", fix)
+    made, until = _new_nodes(hosts)
+    submit = ClusterFolder(folder / SUBMIT)
+    for closed in (folder, folder / NODES):
+        closed.mkdir(mode=0o700, parents=True, exist_ok=True)
+        closed.chmod(0o700)
+    submit.make()
+    submit.make_tokens()
+    write_private(submit.path / "env.sh", SUBMIT_ENVIRONMENT.encode())
+    _write_nodes(folder, made, secrets.token_hex(TOKEN_BYTES))
+    return until
+
+
+def add_hosts(folder: Path, hosts: Sequence[str]) -> str:
+    """`keys add`; returns the last day on which their certificates are good. Raises `ConfigError`."""
+    nodes, token = _read_nodes(folder)
+    made, until = _new_nodes(hosts)
+    if there := sorted(made.keys() & nodes.keys()):
+        raise _refusal("HOST", f"{there[0]} has keys already", "Revoke it first to give it new ones")
+    _write_nodes(folder, nodes | made, token)
+    return until
+
+
+def revoke_hosts(folder: Path, hosts: Sequence[str]) -> None:
+    """`keys revoke`. Raises `ConfigError`."""
+    from areal_async.controller.folder import TOKEN_BYTES
+
+    nodes, _ = _read_nodes(folder)
+    names = [host.partition(",")[0] for host in hosts]
+    for name in names:
+        if name not in nodes:
+            raise _refusal("HOST", f"{name} has no keys here", f"Name one of {', '.join(sorted(nodes))}")
+        shutil.rmtree(folder / NODES / name)
+    left = {name: files for name, files in nodes.items() if name not in names}
+    _write_nodes(folder, left, secrets.token_hex(TOKEN_BYTES))
+
+
+Files = dict[str, bytes]
+
+
+def _new_nodes(hosts: Sequence[str]) -> tuple[dict[str, Files], str]:
+    """The files of new hosts by their names, and the last day on which they are good."""
     until = datetime.now(UTC) + timedelta(days=DAYS)
-    files = _certificates(list(dict.fromkeys(["localhost", LOOPBACK, *hosts])), until)
-    made = ClusterFolder(folder)
-    made.make()
-    made.make_tokens()
-    files |= {"ray.token": secrets.token_hex(TOKEN_BYTES).encode(), "env.sh": ENVIRONMENT.encode()}
-    for name, content in files.items():
-        write_private(folder / name, content)
-    return until.date().isoformat()
+    names = [list(dict.fromkeys(host.split(","))) for host in dict.fromkeys(hosts)]
+    return {each[0]: _certificates(each, until) for each in names}, until.date().isoformat()
 
 
-def _certificates(hosts: Sequence[str], until: datetime) -> dict[str, bytes]:
-    """PEM by the names of the files."""
+def _read_nodes(folder: Path) -> tuple[dict[str, Files], str]:
+    """The certificates and keys of the hosts that have some, and the token."""
+    try:
+        nodes = {
+            node.name: {name: (node / name).read_bytes() for name in (ISSUER, "node.crt", "node.key")}
+            for node in sorted((folder / NODES).iterdir())
+        }
+        token = (folder / NODES / next(iter(nodes)) / "ray.token").read_text()
+    except (OSError, StopIteration) as error:
+        problem = f"{folder} is no folder of keys: {error or 'it has no host'}"
+        raise _refusal("--in", problem, "Name the folder that `keys init` made") from None
+    return nodes, token
+
+
+def _write_nodes(folder: Path, nodes: Mapping[str, Files], token: str) -> None:
+    """Write the folders of all hosts anew, each with the issuers of all."""
+    from areal_async.rpc.secret import write_private
+
+    issuers = b"".join(files[ISSUER] for files in nodes.values())
+    shared = {"ca.crt": issuers, "ray.token": token.encode(), "env.sh": NODE_ENVIRONMENT.encode()}
+    for name, files in nodes.items():
+        node = folder / NODES / name
+        node.mkdir(mode=0o700, exist_ok=True)
+        for file, content in (files | shared).items():
+            (node / file).unlink(missing_ok=True)
+            write_private(node / file, content)
+
+
+def _certificates(hosts: Sequence[str], until: datetime) -> Files:
+    """Certificate, key and issuer of one host at these addresses: PEM by the names of the files."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -88,7 +201,7 @@ def _certificates(hosts: Sequence[str], until: datetime) -> dict[str, bytes]:
         fix = "Install the extra `ray`: pip install 'areal-async[ray]'"
         raise _refusal("keys init", "the package cryptography is not installed", fix) from None
     names: list[x509.GeneralName] = []
-    for host in hosts:
+    for host in ["localhost", LOOPBACK, *hosts]:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
@@ -97,8 +210,8 @@ def _certificates(hosts: Sequence[str], until: datetime) -> dict[str, bytes]:
                 raise _refusal("--host", problem, "Give the address that `ray start` is given") from None
             names.append(x509.DNSName(host))
     authority, node = (
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        for name in ("areal-async-ca", "areal-async-node")
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"areal-async-{kind} {hosts[0]}"[:64])])
+        for kind in ("ca", "node")
     )
     issuing, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     begin = x509.CertificateBuilder().issuer_name(authority).not_valid_after(until)
@@ -122,7 +235,7 @@ def _certificates(hosts: Sequence[str], until: datetime) -> dict[str, bytes]:
     own = x509.SubjectKeyIdentifier.from_public_key(issuing.public_key())
     ca = x509.BasicConstraints(ca=True, path_length=None)
     return {
-        "ca.crt": signed(authority, issuing, (ca, True), (signs, True), (own, False)),
+        ISSUER: signed(authority, issuing, (ca, True), (signs, True), (own, False)),
         "node.crt": signed(node, key, (x509.SubjectAlternativeName(names), False)),
         "node.key": key.private_bytes(pem, form, serialization.NoEncryption()),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from areal_async import __version__
 from areal_async.cli.dashboards import dashboards
@@ -19,8 +21,10 @@ from areal_async.cli.keys import keys
 from areal_async.cli.page import page
 from areal_async.cli.tools import (
     AdviseRequest,
+    AnswersRequest,
     AsJson,
     CheckpointRequest,
+    EvaluateRequest,
     Overrides,
     PlanRequest,
     RunArgument,
@@ -35,12 +39,44 @@ from areal_async.cli.tools import (
 )
 
 if TYPE_CHECKING:
+    from areal_async.config.errors import Mistake
     from areal_async.config.job import JobConfig
     from areal_async.controller.messages import WorkersAnswer
     from areal_async.rpc.control_messages import WorkersChanged
 
+OTHER_COMMANDS = {
+    **dict.fromkeys(("train", "start", "launch", "fit"), "run"),
+    **dict.fromkeys(("list", "ls", "jobs"), "ps"),
+    **dict.fromkeys(("kill", "cancel"), "stop"),
+    **dict.fromkeys(("continue", "restart"), "resume"),
+    **dict.fromkeys(("check", "lint"), "validate"),
+    **dict.fromkeys(("eval", "score", "benchmark"), "evaluate"),
+    **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
+}
+"""What other programs call a command, and what it is called here."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands, found also by the names that other programs have for them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
+        return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command whose help shows no type of value for flags, which take none."""
+        found = super().get_command(ctx, cmd_name)
+        for each in [] if found is None else [found, *getattr(found, "commands", {}).values()]:
+            for option in each.get_params(ctx):
+                if getattr(option, "is_flag", False):
+                    option.metavar = ""
+        return found
+
+
 app = typer.Typer(
     name="areal-async",
+    cls=CommandGroup,
     help="Fully asynchronous, decoupled reinforcement learning for language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -88,9 +124,9 @@ Overwrite = Annotated[
 ]
 
 
-def print_warnings(job: JobConfig) -> None:
-    """On standard error: what the job's preset comes to, and a line for everything that `job` may say but
-    will regret."""
+def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
+    """Print on standard error what the job's preset comes to, and a line for everything that `job` may say
+    but will regret, and for what its files were `found` to be."""
     from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
@@ -102,7 +138,7 @@ def print_warnings(job: JobConfig) -> None:
         for line in expansion(view):
             told = f"{whose}preset {view.trainer.objective.preset}: {line}"
             console.print(told, markup=False, highlight=False)
-    for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job)]:
+    for warning in [*advise(job), *advise_on_lora(job), *machine_advice(job), *found]:
         console.print("warning:", style="bold yellow", end=" ")
         console.print(str(warning), markup=False, highlight=False)
 
@@ -125,8 +161,8 @@ def run(
 
         job = load_job(job_file, overrides or ())
         with progress("checking the job"):
-            check_contents(job, source=str(job_file))
-        _run(job, cluster, plain, as_json, inline, overwrite=overwrite)
+            found = check_contents(job, source=str(job_file))
+        _run(job, cluster, plain, as_json, inline, found, overwrite=overwrite)
 
 
 @app.command()
@@ -161,13 +197,19 @@ def resume(
 
 
 def _run(
-    job: JobConfig, cluster_file: Path | None, plain: bool, as_json: bool, inline: bool, **how: Any
+    job: JobConfig,
+    cluster_file: Path | None,
+    plain: bool,
+    as_json: bool,
+    inline: bool,
+    found: Sequence[Mistake] = (),
+    **how: Any,
 ) -> None:
     from areal_async.config.cluster import load_cluster
     from areal_async.launch.run import run_job
     from areal_async.status.view import RunConsole
 
-    print_warnings(job)
+    print_warnings(job, found)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
     console = RunConsole(stderr=as_json)
     how |= {"cluster": cluster, "cluster_file": cluster_file, "console": console, "plain": plain}
@@ -188,8 +230,8 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
 
         job = load_job(job_file, overrides or ())
         with progress("checking the job"):
-            check_contents(job, source=str(job_file))
-        print_warnings(job)
+            found = check_contents(job, source=str(job_file))
+        print_warnings(job, found)
         for each in explain(job):
             note(f"note: {each}")
         show(job.model_dump(mode="json"), dump_job(job).rstrip("\n"), as_json)
@@ -236,6 +278,8 @@ add_command(app, "plan", PlanRequest)
 add_command(app, "simulate", SimulateRequest)
 add_command(app, "advise", AdviseRequest)
 add_command(app, "export", CheckpointRequest)
+add_command(app, "evaluate", EvaluateRequest)
+add_command(app, "generate", AnswersRequest)
 
 Within = Annotated[
     float,

@@ -46,6 +46,10 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Write one file that draws runs over each other, with the fields in which their jobs differ."""
+    if len({target.absolute() for target in targets}) < 2:
+        raise typer.BadParameter(
+            "one run has nothing to compare. Name two, or use `view RUN --report FILE.HTML`."
+        )
     with readable_errors():
         _write(targets, out, as_json)
 

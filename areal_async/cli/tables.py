@@ -19,6 +19,8 @@ from areal_async.status.view import clock_text
 
 if TYPE_CHECKING:
     from areal_async.controller.client import ControllerClient
+    from areal_async.launch.runs import Run
+    from areal_async.status.aggregator import RunStatus
 
 COLORS = {
     "PENDING": "yellow",
@@ -125,6 +127,31 @@ def job_page(detail: JobDetailAnswer, figures: FiguresAnswer | None) -> Renderab
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time_s))
         history.add_row(since, entry.state + wished, Text(_first_line(entry.reason)))
     return Group(rows, Text(), history)
+
+
+def run_page(run: Run, status: RunStatus) -> RenderableType:
+    """A run with its processes and their hosts."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold")
+    rows.add_row("run", Text(plain(str(run.folder))))
+    rows.add_row("state", run.state)
+    rows.add_row("step", f"{status.step} of {status.steps}")
+    for label, value in (("reward", status.reward), ("accuracy", status.accuracy)):
+        if value is not None:
+            rows.add_row(label, _number(value, ".3f"))
+    if status.stall is not None:
+        rows.add_row("stall", Text(plain(status.stall.detail)))
+    if status.message:
+        rows.add_row("message", Text(plain(status.message)))
+    if not run.hosts:
+        return rows
+    doing = {service.name: service for service in status.services}
+    processes = _table("PROCESS", "HOST", "STATE", "")
+    for name, host in run.hosts.items():
+        service = doing.get(name)
+        waits = f"waits for {service.waiting_for}" if service is not None and service.waiting_for else ""
+        processes.add_row(name, host, service.phase if service is not None else "", Text(_first_line(waits)))
+    return Group(rows, Text(), processes)
 
 
 def needs_text(needs: Resources) -> str:

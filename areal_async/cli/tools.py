@@ -20,7 +20,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from areal_async.config.errors import ConfigError, Mistake
-from areal_async.errors import ArealError, RunFolderError, RunInterrupted
+from areal_async.errors import ArealError, MachineError, RunFolderError, RunInterrupted, with_limit
 from areal_async.rpc.endpoints import LOOPBACK
 
 PIPED_WIDTH = 200
@@ -109,7 +109,7 @@ class TrialRequest(ToolRequest, frozen=True):
     column: Annotated[
         str, typer.Option(metavar="COLUMN", help="Column of the task file that has the responses.")
     ] = "response"
-    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are taken, evenly spaced.")] = 1000
+    limit: Annotated[int, typer.Option(min=1, help="Most tasks that are taken, drawn at random.")] = 1000
 
 
 class ServeRequest(ToolRequest, frozen=True):
@@ -188,6 +188,62 @@ class CheckpointRequest(ToolRequest, frozen=True):
     ] = False
 
 
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RUN[@STEP]",
+        help="A Hugging Face folder, or a run (folder or job file); @STEP: a number, `newest` or `best`.",
+        show_default=False,
+    ),
+]
+Engine = Annotated[
+    str | None, typer.Option(metavar="ENGINE", help="`local`, `sglang`, `vllm` or your own; else the run's.")
+]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
+MoreFields = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A field of a job file; may be given again."),
+]
+
+
+class EvaluateRequest(ToolRequest, frozen=True):
+    """Score a model or a checkpoint on held-out tasks, with any reward and engine."""
+
+    target: TargetArgument
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Task file, .parquet or .jsonl; else the run's."),
+    ] = None
+    reward: Annotated[
+        str | None, typer.Option(metavar="REWARD", help="`my.py:name` or a built-in reward; else the run's.")
+    ] = None
+    engine: Engine = None
+    samples: Annotated[int | None, typer.Option(min=1, help="Answers to each task.")] = None
+    temperature: Temperature = None
+    max_new_tokens: MaxNewTokens = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A new file for the answers, as JSON lines.")
+    ] = None
+    fields: MoreFields = None
+
+
+class AnswersRequest(ToolRequest, frozen=True):
+    """Print a model's answers to a prompt; without one read it from standard input, or talk in a terminal."""
+
+    target: TargetArgument
+    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="What the user says.")] = None
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the system says first.")] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without chat template.")] = False
+    n: Annotated[int, typer.Option("-n", min=1, max=256, help="Answers.")] = 1
+    engine: Engine = None
+    temperature: Temperature = None
+    max_new_tokens: MaxNewTokens = None
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
+    fields: MoreFields = None
+
+
 def step_range(text: str | None) -> range:
     """The steps that `a:b` names, from a to before b; either may be left out, None names all."""
     start, colon, end = (text or ":").partition(":")
@@ -216,6 +272,8 @@ def module_of(request: ToolRequest) -> str:
         SimulateRequest: "replay_buffer.tools.simulate",
         AdviseRequest: "replay_buffer.tools.advise",
         CheckpointRequest: "trainer_service.tools.checkpoint_model",
+        EvaluateRequest: "rollout_service.tools.evaluate",
+        AnswersRequest: "rollout_service.tools.generate",
     }
     return modules[type(request)]
 
@@ -287,10 +345,12 @@ def readable_errors() -> Iterator[None]:
     except RunInterrupted as error:
         raise _exit(str(error), 130) from None
     except ArealError as error:
-        raise _exit(str(error), error.exit_status) from None
+        raise _exit(with_limit(error), error.exit_status) from None
     except KeyboardInterrupt:
         raise _exit("interrupted.", 130) from None
     except Exception as error:
+        if (of_machine := MachineError.of(error)) is not None:
+            raise _exit(str(of_machine), of_machine.exit_status) from None
         text = (
             f"{type(error).__name__}: {error}. This is a bug of areal-async; {DEBUG_VARIABLE}=1 shows where."
         )
@@ -310,8 +370,8 @@ def own_tracebacks() -> Iterator[None]:
                 yield
             except (ConfigError, RunFolderError, RunInterrupted):
                 raise
-            except Exception:
-                if os.environ.get(DEBUG_VARIABLE) == "1":
+            except Exception as error:
+                if os.environ.get(DEBUG_VARIABLE) == "1" or MachineError.of(error) is not None:
                     raise
                 traceback.print_exc()
                 raise typer.Exit(1) from None

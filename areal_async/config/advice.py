@@ -19,6 +19,7 @@ RUNNING_PER_STALENESS = 0.25
 """Groups that may run at once, in batches per step of max_staleness. At this line the worst case of the sweep
 drops 5 % of the groups and keeps 71 to 86 % of the throughput; beyond it both get worse quickly."""
 MOST_LR, MOST_TEMPERATURE = 0.01, 2.0
+LEAST_OF_A_ROW = 8  # A micro-batch is to hold this part of the longest row, an eighth
 MORE_HELD_OUT = 3  # Times the size of the training file, above which the two are likely swapped
 OF_RL = (
     *("rollout.", "buffer.", "reward.", "weights.", "evaluation."),
@@ -85,16 +86,42 @@ def _numbers_are_usual(job: JobConfig) -> Iterator[Mistake]:
         problem = f"the rate rises for {optimizer.warmup_steps} updates, and the job has {updates}"
         fix = f"Set it below {updates}, or the rate never reaches trainer.optimizer.lr"
         yield Mistake("trainer.optimizer.warmup_steps", problem, fix, ("trainer.steps",))
+    if job.kind == "rl":
+        yield from _parts_are_even(job)
     if job.kind == "rl" and job.rollout.sampling.temperature > MOST_TEMPERATURE:
         problem = f"at {job.rollout.sampling.temperature:g} answers are all but random"
         yield Mistake("rollout.sampling.temperature", problem, "Set it to 1, or somewhat above or below")
     train, held_out = job.tasks.train, job.tasks.evaluation
+    every = job.evaluation.every_steps
+    is_asked = job.kind == "rl" and "every_steps" in job.evaluation.model_fields_set
+    if held_out is not None and is_asked and every > steps:
+        problem = f"the job has {steps} steps, so nothing is evaluated every {every}"
+        yield Mistake("evaluation.every_steps", problem, f"Set it to {steps} or less", ("trainer.steps",))
     if held_out is not None and held_out.suffix == train.suffix:
         with suppress(OSError):
             if held_out.stat().st_size > MORE_HELD_OUT * train.stat().st_size:
                 problem = f"{held_out.name} is much larger than {train.name}, which is trained on"
                 fix = "If they are swapped, give each the other's place; else give fewer held-out tasks"
                 yield Mistake("tasks.evaluation", problem, fix, ("tasks.train",))
+
+
+def _parts_are_even(job: JobConfig) -> Iterator[Mistake]:
+    """Minibatches of one size, and micro-batches that hold more than a sliver of an answer."""
+    groups, minibatches = job.buffer.batch_groups, job.trainer.minibatches
+    if groups % minibatches:
+        even = max(each for each in range(1, minibatches) if groups % each == 0)
+        few = groups // minibatches
+        yield Mistake(
+            "trainer.minibatches",
+            f"{groups} groups make {minibatches} minibatches of {few} or {few + 1}, and each is one update",
+            f"Set it to a divisor of buffer.batch_groups, such as {even}",
+            ("buffer.batch_groups",),
+        )
+    tokens, length = job.trainer.micro_batch_tokens, job.rollout.max_model_len
+    if tokens * LEAST_OF_A_ROW < length:
+        problem = f"{tokens} is little for rows of up to {length} tokens: each is a pass of its own"
+        fix = f"Set it to {length} or more"
+        yield Mistake("trainer.micro_batch_tokens", problem, fix, ("rollout.max_model_len",))
 
 
 def _priority_learns_more_slowly(job: JobConfig) -> Iterator[Mistake]:

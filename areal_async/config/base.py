@@ -1,15 +1,21 @@
 """The base of every configuration section."""
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from areal_async.secrecy import types_of
+
 LARGEST = 1_000_000_000
 """The largest number where a field sets no bound of its own: more seconds or tokens than anybody means."""
+
+
+Overrides = str | Mapping[str, Any] | Sequence[str]
+"""Fields to change: one `key=value`, several, or a mapping of dotted fields to values."""
 
 
 class Section(BaseModel):
@@ -24,11 +30,19 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            raise AttributeError(
+                f"{name} cannot be set: a job does not change. `job.changed({{'section.{name}': value}})` "
+                "makes one that differs, and checks it."
+            )
+        super().__setattr__(name, value)
+
     @field_validator("*", mode="before")
     @classmethod
     def _is_no_word_that_yaml_reads_as_true(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool):
-            kinds = {*_types(cls.model_fields[info.field_name or ""].annotation)}
+            kinds = {*types_of(cls.model_fields[info.field_name or ""].annotation)}
             if bool not in kinds and Any not in kinds and kinds & {int, float}:
                 raise PydanticCustomError("int_type" if int in kinds else "float_type", "a number is needed")
         return value
@@ -44,11 +58,6 @@ class Section(BaseModel):
                 "less_than_equal", "Input should be less than or equal to {le}", {"le": LARGEST}
             )
         return value
-
-
-def _types(annotation: Any) -> tuple[Any, ...]:
-    """A field's type, and those in it."""
-    return (annotation, *(each for inner in get_args(annotation) for each in _types(inner)))
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

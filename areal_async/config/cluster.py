@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from areal_async.config.base import Section
-from areal_async.config.errors import ConfigError, Mistake, blank_after_colon, value_in_words
+from areal_async.config.errors import ConfigError, Mistake, blank_after_colon, in_words, value_in_words
 from areal_async.config.yamlfile import dump_yaml, read_mapping
 from areal_async.rpc.endpoints import LOOPBACK
 
@@ -88,7 +88,7 @@ def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:
     try:
         cluster = ClusterConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(str(path), [_mistake(detail) for detail in error.errors()]) from None
+        raise ConfigError(str(path), in_words(error.errors(), _mistake)) from None
     if queued and cluster.launcher == "ray" and None in (cluster.resources.cpus, cluster.resources.gpus):
         problem = "this machine's cores and GPUs are not those of a Ray cluster"
         fix = "Name the cpus and gpus of all its nodes, or those that it may be scaled up to"

@@ -17,9 +17,9 @@ import yaml
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import merged
 from areal_async.config.yamlfile import parse_yaml, read_mapping
+from areal_async.secrecy import is_secret
 
 VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::-([^}]*))?\}")
-SECRET = re.compile(r"PASSWORD|PASSWD|SECRET|TOKEN|CREDENTIAL|(^|_)KEY(_|$)")
 """In the name of a variable whose value must not be written into job files, which are copied and shown."""
 
 
@@ -93,7 +93,7 @@ def _filled(value: Any, field: str, mistakes: list[Mistake]) -> Any:
     if not isinstance(value, str) or VARIABLE.search(value) is None:
         return value
     for name in dict.fromkeys(found[1] for found in VARIABLE.finditer(value)):
-        if SECRET.search(name):
+        if is_secret(name, os.environ.get(name, "")):
             problem = f"${{{name}}} looks like a secret, and job files are recorded and shown"
             fix = "Have what needs it read it itself, as buffer.redis_login.password_env does"
             mistakes.append(Mistake(field, problem, fix))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from areal_async.errors import ArealError
+
+MOST_MISTAKES = 100
+"""Mistakes of one file that are put into words."""
+MOST_CHARS = 2000
+"""Longest text of a mistake: what it quotes may be anything."""
+Detail = TypeVar("Detail", bound=Mapping[str, Any])
 
 _BOUNDS = {
     "greater_than_equal": ("ge", "too small", "Give at least {}"),
@@ -46,14 +53,32 @@ def blank_after_colon(key: str) -> str | None:
     return f"YAML wants a blank after the colon: `{name}: {value}`" if name and colon and value else None
 
 
+def in_words(
+    details: Sequence[Detail], explain: Callable[[Detail], Mistake], field: str = "file"
+) -> Iterator[Mistake]:
+    """The mistakes behind the first `MOST_MISTAKES` entries of `ValidationError.errors()`, and one in `field`
+    that counts the rest. Each is compared with all fields, so a file with very many would take minutes."""
+    yield from map(explain, details[:MOST_MISTAKES])
+    if (more := len(details) - MOST_MISTAKES) > 0:
+        yield Mistake(field, f"there are {more} more mistakes in it", "Correct these first")
+
+
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong: the dotted field it sits in, what is wrong, and what to do about it."""
+    """One thing that is wrong: the dotted field it sits in, what is wrong, and what to do about it, each cut
+    at `MOST_CHARS`."""
 
     field: str
     problem: str
     fix: str
     involves: tuple[str, ...] = ()  # Other fields that the statement depends on
+    warns: bool = False
+    """True where the job runs all the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("field", "problem", "fix"):
+            if len(text := getattr(self, name)) > MOST_CHARS:
+                object.__setattr__(self, name, f"{text[: MOST_CHARS // 2]} … {text[-MOST_CHARS // 4 :]}")
 
     def __str__(self) -> str:
         end = "" if self.fix.endswith(("?", ".")) else "."
@@ -61,10 +86,15 @@ class Mistake:
 
 
 class ConfigError(ArealError):
-    """A job file that cannot be run. Holds every mistake that was found, not only the first."""
+    """A job file that cannot be run. Holds the mistakes that were found, not only the first; of very many
+    `MOST_MISTAKES`, and how many there are."""
 
     def __init__(self, source: str, mistakes: Iterable[Mistake]) -> None:
         self.source = source
-        self.mistakes = tuple(mistakes)
-        text = f" has {len(self.mistakes)} mistakes:" + "".join(f"\n  - {each}" for each in self.mistakes)
+        found = iter(mistakes)
+        self.mistakes = tuple(islice(found, MOST_MISTAKES + 1))
+        number, those = len(self.mistakes), ""
+        if more := sum(1 for _ in found):
+            number, those = number + more, f", of which these are the first {number}"
+        text = f" has {number} mistakes{those}:" + "".join(f"\n  - {each}" for each in self.mistakes)
         super().__init__(source + (text if len(self.mistakes) != 1 else f": {self.mistakes[0]}"))

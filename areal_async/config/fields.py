@@ -28,6 +28,9 @@ OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("clip_low", "epsilon_low", "clip_ratio_low"), f"{_CLIP}low"),
     **dict.fromkeys(("clip_range", "cliprange", "clip_ratio", "eps_clip"), f"{_CLIP}low and clip_high"),
     "learning_rate": "trainer.optimizer.lr",
+    **dict.fromkeys(("adv_estimator", "advantage_estimator"), "trainer.objective.advantage"),
+    **dict.fromkeys(("ppo_mini_batch_size", "mini_batch_size"), "trainer.minibatches, how many a batch has"),
+    "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     **dict.fromkeys(("num_generations", "n", "rollout_n"), "rollout.group_size"),
     **dict.fromkeys(("max_completion_length", "max_response_length"), "rollout.sampling.max_new_tokens"),
     **dict.fromkeys(("max_length", "max_seq_length"), "rollout.max_model_len"),
@@ -196,6 +199,10 @@ def explain(detail: Mapping[str, Any]) -> Mistake:
                 "" if kind.startswith(("int_", "float_")) else "; a yes, no, on or off needs quotation marks"
             )
             return Mistake(field, f"{str(found).lower()} {words[0]}", words[1] + word + quoted)
+        if found is None:
+            return Mistake(
+                field, f"null {words[0]}", f"{words[1]}{word}, or remove the field for its default"
+            )
         return Mistake(field, f"{found!r} {words[0]}", words[1] + word + _in_unit(field, found))
     message = str(detail["msg"]).rstrip(".")
     return Mistake(field, f"{found!r} is refused: {message}", f"Correct it. {_about(field)}".rstrip(". "))
@@ -233,11 +240,23 @@ def _unknown(location: list[str], found: Any) -> Mistake:
         if below is not None:
             known = f"{suggestion}.{inner}" if inner in below.model_fields else suggest(suggestion, inner)
             suggestion = known or suggestion
+    if suggestion is None and (names := [*dict.fromkeys(_other_names(found))]):
+        # A section of another trainer
+        suggestion = ", ".join(names)
     if suggestion is not None:
         return Mistake(field, "there is no such field", f"Did you mean {suggestion}?")
     model = section_of(section)
     known = ", ".join(model.model_fields) if model is not None else ""
     return Mistake(field, "there is no such field", f"Remove it; the fields here are {known}")
+
+
+def _other_names(found: Any) -> Iterator[str]:
+    """Our names for the fields of other trainers in a section of theirs."""
+    for name, inner in found.items() if isinstance(found, dict) else ():
+        if isinstance(inner, dict):
+            yield from _other_names(inner)
+        elif name in OTHER_NAMES:
+            yield f"{OTHER_NAMES[name]} for {name}"
 
 
 def _as_section(field: str, found: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
@@ -19,19 +19,23 @@ from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
-from areal_async.config.rewardcheck import reward_file_mistakes
+from areal_async.config.rewardcheck import part_of, reward_file_mistakes
 from areal_async.examples import FORMS, Form, read_examples
 from areal_async.modelfiles import (
     INDEX,
     ONE_FILE,
+    cannot_be_packed,
     is_mixture,
     looks_beyond_tokens,
     mixture_of,
+    most_positions,
     stored_tensors,
 )
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
+from areal_async.rewards import Routing
+from areal_async.rpc.schema import Task
 from areal_async.storage.content import OF_TRAINER
-from areal_async.tasks import TaskFileError, check_row, read_tasks, task_file, task_rows
+from areal_async.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""
@@ -114,7 +118,9 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
         if not model.is_dir():
             yield Mistake(field, f"{model} is no folder", "Give a Hugging Face model directory")
             continue
-        yield from model_mistakes(model, json_in(model / "config.json"), field)
+        config = json_in(model / "config.json")
+        yield from model_mistakes(model, config, field)
+        yield from _check_packing(model, config, field)
         own, other = (json_in(folder / "tokenizer.json") for folder in (job.model, model))
         if field != "trainer.critic.model" and own and other and _vocabulary(own) != _vocabulary(other):
             problem = f"{model} has another vocabulary than the policy's {job.model}"
@@ -191,9 +197,26 @@ def _check_model_config(job: JobConfig, config: dict[str, Any]) -> Iterator[Mist
             f"Set it to {positions} or less",
             ("model",),
         )
+    longest = most_positions(config)
+    if job.kind == "rl" and longest is not None and longest < job.rollout.max_model_len:
+        yield Mistake(
+            "rollout.max_model_len",
+            f"rotary positions of the model depend on the longest row of a pass if that has more than "
+            f"{longest} tokens, and rows of {job.rollout.max_model_len} are allowed",
+            f"Set it to {longest} or less",
+            ("model",),
+        )
+    yield from _check_packing(job.model, config, "model")
     if RankGrid.of(job.trainer).sequence > 1 and (why := looks_beyond_tokens(config)):
         fix = "Set it to 1, and give more ranks to trainer.parallel.shard, or take another model"
         yield Mistake("trainer.parallel.sequence", f"{job.model} {why}", fix, ("model",))
+
+
+def _check_packing(model: Path, config: Any, field: str) -> Iterator[Mistake]:
+    """Refuse a model of the trainer whose packed rows would not have the log-probs of the model."""
+    if isinstance(config, dict) and (why := cannot_be_packed(config)):
+        fix = "Give a model of a family that docs/models.md lists as trained"
+        yield Mistake(field, f"{model} {why}", fix)
 
 
 def _check_mixture(model: Path) -> Iterator[Mistake]:
@@ -289,10 +312,11 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, li
             table = read_tasks(path)
             rows = len(table)
             are_messages = any(not isinstance(task.prompt, str) for task in table)
+            if (mistake := _truth_mistake(job, field, path, table)) is not None:
+                return rows, [mistake]
         else:
             where, row = next(task_rows(path), (f"task file {path}, row 1", {}))
-            check_row(where, row)
-            are_messages = not isinstance(row["prompt"], str)
+            are_messages = not isinstance(task_row(where, row)["prompt"], str)
     except TaskFileError as error:
         return None, [Mistake(field, *_split(str(error)))]
     if are_messages and job.model.is_dir() and not _has_chat_template(job.model):
@@ -300,6 +324,20 @@ def _check_tasks(job: JobConfig, field: str, path: Path) -> tuple[int | None, li
         fix = "Add one to the tokenizer (chat_template.jinja), or make texts (data prepare --form text)"
         return rows, [Mistake(field, problem, fix, ("model",))]
     return rows, []
+
+
+def _truth_mistake(job: JobConfig, field: str, path: Path, tasks: Iterable[Task]) -> Mistake | None:
+    """Tasks that their reward would not judge, for want of a ground truth."""
+    routing = Routing(job.reward)
+    needs = {spec.name: getattr(part_of(spec.name), "needs_truth", False) for spec in routing.specs}
+    names = [
+        (row, routing.of(task).name) for row, task in enumerate(tasks, start=1) if task.ground_truth is None
+    ]
+    if not (found := [(row, name) for row, name in names if needs[name]]):
+        return None
+    problem = f"{len(found)} rows of {path} have no ground truth, which the reward {found[0][1]} needs"
+    fix = "Fill in reward_model.ground_truth, or take the rows out"
+    return Mistake(field, f"{problem} (the first: row {found[0][0]})", fix, ("reward.name",))
 
 
 def _form_mistake(job: JobConfig, form: Form, path: Path) -> Mistake | None:
@@ -330,8 +368,13 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _check_passes(job: JobConfig, rows: int) -> Iterator[Mistake]:
-    passes, needed = job.tasks.passes, job.trainer.steps * job.buffer.batch_groups
-    if passes is not None and passes * rows < needed:
+    passes, batch = job.tasks.passes, job.buffer.batch_groups
+    needed = job.trainer.steps * batch
+    if passes is not None and passes * rows < batch:
+        problem = f"{passes} × {rows} tasks do not fill one batch of {batch}"
+        fix = f"Set it to {passes * rows} or less, raise or remove tasks.passes, or give more tasks"
+        yield Mistake("buffer.batch_groups", problem, fix, ("tasks.passes", "tasks.train"))
+    elif passes is not None and passes * rows < needed:
         yield Mistake(
             "tasks.passes",
             f"{passes} × {rows} tasks are fewer than trainer.steps × buffer.batch_groups = {needed}",

@@ -1,12 +1,12 @@
 """A job file: one YAML document, one model or several."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from areal_async.config.base import Section
+from areal_async.config.base import Overrides, Section
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
 from areal_async.config.parallel import ParallelSection
 from areal_async.config.reward import RewardSection
@@ -173,8 +173,9 @@ class LoggerSection(Section):
 class ObserveSection(Section):
     """Metrics and logs."""
 
-    metrics_port: int = Field(default=9470, ge=0, le=65_000)
-    """First of the consecutive ports that the services serve Prometheus metrics on; 0 picks free ones."""
+    metrics_port: int = Field(default=0, ge=0, le=65_000)
+    """First of the consecutive ports that the services serve Prometheus metrics on; 0: free ones, so that
+    jobs beside each other do not want the same."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe events that the services log."""
     event_log: bool = False
@@ -208,6 +209,10 @@ class SupervisorSection(Section):
     death in a row. One that had served longer is started again at once."""
     longest_pause_s: float = Field(default=30.0, ge=0)
     """Longest pause before a service is started again, in seconds."""
+    hang_s: float = Field(default=60.0, ge=5)
+    """A process that gives no sign of life for so many seconds (it is stopped, or in a call into a driver
+    that does not return) is killed and started again. The sign comes from a thread of its own every second,
+    however long an answer, a reward or a step takes."""
     spare_after_s: float | None = Field(default=30.0, ge=0)
     """Once all services have served so many seconds a process is prepared, one for each rank of the trainer,
     that stands in at once for a trainer, worker or evaluator that dies: about 0.4 GB of memory each. null
@@ -399,9 +404,8 @@ class TrainerSection(Section):
     """Training processes, over which the model is spread; on `cuda` each has a GPU of its own. They start,
     end and are started again together."""
     parallel: ParallelSection = ParallelSection()
-    hang_s: float = Field(default=60.0, ge=5)
-    """A training process that gives no sign of life for so many seconds (it is stopped, or in a call into a
-    driver that does not return) is killed, and the trainer is started again from its checkpoint."""
+    hang_s: float | None = Field(default=None, ge=5)
+    """`supervisor.hang_s` of the processes of this trainer; none means the same."""
     collective_s: float = Field(default=600.0, ge=5)
     """A training process that has waited for another so many seconds gives up: the trainer is started again
     from its checkpoint, and the one that did not come is named."""
@@ -467,11 +471,20 @@ class JobConfig(Section):
     supervisor: SupervisorSection = SupervisorSection()
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "JobConfig":
-        """The checked job of a job file; `overrides` are `key=value`. Raises `ConfigError`."""
-        from areal_async.config.load import load_job  # which reads this module
+    def load(cls, path: str | Path, overrides: Overrides = ()) -> "JobConfig":
+        """The checked job of a job file; `overrides` are a `key=value`, several, or `{"a.b": value}`. Raises
+        `ConfigError`."""
+        from areal_async.config.load import load_job, overrides_of  # which read this module
 
-        return load_job(Path(path), overrides)
+        return load_job(Path(path), overrides_of(overrides))
+
+    def changed(self, overrides: Overrides) -> "JobConfig":
+        """Return a copy with these fields changed, as `load` takes them, and checked. Relative paths are
+        relative to the working directory. Raises `ConfigError`."""
+        from areal_async.config.load import job_from_mapping, overrides_of  # which read this module
+
+        content, changes = self.model_dump(mode="json"), overrides_of(overrides)
+        return job_from_mapping(content, changes, source=f"job {self.job}", base=Path.cwd())
 
     def of(self, policy: str) -> "JobConfig":
         """The job as the trainer and the engines of one of its policies see it: a job of that policy alone.

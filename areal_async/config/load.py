@@ -6,9 +6,10 @@ Each of `policies` is checked as a job of its own: what it says in the place of 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,9 +17,10 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError, Mistake, in_words
 from areal_async.config.fields import explain, job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
 from areal_async.config.job import JobConfig, merged
@@ -29,6 +31,7 @@ from areal_async.config.yamlfile import (
     MOST_LEVELS,
     MOST_NODES,
     dump_yaml,
+    half_character,
     parse_yaml,
     syntax_problem,
     too_nested,
@@ -62,6 +65,7 @@ OF_EACH: dict[str, tuple[str, ...]] = {
     "buffer": ("max_staleness", "batch_groups"),
 }
 """What each policy may have of its own: whole sections, or where there are several policies these fields."""
+MOST_POLICIES = 64
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
 """Fields and sections that the trainer's memory depends on, each with a dot behind it."""
 
@@ -94,8 +98,14 @@ def job_from_mapping(
     if (where := too_nested(content)) is not None:
         problem = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
         raise ConfigError(source, [Mistake(where, problem, "Flatten it")])
+    if (where := half_character(content)) is not None:
+        problem = "it has half of a surrogate pair, which no file can hold"
+        raise ConfigError(source, [Mistake(where, problem, "Write the whole character")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
+    if len(policies := _policies_of(content)) > MOST_POLICIES:
+        problem = f"it names {len(policies)} policies, and {MOST_POLICIES} is the limit"
+        raise ConfigError(source, [Mistake("policies", problem, "Train fewer in one job")])
     mistakes += _policy_mistakes(content)
     resolve_paths(content, base)
     policies = _policies_of(content)
@@ -166,6 +176,32 @@ def dump_job(job: JobConfig) -> str:
     return dump_yaml(job.model_dump(mode="json"))
 
 
+def overrides_of(given: Overrides) -> list[str]:
+    """Return overrides as `key=value`, the values in YAML. A mapping in a mapping changes the fields that it
+    names and keeps the others of their section. Raises `ConfigError` for what is none."""
+    if isinstance(given, str):
+        return [given]
+    try:
+        if isinstance(given, Mapping):
+            return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in _fields(given)]
+        words = list(given)
+        if all(isinstance(word, str) for word in words):
+            return words
+        problem = f"{next(word for word in words if not isinstance(word, str))!r:.80} is no text"
+    except TypeError as error:
+        problem = str(error)
+    fix = "Give 'trainer.steps=3', a list of such texts, or {'trainer.steps': 3}"
+    raise ConfigError("the overrides", [Mistake("overrides", problem, fix)])
+
+
+def _fields(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _fields(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
     """Set each `dotted.key=value` in `content`; those that cannot be are returned as mistakes."""
     mistakes = []
@@ -216,7 +252,7 @@ def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]
         return JobConfig.model_validate(content), []
     except ValidationError as error:
         details = numbers_or_words(error.errors(include_url=False))
-    mistakes = [explain(detail) for detail in details]
+    mistakes = [*in_words(details, explain)]
     for detail in details:
         _remove(content, detail["loc"])
     try:

@@ -94,7 +94,9 @@ PRESETS: Mapping[str, Preset] = {
     "opo": _preset("Hao et al. 2025", "opo", "reinforce"),
     "a3po": _preset("Li et al. 2025, A-3PO", "grpo", prox="loglinear"),
     "gigpo": _preset("Feng et al. 2025", "gigpo", beside="The workflow names states with ctx.anchor()."),
-    "kimi": _preset("Kimi team 2025, Kimi k1.5", "dr_grpo", "kimi", "rollout"),
+    "kimi": _preset(
+        "Kimi team 2025, Kimi k1.5", "dr_grpo", "kimi", "constant", normaliser_args__length=LONGEST
+    ),
     "gmpo": _preset("Zhao et al. 2025", "grpo", "gmpo", "rollout"),
     "dppo": _preset("Qi et al. 2026", "grpo", "dppo", correction="bypass"),
     "gdpo": _preset("Liu et al. 2026", "gdpo", beside="Its rewards are the components of the score."),

@@ -30,6 +30,17 @@ class AbstainSection(PolicySection):
     """How often the call is made again before the verdict counts; who declined is likely to do so again."""
 
 
+class FaultSection(Section):
+    """Score of answers that cannot be judged by their own fault, such as one too long for the judge."""
+
+    score: float = Field(default=0.0, allow_inf_nan=False)
+    """Score of an answer that cannot be judged by its own fault. Set it to no more than the worst that the
+    reward gives otherwise."""
+    end_after: int = Field(default=64, ge=0, le=1_000_000)
+    """Answers at fault in a row, from the first one of a run on, that end the job: then the agent,
+    environment or limit is likely to be wrong, and not the answers. 0: none do."""
+
+
 class RouteSection(Section):
     """One reward for some of the tasks. Patterns are those of a shell: `gsm8k*`, `code/?`."""
 
@@ -73,5 +84,7 @@ class RewardSection(Section):
     """What a group does about the verdict `error`."""
     on_abstain: AbstainSection = AbstainSection()
     """What a group does about the verdict `abstain`."""
+    on_fault: FaultSection = FaultSection()
+    """Score of answers that cannot be judged by their own fault."""
     min_scored: int = Field(default=2, ge=1)
     """Fewest episodes with a score that a group is trained with where others of it were masked."""

@@ -114,6 +114,13 @@ def _programs_of(field: str, name: str, arguments: Mapping[str, Any]) -> Iterato
         yield from _programs_of(f"{where}.args", inner, given)
 
 
+def with_those_inside(name: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A reward and those that it is made of, each with its arguments."""
+    yield name, arguments
+    for _, inner, given in _rewards_inside("", name, arguments):
+        yield from with_those_inside(inner, given)
+
+
 def _rewards_inside_fit(field: str, name: str, arguments: Mapping[str, Any]) -> Iterator[Mistake]:
     for where, inner, given in _rewards_inside(field, name, arguments):
         if ".py:" not in inner:

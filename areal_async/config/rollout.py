@@ -87,7 +87,7 @@ class AutoscaleSection(Section):
     min: int = Field(default=1, ge=1, le=1024)
     """Fewest workers of such a run."""
     every_s: float = Field(default=30.0, gt=0)
-    """Shortest time between two changes, in seconds, and over which is measured; ten steps at least."""
+    """Measurement window and shortest time between two changes, in seconds; at least ten steps long."""
     retry_s: float = Field(default=300.0, gt=0)
     """A change that did not pay, and a worker for which there was no room, is not tried again for so many
     seconds, then for twice as many, up to an hour."""

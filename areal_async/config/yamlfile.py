@@ -7,7 +7,7 @@ it further goes one call deeper for each level.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from areal_async.config.errors import ConfigError, Mistake
 
 MOST_BYTES = 4 << 20  # The largest YAML file that is read
 MOST_LEVELS = 32  # Levels of lists and mappings in one another
-MOST_NODES = 1_000_000  # Values in one structure, each counted as often as it is referred to
+MOST_NODES = 200_000  # Values in one structure, each counted as often as it is referred to
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -168,6 +168,25 @@ def _refused(source: str, problem: str, fix: str) -> ConfigError:
     return ConfigError(source, [Mistake("file", problem, fix)])
 
 
+def half_character(value: Any) -> str | None:
+    """Return the dotted path of the first text or key that UTF-8 cannot hold: one with half of a surrogate
+    pair, as a text has that was cut within an escape such as `\\ud83d\\ude00`. None if all can be written."""
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return ""
+    elif isinstance(value, Mapping):
+        inner = ((str(key), part) for key, both in value.items() for part in (key, both))
+    elif isinstance(value, list | tuple):
+        inner = ((str(index), each) for index, each in enumerate(value))
+    for name, part in inner:
+        if (found := half_character(part)) is not None:
+            return f"{ascii(name)[1:-1]}.{found}".rstrip(".")
+    return None
+
+
 def too_nested(value: Any) -> str | None:
     """The dotted path of the first place that lies deeper than `MOST_LEVELS`, or at which there are more than
     `MOST_NODES` values; None where all is well. A structure that holds itself is too deep."""
@@ -182,13 +201,15 @@ def too_nested(value: Any) -> str | None:
             continue
         path[-1], inner = found
         nodes += 1
+        if nodes > MOST_NODES:
+            return ".".join(path[1:5])
         if isinstance(inner, Mapping):
             below = ((str(key), each) for key, each in inner.items())
         elif isinstance(inner, list | tuple):
             below = ((str(index), each) for index, each in enumerate(inner))
         else:
             continue
-        if len(levels) > MOST_LEVELS or nodes > MOST_NODES:
+        if len(levels) > MOST_LEVELS:
             return ".".join(path[1:5])
         levels.append(below)
         path.append("")

@@ -28,6 +28,7 @@ from starlette.routing import Route
 from areal_async import __version__
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
 from areal_async.controller import logs
 from areal_async.controller.controller import Controller
 from areal_async.controller.folder import TokenBook
@@ -69,6 +70,7 @@ from areal_async.page.folder import told_of
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.runtime.http_server import BodyTooLong, HttpLimits, ServerFull, read_body
 from areal_async.runtime.log import get_logger
+from areal_async.secrecy import shown as hidden
 
 LIMITS = HttpLimits(connections=256, held_bytes=256 << 20, answer_s=700.0)
 SUBMISSION_BYTES = 96 << 20  # A submission with as many files as it may have, in Base64
@@ -236,7 +238,8 @@ class ControllerApi:
                 config = self._controller.config_of(job).model_dump(mode="json")
             except (ConfigError, RunFolderError):
                 config = job.content  # a release that reads job files in another way
-            return JobDetailAnswer(shown, self._controller.store.history(job.id), config)
+            public = hidden(config, JobConfig)
+            return JobDetailAnswer(shown, self._controller.store.history(job.id), public)
 
         return await self._call(detail)
 

@@ -30,10 +30,10 @@ from areal_async.controller.attempt import (
     write_durably,
 )
 from areal_async.controller.submission import job_of
-from areal_async.errors import ArealError, RunInterrupted
+from areal_async.errors import RunInterrupted, as_ours, with_limit
 from areal_async.launch.preflight import check_contents
 from areal_async.launch.run import carry_out
-from areal_async.launch.runs import has_work, job_to_resume
+from areal_async.launch.runs import has_work, is_finished, job_to_resume
 from areal_async.ownfiles import PRIVATE_UMASK, read_own
 
 LOOK_S = 0.2  # How often it looks whether it is to end
@@ -53,7 +53,7 @@ def job_of_attempt(request: AttemptRequest) -> tuple[JobConfig, bool]:
 
 def run_attempt(request: AttemptRequest) -> None:
     """Run it to its end. Raises `ArealError`."""
-    if (request.run_folder / "summary.json").exists():
+    if is_finished(request.run_folder, request.overrides):
         return  # an earlier attempt got to the end, and could not say so
     job, resume = job_of_attempt(request)
     check_contents(job, source=f"job {job.job}")
@@ -104,11 +104,12 @@ def attempt(folder: Path) -> AttemptEnding:
         return AttemptEnding("finished")
     except RunInterrupted as error:
         ending = AttemptEnding("interrupted", str(error)[:MOST_WORDS])
-    except ArealError as error:
-        ending = AttemptEnding("failed", str(error)[:MOST_WORDS])
     except Exception as error:
-        traceback.print_exc()  # a bug of ours, or a part of the user's that raises when it is loaded
-        ending = AttemptEnding("failed", f"{type(error).__name__}: {error}"[:MOST_WORDS])
+        if (ours := as_ours(error)) is not None:
+            ending = AttemptEnding("failed", with_limit(ours)[:MOST_WORDS])
+        else:
+            traceback.print_exc()  # a bug of ours, or a part of the user's that raises when it is loaded
+            ending = AttemptEnding("failed", f"{type(error).__name__}: {error}"[:MOST_WORDS])
     print(ending.words, flush=True)
     return ending
 

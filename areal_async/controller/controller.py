@@ -37,7 +37,7 @@ from areal_async.controller.states import (
 )
 from areal_async.controller.store import JobStore, StoredJob
 from areal_async.controller.submission import MOST_WRITTEN, Submission, job_of, read_jobs, write_files
-from areal_async.launch.runs import has_work, job_to_resume
+from areal_async.launch.runs import has_work, is_finished, job_to_resume
 from areal_async.runtime.log import get_logger
 
 STOP_LIMIT_S = 60.0
@@ -123,12 +123,14 @@ class Controller:
     def ask(self, name: str, verb: Verb, overrides: Sequence[str] = ()) -> StoredJob:
         """Have a job pause, stop or resume, the last with changes. Raises `JobRefused`, `ConfigError`."""
         job = self.find(name)
-        move = decide(job.standing, Asked(verb), self._clock())
+        gathered = [*job.overrides, *overrides] if verb == "resume" else []
+        run_folder = self.folder(job).run_folder(job.name)
+        more = job.state == "SUCCEEDED" and bool(overrides) and not is_finished(run_folder, gathered)
+        move = decide(job.standing, Asked(verb, more=more), self._clock())
         if move is None:
             return job
         changes: dict[str, Any] = {}
         if verb == "resume":
-            gathered = [*job.overrides, *overrides]
             if len(gathered) > MOST_OVERRIDES:
                 raise JobRefused(f"a job keeps at most {MOST_OVERRIDES} changes for its next start")
             needs = self._fitting(self.config_of(job, gathered), job.needs.memory_gb)
@@ -159,12 +161,8 @@ class Controller:
         `ConfigError`, `RunFolderError`."""
         folder = self.folder(job)
         run_folder = folder.run_folder(job.name)
-        if (
-            job.state != "SUCCEEDED"
-            and job.state not in ACTIVE
-            and run_folder.is_dir()
-            and has_work(run_folder)
-        ):
+        goes_on = job.state != "SUCCEEDED" or not is_finished(run_folder, overrides)
+        if goes_on and job.state not in ACTIVE and run_folder.is_dir() and has_work(run_folder):
             return job_to_resume(run_folder, overrides, files=False)
         return job_of(job.content, folder.files, folder.run_dir, overrides)
 

@@ -60,6 +60,8 @@ class Asked:
 
     verb: Verb
     why: str = ""
+    more: bool = False
+    """True where the job is to have more steps than it was begun with."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ def _ending(wish: Wish, event: RunEnded) -> tuple[State, str]:
 
 
 def _resume(standing: Standing, event: Asked, now_s: float) -> Move:
-    if standing.state == "SUCCEEDED":
-        raise JobRefused("the job is done: there is nothing to resume")
+    if standing.state == "SUCCEEDED" and not event.more:
+        raise JobRefused("the job is done: there is nothing to resume. trainer.steps=N gives it more steps")
     if standing.state == "PENDING":
         raise JobRefused("the job waits for its turn already")
     if standing.state in ACTIVE:

@@ -26,7 +26,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job, resolve_paths
 from areal_async.config.yamlfile import too_nested
 from areal_async.controller.sweeps import combinations, named_jobs
-from areal_async.ownfiles import open_regular
+from areal_async.ownfiles import open_beneath, open_regular
 
 MOST_BYTES = 64 << 20  # Files of one submission together
 MOST_WRITTEN = 1 << 30  # The same, times the jobs of a sweep
@@ -183,7 +183,7 @@ def read_submission(body: bytes) -> Submission:
     except (msgspec.DecodeError, RecursionError) as error:
         text = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise ConfigError("the submission", [Mistake("body", text, "Send what the API page shows")]) from None
-    mistakes = [*_bounds(given), *_name_mistakes(given.files)]
+    mistakes = [*_bounds(given)] or [*_name_mistakes(given.files)]
     if mistakes:
         raise ConfigError("the submission", mistakes)
     return given
@@ -213,11 +213,11 @@ def _name_mistakes(files: Mapping[str, bytes]) -> Iterator[Mistake]:
     folders = {
         "/".join(parts[:depth])
         for name in files
-        for parts in [name.split("/")]
+        for parts in [name.split("/", MOST_LEVELS)]
         for depth in range(1, len(parts))
     }
     for name in files:
-        parts = name.split("/")
+        parts = name.split("/", MOST_LEVELS)
         wrong = (
             not name.isprintable()
             or len(parts) > MOST_LEVELS
@@ -243,9 +243,6 @@ def read_jobs(given: Submission, folder: Path) -> list[ReadJob]:
         if mistakes:
             raise ConfigError("the submission", mistakes)
         changed["run_dir"] = "runs"
-        observe = changed.setdefault("observe", {})
-        if isinstance(observe, dict):
-            observe.setdefault("metrics_port", 0)  # jobs beside each other must not want the same ports
         found.append(changed)
     name = found[0].get("job")
     if given.sweep and isinstance(name, str) and JOB_NAME.fullmatch(name):
@@ -278,10 +275,7 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     """Write checked `files` into `folder`, which is made, and see them onto the disk. Raises OSError."""
     folder.mkdir(parents=True, mode=0o700)
     for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
+        with os.fdopen(open_beneath(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(fd)
+            os.fsync(file.fileno())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -19,9 +21,19 @@ PARTS = ("grafana", "rules", "provisioning", "alertmanager", "grafana.ini")
 SCRAPE_S, EVALUATE_S = 2, 5
 
 
-def write_files(folder: Path, run_dirs: Sequence[Path], prometheus_url: str) -> list[Path]:
+class ListedJobs(NamedTuple):
+    """A controller that lists its jobs' processes for Prometheus, and a token with which it answers."""
+
+    url: str
+    token_file: Path
+
+
+def write_files(
+    folder: Path, run_dirs: Sequence[Path], prometheus_url: str, listed: ListedJobs | None = None
+) -> list[Path]:
     """Write into `folder` dashboards, rules, provisioning and `prometheus.yaml`, which scrapes the jobs whose
-    `run_dir` is one of `run_dirs`. Returns the files, in order. Raises `ConfigError` where it cannot."""
+    `run_dir` is one of `run_dirs` and those of a controller. Returns the files, in order. Raises
+    `ConfigError` where it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part in PARTS:
@@ -34,7 +46,7 @@ def write_files(folder: Path, run_dirs: Sequence[Path], prometheus_url: str) -> 
         )
         dashboards = {"options": {"path": str((folder / "grafana").absolute())}}
         _change(folder / "provisioning" / "dashboards" / "areal.yaml", "providers", dashboards)
-        (folder / "prometheus.yaml").write_text(_prometheus(run_dirs), encoding="utf-8")
+        (folder / "prometheus.yaml").write_text(_prometheus(run_dirs, listed), encoding="utf-8")
     except OSError as error:
         problem = f"{folder} cannot be written: {error.strerror}"
         fix = "Name a folder of yours"
@@ -49,10 +61,20 @@ def _change(path: Path, section: str, values: Mapping[str, object]) -> None:
     path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
-def _prometheus(run_dirs: Sequence[Path]) -> str:
-    """A running job lists its processes in `<run_dir>/prometheus/<job>.json` and removes that
-    at its end."""
+def _prometheus(run_dirs: Sequence[Path], listed: ListedJobs | None) -> str:
+    """A running job lists its processes in `<run_dir>/prometheus/<job>.json` and removes that at its end; a
+    controller answers what its jobs have listed."""
     lists = [str(folder.absolute() / "prometheus" / "*.json") for folder in run_dirs]
+    scrapes: list[dict[str, object]] = [
+        {"job_name": "areal", "file_sd_configs": [{"files": lists, "refresh_interval": "5s"}]}
+    ]
+    if listed is not None:
+        shown = {"authorization": {"credentials_file": str(listed.token_file)}}
+        found = {"url": f"{listed.url}/v1/targets", "refresh_interval": "5s", **shown}
+        scrapes.append({"job_name": "areal-jobs", "http_sd_configs": [found]})
+        address = urlsplit(listed.url)
+        own = {"scheme": address.scheme, "static_configs": [{"targets": [address.netloc]}], **shown}
+        scrapes.append({"job_name": "controller", **own})
     content = {
         "global": {
             "scrape_interval": f"{SCRAPE_S}s",
@@ -60,8 +82,6 @@ def _prometheus(run_dirs: Sequence[Path]) -> str:
             "evaluation_interval": f"{EVALUATE_S}s",
         },
         "rule_files": ["rules/*.yaml"],
-        "scrape_configs": [
-            {"job_name": "areal", "file_sd_configs": [{"files": lists, "refresh_interval": "5s"}]}
-        ],
+        "scrape_configs": scrapes,
     }
     return str(yaml.safe_dump(content, sort_keys=False))

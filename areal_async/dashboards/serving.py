@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_async.dashboards.files import write_files
+from areal_async.dashboards.files import ListedJobs, write_files
 from areal_async.errors import ArealError
 from areal_async.launch.supervisor import caught_signals
 from areal_async.rpc.endpoints import LOOPBACK
@@ -47,15 +47,24 @@ class Ports:
     grafana: int = 3000
 
 
-def serve(folder: Path, run_dirs: Sequence[Path], ports: Ports, tell: Callable[[str], None]) -> None:
+def serve(
+    folder: Path,
+    run_dirs: Sequence[Path],
+    ports: Ports,
+    tell: Callable[[str], None],
+    *,
+    listed: ListedJobs | None = None,
+    jobs: int = 0,
+) -> None:
     """Write the files into `folder`, start what is installed, `tell` where it is, and return after a signal.
-    Raises `DashboardsError`."""
+    `listed` is the controller whose jobs are shown too, `jobs` how many of them run. Raises
+    `DashboardsError`."""
     prometheus = shutil.which("prometheus")
     if prometheus is None:
         raise DashboardsError(NO_PROMETHEUS)
     _check_free(ports.prometheus, "--port")
     url = f"http://{LOOPBACK}:{ports.prometheus}"
-    write_files(folder, run_dirs, url)
+    write_files(folder, run_dirs, url, listed)
     with caught_signals() as signals, ExitStack() as stack:
         running: dict[str, ChildProcess] = {}
 
@@ -77,16 +86,17 @@ def serve(folder: Path, run_dirs: Sequence[Path], ports: Ports, tell: Callable[[
             settings = os.environ | grafana_environment(folder, ports.grafana)
             start("grafana", command, f"{grafana_url}/api/health", settings)
             tell(f"Grafana, with the dashboards: {grafana_url}")
-        tell(told_of(run_dirs))
+        tell(told_of(run_dirs, listed, jobs))
         _await(lambda: False, running, folder, signals, limit_s=None)
 
 
-def told_of(run_dirs: Sequence[Path]) -> str:
+def told_of(run_dirs: Sequence[Path], listed: ListedJobs | None = None, jobs: int = 0) -> str:
     """Of which jobs there will be figures, so that a folder that is not meant is seen at once."""
     n = sum(len([*folder.glob("prometheus/*.json")]) for folder in run_dirs)
     where = ", ".join(str(folder.resolve()) for folder in run_dirs)
     running = f"{n} now" if n else "none now; --runs names the run_dir of your job files"
-    return f"It shows the jobs that run in {where} ({running}), until Ctrl-C."
+    also = f" and those of the controller at {listed.url} ({jobs} now)" if listed is not None else ""
+    return f"It shows the jobs that run in {where} ({running}){also}, until Ctrl-C."
 
 
 def _check_free(port: int, option: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -19,11 +19,11 @@ from areal_async.config.reward import RewardSection
 from areal_async.data.prepare import Track, split_key
 from areal_async.data.sources import DataError
 from areal_async.data.styles import DataKind
-from areal_async.examples import COLUMNS, read_examples, tools_of
+from areal_async.examples import COLUMNS, Example, Form, example_of, form_of, tools_of
 from areal_async.prompts import message_texts, prompt_ids
-from areal_async.rewards import Routing
+from areal_async.rewards import ImportedModules, Routing
 from areal_async.rpc.schema import Task
-from areal_async.tasks import TaskFileError, check_row, task_rows
+from areal_async.tasks import TaskFileError, task_row, task_rows
 
 SHOWN = 10  # Broken rows that are shown one by one
 TASK_COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
@@ -103,8 +103,12 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
     kind = expected.kind or _kind(path)
     report = FileReport(str(path), kind)
     keys: Counter[str] = Counter()
+    answers: dict[str, str] = {}
+    others: list[str] = []
+    form: Form | None = None
     lengths: list[int] = []
     known_rewards = Routing(expected.reward) if expected.reward is not None else None
+    modules = ImportedModules(expected.reward or RewardSection(name="code_stdio"))
     broken: list[TaskFileError] = []
     rows = task_rows(path, (*COLUMNS, *TASK_COLUMNS), broken)
     try:
@@ -112,19 +116,25 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
             report.rows += 1
             try:
                 if kind == "rl":
-                    check_row(where, row)
+                    row = task_row(where, row)
+                    prompt = row["prompt"]
+                else:
+                    form = form or form_of(where, row, kind)
+                    prompt = _prompt(example_of(where, row, form))
             except TaskFileError as error:
                 broken.append(error)
                 continue
-            keys[split_key(row)] += 1
+            keys[key := split_key(row)] += 1
             if kind == "rl":
-                _note_task(report, row, known_rewards)
-            if expected.tokenizer is not None and (prompt := _prompt(row)):
+                task = _noted(report, row, known_rewards)
+                modules.note(task, task.ground_truth)
+                answer = f"{row['reward_model']['ground_truth']!r:.60}"
+                if answers.setdefault(key, answer) != answer:
+                    others.append(f"{where} has {answer}, and a row before it {answers[key]}")
+            if expected.tokenizer is not None and prompt:
                 lengths.append(_length(expected.tokenizer, where, prompt, row, broken))
     except TaskFileError as error:
         report.problems.append(f"{error} What follows was not looked at.")
-    if kind != "rl" and not broken and not report.problems:
-        broken += _broken_example(path, kind)
     report.rows += sum("is not JSON" in str(error) for error in broken)
     report.broken = len(broken)
     report.problems += [str(error) for error in broken[:SHOWN]]
@@ -132,7 +142,12 @@ def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileRepor
         report.problems.append(f"{len(broken) - SHOWN} more rows are broken.")
     if not report.rows:
         report.problems.append(f"{path} has no rows. It needs at least one.")
+    if others:
+        report.remarks.append(
+            f"{len(others)} rows ask what came before, with another answer. The first: {others[0]}."
+        )
     _sum_up(report, keys, lengths, expected.max_model_len)
+    (report.remarks if expected.reward is None else report.problems).extend(modules.missing())
     return report, set(keys)
 
 
@@ -145,12 +160,10 @@ def _kind(path: Path) -> DataKind:
     return "rl"
 
 
-def _prompt(row: Mapping[str, Any]) -> Any:
-    """What comes before the answer; of a chat all but its last message."""
-    if row.get("prompt") is not None:
-        return row["prompt"]
-    chat = row.get("messages") or row.get("chosen")
-    return chat[:-1] if isinstance(chat, list) and len(chat) > 1 else chat
+def _prompt(example: Example) -> Any:
+    """The text before the answer; of a chat all but its last message."""
+    first = example.answers[0]
+    return first.prompt or first.answer[:-1] or first.answer
 
 
 def _length(
@@ -171,27 +184,19 @@ def _length(
         return 0
 
 
-def _broken_example(path: Path, kind: DataKind) -> Iterable[TaskFileError]:
-    """The first example that the trainer would refuse."""
-    try:
-        for _ in read_examples(path, kind)[1]:
-            pass
-    except TaskFileError as error:
-        yield error
-
-
-def _note_task(report: FileReport, row: Mapping[str, Any], routing: Routing | None) -> None:
+def _noted(report: FileReport, row: Mapping[str, Any], routing: Routing | None) -> Task:
     name = str(row.get("data_source") or "")
     truth = row["reward_model"]["ground_truth"]
     if truth in (None, "", [], {}):
         report.no_answer += 1
+    task = Task("", row["prompt"], name, row.get("ability") or "", "", truth, row.get("extra_info") or {})
     if (known := report.sources.get(name)) is not None:
         known.rows += 1
-        return
-    task = Task("", row["prompt"], name, row.get("ability") or "", "", truth, row.get("extra_info") or {})
+        return task
     reward = routing.of(task).name if routing is not None else f"not named; {suggested(truth)} would fit"
     asked = " ".join(message_texts(row["prompt"]).split())
     report.sources[name] = SourceReport(1, reward, f"{asked[-60:]} → {truth!s:.40}")
+    return task
 
 
 NUMBER = re.compile(r"\s*[-+]?[0-9][0-9,]*(\.[0-9]+)?\s*")

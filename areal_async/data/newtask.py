@@ -141,7 +141,7 @@ from areal_async import Abstain, RewardInput, Score, reward
 
 @reward
 def score(given: RewardInput) -> Score | Abstain:
-    """1 for the right answer; else up to 0.5, the share of signs that stand in their place."""
+    """1 for the right answer; else up to 0.5: half the share of characters in their right place."""
     if not given.ground_truth:
         return Abstain("the task has no ground truth")
     answer, truth = given.response.strip(), str(given.ground_truth)

@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from areal_async.data.questions import BadRow, SourceRow
 from areal_async.data.sources import DataError, Source, source_rows
-from areal_async.data.styles import BadRow, Style
+from areal_async.data.styles import NO_MARK, TAKE_WHOLE, Style
 from areal_async.examples import split_prompt, tools_of
 from areal_async.prompts import prompt_ids
+from areal_async.tasks import TaskFileError, without_fillers
 
 Row = dict[str, Any]
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
-T = TypeVar("T")
+SKIPS = "(--skip-bad leaves such rows out.)"
 
 
 @dataclass
@@ -38,6 +40,18 @@ class SourceCounts:
     too_long: int = 0
     taken: int = 0
     first_bad: str = ""
+    other_answers: int = 0
+    """Duplicates whose answer is not that of the row that was kept."""
+    first_other: str = ""
+    whole: int = 0
+    """Rows whose answer is a whole text without a mark."""
+    first_whole: str = ""
+    unused: list[str] = field(default_factory=list)
+    """Columns of rows that were taken, of which nothing is in the files."""
+
+    def leave_out(self, error: Exception) -> None:
+        self.bad += 1
+        self.first_bad = self.first_bad or str(error)
 
 
 @dataclass
@@ -83,34 +97,47 @@ def prepare(
         raise DataError("--weights has a number that is not above 0. Leave out that source.")
     done = Prepared([], [])
     pools: list[list[Row]] = []
-    seen: set[str] = set()
+    seen: dict[str, Row] = {}
     for number, source in enumerate(sources):
         label = source.name if source.name not in done.counts else f"{source.name} ({number + 1})"
         counts = done.counts[label] = SourceCounts()
-        pool = []
-        for where, row in track(source_rows(source), label):
+        pool: list[Row] = []
+        broken: list[TaskFileError] = []
+        answers, unused = _AnswerForms(counts), dict[str, None]()
+        for where, row in track(source_rows(source, broken if recipe.skip_bad else None), label):
             counts.read += 1
             if any(str(row.get(column)) != value for column, value in recipe.where.items()):
                 counts.others += 1
                 continue
             try:
-                made = style.convert(where, row, source.name)
+                made, given = style.convert(where, row, source.name)
             except BadRow as error:
                 if not recipe.skip_bad:
-                    raise BadRow(f"{error} (--skip-bad leaves such rows out.)") from None
-                counts.bad += 1
-                counts.first_bad = counts.first_bad or str(error)
+                    raise BadRow(f"{error} {SKIPS}") from None
+                counts.leave_out(error)
                 continue
             key = prompt_key(made)
             if key in seen and not recipe.keep_duplicates:
                 counts.duplicates += 1
+                if (kept := _answer(seen[key])) != (other := _answer(made)):
+                    counts.other_answers += 1
+                    told = f"{where} has the answer {other:.60}, and the row that was kept {kept:.60}"
+                    counts.first_other = counts.first_other or told
                 continue
-            seen.add(key)
+            seen[key] = made
             limit = recipe.max_prompt_tokens
             if limit is not None and tokenizer is not None and _length(tokenizer, where, made) > limit:
                 counts.too_long += 1
                 continue
             pool.append(made)
+            answers.note(where, made, given)
+            looked_at = given.used | recipe.where.keys()
+            unused |= dict.fromkeys(name for name in row if name not in looked_at and given.holds(name))
+        for problem in broken:
+            counts.read += 1
+            counts.leave_out(problem)
+        pool = answers.checked(pool, recipe.skip_bad)
+        counts.unused = [*unused]
         if not pool:
             why = f" The first: {counts.first_bad}" if counts.first_bad else ""
             why += f" --where takes none of {counts.others}." if counts.others else ""
@@ -128,12 +155,44 @@ def prepare(
     return done
 
 
+class _AnswerForms:
+    """Answers of one source that are whole texts, found out only when others of the source are marked."""
+
+    def __init__(self, counts: SourceCounts) -> None:
+        self._counts, self._marked, self._whole = counts, False, dict[int, str]()
+
+    def note(self, where: str, made: Row, given: SourceRow) -> None:
+        self._marked |= given.marked
+        if given.whole:
+            self._whole[id(made)] = f"{where} {NO_MARK} in {given.whole!r:.60}"
+
+    def checked(self, pool: list[Row], skip_bad: bool) -> list[Row]:
+        """Return the rows whose answers count. Raises `BadRow` for a whole text among marked answers."""
+        first = next(iter(self._whole.values()), "")
+        if not (self._marked and first):
+            self._counts.whole, self._counts.first_whole = len(self._whole), first
+            return pool
+        error = BadRow(f"{first}, which the answers of other rows have. {TAKE_WHOLE}")
+        if not skip_bad:
+            raise BadRow(f"{error} {SKIPS}")
+        for _ in self._whole:
+            self._counts.leave_out(error)
+        return [row for row in pool if id(row) not in self._whole]
+
+
+def _answer(row: Row) -> str:
+    """The answer of a task, as it is told; empty for other rows, which are duplicates only as a whole."""
+    return repr(row["reward_model"]["ground_truth"]) if "reward_model" in row else ""
+
+
 def prompt_key(row: Mapping[str, Any]) -> str:
     """Equal for rows that ask the same: the prompt, stripped of white space, or a whole chat or pair."""
     asked = row.get("prompt")
     if asked is None or "completion" in row:
         asked = {name: row[name] for name in row if name not in ("tools", "extra_info")}
     text = asked.strip() if isinstance(asked, str) else json.dumps(asked, sort_keys=True, ensure_ascii=False)
+    if tools := (row.get("extra_info") or {}).get("tools"):  # with other tools it is another question
+        text += json.dumps(tools, sort_keys=True)
     if "chosen" in row:  # one prompt may have several pairs
         text += json.dumps([row["chosen"], row["rejected"]], sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -249,7 +308,10 @@ def _write_parquet(fresh: Path, path: Path, rows: Sequence[Row]) -> None:
     names = list(dict.fromkeys(name for row in given for name in row))
     try:
         table = pa.table({name: [row.get(name) for row in given] for name in names})
-        kept = [_as_given(row) for row in table.to_pylist()] == given
+        kept = all(
+            one == _as_given(row) == without_fillers(one)
+            for one, row in zip(given, table.to_pylist(), strict=True)
+        )
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: the rows differ in the types of their values, and a column of parquet has one "

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from areal_async.storage.hub import HUB_FORM, data_set
 from areal_async.storage.remote import StorageError
-from areal_async.tasks import VISION_COLUMNS, TaskFileError, task_rows
+from areal_async.tasks import VISION_COLUMNS, TaskFileError, task_rows, without_fillers
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
@@ -121,8 +121,11 @@ def _splits_in(path: Path) -> set[str]:
     return words & {"train", "test", "validation", "valid", "dev", "eval"}
 
 
-def source_rows(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All rows of a source with every column, each with what errors call it. Raises `DataError`."""
+def source_rows(
+    source: Source, broken: list[TaskFileError] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield all rows of a source with every column, each with what errors call it. Raises `DataError`; lines
+    that are not JSON go to `broken` instead if it is given."""
     for path in source.files:
         try:
             if path.suffix == ".arrow":
@@ -130,7 +133,7 @@ def source_rows(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
             elif path.suffix == ".json" and (whole := _whole_json(path)) is not None:
                 rows = ((f"file {path}, row {n}", row) for n, row in enumerate(whole, start=1))
             else:
-                rows = task_rows(path, None)
+                rows = task_rows(path, None, broken)
             for where, row in rows:
                 if seen := [name for name in VISION_COLUMNS if row.get(name)]:
                     raise DataError(
@@ -159,7 +162,7 @@ def _arrow_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for begin in range(0, batch.num_rows, 256):
                     for row in batch.slice(begin, 256).to_pylist():
                         number += 1
-                        yield f"file {path}, row {number}", row
+                        yield f"file {path}, row {number}", without_fillers(row)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"file {path} is not a readable arrow file: {error}") from error
 

@@ -12,38 +12,59 @@ Each may have `tools`, schemas of what the model may call.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal_async.data.sources import DataError
-from areal_async.tasks import TaskFileError, check_row, check_text
+from areal_async.data.questions import BadRow, Choices, SourceRow, json_or_text, question, with_choices
+from areal_async.tasks import (
+    TaskFileError,
+    chat_messages,
+    check_text,
+    check_values,
+    is_learned,
+    present,
+    task_row,
+)
 
 DataKind = Literal["rl", "sft", "preference", "reward_model"]
 Answer = Literal["auto", "whole", "hash", "boxed", "number"]
-PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
+SYSTEMS = ("system", "system_prompt")
+BARE_ANSWERS = ("ground_truth", "final_answer", "expected_answer", "target", "label")
+"""Columns that hold an answer and no more."""
 ANSWERS = (
-    "ground_truth",
-    "final_answer",
-    "expected_answer",
+    *BARE_ANSWERS[:3],
     "answer",
     "solution",
     "completion",
     "output",
     "response",
-    "target",
-    "label",
+    *BARE_ANSWERS[3:],
 )
 CHATS = ("messages", "conversations", "conversation", "dialog")
-SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "function_call": "assistant"}
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 TASK = ("prompt", "answer", "data_source", "ability", "messages", "tools", "chosen", "rejected")
 NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?")
+BARE = re.compile(r"\S*[^\s.]")
+"""An answer without a word about how it was found."""
+SENTENCES = re.compile(r"(?s)(?![\[{]).*[a-z)\d][.!?][\"')]*\s+\S")
+"""More than one sentence, and no JSON."""
+
+SAID_LAST = re.compile(
+    r"(?:\A|[\n.])[^\S\n]*[Tt]he (?:final )?answer is:?[^\S\n]+([^\s.](?:(?!\.\s)[^\n])*?)\.?\s*\Z"
+)
+"""The last sentence of a solution, as MetaMathQA has it."""
 
 
-class BadRow(DataError):
-    """One row that is none of what the job needs."""
+NO_MARK = "has neither #### nor \\boxed{…}"
+TAKE_WHOLE = "Take the row out, or take such texts whole (--answer whole)."
 
 
 @dataclass(frozen=True)
@@ -61,42 +82,47 @@ class Style:
     data_source: str = ""
     ability: str = ""
 
-    def convert(self, where: str, row: dict[str, Any], source: str) -> dict[str, Any]:
-        """The row of a job. Raises `BadRow`."""
-        for ours, theirs in self.columns.items():
-            if theirs not in row:
-                there = ", ".join(row) or "none"
-                raise BadRow(f"{where} has no column {theirs!r} for {ours} (--map). It has: {there}.")
+    def convert(self, where: str, row: Mapping[str, Any], source: str) -> tuple[dict[str, Any], SourceRow]:
+        """Return the row of a job, and that of the source with what was read of it. Raises `BadRow`."""
+        given = SourceRow(row, self.columns, self.keep)
+        if missing := [name for name in given.named if name not in row]:
+            ours = next((ours for ours, name in self.columns.items() if name == missing[0]), "prompt")
+            there = ", ".join(row) or "none"
+            raise BadRow(f"{where} has no column {missing[0]!r} for {ours} (--map). It has: {there}.")
         try:
             if self.kind in ("preference", "reward_model"):
-                return self._pair(where, row)
-            return self._example(where, row) if self.kind == "sft" else self._task(where, row, source)
+                made = self._pair(where, given)
+            else:
+                made = self._example(where, given) if self.kind == "sft" else self._task(where, given, source)
+            check_values(made, where)
         except BadRow:
             raise
         except TaskFileError as error:
             raise BadRow(str(error)) from None
+        return made, given
 
-    def _named(self, row: Mapping[str, Any], name: str, usual: tuple[str, ...]) -> tuple[str, Any]:
+    def _named(self, row: SourceRow, name: str, usual: Sequence[str]) -> tuple[str, Any]:
         """The column that holds `name`, and what is in it."""
         if name in self.columns:
             return self.columns[name], row[self.columns[name]]
         found = next((each for each in usual if row.get(each) is not None), "")
         return found, row.get(found)
 
-    def _chat(self, where: str, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    def _chat(self, where: str, row: SourceRow) -> list[dict[str, Any]] | None:
         """The messages of a chat; None where the row has none."""
         name, chat = self._named(row, "messages", () if "prompt" in self.columns else CHATS)
         if not name:
             return None
         if isinstance(chat, str):
-            chat = _json(chat)
+            chat = json_or_text(chat)
         if not isinstance(chat, list) or not chat or not all(isinstance(each, Mapping) for each in chat):
             raise BadRow(f"{where}: column {name!r} must be a list of messages; found {chat!r:.80}.")
         return [_message(where, name, each) for each in chat]
 
-    def _task(self, where: str, row: dict[str, Any], source: str) -> dict[str, Any]:
+    def _task(self, where: str, row: SourceRow, source: str) -> dict[str, Any]:
         reward, chat = row.get("reward_model"), self._chat(where, row)
         extra = dict(row["extra_info"]) if isinstance(row.get("extra_info"), Mapping) else {}
+        style, system = "rule", ""
         if isinstance(reward, Mapping) and "ground_truth" in reward and not self.columns:
             prompt, truth = row["prompt"], reward["ground_truth"]
             prompt = (
@@ -104,33 +130,30 @@ class Style:
             )
             style = reward.get("style") or "rule"
             if self.answer != "auto":
-                truth = extract(str(truth), self.answer)
+                truth = self._extracted(where, "reward_model.ground_truth", str(truth))
+        elif chat is not None:
+            said, prompt = (chat[-1], chat[:-1]) if chat[-1]["role"] == "assistant" else ({}, chat)
+            column, given = self._named(row, "answer", ANSWERS)
+            if given is None:
+                column, given = "messages", said.get("content")
+                if not is_learned(said):
+                    raise BadRow(f"{where}: its last reply has weight 0, so it is no answer.")
+            if not prompt:
+                raise BadRow(f"{where}: its chat begins with the reply, so it asks nothing.")
+            truth, system = self._truth(where, row, column, given, None), self._system(row)
         else:
-            style = "rule"
-            if chat is not None:
-                if chat[-1]["role"] == "assistant":
-                    prompt, said = chat[:-1], chat[-1].get("content")
-                else:
-                    prompt, said = chat, None
-                column, given = self._named(row, "answer", ANSWERS)
-                column, given = (column, given) if given is not None else ("messages", said)
-            else:
-                column, prompt = self._named(row, "prompt", PROMPTS)
-                if not column:
-                    raise BadRow(
-                        f"{where} has no prompt among its columns ({', '.join(row)}). Say which column it "
-                        "is: --map prompt=COLUMN,answer=COLUMN."
-                    )
-                if isinstance(prompt, list):
-                    prompt = [_message(where, column, each) for each in prompt]
-                column, given = self._named(row, "answer", tuple(each for each in ANSWERS if each != column))
-            if given is None or given == "":
-                named = f"column {column!r} is empty" if column else f"none of {', '.join(row)} is its answer"
-                raise BadRow(f"{where} has no answer: {named}. Say which it is (--map answer=COLUMN).")
-            truth = extract(given, self.answer) if isinstance(given, str) else given
-            if truth is None:
-                what = {"hash": "#### and an answer", "boxed": "\\boxed{…}", "number": "number"}[self.answer]
-                raise BadRow(f"{where}: column {column!r} has no {what} in {given!r:.80}.")
+            prompt, choices = question(where, row)
+            if not prompt:
+                raise BadRow(
+                    f"{where} has no prompt among its columns ({', '.join(row)}). Say which column it "
+                    "is: --map prompt=COLUMN,answer=COLUMN."
+                )
+            if isinstance(prompt, list):
+                prompt = [_message(where, "prompt", each) for each in prompt]
+            column, given = self._named(row, "answer", [name for name in ANSWERS if name not in row.asked])
+            truth, system = self._truth(where, row, column, given, choices), self._system(row)
+            prompt = with_choices(prompt, choices)
+            extra |= {"choices": choices.texts} if choices is not None else {}
         if tools := self._tools(where, row):
             extra["tools"] = tools
         extra |= {name: row[name] for name in self.keep if name in row}
@@ -138,51 +161,84 @@ class Style:
         _, ability = self._named(row, "ability", ("ability",))
         made = {
             "data_source": self.data_source or str(data_source or source),
-            "prompt": self._shaped(prompt),
+            "prompt": self._shaped(prompt, system),
             "ability": self.ability or str(ability or ""),
             "reward_model": {"style": style, "ground_truth": truth},
             "extra_info": extra,
         }
-        check_row(where, made)
-        return made
+        return task_row(where, made)
 
-    def _shaped(self, prompt: Any) -> Any:
+    def _truth(self, where: str, row: SourceRow, column: str, given: Any, choices: Choices | None) -> Any:
+        """The ground truth in what the column of the answer holds. Raises `BadRow` where it holds none."""
+        if given is None or given == "":
+            named = f"column {column!r} is empty" if column else f"none of {', '.join(row)} is its answer"
+            raise BadRow(f"{where} has no answer: {named}. Say which it is (--map answer=COLUMN).")
+        if choices is not None and (letter := choices.letter(given)):
+            return letter
+        truth = self._extracted(where, column, given) if isinstance(given, str) else given
+        if self.answer == "auto" and isinstance(given, str) and BARE.fullmatch(given.strip()) is None:
+            row.marked = truth != given.strip()
+            row.whole = "" if row.marked else truth
+            is_work = column == "solution" or (column not in BARE_ANSWERS and SENTENCES.match(given))
+            if is_work and not row.marked:
+                raise BadRow(f"{where}: column {column!r} {NO_MARK} in {given!r:.80}. {TAKE_WHOLE}")
+        if choices is None or not choices.labels:
+            return truth
+        if letter := choices.letter(truth):
+            return letter
+        raise BadRow(
+            f"{where}: its answer {truth!r:.40} is none of the choices in {choices.column}: neither a "
+            "letter, nor a text of them, nor a number counted from 0."
+        )
+
+    def _extracted(self, where: str, column: str, text: str) -> str:
+        if truth := extract(text, self.answer):
+            return truth
+        marks = {"hash": "#### and an answer", "boxed": "\\boxed{…}", "number": "number"}
+        what = marks.get(self.answer, "answer")
+        raise BadRow(f"{where}: column {column!r} has no {what} in {text!r:.80}.")
+
+    def _system(self, row: SourceRow) -> str:
+        return next((row[name] for name in row.free(SYSTEMS) if isinstance(row.look(name), str)), "")
+
+    def _shaped(self, prompt: Any, system: str = "") -> Any:
+        """The prompt with a line and a system message, its own before that of all."""
+        system = system or self.system
         if isinstance(prompt, str):
             if self.instruction:
                 prompt = f"{prompt}\n{self.instruction}"
-            if self.as_messages or self.system:
+            if self.as_messages or system:
                 prompt = [{"role": "user", "content": prompt}]
         elif self.instruction and isinstance(prompt[-1].get("content"), str):
             last = prompt[-1]
             prompt = [*prompt[:-1], {**last, "content": f"{last['content']}\n{self.instruction}"}]
-        if self.system and prompt[0]["role"] != "system":
-            prompt = [{"role": "system", "content": self.system}, *prompt]
-        return prompt
+        return _led(prompt, system)
 
-    def _example(self, where: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _example(self, where: str, row: SourceRow) -> dict[str, Any]:
         """A row of supervised training: the chat as it is, or prompt and completion."""
         tools = {"tools": tools} if (tools := self._tools(where, row)) else {}
         if (chat := self._chat(where, row)) is not None:
-            return {"messages": chat, **tools}
-        _, prompt = self._named(row, "prompt", PROMPTS)
-        column, answer = self._named(
-            row, "answer", ("completion", "response", "output", "solution", "answer")
-        )
+            return {"messages": chat_messages(_led(chat, self._system(row)), "messages", where), **tools}
+        prompt, choices = question(where, row)
+        usual = ("completion", "response", "output", "solution", "answer")
+        column, answer = self._named(row, "answer", usual)
+        if choices is not None and not isinstance(answer, str):
+            answer = choices.letter(answer)
         if not prompt or not isinstance(answer, str) or not answer:
             named = "prompt" if not prompt else f"answer in column {column!r}" if column else "answer"
             raise BadRow(f"{where} has no {named}. Say which columns they are: --map prompt=…,answer=….")
-        shaped: Any = self._shaped(prompt)
+        shaped: Any = self._shaped(with_choices(prompt, choices), self._system(row))
         check_text(answer, column, where)
         if not isinstance(shaped, str):
             return {"messages": [*shaped, {"role": "assistant", "content": answer}], **tools}
         return {"prompt": shaped, "completion": answer, **tools}
 
-    def _pair(self, where: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _pair(self, where: str, row: SourceRow) -> dict[str, Any]:
         made = {}
         for name in ("chosen", "rejected"):
             _, made[name] = self._named(row, name, (name,))
-        _, prompt = self._named(row, "prompt", PROMPTS)
-        if missing := [name for name, text in made.items() if not text]:
+        blank = [name for name, text in made.items() if not (text.strip() if isinstance(text, str) else text)]
+        if missing := blank:
             raise BadRow(f"{where} has no {missing[0]}. Say which column it is (--map {missing[0]}=COLUMN).")
         for name, text in made.items():
             if isinstance(text, list):
@@ -190,25 +246,42 @@ class Style:
             else:
                 check_text(text, name, where)
         whole = isinstance(made["chosen"], list) and made["chosen"][0]["role"] != "assistant"
-        if prompt and not whole:  # else the answers begin with it
-            if isinstance(made["chosen"], list) and isinstance(prompt, str):
+        system = self._system(row)
+        prompt = row.get("prompt") if whole else with_choices(*question(where, row))
+        if whole:  # they begin with the prompt
+            made = {name: _led(answer, system) for name, answer in made.items()}
+        elif prompt:
+            if isinstance(prompt, str) and (system or isinstance(made["chosen"], list)):
                 prompt = [{"role": "user", "content": prompt}]
+            if isinstance(prompt, list):
+                said = {name: [{"role": "assistant", "content": text}] for name, text in made.items()}
+                made = {name: said[name] if isinstance(made[name], str) else made[name] for name in made}
+                prompt = _led(prompt, system)
             made = {"prompt": prompt, **made}
         if tools := self._tools(where, row):
             made["tools"] = tools
+        if self.kind == "reward_model" and row.get("margin") is not None:
+            made["margin"] = row["margin"]
         if made["chosen"] == made["rejected"]:
             raise BadRow(f"{where}: `chosen` and `rejected` are the same, so neither is better.")
         return made
 
-    def _tools(self, where: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _tools(self, where: str, row: SourceRow) -> list[dict[str, Any]]:
         name, tools = self._named(row, "tools", ("tools", "functions"))
         if isinstance(tools, str):
-            tools = _json(tools) if tools.strip() else []
+            tools = json_or_text(tools) if tools.strip() else []
         if tools in (None, [], ()):
             return []
         if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
             raise BadRow(f"{where}: column {name!r} must be a list of tool schemas; found {tools!r:.80}.")
-        return [without_nulls(each) for each in tools]
+        return [dict(each) for each in tools]
+
+
+def _led(chat: Any, system: str) -> Any:
+    """The messages behind a system message, unless they have one."""
+    if not system or not isinstance(chat, list) or chat[0]["role"] == "system":
+        return chat
+    return [{"role": "system", "content": system}, *chat]
 
 
 def kind_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> DataKind:
@@ -218,15 +291,18 @@ def kind_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> DataKind:
 
 
 def extract(text: str, how: Answer) -> str | None:
-    """The answer in a solution; None where there is none of that form. `auto` takes what follows the last
-    `####`, else the last box, else the whole text."""
+    """Return the answer in a solution; None where there is none of that form. `auto` takes what follows
+    `####` in the last line, else the last box, else what the last sentence says that the answer is, else the
+    whole text."""
     if how == "whole":
         return text.strip()
-    if how in ("auto", "hash") and "####" in text:
-        found = text.rpartition("####")[2].strip().split("\n")[0].strip()
+    found, *more = text.rpartition("####")[2].strip().split("\n")
+    if "####" in text and (how == "hash" or (how == "auto" and not more)):  # else it is a heading
         return found.replace(",", "") if NUMBER.fullmatch(found) else found
     if how in ("auto", "boxed") and (box := last_box(text)) is not None:
         return box
+    if how == "auto" and (said := SAID_LAST.search(text)):
+        return said[1].replace(",", "") if NUMBER.fullmatch(said[1]) else said[1]
     if how == "number" and (numbers := NUMBER.findall(text)):
         return str(numbers[-1]).replace(",", "")
     return text.strip() if how == "auto" else None
@@ -243,16 +319,9 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def without_nulls(value: Any) -> Any:
-    """A value without what is null in it: columnar files give every row the fields that any has."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
 def _message(where: str, column: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with `role` and `content`, by whatever names it had them."""
-    made = without_nulls(message)
+    made = present(message)
     if "role" not in made and "from" in made:
         speaker = str(made.pop("from"))
         made["role"] = SPEAKERS.get(speaker, speaker)
@@ -263,10 +332,3 @@ def _message(where: str, column: str, message: Mapping[str, Any]) -> dict[str, A
     made.setdefault("content", "")
     check_text(made["content"], column, where)
     return made
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

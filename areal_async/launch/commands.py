@@ -172,7 +172,8 @@ class ControlSocket:
         self, peer: Peer, request: ScaleWorkers, attachments: list[memoryview]
     ) -> WorkersChanged:
         begun = await self._begin(request)
-        untold = [name for name in begun.leaving if not await self._tell_buffer(name)]
+        told = await asyncio.gather(*map(self._tell_buffer, begun.leaving))
+        untold = [name for name, heard in zip(begun.leaving, told, strict=True) if not heard]
         text = _scaled_text(begun, request.limit_ms / 1000, untold)
         return WorkersChanged(text + begun.note, begun.workers)
 

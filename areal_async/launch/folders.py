@@ -47,7 +47,7 @@ from areal_async.weights.manifest import remove_snapshots
 
 LOCK = "run.lock"
 TOPOLOGY = "topology.json"
-STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "events", "failpoints"})
+STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"})
 """What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
 OWNER = "owner.json"
 RECORD_BYTES = 4096
@@ -108,8 +108,9 @@ class RunFolders(OnHost):
             with suppress(OSError):  # what cannot be removed now is removed by the next run
                 remove_snapshots(self.snapshots)
                 self.snapshots.rmdir()
-        self.targets.unlink(missing_ok=True)
-        os.ftruncate(self.lock_fd, 0)
+        with suppress(OSError):  # a disk that takes no writes must not hide what the run says of its end
+            self.targets.unlink(missing_ok=True)
+            os.ftruncate(self.lock_fd, 0)
         os.close(self.lock_fd)
 
 
@@ -194,6 +195,11 @@ def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
             owner = Owner.read(folder / OWNER)
             if owner is not None and not owner.alive:
                 yield folder
+
+
+def mark_owned(folder: Path) -> None:
+    """Record this process in a folder of its own, so that `leftovers` finds the folder if it is killed."""
+    (folder / OWNER).write_bytes(msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))))
 
 
 def _lock(run_dir: Path) -> int:

@@ -1,13 +1,15 @@
-"""The supervisor's side of the trainers' ranks: whether they live, and what they say of a death.
+"""The supervisor's side of the line from each service: whether it lives, and what ranks say of a death.
 
-Promises: a rank that gives no pulse for `hang_s` is found, and one that the machine was too busy to run, or
-whose supervisor was held up itself, is not: time counts only while the supervisor looks.
+Promises: a service of any role that gives no pulse for its `hang_s` is found, whatever it had under way. One
+that the machine was too busy to run, whose supervisor was held up itself, or whose host cannot be heard, is
+not: time counts only while the supervisor looks, and from the first pulse on (`supervisor.ready_s` bounds
+what comes before).
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,19 +22,20 @@ from areal_async.runtime.topology import ServicePlace
 
 LONGEST_LOOK_S = 1.0  # Between two looks no more than this counts as silence
 MEMORY_KILL_S = 30.0
-"""A rank that is killed so soon after the kernel has killed something for want of memory is taken for it."""
+"""A service that dies so soon after the kernel has killed something for want of memory is taken for that."""
 
 
 @dataclass
 class _Line:
-    """What comes from a rank."""
+    """The line of a service to whoever started it."""
 
     place: ServicePlace
     child: Child
     memory_kills: int
     """Processes that the kernel of its host had killed for want of memory at the last look."""
     memory_killed_s: float | None = None  # When it was last seen to kill for memory
-    silent_s: float = 0.0
+    silent_s: float | None = None
+    """Seconds since its last pulse; None before its first."""
     rest: bytes = b""
 
     def read(self) -> list[Note]:
@@ -53,42 +56,42 @@ class _Line:
             self.memory_killed_s = now_s
 
 
-class RankGroup:
-    """`started` takes in a rank, `look` finds who hangs, `cause_of` says how one died."""
+class Lines:
+    """`started` takes in a service, `look` finds who hangs, `cause_of` says how one died."""
 
-    def __init__(self, hang_s: Mapping[str, float]) -> None:
-        """`hang_s` is of each policy that has a trainer of its own."""
+    def __init__(self, hang_s: Callable[[ServicePlace], float]) -> None:
         self._hang_s = hang_s
         self._lines: dict[str, _Line] = {}
         self._causes: dict[str, str] = {}
         self._looked_s: float | None = None
 
     def started(self, place: ServicePlace, child: Child) -> None:
-        """A process was started; one that is a rank is listened to from now on."""
-        if place.role == "trainer":
-            self.forget(place.name)
-            self._lines[place.name] = _Line(place, child, child.memory_kills())
+        """A process was started; it is listened to from now on."""
+        self.forget(place.name)
+        self._lines[place.name] = _Line(place, child, child.memory_kills())
 
     def look(self, now_s: float) -> list[str]:
-        """The names of ranks that hang, or that others wait for in vain."""
+        """Return the names of services that hang, and of ranks that others wait for in vain."""
         passed_s = 0.0 if self._looked_s is None else min(LONGEST_LOOK_S, now_s - self._looked_s)
         self._looked_s = now_s
         hanging = []
         for name, line in self._lines.items():
-            line.silent_s += passed_s
+            if line.silent_s is not None and line.child.is_heard():
+                line.silent_s += passed_s
             line.watch_memory(now_s)
             for note in line.read():
                 for said_of in [rank_name(rank, line.place.policy) for rank in note.ranks] or [name]:
                     self._causes.setdefault(said_of, note.cause)
                     if note.ranks:
                         hanging.append(said_of)
-            if line.silent_s > (hang_s := self._hang_s[line.place.policy]):
+            if line.silent_s is not None and line.silent_s > (hang_s := self._hang_s(line.place)):
                 self._causes.setdefault(name, f"{SILENT} for {hang_s:g} s and was killed")
                 hanging.append(name)
         return [name for name in dict.fromkeys(hanging) if name in self._lines]
 
     def cause_of(self, name: str, status: int, now_s: float) -> str:
-        """How the rank `name` died, which ended with `status`; empty where the status says it all."""
+        """Return how the service `name` died, which ended with `status`; empty where the status says it
+        all."""
         if name not in self._lines:
             return ""
         self.look(now_s)
@@ -99,6 +102,6 @@ class RankGroup:
         return self._causes.get(name, "")
 
     def forget(self, name: str) -> None:
-        """A rank has ended, or is started again. Safe to repeat."""
+        """A service has ended, or is started again. Safe to repeat."""
         self._causes.pop(name, None)
         self._lines.pop(name, None)

@@ -37,11 +37,11 @@ BACKLOG = 1024  # Ranks that may connect at once
 
 
 class LocalChild:
-    """A service on this machine, and the line from it where it is a rank of the trainer."""
+    """A service on this machine, and the line from it."""
 
-    def __init__(self, process: ChildProcess, line_fd: int | None) -> None:
+    def __init__(self, process: ChildProcess, line_fd: int) -> None:
         self._process = process
-        self._line_fd = line_fd
+        self._line_fd: int | None = line_fd
 
     @property
     def pid(self) -> int:
@@ -62,6 +62,9 @@ class LocalChild:
                 return os.read(self._line_fd, 1 << 16)
         return b""
 
+    def is_heard(self) -> bool:
+        return True
+
     def memory_kills(self) -> int:
         return memory_kills()
 
@@ -79,8 +82,8 @@ class LocalChild:
 
 
 class RankLines:
-    """What the ranks of a trainer are given when they start on one host: a line to whoever starts them, and
-    the socket at which they meet, on an interface of that host."""
+    """Lines that services are given when they start on one host: one to whoever starts them and, of the ranks
+    of a trainer, the socket at which they meet, on an interface of that host."""
 
     def __init__(self, interface: str, *, several: bool, meeting: str = "") -> None:
         """`several`: the trainer has more than one rank."""
@@ -89,16 +92,14 @@ class RankLines:
         self.meeting = meeting
         """Address at which the ranks of this start meet, once rank 0 was prepared."""
 
-    def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int | None]:
+    def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int]:
         """The variables for the process, the descriptors that it is given, each by the variable that names
         it, and the end of its line that stays here. Rank 0 is prepared first. Whoever calls closes the
         descriptors once the process has them."""
-        if place.role != "trainer":
-            return {}, {}, None
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         given = {PULSE_VARIABLE: write_fd}
         variables = {}
-        if self._several:
+        if self._several and place.role == "trainer":
             if place.is_first:
                 listening = socket.create_server((self._interface, 0), backlog=BACKLOG)
                 self.meeting = f"{self._interface}:{listening.getsockname()[1]}"

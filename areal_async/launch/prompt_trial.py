@@ -12,22 +12,32 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from areal_async.answers import (
+    GENERATION_CONFIG,
+    TEMPLATE,
+    TOKENIZER,
+    end_ids,
+    end_sources,
+    next_turn,
+    turn_closing,
+)
 from areal_async.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.examples import Example, read_examples, tools_of
 from areal_async.models.tokenizer import keep_class
 from areal_async.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
-from areal_async.tasks import TaskFileError, task_rows
+from areal_async.tasks import TaskFileError, drawn, task_row, task_rows
 
 MOST_ROWS = 200_000  # Rows of one task file that are looked at
-SAMPLE = 256  # Prompts whose tokens are looked at, evenly spaced
+SAMPLE = 256  # Prompts whose tokens are looked at, drawn at random
 TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
 UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
 
@@ -44,7 +54,7 @@ def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
         tokenizer = with_template_args(tokenizer, job.rollout.template_args)
     except Exception as error:  # whatever a broken file makes the library raise
         return [_not_loaded(job.model, error)]
-    mistakes = list(_stop_mistakes(job, tokenizer)) if job.kind == "rl" else []
+    mistakes = [*_stop_mistakes(job, tokenizer), *_end_warnings(job, tokenizer)] if job.kind == "rl" else []
     for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
         if path is not None:
             mistakes += list(
@@ -66,6 +76,39 @@ def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
                 yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
 
 
+def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
+    """Warn where the model's files, tokenizer and chat template disagree on where an answer ends."""
+    sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
+    union: set[int] = set().union(*sources.values())
+    where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"
+    stops, fields = job.rollout.sampling.stop, ("rollout.sampling.stop",)
+    if not union and not stops:
+        problem = "nothing names a token that ends an answer: each has rollout.sampling.max_new_tokens"
+        yield Mistake("model", problem, f"Give {where}, or rollout.sampling.stop", fields, warns=True)
+    named = sources[GENERATION_CONFIG]
+    for who in (TOKENIZER, TEMPLATE):
+        if named and (missing := sources[who] - named):
+            problem = f"{who} ends an answer with {shown(missing)}, and {where} names {shown(named)} alone"
+            fix = f"This job ends answers with each of them. Add {sorted(missing)} there for other programs"
+            yield Mistake("model", problem, fix, warns=True)
+            named |= missing
+    closing = turn_closing(tokenizer)
+    if closing is None:
+        return
+    if (end := closing.strip()) and not sources[TEMPLATE] and not any(stop in end for stop in stops):
+        problem = f"the chat template ends a turn with {end!r:.80}, which is no token of its own"
+        fix = f"Add that text to rollout.sampling.stop, or a template that ends turns with {shown(union)}"
+        yield Mistake("model", problem, fix, fields, warns=True)
+    if not end and (following := next_turn(tokenizer)) is not None and following not in union:
+        problem = f"the chat template ends a turn with nothing, and begins the next with {shown({following})}"
+        fix = f"Add {following} to {where}, so that an answer ends there too"
+        yield Mistake("model", problem, fix, warns=True)
+
+
+def _shown(tokenizer: Any, ids: Collection[int]) -> str:
+    return ", ".join(repr(tokenizer.decode([token])) for token in sorted(ids)) or "nothing"
+
+
 def _not_loaded(model: Path, error: Exception) -> Mistake:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
@@ -83,17 +126,19 @@ def _prompt_mistakes(
     job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
 ) -> Iterator[Mistake]:
     prompts: list[TaskPrompt] = []
+    examples: list[Example] = []
     try:
         if job.kind == "rl":
-            rows = itertools.islice(task_rows(path, ("prompt", "extra_info")), MOST_ROWS)
-            prompts = [(where, row["prompt"], tools_of(row, where)) for where, row in rows]
-            spaced = prompts[:: max(1, len(prompts) // SAMPLE)]
-            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in spaced]
-            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in spaced]
+            rows = itertools.islice(task_rows(path), MOST_ROWS)
+            prompts = [(where, task_row(where, row)["prompt"], tools_of(row, where)) for where, row in rows]
+            some = drawn(prompts, SAMPLE)
+            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in some]
+            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in some]
         else:
             examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
-            chosen = examples[:: max(1, len(examples) // SAMPLE)]
-            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one)]
+            chosen = drawn(examples, SAMPLE)
+            ends = end_ids(tokenizer, job.model)
+            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one, ends)]
             answers = [answer for one in chosen for answer in one.answers]
             texts = [
                 message_texts(part).replace("\n", "") for one in answers for part in (one.prompt, one.answer)
@@ -119,12 +164,41 @@ def _prompt_mistakes(
     if lost > UNKNOWN_SHARE:
         yield Mistake(
             field,
-            f"{lost:.0%} of the characters of the prompts in {path} are unknown to the model's tokenizer",
+            f"{lost:.0%} of the characters of {len(texts)} prompts, drawn at random from {path}, are unknown "
+            "to the model's tokenizer",
             "Give tasks in the characters that it knows, or another model",
             ("model",),
         )
+    else:
+        named = [(where, message_texts(prompt)) for where, prompt, _ in prompts] or [
+            (one.where, message_texts(part))
+            for one in examples
+            for answer in one.answers
+            for part in (answer.prompt, answer.answer)
+        ]
+        yield from _lost_characters(field, tokenizer, named)
     if job.kind == "rl":
         yield from _too_long(job, field, path, tokenizer, prompts)
+
+
+def _lost_characters(field: str, tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[Mistake]:
+    """Warn of characters without a token, unseen by the model. `texts`: place and text of each row."""
+    first: dict[str, str] = {}
+    for where, text in texts:
+        for character in set(text).difference(first):
+            first[character] = where
+    lost = {character: where for character, where in first.items() if not _is_known(tokenizer, character)}
+    if lost:
+        some = ", ".join(f"{character!r} ({where})" for character, where in list(lost.items())[:5])
+        problem = f"the model's tokenizer has no token for {len(lost)} of the characters in it: {some}"
+        yield Mistake(field, problem, "Write these rows in characters that it knows", ("model",), warns=True)
+
+
+def _is_known(tokenizer: Any, character: str) -> bool:
+    ids = [
+        token for token in text_ids(tokenizer, character, special=False) if token != tokenizer.unk_token_id
+    ]
+    return character.isspace() or bool(tokenizer.decode(ids).strip())
 
 
 TaskPrompt = tuple[str, Any, Sequence[Any]]
@@ -141,13 +215,15 @@ def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]
         ) from error
 
 
-def _answer_tokens(job: JobConfig, tokenizer: Any, example: Example) -> list[list[int]]:
+def _answer_tokens(
+    job: JobConfig, tokenizer: Any, example: Example, ends: Collection[int]
+) -> list[list[int]]:
     """The tokens of each answer of an example. Raises `ChatError`, which names the row."""
     train_on = job.sft.train_on if job.kind == "sft" else "all"
     try:
         if job.kind == "reward_model":
             return [whole_ids(tokenizer, answer) for answer in example.answers]
-        return [answer_ids(tokenizer, answer, train_on=train_on)[0] for answer in example.answers]
+        return [answer_ids(tokenizer, answer, train_on=train_on, ends=ends)[0] for answer in example.answers]
     except ChatError as error:
         raise ChatError(f"{example.where}: {error}") from error
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from areal_async.rpc.control_messages import RunRecord
 from areal_async.rpc.messages import BufferStats
 from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, SILENT
 from areal_async.runtime.process import exit_text
+from areal_async.status.aggregator import Progress
 from areal_async.status.record import held_out_name, lives_of
+from areal_async.status.trends import EDGE_STEPS
 
 TAIL_BYTES = 16_384
 TAIL_LINES = 6
@@ -101,6 +104,11 @@ def _hint(status: int, cause: str) -> str:
             "If nobody killed it, the machine ran out of memory: lower rollout.max_concurrent, "
             "trainer.micro_batch_tokens or buffer.max_bytes. Its log"
         )
+    if status == -signal.SIGBUS:
+        return (
+            "Make room in shared memory, or give it more (`docker run --shm-size`, a larger volume of medium "
+            "Memory, `mount -o remount,size=…`). Its log"
+        )
     if status == os.EX_TEMPFAIL:
         return "Correct what it names; the whole log"
     if status < 0 or status > 128:
@@ -112,7 +120,14 @@ def _hint(status: int, cause: str) -> str:
 
 Record = Mapping[str, Any]
 
-EDGE_STEPS = 10  # Steps that the first and the last reward are the mean of
+OF_EPISODES = """
+    max_staleness_bound max_staleness_seen share_stale share_multi_version staleness_mean trainer_busy
+    rollout_busy episodes_trained episodes_dropped share_wasted reward_first reward_last updates
+    updates_planned updates_left_out lost_writes transitions accuracy_interval best_end maj_end
+    evaluation_samples accuracy_by_source held_out_rewards_start held_out_rewards_end unscored_end warning
+    self_check
+"""
+"""Figures of a summary that only a job with episodes has."""
 SELF_CHECK_FIELDS = ("passed", "version", "engine", "n", "max", "p999", "mean", "bound")
 
 
@@ -137,6 +152,7 @@ def summarise(
         if record.get("kind") in ("evaluation", *FILE_KINDS) and record.get("accuracy") is not None
     )
     evaluations = [record for record in records if record.get("kind") == "evaluation"]
+    first = min(evaluations, key=lambda record: record.get("version", 0), default={})
     last = max(evaluations, key=lambda record: record.get("version", 0), default={})
     lives = ([r for r in life if r.get("kind") == "self_check"] for life in lives_of(records)[::-1])
     checks = next(filter(None, lives), [])
@@ -151,7 +167,7 @@ def summarise(
     train_s = training_s(records, kind)
     done = max((record["step"] + (kind == "step") for record in steps), default=0)
     tokens, busy_s, step_s = _sum(steps, "tokens"), _sum(steps, "busy_s"), _sum(steps, "step_s")
-    return {
+    summary = {
         "accuracy_start": accuracies[0][1] if accuracies else None,
         "accuracy_end": accuracies[-1][1] if accuracies else None,
         "steps": done,
@@ -167,11 +183,16 @@ def summarise(
         "share_wasted": _ratio(dropped, None if trained is None or dropped is None else trained + dropped),
         "share_multi_version": _mean(steps, "share_multi_version"),
         "staleness_mean": _mean(steps, "staleness_mean"),
+        "stopped": _stopped(job, done, accuracies[-1][1] if accuracies else None),
         "training_s": None if train_s is None else round(train_s, 2),
         "steps_per_s": _ratio(done, train_s),
         "tokens": tokens,
         "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
         "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
+        "updates": _sum(steps, "updates"),
+        "updates_planned": _sum(steps, "updates_planned"),
+        "updates_left_out": next((step["skipped"] for step in steps[::-1] if step.get("skipped")), ""),
+        "lost_writes": buffer.lost_writes if buffer is not None else None,
         "transitions": dict(sorted(buffer.reasons.items())) if buffer is not None else None,
         "no_scores": {
             note.kind: {"count": note.count, "message": note.message, "episode_id": note.episode_id}
@@ -185,6 +206,9 @@ def summarise(
         "maj_end": _first(last.get("maj")),
         "evaluation_samples": last.get("samples"),
         "accuracy_by_source": last.get("by_source"),
+        "held_out_rewards_start": first.get("rewards") or {},
+        "held_out_rewards_end": last.get("rewards") or {},
+        "warning": _warning(job, records),
         "unscored_end": last.get("unscored"),
         **beside,
         "self_check": {name: check.get(name) for name in SELF_CHECK_FIELDS} if check else None,
@@ -192,6 +216,28 @@ def summarise(
         "kind": job.kind,
         "seed": job.seed,
     }
+    if job.kind == "rl":
+        return summary
+    return {name: value for name, value in summary.items() if name not in OF_EPISODES.split()}
+
+
+def _stopped(job: JobConfig, done: int, accuracy: float | None) -> str:
+    """Why a training on files ended before its last step; empty where it did not."""
+    if job.kind == "rl" or done >= job.trainer.steps:
+        return ""
+    wanted = job.training.stop_between
+    if wanted is not None and accuracy is not None and wanted[0] <= accuracy <= wanted[1]:
+        field, (low, high) = f"{job.kind}.stop_between", wanted
+        return f"held-out accuracy {accuracy:.3f} lies within {field}, {low:g} to {high:g}"
+    return f"all passes over the training file are done (tasks.passes: {job.tasks.passes})"
+
+
+def _warning(job: JobConfig, records: Sequence[Record]) -> str:
+    progress = Progress(job.policy)
+    for record in records:
+        with suppress(msgspec.ValidationError):  # of a kind that is not shown
+            progress.feed(msgspec.convert(record, RunRecord))
+    return progress.warning
 
 
 def _beside(

@@ -26,11 +26,20 @@ from rich.text import Text
 
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import JobConfig
-from areal_async.errors import ArealError, RunError, RunFailed, RunInterrupted, WireError
+from areal_async.errors import (
+    ArealError,
+    RunError,
+    RunFailed,
+    RunInterrupted,
+    WireError,
+    as_ours,
+    with_limit,
+)
 from areal_async.launch.autoscale import ScaleChange
+from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
 from areal_async.launch.here import write_targets
-from areal_async.launch.home_files import HomeFilesServer, exported
+from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.inline import InlineRun, check_inline
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
@@ -119,8 +128,12 @@ def run_job(
             mirrored(job, folders.run_dir, overwrite=overwrite, resume=resume),
             _logged_to(folders.logs / f"{'inline' if inline else 'supervisor'}.log", job),
         ):
+            # A finished run that goes on with more steps is not finished from here on.
+            (folders.run_dir / "summary.json").unlink(missing_ok=True)
             if job.observe.event_log:
                 open_events(folders.run_dir, "supervisor")
+            if cluster is None or cluster.launcher == "local":
+                recover_here(folders.run_dir)
             port = supervisor_port(job, services_of(job, modules))
             resumed_by = f"areal-async resume {_short(folders.run_dir)}" + (
                 f" --cluster {cluster_file}" if cluster_file is not None else ""
@@ -195,6 +208,10 @@ def _run(
         run_log.write("restart", service=name, text=text)
         aggregator.tell(text, time.monotonic())
 
+    def on_death(name: str, text: str) -> None:
+        run_log.write("death", service=name, text=text)
+        aggregator.tell(text, time.monotonic())
+
     def on_scale(change: ScaleChange) -> None:
         run_log.write("scale", **asdict(change))
         aggregator.tell(f"from {change.before} to {change.workers} workers: {change.text}", time.monotonic())
@@ -206,9 +223,10 @@ def _run(
         modules=modules,
         metrics_port=metrics_port,
         records=run_log,
-        files=HomeFilesServer(folders.run_dir, exported(job)) if launcher is not None else None,
+        files=HomeFilesServer(folders.run_dir, job) if launcher is not None else None,
         on_ending=on_ending,
         on_restart=on_restart,
+        on_death=on_death,
         on_scale=on_scale,
         newest=lambda: monitor.newest,
     )
@@ -272,7 +290,12 @@ def _ended(
 ) -> RunResult:
     """Write down how the run has ended: `final` has its `wall_s`, and the `buffer`'s last figures if it has
     finished. Raises `error`, or why else it has not finished."""
-    run_log.write("end", ending=ending.kind, wall_s=round(final["wall_s"], 3), rollout_busy=rollout_busy)
+    try:
+        run_log.write("end", ending=ending.kind, wall_s=round(final["wall_s"], 3), rollout_busy=rollout_busy)
+    except OSError as problem:
+        if ending.kind == "finished":
+            raise
+        log.warning("the end of the run is not recorded", error=str(problem))  # what ended it is told
     if error is not None:
         raise error
     _raise_unless_finished(ending, folders, resumed_by)
@@ -373,10 +396,20 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
     start, end = summary["accuracy_start"], summary["accuracy_end"]
     if end is not None:
         rows.append((f"held-out {summary['held_out']}", f"{start:.3f} → {end:.3f}"))
-    if summary["reward_last"] is not None:
+    if job.kind == "rl" and summary["reward_last"] is not None:
         first, last = summary["reward_first"], summary["reward_last"]
         rows.append(("mean reward", f"{first:.3f} → {last:.3f}  (first and last steps' batches)"))
     rows.append(("steps", f"{summary['steps']} in {summary['wall_s']:.0f} s"))
+    if summary["stopped"]:
+        rows.append(("stopped", summary["stopped"]))
+    made, planned = summary.get("updates"), summary.get("updates_planned")
+    if made is not None and planned is not None:
+        rows.append(("updates", f"{made} of {planned} made"))
+        if made < planned:
+            why = summary["updates_left_out"]
+            rows.append(("warning", f"{planned - made} updates were left out, the last because {why}"))
+    if summary.get("warning"):
+        rows.append(("warning", summary["warning"]))
     if job.kind == "rl":
         seen, bound = summary["max_staleness_seen"], summary["max_staleness_bound"]
         rows.append(("staleness", f"at most {seen}, bound {bound}"))
@@ -388,6 +421,8 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         )
         if lost := DropReport.of(summary["transitions"] or {}).text:
             rows.append(("dropped", lost))
+        if summary["lost_writes"]:
+            rows.append(("lost", f"{summary['lost_writes']} acknowledged writes, which were done again"))
     for kind, note in summary["no_scores"].items():
         rows.append(("no score", f"{kind} ×{note['count']}, the last: {note['message']}"))
     if restarts := summary["restarts"]:
@@ -437,8 +472,10 @@ def carry_out(request: Mapping[str, Any]) -> None:
 def main() -> int:
     try:
         carry_out(json.load(sys.stdin))
-    except ArealError as error:
-        print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
+    except Exception as error:
+        if (told := as_ours(error)) is None:
+            raise
+        print(json.dumps({"error": type(told).__name__, "message": with_limit(told)}), flush=True)
         return 1
     return 0
 

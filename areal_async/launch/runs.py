@@ -25,8 +25,9 @@ from typing import Any
 
 import msgspec
 
+from areal_async.config.base import Overrides
 from areal_async.config.job import JobConfig
-from areal_async.config.load import apply_overrides, job_from_mapping, load_job
+from areal_async.config.load import apply_overrides, job_from_mapping, load_job, overrides_of
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.config.yamlfile import read_mapping
 from areal_async.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
@@ -91,6 +92,26 @@ class Run:
         assert self.topology is not None
         return RoleKeys.read(keys_file(Path(self.topology.home_host.socket_dir), "cli"))
 
+    @property
+    def state(self) -> str:
+        """The state of the run, in a word or two."""
+        if self.alive:
+            return "running"
+        if supervisor_of(self.folder) is not None:
+            return "waiting for its places"
+        return "finished" if (self.folder / "summary.json").exists() else "ended, not finished"
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Address of the host of each process, by the process's name; of a run that is not alive, none."""
+        if self.topology is None:
+            return {}
+        known = self.topology.hosts
+        return {
+            place.name: known[place.node_id].address if place.node_id in known else "not placed"
+            for place in self.topology.services
+        }
+
     def status(self) -> RunStatus:
         """How the run stands now; of one that has ended, how it stood. Raises `WireError` where a run that
         lives does not answer."""
@@ -99,6 +120,9 @@ class Run:
             values = now.ask(Status(), timeout_s=ANSWER_S).figures.run
             if values is not None:
                 return msgspec.convert(values, RunStatus)
+        return self._from_records()
+
+    def _from_records(self) -> RunStatus:
         aggregator = StatusAggregator(self.job, [], 0.0)
         aggregator.read(read_run_log(self.folder / "metrics.jsonl"))
         return aggregator.status(0.0)
@@ -170,8 +194,8 @@ class Run:
 
 
 def run(
-    job: JobConfig | str | Path,
-    overrides: Sequence[str] = (),
+    job: JobConfig | Mapping[str, Any] | str | Path,
+    overrides: Overrides = (),
     *,
     overwrite: bool = False,
     resume: bool = False,
@@ -179,18 +203,22 @@ def run(
 ) -> Run:
     """Start a job in processes of its own, and return its run as soon as it has its folder.
 
-    `job` is a `Job` or the path of a job file; `overrides` are `key=value`. The run ends with this process
+    `job` is a `Job`, the path of a job file, or what one says as a mapping, whose relative paths begin at the
+    working directory; `overrides` are those of `Job.load`. The run ends with this process
     unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
     `RunFolderError` where its folder is taken.
 
     `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
     user's code raises is raised here.
     """
+    changes = overrides_of(overrides)
     if isinstance(job, JobConfig):
-        source, base = f"job {job.job}", Path.cwd()
-        job = job_from_mapping(job.model_dump(mode="json"), overrides, source=source, base=base)
+        source, job = f"job {job.job}", job.changed(changes)
+    elif isinstance(job, Mapping):
+        source = "the job"
+        job = job_from_mapping(dict(job), changes, source=source, base=Path.cwd())
     else:
-        source, job = str(job), load_job(Path(job), overrides)
+        source, job = str(job), load_job(Path(job), changes)
     check_contents(job, source=source)
     if not inline:
         return start(job, overwrite=overwrite, resume=resume)
@@ -344,7 +372,7 @@ def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: b
     be run any more."""
     target = run_at(target)
     run_dir = _run_folder(target)
-    _refuse_to_resume(run_dir, target)
+    _refuse_to_resume(run_dir, target, overrides)
     recorded = read_mapping(run_dir / "job.yaml")
     asked = copy.deepcopy(recorded)
     apply_overrides(asked, overrides)  # Mistakes in them are told below
@@ -374,13 +402,33 @@ def has_work(run_dir: Path) -> bool:
     return bool(describe_work(run_dir)) or any((run_dir / "buffer").glob("appendonly*"))
 
 
-def _refuse_to_resume(run_dir: Path, target: Path) -> None:
+def is_finished(run_dir: Path, overrides: Sequence[str] = ()) -> bool:
+    """Return whether the run has done all its steps, or has stopped before for what it had reached, and the
+    job with these changes asks for no more. Raises `ConfigError`."""
+    try:
+        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes())
+    except FileNotFoundError:
+        return False
+    if not overrides:
+        return True
+    before = load_job(run_dir / "job.yaml", files=False)
+    now = load_job(run_dir / "job.yaml", overrides, files=False)
+    steps = {name: view.trainer.steps for name, view in before.views.items()}
+    if any(view.trainer.steps > steps[name] for name, view in now.views.items()):
+        return False
+    if before.kind == "rl":
+        return True
+    stopped_early = summary.get("steps", 0) < before.trainer.steps
+    return not (stopped_early and now.training != before.training)
+
+
+def _refuse_to_resume(run_dir: Path, target: Path, overrides: Sequence[str]) -> None:
     start = f"`areal-async run {target}`" if target.is_file() else "`areal-async run`"
     refuse_running(run_dir)
-    if (run_dir / "summary.json").exists():
+    if is_finished(run_dir, overrides):
         raise RunFolderError(
-            f"there is nothing to resume: the run in {shown(run_dir)} is finished. Its model is "
-            f"{shown(run_dir / 'model')}; a job of another name can go on from there (`model:`)."
+            f"there is nothing to resume: the run in {shown(run_dir)} is finished. Name more steps to go on "
+            f"with it (trainer.steps=N), or begin another job from its model, {shown(run_dir / 'model')}."
         )
     if not has_work(run_dir) and not has_checkpoint(run_dir):
         raise RunFolderError(

@@ -33,7 +33,7 @@ OF_THIS_HOST = frozenset({LOCK, TOPOLOGY, "buffer", *BY_TRAINER})
 are whole together or not at all, and whose content is in each checkpoint; what the trainer puts there."""
 WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
 """Folders that are deleted only when asked."""
-TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl"})
+TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl", "buffer-node.json"})
 """What goes beside the checkpoints of a run whose own folder is on this host alone."""
 
 log = get_logger("supervisor")

@@ -1,7 +1,7 @@
 """The shell around the lifecycle: real processes, signals and time.
 
 Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
-goes on; a rank of the trainer that hangs is killed, and of several that ended the one that did so first is
+goes on; one that hangs is killed, whatever its role, and of several that ended the one that did so first is
 named; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
 the run is left, at most `STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; a
 service learns of a stop only from here (each leads its own session); one that outlives the supervisor's death
@@ -28,7 +28,7 @@ from areal_async.errors import FaultError
 from areal_async.launch.autoscale import Autoscaler, ScaleChange
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.group import RankGroup
+from areal_async.launch.group import Lines
 from areal_async.launch.here import LocalLauncher, write_targets, write_whole
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
@@ -63,8 +63,9 @@ class Supervisor:
     `newest` is how the run stood at the last look, by which its workers are scaled (`rollout.autoscale`).
 
     `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
-    and is to be started again, `on_ending` once when the end is decided and the services that did not cause
-    it still run, `on_scale` with each change of the workers that is nobody's wish; all must be quick."""
+    and is to be started again, `on_death` when it is not, or only with another one, `on_ending` once when the
+    end is decided and the services that did not cause it still run, `on_scale` with each change of the
+    workers that is nobody's wish; all must be quick."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Supervisor:
         on_serving: Callable[[], None] = lambda: None,
         on_ending: Callable[[Ending], None] = lambda ending: None,
         on_restart: Callable[[str, str], None] = lambda name, text: None,
+        on_death: Callable[[str, str], None] = lambda name, text: None,
         on_scale: Callable[[ScaleChange], None] = lambda change: None,
         newest: Callable[[], RunStatus | None] = lambda: None,
         buffer_wait_s: float = 10.0,
@@ -92,14 +94,13 @@ class Supervisor:
         """Where everything is. Any thread may read it; it is replaced as a whole."""
         self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
         self.children: dict[str, Child] = {}
-        self._group = RankGroup(
-            {place.policy: job.of(place.policy or job.policy).trainer.hang_s for place in self.services}
-        )
+        self._lines = Lines(self._hang_s)
         self.metrics_ports: dict[str, int] = {}
         """The port of each service: what it reported when ready; until then the planned one."""
         self._on_serving = on_serving
         self._on_ending = on_ending
         self._on_restart = on_restart
+        self._on_death = on_death
         self._on_scale = on_scale
         scales = job.kind == "rl" and job.rollout.autoscale.max > 0
         self._autoscaler = Autoscaler(job, newest) if scales else None
@@ -151,7 +152,7 @@ class Supervisor:
                 events.record("ready", service=name, service_pid=child.pid)
                 self._apply(self.lifecycle.ready(name, time.monotonic()))
         self._observe_ends()
-        for name in self._group.look(time.monotonic()):
+        for name in self._lines.look(time.monotonic()):
             self._apply(self.lifecycle.silent(name, time.monotonic()))
         self._apply(self.lifecycle.tick(time.monotonic()))
         self._socket.carry_out(self._change_by_hand)
@@ -179,18 +180,24 @@ class Supervisor:
                     ended[name] = status
             if not ended:
                 return
+        states, stopping = self.lifecycle.states, self.lifecycle.stopping
+        felled = {name for name in ended if states[name].felled}
         for name in in_order_of_cause(ended):
             status, pid = ended[name], self.children[name].pid
             log.info("service ended", service=name, status=status)
             events.record("ended", service=name, service_pid=pid, status=status)
             lost = self.children[name].lost()
-            cause = lost or self._group.cause_of(name, status, time.monotonic())
-            self._group.forget(name)
-            felled = self.lifecycle.states[name].felled
+            cause = lost or self._lines.cause_of(name, status, time.monotonic())
+            self._lines.forget(name)
+            brought_down = states[name].felled  # If not `felled`: by another one of this look
             with_host = bool(lost) and self._is_replaced(name, status)
             self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
-            if not felled:
+            if stopping or name in felled or (states[name].leaving and not lost):
+                continue
+            if states[name].phase is Phase.RESTARTING and not brought_down:
                 self._tell_restart(name, cause or exit_text(status))
+            elif status != 0 or (self.lifecycle.ending is not None and self.lifecycle.ending.culprit == name):
+                self._tell_death(name, cause or exit_text(status))
 
     # --- workers that join and leave -----------------------------------------------------------------
 
@@ -306,8 +313,6 @@ class Supervisor:
 
     def _tell_restart(self, name: str, ended: str) -> None:
         state = self.lifecycle.states[name]
-        if state.phase is not Phase.RESTARTING:
-            return
         died_s = state.restarts.deaths_s
         deaths, pause_s = len(died_s), state.restart_s - died_s[-1]
         who = "it is"
@@ -322,6 +327,11 @@ class Supervisor:
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
         self._on_restart(name, f"{name} {ended}; {who} started again {when} ({left})")
+
+    def _tell_death(self, name: str, ended: str) -> None:
+        """Tell of a death after which the service is not started again, or only with another one."""
+        log.warning(f"{name} {ended}", service=name)
+        self._on_death(name, f"{name} {ended}")
 
     def _interrupt(self, signals: int) -> None:
         os.read(signals, 64)
@@ -354,10 +364,16 @@ class Supervisor:
             self.children[name].close()
         child = self._launcher.start(place, served_before=self.lifecycle.states[name].served_before)
         self.children[name] = child
-        self._group.started(place, child)
+        self._lines.started(place, child)
         self.metrics_ports[name] = place.metrics_port
         RESTARTS.labels(name)  # 0 until it dies: a rate needs both
         events.record("started", service=name, service_pid=child.pid)
+
+    def _hang_s(self, place: ServicePlace) -> float:
+        """Longest silence of a service."""
+        trainer = self.job.of(place.policy or self.job.policy).trainer
+        own = trainer.hang_s if place.role == "trainer" else None
+        return self.job.supervisor.hang_s if own is None else own
 
     def _publish(self) -> Topology:
         """Write down who is there. Last: a run is found once it says where it serves."""

@@ -101,11 +101,12 @@ def told_of(folder: Path) -> Json:
         changed_ns = _stamp(folder / LOCK)[1]
     ending = str(last.get("end", {}).get("ending", ""))
     step = last.get("step", {}).get("step")
+    counted_from_0 = last.get("step", {}).get("kind") == "step"  # other trainings count from 1
     return {
         "key": folder.name,
         "name": folder.name,
         "state": ending.upper() or ("RUNNING" if supervisor_of(folder) is not None else "KILLED"),
-        "step": step + 1 if isinstance(step, int) else 0,
+        "step": step + counted_from_0 if isinstance(step, int) else 0,
         "reward": last.get("step", {}).get("reward_mean"),
         "accuracy": last.get("evaluation", {}).get("accuracy"),
         "changed_s": changed_ns / 1e9,
@@ -143,6 +144,10 @@ def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
                 found.setdefault("end", {})
             elif name in LAST_KINDS and name not in found:
                 found[name] = _decoder.decode(line)
+            if kind in FILE_KINDS and b'"accuracy"' in line and "evaluation" not in found:
+                # Its evaluations are in the records of its steps.
+                record = _decoder.decode(line)
+                found |= {"evaluation": record} if record.get("accuracy") is not None else {}
             if len(found) == len(LAST_KINDS):
                 break
     return found
@@ -183,8 +188,17 @@ def overview(folder: Path, job: JobConfig | None = None) -> Json:
             stall = status.get("stall") or {}
             told["waits"] = stall.get("detail") or status.get("message") or status.get("lease_wait") or ""
     else:
+        told["waits"] = _why_it_stopped(folder)
         told["workers"] = _workers_at_the_end(folder, *_stamp(folder / RECORDS))
     return told
+
+
+def _why_it_stopped(folder: Path) -> str:
+    """Why a finished run has not all of its steps; empty where it has."""
+    with suppress(OSError, msgspec.DecodeError):
+        summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict)
+        return str(summary.get("stopped") or "")
+    return ""
 
 
 def job_of(folder: Path) -> JobConfig:

@@ -26,6 +26,7 @@ from areal_async.page import folder as reading
 from areal_async.page.app import STATIC, static_text
 from areal_async.page.folder import Json, UnknownName
 from areal_async.page.series import rows_of, thinned
+from areal_async.secrecy import shown
 from areal_async.status.record import as_it_became, read_run_log
 
 REPORT = "report.html"
@@ -73,11 +74,12 @@ def report_html(folders: Sequence[Path], jobs: Sequence[JobConfig]) -> str:
 def differences(contents: Sequence[Json]) -> list[Json]:
     """The fields in which jobs differ, each with its values as YAML has them; names are left out."""
     leaves = [dict(leaves_of(content)) for content in contents]
+    told = [dict(leaves_of(shown(content, JobConfig))) for content in contents]
     fields = sorted({name for each in leaves for name in each} - {"job", "run_dir"})
     return [
         {
             "field": name,
-            "values": [dump_yaml(each.get(name)).removesuffix("...\n").strip() for each in leaves],
+            "values": [dump_yaml(each.get(name)).removesuffix("...\n").strip() for each in told],
         }
         for name in fields
         if any(each.get(name) != leaves[0].get(name) for each in leaves)

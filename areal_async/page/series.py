@@ -28,7 +28,7 @@ class ChartRow(NamedTuple):
 
 class Panel(NamedTuple):
     """One chart: its series are keys of `ChartRow.figures` with labels; a key that ends in `*` is all that
-    begin so, each under the rest of its name."""
+    begin so, each under its label and the rest of its name."""
 
     title: str
     unit: str
@@ -77,7 +77,7 @@ PANELS: tuple[Panel, ...] = (
             "prompt_length_mean": "prompt, mean",
         },
     ),
-    Panel("Components of the reward", "reward", {"reward:*": ""}),
+    Panel("Components of the reward", "reward", {"reward:*": "", "held_out:*": "held-out "}),
     Panel("Held-out by source", "reward, accuracy", {"source:*": ""}),
     Panel("Seconds of a step", "s", {"phase:*": "", "step_s": "whole step"}),
     Panel("Learning rate", "per update", {"lr": "learning rate"}),
@@ -102,6 +102,7 @@ PLAIN_FIELDS = (
     "step_s",
 )
 NAMED_FIELDS = {"rewards": "reward:", "phases": "phase:", "by_source": "source:"}
+HELD_OUT_FIELDS = NAMED_FIELDS | {"rewards": "held_out:"}
 SHARES = {"busy_s": "train_share", "wait_s": "wait_share", "publish_s": "publish_share"}
 
 
@@ -112,7 +113,7 @@ def row_of(record: Record, before: Record | None = None) -> ChartRow | None:
     if kind in ("step", *FILE_KINDS):
         x, figures = _number(record.get("step")), _of_step(record)
     elif kind == "evaluation":
-        x, figures = _number(record.get("version")), _of_fields(record)
+        x, figures = _number(record.get("version")), _of_fields(record, HELD_OUT_FIELDS)
     elif kind == "load" and before is not None:
         x, figures = _number(record.get("steps")), _between(before, record)
     else:
@@ -185,11 +186,11 @@ def _of_step(record: Record) -> Figures:
     return figures
 
 
-def _of_fields(record: Record) -> Figures:
+def _of_fields(record: Record, named: Mapping[str, str] = NAMED_FIELDS) -> Figures:
     figures = {
         name: _short(value) for name in PLAIN_FIELDS if (value := _number(record.get(name))) is not None
     }
-    for name, prefix in NAMED_FIELDS.items():
+    for name, prefix in named.items():
         inner = record.get(name)
         if isinstance(inner, dict):
             figures |= {

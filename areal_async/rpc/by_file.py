@@ -15,7 +15,6 @@ lead nowhere but into the folder.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import secrets
@@ -28,6 +27,7 @@ import msgspec
 from typing_extensions import Buffer
 
 from areal_async.errors import ProtocolError
+from areal_async.ownfiles import NotBeneath, map_open, open_beneath
 from areal_async.rpc.schema import FilesHere
 
 LEAST_BYTES = 32 << 10  # Attachments of a message from which on a file is cheaper than the socket
@@ -86,6 +86,7 @@ class ServerFiles:
     def __init__(self, incoming: Path, held: Path, *, flush: bool) -> None:
         self._incoming = incoming
         incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._seen_s: dict[str, float] = {}
         token = secrets.token_hex(8)
         (incoming / TOKEN).write_text(token)
         self.here = FilesHere(str(incoming), str(held), token, flush)
@@ -100,7 +101,7 @@ class ServerFiles:
         filed = Filed()
         filed.path, filed.offsets, filed.sizes = self._incoming / name, [], []
         try:
-            fd = os.open(filed.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = open_beneath(self._incoming, name)
         except OSError as error:
             raise ProtocolError(f"the file of the attachments cannot be read: {error.strerror}") from error
         try:
@@ -122,11 +123,14 @@ class ServerFiles:
         return filed
 
     def sweep(self) -> None:
-        """Remove what dead clients have left."""
-        for entry in os.scandir(self._incoming):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.name != TOKEN and time.time() - entry.stat().st_mtime > STALE_S:
-                    os.unlink(entry.path)
+        """Remove what dead clients have left: what is still there `STALE_S` after it was first seen."""
+        now_s, before = time.monotonic(), self._seen_s
+        names = {entry.name for entry in os.scandir(self._incoming)} - {TOKEN}
+        self._seen_s = {name: before.get(name, now_s) for name in names}
+        for name, seen_s in self._seen_s.items():
+            if now_s - seen_s > STALE_S:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._incoming / name)
 
 
 class ClientFiles:
@@ -192,13 +196,11 @@ class ClientFiles:
         """A part of its file, of which nothing after `end` is mapped."""
         whole = maps.get(part.name)
         if whole is None:
-            if os.path.basename(part.name) != part.name:
-                raise ProtocolError("an attachment lies outside of its folder")
             try:
-                with (self._held / part.name).open("rb") as file:
-                    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                    mapped = mmap.mmap(file.fileno(), end, flags, mmap.PROT_READ)
-                    whole = memoryview(mapped)
+                with os.fdopen(open_beneath(self._held, part.name), "rb") as file:
+                    whole = memoryview(map_open(file.fileno(), 0, end, populate=True))
+            except NotBeneath as error:
+                raise ProtocolError(f"an attachment lies outside of its folder: {error}") from error
             except (OSError, ValueError):
                 whole = memoryview(b"")
             maps[part.name] = whole

@@ -5,6 +5,9 @@ not have it reaches a socket's queue. A socket is bound beyond loopback only wit
 that another process serves is never taken over (libzmq would silently unlink a live ipc file); every refusal
 is an `EndpointError` that says what to do.
 
+Of those who have not shown it yet at most `MOST_STRANGERS` are connected to a socket at a time, and at most a
+quarter of the process's descriptors: the one that has said nothing the longest goes first (`StrangerLimit`).
+
 No part of a message may have more than `max_part_bytes`. libzmq does not limit how many parts an unfinished
 message has: who knows the secret can make its peer hold as much as it sends.
 """
@@ -13,8 +16,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import socket
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -35,6 +41,12 @@ HEARTBEAT_MS = 10_000
 HEARTBEAT_TIMEOUT_MS = 60_000
 HANDSHAKE_MS = 10_000  # A connection that has not shown the secret after this time is closed
 BACKLOG = 512
+MOST_STRANGERS = 256
+SHOWN_BYTES = 512
+"""Whoever has sent so many bytes has shown a key: greeting, hello and proof by CURVE are at least 567, and
+libzmq closes the connection of whoever sends anything else."""
+_RECEIVED = struct.Struct("=128xQ")  # Linux' `struct tcp_info` up to `tcpi_bytes_received`
+_EVENT = struct.Struct("=hi")
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_FRAMES_BEFORE = 6
 """Frames before what the client shows: version, request, domain, address, identity, mechanism."""
@@ -148,6 +160,11 @@ def remove_ipc_file(endpoint: str) -> None:
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
+def is_tcp(endpoint: str) -> bool:
+    """Return whether anybody who reaches this host can connect."""
+    return not endpoint.startswith("ipc://")
+
+
 def _split(endpoint: str) -> tuple[str, str]:
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
@@ -219,3 +236,59 @@ def serve_zap(
     sock.bind(ZAP_ENDPOINT)
     polled = PolledSocket(sock, ZAP_FRAMES, on_frames)
     return polled
+
+
+class StrangerLimit:
+    """Closes connections to `sock`, whose `context` it shares, that are too many and have shown no key.
+
+    libzmq accepts whoever comes and gives each `HANDSHAKE_MS`: without a limit those who only connect could
+    take every descriptor of the process. It says which descriptors it opens and closes; how much came over
+    one tells the kernel. Begins before `sock` is bound; a path on this host needs no limit, since only its
+    owner reaches it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        sock: zmq.Socket[bytes],
+        on_closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_closed = on_closed
+        self._most = min(MOST_STRANGERS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._sock = sock
+        self._strangers: dict[int, None] = {}  # Descriptors, the oldest first
+        address = f"inproc://strangers-{id(sock)}"
+        sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events = context.socket(zmq.PAIR)
+        events.setsockopt(zmq.RCVHWM, 0)  # libzmq's own thread would wait for room
+        events.connect(address)
+        self._events = PolledSocket(events, 2, self._on_event)
+
+    def close(self) -> None:
+        self._sock.monitor(None, 0)
+        self._events.close(linger_ms=0)
+
+    def _on_event(self, copied: list[bytes], rest: list[Buffer]) -> None:
+        event, fd = _EVENT.unpack(copied[0])
+        self._strangers.pop(fd, None)
+        if event == zmq.EVENT_ACCEPTED:
+            self._strangers[fd] = None
+            if len(self._strangers) > self._most:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        port = self._sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
+        for fd in list(self._strangers):
+            with suppress(OSError):  # It was closed meanwhile, or is something else by now
+                connection = socket.socket(fileno=fd)
+                try:
+                    (received,) = _RECEIVED.unpack_from(
+                        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+                    )
+                    if received < SHOWN_BYTES and str(connection.getsockname()[1]) == port:
+                        if len(self._strangers) <= self._most:
+                            continue
+                        connection.shutdown(socket.SHUT_RDWR)
+                        self._on_closed()
+                finally:
+                    connection.detach()  # The descriptor is libzmq's, which closes it
+            del self._strangers[fd]

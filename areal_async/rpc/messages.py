@@ -375,6 +375,8 @@ class BufferStats(Message, frozen=True):
     """Verdicts that were no score, by kind: the newest of each, and how many there were."""
     failed: str = ""
     """Why the job ends (`then: fail_job`, or nothing succeeds any more); empty when it does not."""
+    lost_writes: int = 0
+    """Acknowledged writes that Redis came back without, since this buffer was started."""
 
 
 class Stats(Request[BufferStats], frozen=True):

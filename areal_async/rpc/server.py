@@ -61,6 +61,7 @@ ONE_LANE = {"all": Lane()}
 FULL_RETRY_MS = 50
 STOP_RETRY_MS = 100
 CANCEL_LIMIT_S = 5.0
+CROWD_LOGGED = 1000  # One line for so many connections that were closed for want of room
 ANSWERS_LINGER_MS = 2000
 
 
@@ -134,7 +135,8 @@ class Server:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
         """What happened since the start; `unknown` are requests before a hello, such as after a restart,
-        `strangers` connections that were not let in, `forbidden` requests that are not the asker's."""
+        `strangers` connections that were not let in, `crowd` those closed to make room for others,
+        `forbidden` requests that are not the asker's."""
         self._service = service
         self._job = job
         self._max_part_bytes = max_part_bytes
@@ -152,6 +154,7 @@ class Server:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: PolledSocket | None = None
         self._zap: PolledSocket | None = None
+        self._limit: endpoints.StrangerLimit | None = None
         self._stopping = False
 
     async def start(self) -> None:
@@ -163,11 +166,15 @@ class Server:
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             guard = self._access.guard(self.endpoint, self._identity)
             self._zap = endpoints.serve_zap(context, guard, self._on_refused)
+            if endpoints.is_tcp(self.endpoint):
+                self._limit = endpoints.StrangerLimit(context, sock, self._on_crowd)
             self.endpoint = endpoints.bind(sock, self.endpoint, guard)
         except BaseException:
+            if self._limit is not None:
+                self._limit.close()
             if self._zap is not None:
                 self._zap.close()
-                self._zap = None
+            self._limit, self._zap = None, None
             drop_context(context)
             raise
         self._context = context
@@ -192,10 +199,12 @@ class Server:
             _, stuck = await asyncio.wait(self._tasks, timeout=CANCEL_LIMIT_S)
             if stuck:
                 log.error("%d handlers of %s do not end when cancelled", len(stuck), self._service)
+        if self._limit is not None:
+            self._limit.close()
         self._socket.close(linger_ms)
         if self._zap is not None:
             self._zap.close()
-        context, self._context, self._socket, self._zap = self._context, None, None, None
+        context, self._context, self._socket, self._zap, self._limit = self._context, None, None, None, None
         await end_context(context)
         endpoints.remove_ipc_file(self.endpoint)
         self.sessions.clear()
@@ -254,6 +263,12 @@ class Server:
         self.counters["strangers"] += 1
         REFUSED.labels(self._service, "stranger").inc()
         log.warning("a connection without a key of this run was refused by the %s", self._service)
+
+    def _on_crowd(self) -> None:
+        self.counters["crowd"] += 1
+        REFUSED.labels(self._service, "crowd").inc()
+        if self.counters["crowd"] % CROWD_LOGGED == 1:
+            log.warning("too many connections without a key: the %s closes the oldest", self._service)
 
     def _on_forbidden(self, peer: Peer, message: Message) -> None:
         self.counters["forbidden"] += 1

@@ -1,9 +1,9 @@
-"""What the supervisor and a rank of the trainer have in common: where ranks meet, and the line between them.
+"""What the supervisor and its services have in common: the line between them, and where ranks meet.
 
+Over a pipe each service gives a pulse every `PULSE_S`, from a thread of its own: a process that is stopped
+gives none. The same pipe takes what a rank of the trainer knows of a death (`Note`), its own or another's.
 The supervisor binds the socket on which the ranks meet and hands it to rank 0, so that no other program can
-take its port meanwhile. Over a pipe each rank gives a pulse every `PULSE_S`, from a thread of its own: a
-process that is stopped gives none. The same pipe takes what a rank knows of a death (`Note`), its own or
-another's.
+take its port meanwhile.
 
 Only the standard library and msgspec: a rank starts its pulse before it loads torch.
 """
@@ -64,9 +64,8 @@ _pulse_fd: int | None = None
 def start_pulse() -> None:
     """Give pulses from now on, where the supervisor listens for them. A second call does nothing."""
     global _pulse_fd
-    fd = os.environ.get(PULSE_VARIABLE)
-    if fd is None or _pulse_fd is not None:
-        return
+    if _pulse_fd is not None or (fd := os.environ.pop(PULSE_VARIABLE, None)) is None:
+        return  # children of this process have no such descriptor
     _pulse_fd = int(fd)
     os.set_inheritable(_pulse_fd, False)
     threading.Thread(target=_beat, args=(_pulse_fd,), name="pulse", daemon=True).start()

@@ -327,12 +327,31 @@ class HttpServer:
             connection.held_bytes = 0
 
 
+class _BoundedParser(h11.Connection):
+    """h11 bounds only headers that it waits for. Those that come at once, in one piece, are counted here."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(h11.SERVER, most_bytes)
+        self._most_bytes = most_bytes
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request | h11.EndOfMessage):
+            size = sum(len(name) + len(value) + len(": \r\n") for name, value in event.headers.raw_items())
+            if isinstance(event, h11.Request):
+                size += len(event.method) + len(event.target) + len("  HTTP/1.1\r\n")
+            if size > self._most_bytes:
+                raise h11.RemoteProtocolError("the headers are too long", error_status_hint=431)
+        return event
+
+
 class Connection(H11Protocol):
     """One client's connection, with the time at which its phase began."""
 
     def __init__(self, server: HttpServer) -> None:
         super().__init__(server.config, server.state, {"connection": self})
         self._server = server
+        self.conn = _BoundedParser(server.limits.header_bytes)
         self.access_log = False
         self.logger = _Counting(server.faults)  # type: ignore[assignment]
         self.phase: Phase = "headers"

@@ -11,6 +11,7 @@ many more there were. Lines are equal that differ in nothing but which one of ma
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import logging
 import sys
@@ -22,6 +23,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 import msgspec
+
+from areal_async.secrecy import HIDDEN, is_secret, without_logins
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -108,6 +111,7 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._lines: OrderedDict[tuple[object, ...], _RepeatedLine] = OrderedDict()
+        self._told = False  # That it cannot be written
 
     def emit(self, record: logging.LogRecord) -> None:
         now_s = time.monotonic()
@@ -128,6 +132,16 @@ class _CountingHandler(logging.StreamHandler[TextIO]):
             if oldest.repeated:
                 self._count(oldest, now_s)
         super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once, in a line, that a disk takes no log; anything else is a fault of ours."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):
+                print(f"warning: the log cannot be written: {error}", file=sys.stderr, flush=True)
 
     def write_counts(self) -> None:
         self.acquire()
@@ -173,10 +187,10 @@ class _JsonLine(logging.Formatter):
             "logger": record.name.removeprefix("areal."),
         }
         for key, value in getattr(record, "areal_fields", {}).items():
-            line[f"field_{key}" if key in RESERVED else key] = value
+            line[f"field_{key}" if key in RESERVED else key] = HIDDEN if is_secret(key, value) else value
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        return msgspec.json.encode(line, enc_hook=as_plain).decode("utf-8")
+        return without_logins(msgspec.json.encode(line, enc_hook=as_plain).decode("utf-8"))
 
 
 def as_plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,14 +236,26 @@ def service_environment(run_id: str, threads: int) -> dict[str, str]:
 def kill_processes_of(run_id: str) -> list[int]:
     """Kill every process of this user that carries the run's id, wherever it has gone; return their pids."""
     killed = []
+    for process in _marked(run_id.__eq__):
+        with suppress(psutil.Error):
+            process.kill()
+            killed.append(process.pid)
+    return killed
+
+
+def processes_of(run_id: str) -> list[psutil.Process]:
+    """Return the processes of this user that carry the run's id, alone or with a name."""
+    return list(_marked(lambda mark: mark.partition(".")[0] == run_id))
+
+
+def _marked(wanted: Callable[[str], bool]) -> Iterator[psutil.Process]:
+    """Yield the other processes of this user whose mark is wanted."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.uids().real != os.getuid():
                 continue  # root may read everybody's environment
-            if process.pid != os.getpid() and process.environ().get(RUN_VARIABLE) == run_id:
-                process.kill()
-                killed.append(process.pid)
-    return killed
+            if process.pid != os.getpid() and wanted(process.environ().get(RUN_VARIABLE, "")):
+                yield process
 
 
 def start_of(pid: int) -> str:
@@ -260,6 +272,10 @@ def start_of(pid: int) -> str:
     return f"{BOOT_ID.read_text().strip()} {fields[18]}"
 
 
+SHM_FULL = "most likely shared memory is full: `df -h -t tmpfs`"
+"""Cause of nearly every SIGBUS: a page of a mapped file for which there is no room."""
+
+
 def exit_text(status: int) -> str:
     """An exit status in words: `ended with status 1`, `was killed by SIGKILL`."""
     if status == 128 + signal.SIGTERM:
@@ -269,7 +285,8 @@ def exit_text(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     try:
-        return f"was killed by {signal.Signals(-status).name}"
+        likely = f" ({SHM_FULL})" if -status == signal.SIGBUS else ""
+        return f"was killed by {signal.Signals(-status).name}{likely}"
     except ValueError:
         return f"was killed by signal {-status}"
 

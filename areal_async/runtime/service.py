@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FrameType
 
-from areal_async.errors import ArealError
+from areal_async.errors import ArealError, as_ours, with_limit
 from areal_async.ownfiles import PRIVATE_UMASK
 from areal_async.rpc.address import Address
 from areal_async.runtime.context import ServiceContext
@@ -105,11 +105,11 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _report(name: str, error: BaseException) -> None:
-    """One paragraph for an `ArealError`, else the traceback."""
+    """Print one paragraph for an `ArealError` and for trouble of the machine, else the traceback."""
     log.error("service failed", error=type(error).__name__, message=str(error))
-    if isinstance(error, ArealError):
+    if (told := as_ours(error)) is not None:
         with contextlib.suppress(OSError):  # a log on a full disk must not decide how this process ends
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            print(f"{name}: {with_limit(told)}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
 

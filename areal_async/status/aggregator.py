@@ -17,10 +17,10 @@ from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
+from areal_async.status.trends import EDGE_STEPS, HeldOut, reward_warning
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RECENT_STEPS = 20
-RECENT_REWARDS = 10
 MESSAGE_LIFE_S = 30.0  # A warning older than this is not shown any more
 RATE_WINDOW_S = 10.0  # Rates and busy shares are over the last so many seconds
 IDLE_ACTIVITIES = frozenset({"wait", "idle"})
@@ -81,11 +81,13 @@ class Progress:
         self.loss: float | None = None
         self.staleness_seen: int | None = None
         self.self_check = ""
-        self.rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
+        self.rewards: deque[float] = deque(maxlen=EDGE_STEPS)
+        self._rewards_first: list[float] = []
         self.first: tuple[int, float] | None = None
         """The earliest evaluation: version and accuracy."""
         self.last: tuple[int, float] | None = None
         self.interval: tuple[float, float] | None = None
+        self._interval_first: tuple[float, float] | None = None
         self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
 
     def feed(self, record: RunRecord) -> None:
@@ -108,21 +110,35 @@ class Progress:
                 self._times.append((record.done, record.time_s))
             if record.reward_mean is not None:
                 self.rewards.append(record.reward_mean)
+                if len(self._rewards_first) < EDGE_STEPS:
+                    self._rewards_first.append(record.reward_mean)
             if record.staleness_max is not None:
                 self.staleness_seen = max(self.staleness_seen or 0, record.staleness_max)
         if record.accuracy is not None:
             at = record.version if record.version is not None else record.step
             if self.first is None or at < self.first[0]:
-                self.first = (at, record.accuracy)
+                self.first, self._interval_first = (at, record.accuracy), record.interval
             if self.last is None or at >= self.last[0]:
                 self.last, self.interval = (at, record.accuracy), record.interval
 
+    @property
+    def warning(self) -> str:
+        """A sentence where training reward rises and held-out reward falls; empty where not."""
+        if not (self.first and self.last and self._interval_first and self.interval):
+            return ""
+        return reward_warning(
+            self._rewards_first,
+            self.rewards,
+            HeldOut(self.first[1], *self._interval_first),
+            HeldOut(self.last[1], *self.interval),
+        )
+
     def left_s(self, steps: int) -> float | None:
-        """Seconds until `steps` are done at the pace of the last ones."""
-        if len(self._times) < 2:
+        """Seconds until `steps` are done at the pace of the last. None before the second and at the end."""
+        if len(self._times) < 2 or self.done >= steps:
             return None
         (first, first_s), (last, last_s) = self._times[0], self._times[-1]
-        return max(0.0, (last_s - first_s) / (last - first) * (steps - self.done)) if last > first else None
+        return (last_s - first_s) / (last - first) * (steps - self.done) if last > first else None
 
 
 class WorkSample(NamedTuple):
@@ -222,6 +238,7 @@ class RunStatus:
     pacing: str = ""  # How far ahead is generated and why; empty where it is all that the bound allows
     waited_s: float = 0.0  # Seconds that the trainer has waited for batches, over all finished steps
     lease_wait: str = ""  # Why the buffer would lease nothing now; empty when it would
+    warning: str = ""  # What the figures of training and of evaluations say together
 
 
 @dataclass
@@ -307,6 +324,14 @@ class StatusAggregator:
                 self._dropped_before = self._dropped.by_verdict
         if (stats := status.figures.buffer) is not None:
             self._dropped = DropReport.of(stats.reasons, stats.no_scores)
+
+    def held_up(self, seconds: float, now_s: float) -> None:
+        """Nobody was asked for so long, as who asks was stopped itself: silence of that time says nothing."""
+        if self._computed_s is not None:
+            self._computed_s = min(now_s, self._computed_s + seconds)
+        for service in self._services.values():
+            if service.answered_s is not None:
+                service.answered_s = min(now_s, service.answered_s + seconds)
 
     def tell(self, text: str, now_s: float) -> None:
         """Something to show for a while."""
@@ -416,6 +441,7 @@ class StatusAggregator:
             dropped=self._dropped,
             pacing=self._pacing(),
             waited_s=progress.waited_s,
+            warning=progress.warning,
             lease_wait=stats.lease_wait if (stats := self._buffer_stats) is not None else "",
         )
 

@@ -24,7 +24,7 @@ from areal_async.runtime.metrics import STALL
 from areal_async.runtime.topology import ServicePlace, Topology
 from areal_async.status.aggregator import RunStatus, StatusAggregator
 from areal_async.status.load import LoadLog
-from areal_async.status.watchdog import Stall
+from areal_async.status.watchdog import SILENT_S, Stall
 
 log = get_logger("watchdog")
 
@@ -155,9 +155,13 @@ class Monitor:
 
     async def _watch(self) -> None:
         try:
+            looked_s = time.monotonic()
             while True:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), POLL_S)
+                before_s, looked_s = looked_s, time.monotonic()
+                if (late_s := looked_s - before_s - POLL_S) > SILENT_S:
+                    self._aggregator.held_up(late_s, looked_s)
                 await self._look(0.0)
                 self.newest = self._aggregator.status(time.monotonic())
                 self._report_stall(self.newest)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.errors import FaultError, PeerGone, WireError
+from areal_async.errors import FaultError, PeerGone, RpcTimeout, WireError, errno_of
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ReadRecords, WriteRecord, WriteSamples
@@ -34,7 +34,7 @@ from areal_async.status.samples import write_samples
 log = get_logger("record")
 
 WRITE_WAIT_S = 2.0
-"""Longest time that `RemoteRecords.write` waits for its record to be written; then it is on its way."""
+"""Longest wait of `RemoteRecords.write`, once per outage of the supervisor; the record is on its way then."""
 MOST_WAITING = 4096  # Records on their way; whoever writes one more waits
 FLUSH_S = 15.0
 ANSWER_S = 30.0
@@ -119,14 +119,18 @@ class RunLog:
 class RemoteRecords:
     """The run log of the supervisor at `address`, for a process of the run.
 
-    Records are written in their order, each once, from a thread of its own: a link that is cut holds up
-    nobody for longer than `WRITE_WAIT_S`, until `MOST_WAITING` are waiting."""
+    Records are written in their order, each once, from a thread of its own. A supervisor that does not answer
+    holds up nobody for longer than one wait, however many records follow: once a write has waited in vain,
+    the next ones do not wait, and samples are given up, until a record has been written. At `MOST_WAITING`
+    records writing waits for room."""
 
     def __init__(self, address: Address, path: Path, *, job: str, name: str, ctx: ServiceContext) -> None:
         self.path = path
         self._client = SyncClient(address, job=job, role=ctx.role, name=f"{name}/records", access=ctx.keys)
         self._waiting: queue.Queue[tuple[bytes, Future[None]] | None] = queue.Queue(MOST_WAITING)
         self._failed: OSError | None = None
+        self._silent = False
+        """True where somebody has waited in vain since a record was last written."""
         self._thread = threading.Thread(target=self._send, name="records", daemon=True)
         self._thread.start()
 
@@ -135,18 +139,26 @@ class RemoteRecords:
             raise self._failed
         line, written = line_of(kind, fields), Future[None]()
         self._waiting.put((line, written))
-        with contextlib.suppress(TimeoutError):
-            written.result(WRITE_WAIT_S)
+        if not self._silent:
+            try:
+                written.result(WRITE_WAIT_S)
+            except TimeoutError:
+                self._silent = not written.done()
         board.record(line)
 
     def write_samples(self, folder: str, name: str, data: bytes) -> None:
-        self._client.connect(ANSWER_S)
+        if self._silent:
+            raise RpcTimeout("the run's home does not answer")
         try:
+            self._client.connect(ANSWER_S)
             self._client.call(WriteSamples(name, folder), attachments=[data], timeout_s=ANSWER_S)
         except FaultError as error:
             if error.kind != "failed":
                 raise
-            raise OSError(errno.ENOSPC, error.message) from error
+            raise OSError(errno_of(error) or errno.ENOSPC, error.message) from error
+        except RpcTimeout:
+            self._silent = True
+            raise
 
     def read(self, *kinds: str) -> list[dict[str, Any]]:
         self._client.connect(ANSWER_S)
@@ -178,6 +190,7 @@ class RemoteRecords:
             except PeerGone:  # closed
                 return
             else:
+                self._silent = False
                 written.set_result(None)
 
     def _deliver(self, line: bytes) -> None:
@@ -188,7 +201,7 @@ class RemoteRecords:
                 self._client.call(WriteRecord(), attachments=[line], timeout_s=ANSWER_S)
                 return
             except FaultError as error:
-                raise OSError(errno.ENOSPC, error.message) from error
+                raise OSError(errno_of(error) or errno.ENOSPC, error.message) from error
             except PeerGone:
                 raise
             except WireError as error:
@@ -232,7 +245,7 @@ class Tail:
                         yield _decoder.decode(line)
 
 
-LIFE_KINDS = frozenset({"start", "resume", "restart", "scale", "end"})
+LIFE_KINDS = frozenset({"start", "resume", "restart", "death", "scale", "end"})
 """Records of when a run lived, what died in it and how many workers it had: no results."""
 
 

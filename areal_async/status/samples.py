@@ -150,9 +150,9 @@ def sample_files(folder: Path) -> list[tuple[SampleKind, int, Path]]:
     return sorted(found, key=lambda entry: (entry[1], entry[0]))
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
+def read_samples(path: str | Path) -> list[dict[str, Any]]:
     """The episodes of a file of samples. Raises OSError, and `msgspec.DecodeError` for another file."""
-    return [msgspec.json.decode(line, type=dict) for line in path.read_bytes().splitlines() if line]
+    return [msgspec.json.decode(line, type=dict) for line in Path(path).read_bytes().splitlines() if line]
 
 
 def short_text(sample: Mapping[str, Any]) -> str:

@@ -78,33 +78,44 @@ class PlainLines:
         self._policy, self._steps = policy, steps
         self._progress = Progress(policy)
         self._records: deque[Mapping[str, Any]] = deque(maxlen=MOST_WAITING)
+        self._deaths: deque[str] = deque(maxlen=MOST_WAITING)
+        """Texts of deaths that were shown, the newest of them."""
+        self._elapsed_s = 0.0
         self._every_s = every_s
         self._clock = clock
         self._next_s = 0.0
         self._news = ""  # What was said last: a message, or the edge of a stall
         self._again_s = 0.0
-        self._self_check = ""
+        self._self_check = self._warned = ""
         self._no_scores: set[str] = set()  # Their kinds that were told
 
     def record(self, line: bytes) -> None:
         """Take the record of a line of metrics.jsonl; `flush` shows it, since a reader may take its time."""
         record = msgspec.json.decode(line)
-        if record["kind"] in SHOWN:
+        if record["kind"] in SHOWN or record["kind"] in DEATHS:
             self._records.append(record)
 
     def flush(self) -> None:
         """A line for each record that waits."""
         while self._records:
             record = self._records.popleft()
+            if record["kind"] in DEATHS:
+                died = record.get("text") or f"{record.get('service')} died"
+                self._deaths.append(died)
+                self._say(f"message={_quoted(died)} time={clock_text(self._elapsed_s)}")
+                continue
             with suppress(msgspec.ValidationError):
                 self._progress.feed(msgspec.convert(record, RunRecord))
             self._say(step_line(record, self._progress, first=self._policy, steps=self._steps))
 
     def show(self, status: RunStatus) -> None:
         """A line of the whole now and then, and news as soon as they are there."""
+        self._elapsed_s = status.elapsed_s
         self.flush()
         # What a service waits for comes and goes, with other numbers each time: that is no news.
         news = status.stall.edge if status.stall is not None else status.message
+        if status.stall is None and news in self._deaths:
+            news = ""  # it was said
         if WAITS in news:
             news = re.sub(r"\d+", "0", news)
         if news and (news != self._news or self._clock() >= self._again_s):
@@ -118,6 +129,10 @@ class PlainLines:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)
                 self._say(f"no_score={_quoted(no_score_text(note))}")
+        if status.warning != self._warned:
+            self._warned = status.warning
+            if status.warning:
+                self._say(f"warning={_quoted(status.warning)}")
         if status.self_check != self._self_check:
             self._self_check = status.self_check
             self._say(f"self_check={_quoted(status.self_check)}")
@@ -168,6 +183,8 @@ STEP_KEYS = {
     "grad_norm": "grad_norm",
     "left": "",
 }
+DEATHS = frozenset({"restart", "death"})
+"""Kinds of records that say that a service died, and how."""
 SHOWN: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("step", *FILE_KINDS), STEP_KEYS),
     "evaluation": {"accuracy": "accuracy", "low": "", "high": "", "tasks": "n", "wall_s": "wall_s"},
@@ -263,6 +280,8 @@ def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> P
             rows.add_row(label, _clipped(text, 3 * (width - 18)))
     for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
         rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
+    if status.warning:
+        rows.add_row("warning", _clipped(status.warning, 3 * (width - 18), "yellow"))
     if message := _message(status):
         rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
     title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"

@@ -8,6 +8,7 @@ fsspec: `home://files/<path>` is a file or folder that the job names, as it lies
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 import fsspec
 
-from areal_async.errors import FaultError, WireError
+from areal_async.errors import FaultError, WireError, errno_of
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.home_messages import (
@@ -137,7 +138,7 @@ class HomeFileSystem(fsspec.AbstractFileSystem):
             if error.kind == "invalid":
                 raise FileNotFoundError(error.message) from error
             if error.kind == "failed":
-                raise OSError(28, error.message) from error
+                raise OSError(errno_of(error) or errno.ENOSPC, error.message) from error
             raise PermissionError(error.message) from error
         except WireError as error:
             raise ConnectionError(str(error)) from error

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from areal_async.ownfiles import NotOurs, private_files, read_own
+from areal_async.ownfiles import NotOurs, map_path, private_files, read_own
 from areal_async.storage.urls import cache_root
 
 FOLDER = "known"
@@ -33,10 +33,9 @@ def digest_of(files: Iterable[Path], *values: str, packages: Iterable[str] = ("t
     for text in (*values, *(f"{package} {version(package)}" for package in packages)):
         digest.update(f"{len(text.encode())} {text}".encode())
     for path in files:
-        size_bytes = path.stat().st_size
-        digest.update(f"{size_bytes} {path.name}/".encode())
-        if size_bytes:
-            digest.update_mmap(path)
+        content = map_path(path)
+        digest.update(f"{len(content)} {path.name}/".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 

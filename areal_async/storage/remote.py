@@ -8,6 +8,7 @@ answers, from the environment: `AWS_*` and `~/.aws` for S3, and `FSSPEC_*` for w
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_async.errors import ArealError
+from areal_async.errors import DISK_TROUBLE, ArealError
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
@@ -273,8 +274,8 @@ def _passes(error: Exception) -> bool:
     return type(error).__name__ not in HOPELESS
 
 
-REFUSED = frozenset({22, 28, 30})
-"""EINVAL, ENOSPC and EROFS: what is asked for cannot be, or has no room."""
+REFUSED = frozenset({errno.EINVAL, *DISK_TROUBLE}) - {errno.EIO}
+"""What is asked for cannot be, or a disk takes no writes. A link to a store may fail with EIO, and pass."""
 
 
 def _stored(info: dict[str, Any]) -> StoredFile:

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
+from areal_async.ownfiles import NotBeneath, map_path, open_beneath
 from areal_async.runtime.events import failpoint
 from areal_async.storage.remote import (
     PART_BYTES,
@@ -159,13 +160,16 @@ def _is_there(target: Path, record: Path, wanted: FetchRecord) -> bool:
 
 def _download(remote: Remote, files: Mapping[str, StoredFile], fresh: Path) -> None:
     """Write the files into `fresh`, which is the file itself where their one name is empty."""
+    if "" not in files:
+        fresh.mkdir(exist_ok=True)
     for name, file in files.items():
-        if name.startswith("/") or ".." in name.split("/"):
-            raise StorageError(f"{remote.url} holds a file called {name!r}, which no folder here can hold.")
-        path = fresh / name if name else fresh
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as empty:
-            empty.truncate(file.size_bytes)
+        try:
+            folder, inner = (fresh, name) if name else (fresh.parent, fresh.name)
+            fd = open_beneath(folder, inner, os.O_WRONLY | os.O_CREAT)
+        except NotBeneath as error:
+            raise StorageError(f"{remote.url} holds a file that no folder here can hold: {error}") from error
+        os.truncate(fd, file.size_bytes)
+        os.close(fd)
     remote.each(lambda part: _download_part(remote, fresh, *part), _parts(files))
     for name in files:
         _sync(fresh / name if name else fresh)
@@ -205,7 +209,7 @@ def _compare(url: str, fresh: Path, files: Mapping[str, StoredFile], marker: Pus
 
 
 def _blake3(path: Path) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    return blake3(map_path(path), max_threads=blake3.AUTO).hexdigest()
 
 
 @contextmanager

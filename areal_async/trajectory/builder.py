@@ -80,6 +80,7 @@ class EpisodeBuilder:
         self._media: list[Media] = []
         self._rewards: dict[str, float] = {}
         self._metadata: dict[str, Any] = {}
+        self._fault = ""
         self._prompt_text = self._response_text = ""
         # The segment table by column, and what few segments have.
         self._parent: list[int] = []
@@ -266,6 +267,34 @@ class EpisodeBuilder:
         """Add metadata; values must fit msgpack."""
         self._metadata.update(values)
 
+    @property
+    def answered(self) -> bool:
+        """Return whether a policy has sampled anything."""
+        return bool(self._calls)
+
+    def fail(self, fault: str) -> None:
+        """Note that the episode ended early by the fault of its answers (`kind: message`)."""
+        self._fault = fault
+
+    def keep_first_answer(self) -> None:
+        """Forget all but the first answer and what it follows: texts, metadata and rewards too. What is left
+        can be built whatever an answer led to afterwards."""
+        n = self._calls[0].segment + 1
+        units = self._offset[n - 1] + self._length[n - 1]
+        tables: tuple[list[Any], ...] = (
+            *(self._parent, self._kind, self._agent, self._turn, self._offset, self._length, self._flags),
+            *(self._token_id, self._logprob, self._version, self._mask),
+        )
+        for table in tables:
+            del table[n:]
+        self._n_units = units
+        self._calls = self._calls[:1]
+        self._epochs = [run for run in self._epochs if run[0] < units]
+        self._media = [media for media in self._media if media.segment < n]
+        self._columns, self._routes, self._metadata, self._rewards = {}, {}, {}, {}
+        self._reward, self._anchor = {}, {}
+        self._prompt_text = self._response_text = ""
+
     def build(self, *, limits: EpisodeLimits = DEFAULT_LIMITS) -> Episode:
         """The episode so far. Raises InvariantError or SizeError."""
         job, task_id, group_id, sample, attempt = self._identity
@@ -284,6 +313,7 @@ class EpisodeBuilder:
             prompt_text=self._prompt_text,
             response_text=self._response_text,
             epochs=self._epochs.copy(),
+            fault=self._fault,
         )
         n_segments = len(self._parent)
         try:

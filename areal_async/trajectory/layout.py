@@ -171,6 +171,8 @@ class EpisodeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     response_text: str = ""
     epochs: list[tuple[int, int]] = []
     """Runs (first unit, trainer epoch of the weights) over the units with mask 1; empty without any."""
+    fault: str = ""
+    """Why the episode ended early, by the fault of its answers, as `kind: message`; no reward judges it."""
 
     @property
     def episode_id(self) -> str:

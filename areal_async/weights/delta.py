@@ -11,7 +11,6 @@ Promises:
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import threading
@@ -25,6 +24,7 @@ import numpy as np
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError, WrongBase
+from areal_async.ownfiles import map_path
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import DeltaOffer
 from areal_async.runtime.log import get_logger
@@ -243,10 +243,7 @@ def _patches(path: Path, patches: list[Patch], target: Manifest) -> dict[_Place,
     size = path.stat().st_size
     if any(patch.size_bytes < 0 for patch in patches) or sum(p.size_bytes for p in patches) != size:
         raise SnapshotError(f"the patches do not cover {path.name}")
-    data = memoryview(b"")
-    if size:
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    data = memoryview(map_path(path))
     ends = accumulate(patch.size_bytes for patch in patches)
     return {
         _place(part): data[end - patch.size_bytes : end]

@@ -25,6 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError
+from areal_async.ownfiles import map_path
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.layout import Layout, box_of, plan_layout
 from areal_async.weights.manifest import (
@@ -246,7 +247,7 @@ def check_files(path: Path, manifest: Manifest, *, sealed: bool = True) -> None:
         )
     for sidecar in manifest.sidecars:
         file = path / sidecar.file
-        hashed = named(blake3().update_mmap(file))
+        hashed = named(blake3(map_path(file)))
         if file.stat().st_size != sidecar.size_bytes or hashed != sidecar.hash:
             raise SnapshotError(f"{sidecar.file} does not match its hash")
 

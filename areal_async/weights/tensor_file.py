@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_async.errors import SnapshotError
+from areal_async.ownfiles import map_open, reserve
 from areal_async.weights.layout import ITEM_BYTES, HashedRange, Layout, TensorEntry, file_dtype, torch_dtype
 from areal_async.weights.manifest import Manifest, Part, Shard, hash_of
 from areal_async.weights.pieces import TensorPiece
@@ -50,10 +51,11 @@ class MappedFile:
         self.path = path
         fd = os.open(path, os.O_RDWR | os.O_CREAT, mode)
         try:
-            os.ftruncate(fd, size_bytes)
-            # Room is asked for here: without it, a write into the mapping would end the process.
-            os.posix_fallocate(fd, 0, size_bytes)
+            reserve(fd, size_bytes)
             self._map = mmap.mmap(fd, size_bytes)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
 
@@ -139,7 +141,7 @@ class TensorFile:
             size = self.identity.size_bytes
             if size != shard.size_bytes:
                 raise SnapshotError(f"{shard.file} has {size} bytes instead of {shard.size_bytes}")
-            self.data = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+            self.data = memoryview(map_open(fd))
         finally:
             os.close(fd)
         self.header = bytes(self.data[: shard.header_bytes])

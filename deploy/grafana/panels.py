@@ -288,10 +288,12 @@ ROLLOUT = Board(
             (
                 Panel(
                     "Episodes lost a second",
-                    "Failed in the workflow (of them too long), or refused by the buffer with its reason.",
+                    "Failed in the workflow (of them too long), ended early by their answers and trained all "
+                    "the same, or refused by the buffer with its reason.",
                     {
                         "failed": per_second("areal_rollout_episodes_failed_total", "job"),
                         "too long": per_second("areal_rollout_episodes_timed_out_total", "job"),
+                        "by their answers": per_second("areal_rollout_episodes_at_fault_total", "job"),
                         "refused: {{reason}}": per_second(
                             "areal_rollout_episodes_refused_total", "job, reason"
                         ),

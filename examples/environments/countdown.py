@@ -112,9 +112,9 @@ def countdown(given: RewardInput, *, use: str = "all", wrong: float = 0.0) -> Sc
     if task is None:
         return Abstain("the task has no target and numbers")
     target, numbers = task
-    written = answer_of(given.response, "marked")
-    if written is None or answer_of(given.response, "said") == written:
-        written = answer_of(given.response, "last_line") or ""
+    written = answer_of(given.spoken, "marked")
+    if written is None or answer_of(given.spoken, "said") == written:
+        written = answer_of(given.spoken, "last_line") or ""
     expression, equals, result = written.strip().rstrip(".").partition("=")
     found = _plain(expression)
     if found is None or not _uses(found[1], numbers, use):

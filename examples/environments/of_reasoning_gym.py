@@ -137,9 +137,9 @@ def reasoning_gym(
     name, entry = _entry(given, dataset, dataset_args or {})
     if entry is None:
         return Abstain("the task has no entry (extra_info.entry, or extra_info.seed and index)")
-    answer = answer_of(given.response, where)
+    answer = answer_of(given.spoken, where)
     if answer is None and where == "tag":
-        answer = answer_of(given.response, "whole")
+        answer = answer_of(given.spoken, "whole")
     if not answer or len(answer) > LONGEST:
         return Score(0.0, {"library": 0.0})
     if not harmless(answer, name):

@@ -24,17 +24,13 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
 from typing import Any
 
-from areal_async import Failure, RewardInput, Score, load_reward, reward
+from areal_async import Failure, RewardInput, Score, blocks, load_reward, program_of, reward
 
+LEAST_S = 0.05  # Of a run
 LONGEST_TESTS = 10_000
 """Most characters of tests: reading them takes time too, and a response could take that of all."""
-LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
-BLOCK = re.compile(
-    r"^[ \t]*(```+|~~~+)[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
-)
 TESTS_FENCE = re.compile(r"tests?|unittests?|pytest")
 
 code_tests: Any = load_reward("code_tests")
@@ -55,12 +51,11 @@ def code_matrix(
     **limits: Any,
 ) -> list[Score] | list[Failure]:
     """One score for each episode, with the components `solution` and `tests`; at most `max_tests` tests are
-    taken from one. Pairs that have not run within `budget_s` count as failed, with `out_of_time`. One run may
-    take twice its share of what is left, so that a program or tests without an end do not take the time of
-    the others.
+    taken from one. One run may take twice its share of what is left of `budget_s`, so that a program or tests
+    without an end do not take the time of the others; a pair that needs more has failed, with `out_of_time`.
 
-    Raises ValueError for a ground truth that cannot be read; without a sandbox or a compiler the verdicts are
-    errors of kind `sandbox` or `compile`."""
+    Raises ValueError for a ground truth that cannot be read; the verdicts are errors of kind
+    `sandbox` or `compile` without these, and `overloaded` where the deadline of the call comes first."""
     try:
         return _scores(given, solution_weight, tests_weight, max_tests, budget_s, limits)
     except NotJudged as error:
@@ -84,7 +79,7 @@ def _scores(
     budget_s: float,
     limits: dict[str, Any],
 ) -> list[Score]:
-    deadline_s = time.monotonic() + budget_s
+    left_s = budget_s
     programs, tests = zip(*(split(one.response) for one in given), strict=True)
     task = given[0].ground_truth if given else None
     out_of_time, level = False, ""
@@ -94,20 +89,18 @@ def _scores(
 
     def passes(program: str | None, cases: Any, max_cases: int = 0) -> bool:
         """Raises ValueError for tests that are wrong whatever the program."""
-        nonlocal out_of_time, level, runs_left
+        nonlocal left_s, out_of_time, level, runs_left
         if program is None or cases is None:
             return False
-        left_s = deadline_s - time.monotonic()
-        share_s = 2 * left_s / (runs_left + 1)
+        share_s = max(LEAST_S, 2 * left_s / (runs_left + 1))
         runs_left -= 1
-        if left_s <= 0:
-            out_of_time = True
-            return False
         asked = RewardInput(response=program, ground_truth=cases)
-        in_time = {**limits, "budget_s": min(left_s, share_s), "max_cases": max_cases}
+        in_time = {**limits, "budget_s": share_s, "max_cases": max_cases}
         said = code_tests(asked, extract="whole", **in_time)
         if isinstance(said, Failure):
             raise NotJudged(said)
+        left_s -= said.components["spent_s"]
+        out_of_time = out_of_time or bool(said.components["out_of_time"])
         level = said.sandbox or level
         return bool(said.value == 1.0)
 
@@ -158,14 +151,18 @@ def judged(
 
 
 def split(response: str) -> tuple[str | None, str | None]:
-    """The program and the tests of a response. A block that is never closed goes to the end."""
-    text = response[-LONGEST:].replace("\r\n", "\n")
-    found = [(language.lower(), block) for _, language, block in BLOCK.findall(text) if block.strip()]
-    named = next((block for language, block in reversed(found) if TESTS_FENCE.fullmatch(language)), None)
-    rest = [block for _, block in found if block is not named]
-    if named is None and len(rest) > 1:
-        named = rest[-1]
-    return rest[0] if rest else None, named if named is not None and _readable(named) else None
+    """Return the program and the tests of a response. The tests are the last block whose tag says so, else
+    the last of several programs. A block that is never closed goes to the end."""
+    found = blocks(response)
+    named = [block for block in found if TESTS_FENCE.fullmatch(block.language) and block.text.strip()]
+    rest = [block for block in found if block not in named]
+    if (program := program_of(rest)) is None:
+        return None, None
+    tests = named[-1] if named else None
+    if tests is None:
+        alike = [one for block in rest if (one := program_of([block])) and one.language == program.language]
+        program, tests = alike[0], alike[-1] if len(alike) > 1 else None
+    return program.text, tests.text if tests is not None and _readable(tests.text) else None
 
 
 def _readable(tests: str) -> bool:

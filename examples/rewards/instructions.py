@@ -37,7 +37,7 @@ def instructions(
     asked = [(rule["id"], {k: v for k, v in rule.items() if k != "id"}) for rule in rules] + _of_task(given)
     if not asked:
         return Abstain("the task has no instructions, and reward.args.rules gives none")
-    text = given.response.rpartition("</think>")[2].partition("<think>")[0].strip()
+    text = given.spoken.strip()
     if len(text) > LONGEST_RESPONSE:
         text = ""
     share = sum(follows(text, name, values) for name, values in asked) / len(asked)

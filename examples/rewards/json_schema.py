@@ -12,15 +12,23 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import regex
 
-from areal_async import Abstain, RewardInput, RewardLoadError, Score, TooCostly, answer_of, reward, within
+from areal_async import (
+    Abstain,
+    RewardInput,
+    RewardLoadError,
+    Score,
+    TooCostly,
+    answer_of,
+    blocks,
+    reward,
+    within,
+)
 
-OPENING = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 LONGEST = 1 << 20
 BUDGET_S = 2.0
 PLACES = ("whole", "fenced", "tag", "any")
@@ -38,7 +46,7 @@ def json_schema(
         schema = _schema(given.ground_truth)
         if schema is None:
             return Abstain("the task has no schema, and reward.args.schema gives none")
-    text = _found(given.response, where)
+    text = _found(given.spoken, where)
     if text is None:
         return Score(0.0, {"json": 0.0})
     try:
@@ -94,14 +102,9 @@ def _found(response: str, where: str) -> str | None:
 
 
 def fenced(text: str) -> str | None:
-    """What the last fenced block holds that is closed; None without one."""
-    found, position = None, 0
-    while (opening := OPENING.search(text, position)) is not None:
-        end = text.find("```", opening.end())
-        if end < 0:
-            break
-        found, position = text[opening.end() : end].strip(), end + 3
-    return found
+    """Return the last fenced block that is tagged as JSON, else the last without a tag; None without one."""
+    found = {block.language: block.text.strip() for block in blocks(text)}
+    return found.get("json", found.get(""))
 
 
 def _schema(truth: Any) -> dict[str, Any] | bool | None:

@@ -29,7 +29,7 @@ def f1(given: RewardInput, *, where: str = "whole") -> Score | Abstain:
         return Abstain("the task has no ground truth")
     if not all(isinstance(text, str | int | float) for text in wanted):
         raise ValueError(f"the ground truth {truth!r:.80} is neither a text nor a list of texts")
-    answer = _words(answer_of(given.response, where) or "")
+    answer = _words(answer_of(given.spoken, where) or "")
     best = max((_compare(answer, _words(str(text))) for text in wanted), key=lambda parts: parts[0])
     return Score(best[0], {"exact": best[3], "precision": best[1], "recall": best[2]})
 

@@ -107,7 +107,8 @@ Command = (
 
 
 def decide(index: Index, command: Command, now_ms: int) -> Decision:
-    """What to answer to `command` at `now_ms` (milliseconds of Redis TIME), and what to write for it.
+    """Decide what to answer to `command` at `now_ms` (milliseconds of the ledger's clock), and what to write
+    for it.
 
     Expects `ExpireDeadlines` to have been decided and applied when `index.next_deadline_ms <= now_ms`."""
     return DECIDES[type(command)](index, command, now_ms)

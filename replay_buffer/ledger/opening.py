@@ -39,7 +39,7 @@ from replay_buffer.ledger.records import (
 )
 from replay_buffer.ledger.transaction import Decision, Transaction, fault
 
-KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring")
+KEPT = ("ids", "seq", "consumers", "draining", "failed", "generating", "scoring", "answering")
 """Figures that a copy does not replace, or not as they are."""
 
 

@@ -349,6 +349,7 @@ class LedgerMeta(LedgerRecord, frozen=True, array_like=True, gc=False):
     resumed."""
     generating: Streak = Streak()
     scoring: Streak = Streak()
+    answering: Streak = Streak()
 
     def consumer(self, policy: str) -> Consumer:
         return self.consumers.get(policy, NEW)

@@ -60,6 +60,8 @@ class Rules:
     on_timeout: VerdictPolicy = VerdictPolicy()
     on_error: VerdictPolicy = VerdictPolicy()
     on_abstain: VerdictPolicy = VerdictPolicy(retries=0)
+    faults_at_start: int = 64
+    """Answers in a row at fault themselves, from the first on, that end the job; 0: none do."""
     min_scored: int = 2
     routing: Routing | None = None
     """Which reward scores which task; without it, each by one call for each episode."""
@@ -117,6 +119,7 @@ class Rules:
             on_timeout=VerdictPolicy(reward.on_timeout.retries, reward.on_timeout.then),
             on_error=VerdictPolicy(reward.on_error.retries, reward.on_error.then),
             on_abstain=VerdictPolicy(reward.on_abstain.retries, reward.on_abstain.then),
+            faults_at_start=reward.on_fault.end_after,
             min_scored=reward.min_scored,
             routing=routing,
             pacing=buffer.pacing,

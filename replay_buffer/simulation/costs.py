@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from areal_async.config.base import Section
-from areal_async.config.errors import ConfigError, Mistake, value_in_words
+from areal_async.config.errors import ConfigError, Mistake, in_words, value_in_words
 from areal_async.config.yamlfile import read_mapping
 
 
@@ -157,9 +157,7 @@ def read_costs(path: Path) -> Costs:
     try:
         return Costs.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(
-            str(path), [_mistake(detail) for detail in error.errors(include_url=False)]
-        ) from None
+        raise ConfigError(str(path), in_words(error.errors(include_url=False), _mistake)) from None
 
 
 def _mistake(detail: Mapping[str, Any]) -> Mistake:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.errors import FaultError, RunFolderError
+from areal_async.launch.folders import mark_owned
 from areal_async.launch.one_host import short_socket_dir
 from areal_async.launch.runs import Run
 from areal_async.rpc.address import Address
@@ -39,7 +41,8 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Look:
-    """A ledger as of `now_ms`: the time of Redis or, of a run that has ended, of its last write."""
+    """A ledger as of `now_ms` of its own clock; of a run that has ended that of its last write. `written_ms`
+    is the time of that write by the clock of Redis."""
 
     index: Index
     now_ms: int
@@ -71,10 +74,11 @@ class LedgerReader:
         seconds, micros = await self._redis.ask("TIME")
         used = int((await self._redis.info("memory"))["used_memory"])
         now_ms = int(seconds) * 1000 + int(micros) // 1000
-        written_ms = int(meta.get(b"alive_ms", now_ms))
+        written_ms = int(meta.get(b"wall_ms", now_ms))
+        passed_ms = max(0, now_ms - written_ms) if self._run.alive else 0
         return Look(
             index=Index(Rules.of(self._run.job), self.tasks, records, nonce=""),
-            now_ms=now_ms if self._run.alive else written_ms,
+            now_ms=int(meta.get(b"alive_ms", now_ms)) + passed_ms,
             written_ms=written_ms,
             redis_bytes=used,
         )
@@ -168,13 +172,16 @@ async def _copied_redis(run: Run) -> AsyncIterator[str]:
     source = run.folder / "buffer"
     if not any(source.glob("appendonly*")) and not (source / "dump.rdb").exists():
         raise RunFolderError(f"{run.folder} holds nothing of a buffer (any more).")
-    with tempfile.TemporaryDirectory(prefix="areal-look-") as folder, contextlib.ExitStack() as stack:
+    prefix = f"areal-{os.getuid()}-look-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, contextlib.ExitStack() as stack:
+        mark_owned(Path(folder))
         data = Path(folder, "data")
         shutil.copytree(source, data, ignore=shutil.ignore_patterns(EPISODES))
         sockets = short_socket_dir(Path(folder))
         if sockets != Path(folder):
             sockets.mkdir(mode=0o700)
             stack.callback(shutil.rmtree, sockets, ignore_errors=True)
+            mark_owned(sockets)
         server = EmbeddedRedis(data, sockets / "redis", run.job.buffer.durability)
         try:
             await server.start()

@@ -7,6 +7,7 @@ message would cost a system call.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.ownfiles import reserve
 from areal_async.rpc.verdicts import Verdict
 
 WORD = struct.Struct("<Q")
@@ -34,6 +36,8 @@ class LoadReward(msgspec.Struct, array_like=True, tag="load"):
     worker_class: str = ""
     """`module:Class` of a reward that has a state: made once with the arguments, then called with lists of at
     most `batch` inputs, which is an attribute of it. Empty for a function."""
+    timeout_s: float = math.inf
+    """Deadline of one call."""
 
 
 class WorkUnit(msgspec.Struct, array_like=True):
@@ -97,7 +101,7 @@ class Marker:
     @classmethod
     def create(cls) -> Marker:
         fd = os.memfd_create("reward-marker", os.MFD_CLOEXEC)
-        os.ftruncate(fd, cls.SIZE_BYTES)
+        reserve(fd, cls.SIZE_BYTES)
         return cls(fd)
 
     def begin(self, unit: int, now_ns: int) -> None:

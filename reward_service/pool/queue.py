@@ -75,7 +75,8 @@ class PooledReward:
 
     def load_order(self) -> LoadReward:
         spec, worker_class = self.spec, getattr(part_of(self.spec.name), "worker_class", "")
-        return LoadReward(self.number, spec.name, spec.args, spec.scope, self._source, worker_class)
+        source, timeout_s = self._source, spec.timeout_s
+        return LoadReward(self.number, spec.name, spec.args, spec.scope, source, worker_class, timeout_s)
 
 
 class QueuedCall:

@@ -37,7 +37,7 @@ from reward_service.pool.protocol import (
     WorkerOrder,
     WorkUnit,
 )
-from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
+from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, deadline_in, load_reward
 
 FLUSH_AFTER_S = 0.005  # Verdicts wait at most so long for company in one report, unless a unit takes longer
 
@@ -49,6 +49,7 @@ class UnitRunner:
         self._link = link
         self._marker = marker
         self._rewards: dict[int, LoadedReward] = {}
+        self._timeouts_s: dict[int, float] = {}
         self._orders = msgspec.msgpack.Decoder(WorkerOrder)
 
     def serve(self) -> None:
@@ -63,6 +64,7 @@ class UnitRunner:
     def _load(self, order: LoadReward) -> RewardLoaded | RewardNotLoaded:
         try:
             reward = self._rewards[order.reward] = load(order)
+            self._timeouts_s[order.reward] = order.timeout_s
         except RewardLoadError as error:
             return RewardNotLoaded(order.reward, clip(str(error)))
         except BaseException as error:
@@ -78,7 +80,8 @@ class UnitRunner:
                 continue
             began_ns = time.monotonic_ns()
             self._marker.begin(unit.number, began_ns)
-            verdicts, raised = self._rewards[unit.reward](unit.inputs)
+            with deadline_in(self._timeouts_s[unit.reward]):
+                verdicts, raised = self._rewards[unit.reward](unit.inputs)
             ended_ns = time.monotonic_ns()
             done.append(FinishedUnit(unit.number, (ended_ns - began_ns) / 1e6, verdicts, raised))
             if ended_ns - flushed_ns > FLUSH_AFTER_S * 1e9:
@@ -141,6 +144,8 @@ def load(order: LoadReward) -> LoadedReward:
         return LoadedReward(made, Mark(made.batch))
     function = load_reward(order.name, source=order.source)
     mark = getattr(function, MARK, Mark())
+    if order.scope in getattr(function, "scopes", ()):
+        mark = msgspec.structs.replace(mark, scope=order.scope)
     if order.scope == "group" and mark.scope != "group":
         raise RewardLoadError(
             f"the reward {order.name!r} judges one episode at a time, and is asked for with the scope "

@@ -5,13 +5,15 @@
     with Sandbox.at("isolated") as sandbox:
         outcome = sandbox.run(Program(source=model_answer, stdin=b"3 4\\n", limits=RunLimits(cpu_s=2)))
 
-Promises: `run` returns within the wall limit plus the time to make and to end a jail; when it returns, no
-process that the program started is left, and when isolated no file. The level is in every outcome.
+Promises: `run` returns within the limit by the clock plus the time to make and to end a jail; when it
+returns, no process that the program started is left, and when isolated no file. The level is in every
+outcome.
 """
 
 from reward_service.sandbox.program import (
     LINK_FD,
     CompilerMissing,
+    Overloaded,
     Program,
     RunLimits,
     RunOutcome,
@@ -19,4 +21,13 @@ from reward_service.sandbox.program import (
 )
 from reward_service.sandbox.sandbox import Sandbox
 
-__all__ = ["LINK_FD", "CompilerMissing", "Program", "RunLimits", "RunOutcome", "Sandbox", "SandboxError"]
+__all__ = [
+    "LINK_FD",
+    "CompilerMissing",
+    "Overloaded",
+    "Program",
+    "RunLimits",
+    "RunOutcome",
+    "Sandbox",
+    "SandboxError",
+]

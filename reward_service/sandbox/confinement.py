@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reward_service.sandbox.isolation import messages
 from reward_service.sandbox.isolation.launcher import FIRST_UIDS
-from reward_service.sandbox.languages import language
+from reward_service.sandbox.languages import Language, language
 from reward_service.sandbox.program import CannotIsolate, CompilerMissing, Level, RunLimits, SandboxError
 
 START = "import sys; sys.path.append(sys.argv.pop()); from isolation.launcher import main; main()"
 """What the launcher's interpreter runs. The last argument is the folder of the package `isolation`."""
 FOLDER = str(Path(__file__).resolve().parent)
-ANSWER_GRACE_S = 40.0  # Time beyond the wall limit: making the jail, ending it, sending what it said
+ANSWER_GRACE_S = 40.0  # Time beyond the limit by the clock: making the jail, ending it, sending what it said
 
 
 class LauncherDied(SandboxError):
@@ -38,21 +38,21 @@ class LauncherClient:
         self._link: socket.socket | None = None
         self._owner = 0
 
-    def ask(self, head: dict[str, Any], body: bytes, wall_s: float) -> tuple[dict[str, Any], bytes]:
+    def ask(self, head: dict[str, Any], body: bytes, clock_s: float) -> tuple[dict[str, Any], bytes]:
         """Raises SandboxError when there is no answer."""
-        self.begin(head, body, wall_s)
+        self.begin(head, body, clock_s)
         try:
             return self.answer()
         except LauncherDied:
-            self.begin(head, body, wall_s)
+            self.begin(head, body, clock_s)
             return self.answer()
 
-    def begin(self, head: dict[str, Any], body: bytes, wall_s: float, link: int | None = None) -> None:
+    def begin(self, head: dict[str, Any], body: bytes, clock_s: float, link: int | None = None) -> None:
         """Send a request, with the descriptor that is to be the program's link, if any. `answer` comes next.
         Raises SandboxError."""
         connection = self._connected()
         try:
-            connection.settimeout(wall_s + ANSWER_GRACE_S)
+            connection.settimeout(clock_s + ANSWER_GRACE_S)
             messages.send(connection, head, body)
             if link is not None:
                 socket.send_fds(connection, [b"l"], [link])
@@ -76,6 +76,11 @@ class LauncherClient:
         """Have the run that was begun ended at once; its answer comes all the same."""
         with contextlib.suppress(OSError):
             messages.send(self.connection, {"end": True})
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher; 0 before the first request."""
+        return self._process.pid if self._process is not None else 0
 
     @property
     def connection(self) -> socket.socket:
@@ -133,6 +138,9 @@ SYSTEM_FILES = (
 )
 NAMESPACES = ("user", "pid", "mount", "net", "ipc", "uts", "cgroup")
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": ".", "TMPDIR": "."}
+PACKAGES = "/packages"
+"""Folder of a jail that shows Python packages, wherever they lie outside."""
+COMMAND = Language("command", "", ())
 INSIDE = {"HOME": "/work", "TMPDIR": "/work/.tmp"}
 REMEDY = (
     "Install bubblewrap and libseccomp (Debian: `apt-get install bubblewrap libseccomp2`), run programs "
@@ -151,18 +159,13 @@ class Confinement(NamedTuple):
     uid_base: int | None = None  # First of the users that programs run as; none: as the user of the service
     proc: bool = True  # Whether a jail has a `/proc`, which some containers refuse
 
-    def request(
-        self,
-        argv: tuple[str, ...],
-        limits: RunLimits,
-        *,
-        binds: Sequence[str] = (),
-        env: Mapping[str, str] = {},
-    ) -> dict[str, Any]:
+    def request(self, argv: tuple[str, ...], limits: RunLimits, spoken: Language = COMMAND) -> dict[str, Any]:
         """What the launcher is asked, without files and input. Raises CompilerMissing where no interpreter
         can be the first process."""
         python = language("python", for_others=self.as_another)
         isolated = self.level == "isolated"
+        folders = [f"{PACKAGES}/{n}" if isolated else one.path for n, one in enumerate(spoken.packages)]
+        path = {"PYTHONPATH": ":".join(folders)} if folders else {}
         return {
             "level": self.level,
             "uid_base": self.uid_base,
@@ -170,12 +173,19 @@ class Confinement(NamedTuple):
             "bwrap": shutil.which("bwrap"),
             "python": python.run[0],
             "argv": argv,
-            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **env},
-            "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *binds, *python.binds, *SYSTEM_FILES))),
+            "env": {**ENVIRONMENT, **(INSIDE if isolated else {}), **spoken.env, **path},
+            "packages": [
+                (f"{folder.path}/{name}", f"{place}/{name}") if name else (folder.path, place)
+                for folder, place in zip(spoken.packages, folders, strict=True)
+                for name in folder.names or ("",)
+            ],
+            "binds": list(dict.fromkeys((*SYSTEM_FOLDERS, *spoken.binds, *python.binds, *SYSTEM_FILES))),
             "limits": {name: getattr(limits, name) for name in limits.__struct_fields__},
             "files": [],
             "collect": [],
-            "stdin": 0,
+            "stdin": [0],
+            "within_s": math.inf,
+            "beside": 0,
             "link": False,
         }
 
@@ -210,12 +220,13 @@ def find(launcher: LauncherClient) -> Confinement:
 
 def _try(launcher: LauncherClient, found: Confinement) -> str:
     """Why this way does not work; empty when it does."""
-    limits = RunLimits(wall_s=10.0, cpu_s=5.0, memory_mb=128, processes=8)
+    limits = RunLimits(wall_s=10.0, cpu_s=5.0, clock_s=20.0, memory_mb=128, processes=8)
     try:
         request = found.request(("/bin/sh", "-c", "exit 0"), limits)
     except CompilerMissing as error:
         return str(error)
-    head, _ = launcher.ask(request, b"", limits.wall_s)
+    head, _ = launcher.ask(request, b"", limits.clock_s)
     if head["failed"]:
         return str(head["failed"])
-    return "" if head["status"] == 0 else f"a first program ended with the wait status {head['status']}"
+    status = head["runs"][0]["status"]
+    return "" if status == 0 else f"a first program ended with the wait status {status}"

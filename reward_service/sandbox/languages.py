@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +24,29 @@ COMPILE_LIMITS = RunLimits(
 HARNESS_PYTHON = "harness-python"
 """The interpreter of Python programs for our own `sandbox.harness`: it imports nothing from the folder of the
 run, and runs nothing of what is installed beside it before it begins."""
+
+
+OFFERED = ("numpy",)
+"""Packages of our own environment that Python programs have where no environment is named."""
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Numerical libraries reserve memory for each thread, and a run has few."""
+ASKED = """
+import json, os, sys
+names = ("site-packages", "dist-packages")
+print(json.dumps([
+    list(sys.version_info[:2]), os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable),
+    [path for path in sys.path if os.path.basename(path) in names and os.path.isdir(path)],
+]))
+"""
+ASKED_LIMIT_S = 30.0
+
+
+class PackageFolder(NamedTuple):
+    """A folder of packages that Python programs may import."""
+
+    path: str
+    names: tuple[str, ...] = ()
+    """Packages in it that are shown; all of them if empty."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +62,7 @@ class Language:
     env: dict[str, str] = field(default_factory=dict)
     address_space: bool = True
     processes: int = 0  # Least limit that the runtime itself needs
+    packages: tuple[PackageFolder, ...] = ()
 
     def adapted(self, limits: RunLimits) -> RunLimits:
         return msgspec.structs.replace(
@@ -44,17 +72,17 @@ class Language:
         )
 
 
-def language(name: str, *, for_others: bool = False) -> Language:
-    """`for_others`: to be run by a user who may read what everyone may. Raises CompilerMissing, which says
-    what to install."""
-    found = ALIASES.get(name.lower(), name.lower())
+def language(name: str, *, for_others: bool = False, environment: str = "") -> Language:
+    """`for_others`: to be run by a user who may read what everyone may. `environment`: an interpreter or a
+    virtual environment for Python. Raises CompilerMissing, which says what to install."""
+    found = spoken_by(name)
     if found == HARNESS_PYTHON:
-        python = _python(for_others)
+        python = _python(for_others, environment)
         return replace(python, run=(python.run[0], "-I", "-S", "-B", python.source))
     if found not in LANGUAGES:
         raise CompilerMissing(f"{name!r} is no language of the sandbox: it knows {', '.join(LANGUAGES)}")
     if found == "python":
-        return _python(for_others)
+        return _python(for_others, environment)
     spoken = LANGUAGES[found]()
     for program in (spoken.run[0], *spoken.compile[:1]):
         if for_others and program.startswith("/") and not open_to_all(program):
@@ -98,24 +126,69 @@ def _prefix(path: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _python(for_others: bool = False) -> Language:
-    # The interpreter beneath a virtual environment: programs get the standard library, and nothing of ours.
-    base = Path(sys.base_prefix).resolve()
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    choice = [str(base / "bin" / version), "/usr/local/bin/python3", "/usr/bin/python3"]
+def _python(for_others: bool = False, environment: str = "") -> Language:
+    # The interpreter beneath a virtual environment: of our packages programs get those that are offered. A
+    # variable names packages, since jails show them at places of their own.
+    if environment:
+        version, base, folders = _asked(environment)
+        packages = [PackageFolder(folder) for folder in folders if not folder.startswith("/usr/")]
+    else:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        base, packages = f"{Path(sys.base_prefix).resolve()}/bin/python{version}", []
+    choice = [base, f"/usr/local/bin/python{version}", f"/usr/bin/python{version}"]
+    choice += [] if environment else ["/usr/local/bin/python3", "/usr/bin/python3"]
     usable = [one for one in choice if os.path.exists(one) and (not for_others or open_to_all(one))]
     if not usable:
         raise CompilerMissing(
             f"python needs an interpreter that every user may run: none of {', '.join(choice)}"
         )
+    for folder in packages:
+        if for_others and not open_to_all(folder.path):
+            raise CompilerMissing(
+                f"{folder.path} may only be read by its owner. Move {environment} to where everyone may"
+            )
     path = os.path.realpath(usable[0])
+    if not environment and path.endswith(f"python{version}"):
+        packages = _offered(for_others)
     return Language(
         "python",
         "main.py",
-        (path, "-E", "-s", "-B", "main.py"),
+        (path, "-s", "-B", "main.py"),
         binds=_prefix(path),
-        env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"},
+        env={"PYTHONHASHSEED": "0", **THREADS},
+        packages=tuple(packages),
     )
+
+
+@functools.cache
+def _asked(environment: str) -> tuple[str, str, list[str]]:
+    """Version, interpreter and package folders of an environment. Raises CompilerMissing."""
+    place = Path(environment)
+    choice = [place / "bin" / "python", place / "bin" / "python3"] if place.is_dir() else [place]
+    found = next((one for one in choice if os.access(one, os.X_OK)), None)
+    try:
+        if found is None:
+            raise OSError("there is none")
+        said = subprocess.run(
+            [found, "-I", "-c", ASKED], capture_output=True, timeout=ASKED_LIMIT_S, check=True
+        )
+        version, base, folders = json.loads(said.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise CompilerMissing(
+            f"{environment} is no Python environment: {error}. Name the folder of a virtual environment, or "
+            "an interpreter"
+        ) from error
+    return ".".join(map(str, version)), base, folders
+
+
+def _offered(for_others: bool) -> list[PackageFolder]:
+    """Return the folder with those of our own packages that are offered, as far as they are installed."""
+    for folder in map(Path, sys.path):
+        names = [name for one in OFFERED for name in (one, f"{one}.libs") if (folder / name).is_dir()]
+        if names and folder.name in ("site-packages", "dist-packages"):
+            readable = not for_others or all(open_to_all(str(folder / name)) for name in names)
+            return [PackageFolder(str(folder), tuple(names))] if readable else []
+    return []
 
 
 def _native(name: str, source: str, compilers: tuple[str, ...], *flags: str) -> Language:
@@ -134,13 +207,17 @@ def _cpp() -> Language:
     return _native("cpp", "main.cpp", ("g++", "c++", "clang++"), "-std=gnu++17")
 
 
+STACK_KB = 120 << 10
+"""Stack of Node.js, which keeps a limit of its own."""
+
+
 @functools.cache
 def _javascript() -> Language:
     path = _found(("node", "nodejs"), "javascript")
     return Language(
         "javascript",
         "main.js",
-        (path, "--max-old-space-size=384", "main.js"),
+        (path, "--max-old-space-size=384", f"--stack-size={STACK_KB}", "main.js"),
         binds=_prefix(path),
         address_space=False,
         processes=24,
@@ -155,9 +232,26 @@ LANGUAGES: dict[str, Callable[[], Language]] = {
 }
 ALIASES = {
     "py": "python",
-    "python3": "python",
+    "pypy": "python",
+    "cpython": "python",
     "c++": "cpp",
     "cc": "cpp",
+    "cxx": "cpp",
+    "gnu++": "cpp",
     "js": "javascript",
+    "mjs": "javascript",
+    "es": "javascript",
+    "ecmascript": "javascript",
     "node": "javascript",
+    "nodejs": "javascript",
 }
+VERSION = re.compile(r"[-_.]?\d[\d.]*$")
+
+
+def spoken_by(tag: str) -> str:
+    """Return the language that a name, with a version or not, or a file name stands for (`Python3.11`,
+    `c++17`, `main.py`); another tag as it is, in small letters."""
+    tag = tag.lower()
+    plain = VERSION.sub("", tag) or tag
+    ending = plain.rpartition(".")[2]
+    return ALIASES.get(ending, ending if ending in LANGUAGES else tag)

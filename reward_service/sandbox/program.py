@@ -12,7 +12,18 @@ Level = Literal["isolated", "none"]
 """`isolated`: namespaces, a filter of system calls, memory held. `none`: a child process with limits and a
 folder of its own, which is no protection."""
 EndKind = Literal[
-    "ok", "exit", "signal", "timeout", "cpu", "memory", "processes", "output", "files", "compile", "ended"
+    "ok",
+    "exit",
+    "signal",
+    "timeout",
+    "cpu",
+    "memory",
+    "processes",
+    "output",
+    "files",
+    "compile",
+    "ended",
+    "clock",
 ]
 LINK_FD = 3  # The descriptor at which each of a pair finds the link to the other
 
@@ -21,7 +32,12 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Caps on one run. All of them hold for the program and everything it starts, unless said otherwise."""
 
     wall_s: float = 10.0
+    """Time of the run without the time that it waited for a processor; with compiling, if
+    `Program.within_s`."""
     cpu_s: float = 4.0
+    clock_s: float = 3600.0
+    """Time of compiling and the run by the clock, whatever else the machine did: a limit of whoever waits for
+    the result. A run that this ends (`clock`) says nothing about the program."""
     memory_mb: int = 512
     """Memory of all processes together, whoever maps it; and address space of each, if `address_space`."""
     address_space: bool = True
@@ -30,7 +46,7 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True):
     files_mb: int = 32  # Size of all files in memory together (isolated), and of each file
     files: int = 512  # Number of files and folders (isolated)
     open_files: int = 64  # Descriptors of each process
-    output_kb: int = 256  # Size of standard output, and of standard error
+    output_kb: int = 256  # Size of standard output; of standard error so much is kept, the end
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +54,16 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str = ""
     language: str = "python"
+    environment: str = ""
+    """Interpreter or virtual environment of a program in Python, with its packages. Empty: the standard
+    library, and what `languages.OFFERED` names where it is installed."""
     command: tuple[str, ...] = ()
     """Absolute path of a program in a system folder, and its arguments. Instead of `source`."""
     files: dict[str, bytes] = {}  # Relative path → content, laid into the folder that it runs in
     stdin: bytes = b""
     limits: RunLimits = RunLimits()
     within_s: float | None = None
-    """Time for compiling and running together, by the clock; none: each has its own limit alone."""
+    """Time for compiling and running together, counted as `wall_s`; none: each has its own limit alone."""
     collect: tuple[str, ...] = ()  # Relative paths of files to bring back
 
 
@@ -54,11 +73,19 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kind: EndKind
     """`ok`: exit status 0. `exit`: another one. `signal`: killed by one. `compile`: it did not compile. Else
     the limit that ended it (`files`: a file above the size limit), or `ended`: the program of a pair whose
-    tests had ended."""
+    tests had ended. All but `clock` and `ended` are the program's own doing."""
     status: int = 0  # Exit status, or the signal's number for `signal`
     stdout: bytes = b""
-    stderr: bytes = b""  # What was printed, cut at the limit of output
+    stderr: bytes = (
+        b""  # What was printed, cut at the limit of output: the beginning of one, the end of the other
+    )
     wall_ms: float = 0.0
+    waited_ms: float = 0.0
+    """Time in which the program could have run and the machine did something else, as far as the kernel says
+    so and no other thread of the program ran meanwhile."""
+    spent_ms: float = 0.0
+    """Time that the program is charged with, compiling included: without what it waited, at least its CPU
+    time."""
     cpu_ms: float = 0.0
     peak_mb: float = 0.0
     """Most memory of all processes together, with files in memory. Where it is held by looking (`memory sum`,
@@ -86,6 +113,13 @@ class SandboxError(ArealError):
     0."""
 
     verdict_kind = "sandbox"
+
+
+class Overloaded(SandboxError):
+    """The deadline of whoever waits came before the program had used up its own limits: the verdict is an
+    error of kind `overloaded`, never 0."""
+
+    verdict_kind = "overloaded"
 
 
 class CannotIsolate(SandboxError):

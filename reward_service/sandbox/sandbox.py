@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self
 
@@ -31,7 +33,7 @@ class LaunchRequest(NamedTuple):
 
     request: dict[str, Any]
     body: bytes
-    wall_s: float
+    clock_s: float
 
 
 class Sandbox:
@@ -58,26 +60,40 @@ class Sandbox:
             launcher.close()
             raise
 
+    def check_environment(self, environment: str) -> None:
+        """Raises CompilerMissing where Python programs cannot run in `environment`."""
+        language("python", for_others=self._confinement.as_another, environment=environment)
+
     def run(self, program: Program) -> RunOutcome:
         """Compile where the language needs it, then run. Raises SandboxError when no jail can be made,
         CompilerMissing for a language that is not installed, ValueError for a path outside the run's
         folder."""
+        return self.run_each(program, [program.stdin])[0]
+
+    def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[RunOutcome]:
+        """Run the program with one input after the other instead of `program.stdin`, in one jail that is
+        emptied and laid out anew between them; `program.within_s` and `limits.clock_s` are those of all runs.
+        Returns the outcomes of at least one run and at most so many as there are inputs: a run that does not
+        end with exit status 0 is the last. Not isolated, one is all. Raises as `run` does."""
         spoken, files, limits = self._read(program)
+        within_s, build_ms = math.inf if program.within_s is None else program.within_s, 0.0
         if spoken.compile:
             began_s = time.monotonic()
-            build = self._built(spoken, files, program.within_s)
+            build, build_ms = self._built(spoken, files, within_s, limits.clock_s)
             if isinstance(build, RunOutcome):
-                return build
+                return [build]
+            limits = _shortened(limits, math.inf, limits.clock_s - time.monotonic() + began_s)
             files = {**program.files, **build}
-            if program.within_s is not None:
-                left_s = program.within_s - (time.monotonic() - began_s)
-                limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, left_s)))
-        return self._once(self._order(spoken.run, program, limits, files, spoken))
+        order = self._order(spoken.run, program, limits, files, spoken, inputs)
+        order.request["within_s"] = max(LEAST_WALL_S, within_s - build_ms / 1000)
+        first, *others = self._ask(order)
+        return [msgspec.structs.replace(first, spent_ms=first.spent_ms + build_ms), *others]
 
     def run_pair(self, tests: Program, program: Program) -> tuple[RunOutcome, RunOutcome]:
         """Run both at once, each in a jail of its own with limits of its own, joined by a stream of bytes in
         both directions that each finds as its descriptor `LINK_FD`; they share nothing else.
 
+        The time of `program` (`wall_s`) is without what the tests compute or wait meanwhile.
         When `tests` has ended, `program` is ended at once. When `program` has, `tests` reads the end of the
         stream and may finish. Raises as `run` does, and ValueError for a language that is compiled."""
         orders = []
@@ -97,7 +113,8 @@ class Sandbox:
             check_name(name)
         if program.command:
             return Language("command", "", program.command), dict(program.files), program.limits
-        spoken = language(program.language, for_others=self._confinement.as_another)
+        as_another, environment = self._confinement.as_another, program.environment
+        spoken = language(program.language, for_others=as_another, environment=environment)
         files = {**program.files, spoken.source: program.source.encode("utf-8", "replace")}
         return spoken, files, spoken.adapted(program.limits)
 
@@ -107,10 +124,13 @@ class Sandbox:
         try:
             ends = socket.socketpair()
             with ends[0], ends[1]:
+                beside = 0
                 for launcher, order, end in zip(launchers, orders, ends, strict=True):
-                    launcher.begin({**order.request, "link": True}, order.body, order.wall_s, end.fileno())
+                    request = {**order.request, "link": True, "beside": beside}
+                    launcher.begin(request, order.body, order.clock_s, end.fileno())
+                    beside = launcher.pid
             first, second = (launcher.connection for launcher in launchers)
-            longest_s = max(order.wall_s for order in orders) + ANSWER_GRACE_S
+            longest_s = max(order.clock_s for order in orders) + ANSWER_GRACE_S
             if second in select.select([first, second], [], [], longest_s)[0]:
                 ended = self._partner.answer()
                 if ended[0]["failed"]:
@@ -120,40 +140,44 @@ class Sandbox:
                 tested = self._launcher.answer()
                 self._partner.end()
                 answers = (tested, self._partner.answer())
-            return self._outcome(*answers[0]), self._outcome(*answers[1])
+            return self._outcomes(*answers[0])[0], self._outcomes(*answers[1])[0]
         except BaseException:
             self.close()
             raise
 
-    def _built(self, spoken: Language, files: dict[str, bytes], within_s: float | None) -> Build:
-        """Compile the sources, once for the same ones: the cases of one program follow one another."""
+    def _built(
+        self, spoken: Language, files: dict[str, bytes], within_s: float, clock_s: float
+    ) -> tuple[Build, float]:
+        """Compile the sources, once for the same ones: the cases of one program follow one another. Also the
+        milliseconds that it took now."""
         digest = hashlib.sha256(spoken.name.encode())
         for name, data in sorted(files.items()):
             digest.update(msgspec.msgpack.encode((name, data)))
         key = digest.hexdigest()
         if key in self._builds:
             self._builds.move_to_end(key)
-            return self._builds[key]
+            return self._builds[key], 0.0
         compiling = Program(command=spoken.compile, collect=spoken.artifacts)
-        limits = COMPILE_LIMITS
-        if within_s is not None:
-            limits = msgspec.structs.replace(limits, wall_s=max(LEAST_WALL_S, min(limits.wall_s, within_s)))
-        outcome = self._once(self._order(spoken.compile, compiling, limits, files, spoken))
-        if outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s:
-            return outcome  # the time of the whole ran out: that says nothing of the source
+        limits = _shortened(COMPILE_LIMITS, within_s, clock_s)
+        (outcome,) = self._ask(self._order(spoken.compile, compiling, limits, files, spoken))
+        if outcome.kind == "clock" or (outcome.kind == "timeout" and limits.wall_s < COMPILE_LIMITS.wall_s):
+            return outcome, outcome.spent_ms  # the time of the whole ran out
         build: Build = outcome.artifacts
         if not outcome.ok or len(outcome.artifacts) < len(spoken.artifacts):
             build = msgspec.structs.replace(outcome, kind="compile", artifacts={})
         if outcome.kind not in ("ok", "exit"):
-            return build  # a limit or a signal ended the compiler; on a quieter machine it may succeed
+            return (
+                build,
+                outcome.spent_ms,
+            )  # a limit or a signal ended the compiler; another time it may succeed
         self._builds[key] = build
         builds = self._builds
         while len(builds) > CACHED_BUILDS or sum(map(_size_bytes, builds.values())) > CACHED_BYTES:
             builds.popitem(last=False)
-        return build
+        return build, outcome.spent_ms
 
-    def _once(self, order: LaunchRequest) -> RunOutcome:
-        return self._outcome(*self._launcher.ask(order.request, order.body, order.wall_s))
+    def _ask(self, order: LaunchRequest) -> list[RunOutcome]:
+        return self._outcomes(*self._launcher.ask(order.request, order.body, order.clock_s))
 
     def _order(
         self,
@@ -162,37 +186,37 @@ class Sandbox:
         limits: RunLimits,
         files: dict[str, bytes],
         spoken: Language,
+        inputs: Sequence[bytes] | None = None,
     ) -> LaunchRequest:
-        request = self._confinement.request(argv, limits, binds=spoken.binds, env=spoken.env)
+        inputs = [program.stdin] if inputs is None else inputs
+        request = self._confinement.request(argv, limits, spoken)
         request["files"] = [
             (name, 0o755 if name in spoken.artifacts else 0o644, len(data)) for name, data in files.items()
         ]
         request["collect"] = list(program.collect)
-        request["stdin"] = len(program.stdin)
-        return LaunchRequest(request, b"".join((program.stdin, *files.values())), limits.wall_s)
+        request["stdin"] = list(map(len, inputs))
+        return LaunchRequest(request, b"".join((*inputs, *files.values())), limits.clock_s)
 
-    def _outcome(self, head: dict[str, Any], answer: bytes) -> RunOutcome:
+    def _outcomes(self, head: dict[str, Any], answer: bytes) -> list[RunOutcome]:
         if head["failed"]:
             raise SandboxError(f"a jail of level {self.level!r} could not be made: {head['failed']}")
-        kind, status = ending(head["kind"], head["status"])
-        out, err = head["stdout"], head["stderr"]
-        artifacts: dict[str, bytes] = {}
-        at = out + err
-        for name, size in head["artifacts"]:
-            artifacts[name] = answer[at : at + size]
-            at += size
-        return RunOutcome(
-            kind=kind,
-            status=status,
-            stdout=answer[:out],
-            stderr=answer[out : out + err],
-            wall_ms=head["wall_ms"],
-            cpu_ms=head["cpu_ms"],
-            peak_mb=head["peak_mb"],
-            level=self.level,
-            guards=self.guards,
-            artifacts=artifacts,
-        )
+        read = BytesIO(answer).read
+        outcomes = []
+        for run in head["runs"]:
+            kind, status = ending(run["kind"], run["status"])
+            outcomes.append(
+                RunOutcome(
+                    kind=kind,
+                    status=status,
+                    stdout=read(run["stdout"]),
+                    stderr=read(run["stderr"]),
+                    **{name: run[name] for name in ("wall_ms", "waited_ms", "spent_ms", "cpu_ms", "peak_mb")},
+                    level=self.level,
+                    guards=self.guards,
+                )
+            )
+        artifacts = {name: read(size) for name, size in head["artifacts"]}
+        return [*outcomes[:-1], msgspec.structs.replace(outcomes[-1], artifacts=artifacts)]
 
     def close(self) -> None:
         """End the child processes. Safe to repeat; a later run starts others."""
@@ -204,6 +228,14 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _shortened(limits: RunLimits, wall_s: float, clock_s: float) -> RunLimits:
+    return msgspec.structs.replace(
+        limits,
+        wall_s=max(LEAST_WALL_S, min(limits.wall_s, wall_s)),
+        clock_s=max(LEAST_WALL_S, min(limits.clock_s, clock_s)),
+    )
 
 
 def _size_bytes(build: Build) -> int:

@@ -23,16 +23,17 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.tools import TrialRequest, plain, print_json, run_tool
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError, Mistake, in_words
 from areal_async.config.fields import explain
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
 from areal_async.errors import ArealError
 from areal_async.prompts import message_texts
+from areal_async.rewards import ImportedModules
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of, message_of
 from areal_async.status.progress import progress
-from areal_async.tasks import TaskTable, read_tasks
+from areal_async.tasks import TaskTable, drawn, read_tasks
 from reward_service.client import LocalScorer
 from reward_service.processes import on_print
 from reward_service.sdk import RewardInput
@@ -66,16 +67,20 @@ class JudgedAnswer(msgspec.Struct, frozen=True):
 def main(request: TrialRequest) -> int:
     section, data = target(request)
     samples, source = read_samples(data, request.column, request.limit)
+    missing = missing_modules(section, samples)
+    for problem in missing:
+        print(f"warning: {problem}", file=sys.stderr)
     with shown_prints():
         judged = asyncio.run(judge(section, samples))
     wrong = why_it_fails(judged)
     if request.as_json:
-        print_json({"failed": wrong, "answers": [answer_of(one) for one in judged]})
+        answers = [answer_of(one) for one in judged]
+        print_json({"failed": wrong, "missing": missing, "source": source, "answers": answers})
         return 1 if wrong else 0
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
     console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
-    for table in (by_source(judged), shown(judged), problems(judged), slowest(judged)):
+    for table in (by_source(judged), shown(judged), problems(judged), details(judged), slowest(judged)):
         if table.row_count:
             console.print(table)
             console.print()
@@ -110,7 +115,7 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
         section = RewardSection.model_validate(content)
     except ValidationError as error:
         details = [detail | {"loc": ("reward", *detail["loc"])} for detail in error.errors(include_url=False)]
-        raise ConfigError(COMMAND_LINE, [*mistakes, *map(explain, details)]) from error
+        raise ConfigError(COMMAND_LINE, [*mistakes, *in_words(details, explain)]) from error
     mistakes += [*section_mistakes(section), *reward_file_mistakes(section)]
     if mistakes:
         raise ConfigError(COMMAND_LINE, mistakes)
@@ -118,12 +123,11 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
 
 
 def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
-    """Answers to at most `limit` tasks, evenly spaced over the file, and where they come from: the column, or
-    the ground truth where there is no column `response`. Raises `SamplesError`, `TaskFileError`."""
+    """Return answers to at most `limit` tasks, drawn from the file at random, and where they come from: the
+    column, or the ground truth without a column `response`. Raises `SamplesError`, `TaskFileError`."""
     table = read_tasks(tasks, extra=[column])
-    rows = (
-        [index * len(table) // limit for index in range(limit)] if len(table) > limit else range(len(table))
-    )
+    rows = drawn(range(len(table)), limit)
+    of = f", {limit} of {len(table)} rows drawn at random (--limit)" if len(table) > limit else ""
     answers = {row: table.extra(row, column) for row in rows}
     if all(answer is None for answer in answers.values()):
         if column != "response":
@@ -132,7 +136,7 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
             )
         truths = [(row, table.task(row).ground_truth) for row in rows]
         samples = [_sample(table, row, _as_text(truth)) for row, truth in truths]
-        return samples, "the ground truth (there is no column response)"
+        return samples, f"the ground truth (there is no column response){of}"
     samples = []
     for row, answer in answers.items():
         texts = answer if isinstance(answer, list) else [answer] if answer is not None else []
@@ -142,13 +146,22 @@ def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSampl
                 f"{answer!r:.80}."
             )
         samples += [_sample(table, row, text) for text in texts]
-    return samples, f"column {column}"
+    return samples, f"column {column}{of}"
+
+
+def missing_modules(section: RewardSection, samples: Sequence[AnswerSample]) -> list[str]:
+    """Return a sentence for each module that tests import and do not have."""
+    modules = ImportedModules(section)
+    for given in {sample.row: sample.given for sample in samples}.values():
+        modules.note(given, given.ground_truth)
+    return modules.missing()
 
 
 def _sample(table: TaskTable, row: int, response: str) -> AnswerSample:
     task = table.task(row)
     given = RewardInput(
         prompt=message_texts(task.prompt),
+        is_chat=not isinstance(task.prompt, str),
         response=response,
         ground_truth=task.ground_truth,
         data_source=task.data_source,
@@ -233,17 +246,30 @@ def shown(judged: Sequence[JudgedAnswer]) -> Table:
 
 
 def problems(judged: Sequence[JudgedAnswer]) -> Table:
-    """Verdicts that are no score, by kind, with what the first of each says."""
+    """Verdicts that are no score, and answers at fault, by kind, with what the first of each says."""
     found: dict[str, list[JudgedAnswer]] = defaultdict(list)
     for one in judged:
         if isinstance(one.verdict, Failure):
             found[f"error: {one.verdict.kind}"].append(one)
         elif not isinstance(one.verdict, Score):
             found[kind_of(one.verdict)].append(one)
+        elif one.verdict.at_fault:
+            found[f"fault: {one.verdict.at_fault.partition(':')[0]}"].append(one)
     table = _table("no score", "calls", "first row", "which says")
     for kind, of_kind in sorted(found.items()):
         row = str(of_kind[0].sample.row)
         table.add_row(kind, str(len(of_kind)), row, short(message_of(of_kind[0].verdict), 300))
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    return table
+
+
+def details(judged: Sequence[JudgedAnswer]) -> Table:
+    """Details of scores, with the number of answers that have each."""
+    found = Counter(message_of(one.verdict) for one in judged if isinstance(one.verdict, Score))
+    table = _table("scores", "detail")
+    for detail, number in found.most_common(MOST_SHOWN):
+        if detail:
+            table.add_row(str(number), short(detail, 300))
     table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     return table
 

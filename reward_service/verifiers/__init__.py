@@ -4,14 +4,16 @@
     composed                 of other rewards
     code_rewards             of programs
 
-`answers` says where in a response an answer stands, `equality` and `writing` what maths is the same.
-Importing a module loads no library that only judging needs (sympy, math-verify), since a job file
+`answers` says where in a response an answer stands, `equality`, `formulas` and `writing` what maths is the
+same. Importing a module loads no library that only judging needs (sympy), since a job file
 is checked by it.
 
 A model must not be able to choose that its answer is not judged: a timeout may be masked, a wrong answer is
-not. So a verifier whose cost depends on the answer ends by itself (`within`), well before the deadline of its
-call, and counts the answer as wrong. CPU time is counted and not the clock's, so that a busy machine makes no
-answer wrong. Only Python code is ended: what one call of a C function takes has to be bounded before it.
+not. So a verifier whose cost depends on the answer ends by itself (`within`), well before the deadline of
+its call, and counts the answer as wrong; and an exception that a neutral answer does not cause is the
+answer's fault, unless it is `TaskAtFault`. CPU time is counted and not the clock's, so that a busy machine
+makes no answer wrong. Only Python code is ended: what one call of a C function takes has to be bounded
+before it.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 
 from areal_async.config.base import Section
+from areal_async.rpc.verdicts import Failure, FaultOf
+from reward_service.checking import describe
 from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 
 A = TypeVar("A", bound=Section)
 Judge = Callable[[Any, A], Any]
+NEUTRAL = "I do not know."
+"""The answer to a task that any verifier can judge."""
 MOST_PARSED = 64  # Different arguments of one reward that are remembered in a process
 
 
@@ -49,7 +56,7 @@ def verifier(
     def made(judge: Judge[A]) -> Callable[..., Any]:
         parsed_of: dict[str, A] = {}
 
-        def judged(given: Any, **values: Any) -> Any:
+        def checked(given: Any, **values: Any) -> Any:
             # Checking them takes ten times as long as comparing two texts, and calls repeat them.
             key = repr(values)
             if key not in parsed_of:
@@ -60,11 +67,25 @@ def verifier(
                 return Abstain("the task has no ground truth")
             return judge(given, parsed_of[key])
 
+        def judged(given: Any, **values: Any) -> Any:
+            try:
+                return checked(given, **values)
+            except TaskAtFault:
+                raise
+            except Exception as error:
+                # A neutral answer shows whose fault it is: if that fails too, it is the task's or ours.
+                neutral = msgspec.structs.replace(given, response=NEUTRAL, metadata={}, blob=b"")
+                try:
+                    checked(neutral, **values)
+                except Exception:
+                    raise error from None
+                return Failure("exception", describe(error), fault=FaultOf.ANSWER)
+
         def preload(**values: Any) -> None:
             try:
                 parsed = arguments.model_validate(values)
             except ValidationError as error:
-                wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+                wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
                 raise RewardLoadError(f"the arguments of {judge.__name__!r}: {wrong}") from None
             if prepare is not None:
                 prepare(parsed)
@@ -72,9 +93,14 @@ def verifier(
         for name in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(judged, name, getattr(judge, name))
         judged.preload = preload  # type: ignore[attr-defined]
+        judged.needs_truth = needs_truth  # type: ignore[attr-defined]
         return reward(scope=scope, arguments=arguments)(judged)
 
     return made
+
+
+class TaskAtFault(ValueError):
+    """The task judges no answer, which this one alone has shown."""
 
 
 class NoArguments(Section):
@@ -95,7 +121,7 @@ class TooCostly(Exception):
 
 
 class BudgetSpent(BaseException):
-    """The budget of this code is spent. It is no `Exception`, since sympy and math-verify swallow these."""
+    """The budget of this code is spent. It is no `Exception`, since sympy swallows these."""
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:

@@ -3,43 +3,53 @@ another.
 
 Shared by the verifiers; pure, and linear in the response's length.
 
-What is thought is not answered: of a response with `</think>` only what follows the last one counts, and one
-that opens `<think>` and never closes it answers nothing. docs/verifiers.md has the places
-(`where`) that an answer may stand at.
+What is thought is not answered (`areal_async/answers.py`). `RewardInput.spoken` is a response without its
+thoughts, for which `answer_of` alone cannot know whether the prompt has opened one. docs/verifiers.md has the
+places (`where`) that an answer may stand at.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from areal_async.answers import spoken
 
 Where = Literal["whole", "boxed", "tag", "hash", "said", "last_line", "marked", "any"]
 WHERES: tuple[Where, ...] = get_args(Where)
 
 BOX = re.compile(r"\\(?:f?boxed|fbox)\s*(?=\S)")
-SAID = re.compile(r"\banswer\**\s*(?:is|are|:|=)\s*(?:\**\s*:)?\s*\**\s*", re.IGNORECASE)
-SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?:\s|\Z)|\n")
+SAID = re.compile(
+    r"(?:\b(?:answer|(?:the|my|correct|right|best|final)\s(?:option|choice))\**\s*(?:is\b|are\b|[:：=])"
+    r"|(?:答案|答え|正解|정답|\b(?:réponse|respuesta|antwort|resposta|risposta|ответ))\**\s*"
+    r"(?:(?:es|est|ist|é|è)\b|[是为為选選はは는은:：]))\s*(?:\**\s*[:：])?\s*\**\s*",
+    re.IGNORECASE,
+)
+SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?:\s|\Z)|[\n。！？；]")
+LISTED = re.compile(
+    r"[\s$]*(?:[,;，；、]|[,，]?\s*(?:\b(?:and|or)\b|[和或及]))[\s$]*(?:[a-zA-Z](?:_\d)?\s*=\s*)?"
+)
+"""What stands between two boxes that are two parts of one answer."""
+LONGEST_BETWEEN = 40
+NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
 
 def answer_of(response: str, where: Where = "any") -> str | None:
     """The answer, without white space at either end; None when there is none at that place."""
-    spoken = after_thinking(response)
+    text = spoken(response)
     if where == "whole":
-        return spoken.strip()
+        return text.strip()
     if where == "marked":
-        return _first(_tag(spoken), _boxed(spoken), _hash(spoken), _said(spoken))
+        return _first(_tag(text), boxed(text), _hash(text), _said(text))
     if where == "any":
-        return _first(_tag(spoken), _boxed(spoken), _hash(spoken), _said(spoken), _last_line(spoken))
-    finders = {"boxed": _boxed, "tag": _tag, "hash": _hash, "said": _said, "last_line": _last_line}
+        return _first(_tag(text), boxed(text), _hash(text), _said(text), _last_line(text))
+    finders = {"boxed": boxed, "tag": _tag, "hash": _hash, "said": _said, "last_line": _last_line}
     if where not in finders:
         raise ValueError(f"there is no place {where!r} for an answer: use one of {', '.join(WHERES)}")
-    return finders[where](spoken)
-
-
-def after_thinking(response: str) -> str:
-    """What follows the last thought; a thought that is not closed is none of it."""
-    return response.rpartition("</think>")[2].partition("<think>")[0]
+    return finders[where](text)
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -49,19 +59,29 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def boxes(text: str) -> list[str]:
     """What each box holds, in order. A box that is never closed holds nothing and is left out."""
-    found: list[str] = []
+    return [held for _, held, _ in _placed_boxes(text)]
+
+
+def _placed_boxes(text: str) -> Iterator[tuple[int, str, int]]:
+    """Where each box begins, what it holds, and where it ends."""
     position = 0
     while (match := BOX.search(text, position)) is not None:
         position = match.end()
         if text[position] != "{":
-            found.append(text[position])
+            yield match.start(), text[position], position + 1
             continue
         end = closing(text, position)
         if end is None:
             break
-        found.append(text[position + 1 : end].strip())
         position = end + 1
-    return found
+        yield match.start(), trimmed(text[match.end() + 1 : end]), position
+
+
+def trimmed(text: str) -> str:
+    """The text without white space at either end, of which TeX writes one kind as a backslash and a blank."""
+    text = text.strip()
+    slashes = len(text) - len(text.rstrip("\\"))
+    return text[:-1].rstrip() if slashes % 2 else text
 
 
 def closing(text: str, start: int) -> int | None:
@@ -85,20 +105,33 @@ def _first(*found: str | None) -> str | None:
     return next((answer for answer in found if answer is not None), None)
 
 
-def _boxed(text: str) -> str | None:
-    found = boxes(text)
-    return found[-1] if found else None
+def boxed(text: str) -> str | None:
+    """What the last box holds; where several are listed (`\\boxed{1}$ and $\\boxed{4}`), what each holds."""
+    names: list[str] = []
+    held: list[str] = []
+    last = 0
+    for start, inside, end in _placed_boxes(text):
+        between = text[last:start]
+        if not (held and len(between) <= LONGEST_BETWEEN and LISTED.fullmatch(between)):
+            names, held = [], []
+        name = NAMED.search(text, max(last, start - LONGEST_BETWEEN), start)
+        names.append(name[1] if name else "")
+        held.append(inside)
+        last = end
+    if len({*held}) < 2:
+        return held[-1] if held else None
+    return ", ".join(map("".join, zip(names, held, strict=True)) if all(names) else held)
 
 
 def _tag(text: str) -> str | None:
     before, closed, _ = text.rpartition("</answer>")
     _, opened, inside = before.rpartition("<answer>")
-    return inside.strip() if closed and opened else None
+    return trimmed(inside) if closed and opened else None
 
 
 def _hash(text: str) -> str | None:
     _, found, after = text.rpartition("####")
-    return after.lstrip(" \t").partition("\n")[0].strip() if found else None
+    return trimmed(after.lstrip(" \t").partition("\n")[0]) if found else None
 
 
 def _said(text: str) -> str | None:
@@ -116,42 +149,20 @@ def _last_line(text: str) -> str | None:
     return lines[2].strip() or None
 
 
-# --- programs: fenced blocks -------------------------------------------------------------------------
-
-OPENING = re.compile(r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE)
-"""Possessive throughout: what one part has taken no other tries again, so a line is read once."""
-LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
+UNSEEN = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
+FOLDED = str.maketrans({"、": ",", "。": ".", "−": "-", "﹣": "-"} | dict.fromkeys(UNSEEN, ""))
+STYLES = ("<wide>", "<narrow>", "<font>")
 
 
-class Block(NamedTuple):
-    """A fenced block of a response."""
-
-    language: str
-    """What the fence says, in small letters; empty where it says nothing."""
-    text: str
-
-
-def blocks(response: str) -> list[Block]:
-    """The fenced blocks in their order. A block that is never closed goes to the end: a response cut at its
-    length limit often ends so."""
-    response = response[-LONGEST:].replace("\r\n", "\n")
-    found = []
-    at = 0
-    while (opening := OPENING.search(response, at)) is not None:
-        fence = opening.group(1)
-        closing = re.compile(rf"^[ \t]*+{re.escape(fence[0])}{{{len(fence)},}}+[ \t]*+$", re.MULTILINE)
-        end = closing.search(response, opening.end())
-        text = response[opening.end() + 1 : end.start() if end else len(response)]
-        found.append(Block(opening.group(2).lower(), text))
-        at = end.end() if end else len(response)
-    return found
-
-
-def program_of(response: str, *, extract: str) -> Block | None:
-    """The program: the last fenced block that is not empty, or with `extract` `whole` all of the response."""
-    if extract == "whole":
-        return Block("", response) if response.strip() else None
-    return next((block for block in reversed(blocks(response)) if block.text.strip()), None)
+def folded(text: str) -> str:
+    """The text with plain letters, digits and signs for those of full width or of another style, and
+    without characters that are not seen."""
+    if text.isascii():
+        return text
+    return "".join(
+        unicodedata.normalize("NFKC", sign) if unicodedata.decomposition(sign).startswith(STYLES) else sign
+        for sign in text.translate(FOLDED)
+    )
 
 
 # --- ground truths and hedges ------------------------------------------------------------------------

@@ -9,12 +9,13 @@ either side is a decimal, a relative difference of 1e-6 is allowed.
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 from areal_async.config.base import Section
 from reward_service.sdk import RewardInput
 from reward_service.verifiers import NoArguments, verifier
-from reward_service.verifiers.answers import answer_of, hedged
+from reward_service.verifiers.answers import answer_of, folded, hedged
 
 NUMBER = (
     r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"  # sign, digits, decimals
@@ -26,6 +27,8 @@ BEFORE_SIGNED_OPERAND = re.compile(r"[0-9)\]][ \t]*\Z")
 BEFORE_OTHERS = re.compile(
     r"(?:[<>!~≤≥≠≈±¬]=?|\\[a-zA-Z]+|[0-9][,;]?|\b(?:or|nor|not|to|than))[ \t]*[(\[{$]?[ \t]*\Z", re.I
 )
+ENDS_IN_EQUALS = re.compile(r"=\s*(?:<[^<>]*>\s*(?:assistant\s*)?)*\Z")
+"""The end of a prompt that leaves an equation open; the tokens of a chat template may follow."""
 LONGEST_NUMBER = 80  # Characters; a longer run of digits is no answer to arithmetic
 LAST_CHARACTERS = 200
 """The answer is looked for in so many characters at the end: bounded work for a response of any length."""
@@ -40,13 +43,17 @@ def arithmetic(given: RewardInput, _: NoArguments) -> float:
     wanted = parse_number(str(given.ground_truth).strip())
     if wanted is None:
         raise ValueError(f"the ground truth {given.ground_truth!r:.80} is not a number; use exact_match")
-    answer = final_number(given.response)
+    if given.spoken.lstrip().startswith(("=", "＝")) and ENDS_IN_EQUALS.search(
+        given.prompt[-LAST_CHARACTERS:]
+    ):
+        return 0.0  # the equation would have two signs
+    answer = final_number(given.spoken)
     return float(answer is not None and same_number(answer, wanted))
 
 
 def final_number(response: str) -> str | None:
     """The text of the number that ends the response, or nothing."""
-    tail = response.rstrip()[-LAST_CHARACTERS:].replace("−", "-")
+    tail = folded(response.rstrip()[-LAST_CHARACTERS:])
     match = ANSWER.search(tail)
     if match is None:
         return None
@@ -62,7 +69,7 @@ def final_number(response: str) -> str | None:
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
     """The exact value, and whether it was written as a decimal; nothing for what is no number."""
-    text = text.replace("−", "-")
+    text = folded(text)
     if len(text) > LONGEST_NUMBER or not re.fullmatch(NUMBER, text):
         return None
     top, _, bottom = text.replace(",", "").partition("/")
@@ -87,9 +94,13 @@ def same_number(answer: str, wanted: tuple[Fraction, bool]) -> bool:
     )
 
 
-DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s?\{|\\[(){}\[\],;:! ]|\\(?=[$%])|[*{}]")
+DECORATION = re.compile(
+    r"\\(?:f?boxed|fbox|text|mathrm|mathbf|textbf)\s?\{|\\[(){}\[\],;:! ]|\\(?=[$%])|[*{}]"
+)
 STATED = re.compile(rf"[\s($€£:=]*+({NUMBER})(?![\w.]*+\d)(.*)", re.DOTALL)
-BEHIND = re.compile(r"[^\W\d_]{2,}.*|\s?[%$€£)\"'.,;:!?°].*|[mgsh](?![^\W\d_]).*|\s.*|", re.DOTALL)
+BEHIND = re.compile(
+    r"(?!\s?\.\.)(?:[^\W\d_]{2,}.*|\s?[%$€£)\"'.,;:!?°].*|[mgsh](?![^\W\d_]).*|\s.*|)", re.DOTALL
+)
 PLAIN = re.compile(r"[^\W\d_]|[\s%$€£()\"'’.,;:!?°/²³-]")
 LAST_NUMBER = re.compile(rf"(?<![\w.]){NUMBER}(?!\w)")
 GSM8K_CHARACTERS = 4_000
@@ -108,12 +119,12 @@ def gsm8k(given: RewardInput, arguments: Gsm8kArguments) -> float:
     wanted = parse_number(stated.strip().lstrip("$"))
     if wanted is None:
         raise ValueError(f"the ground truth {given.ground_truth!r:.80} has no number (after ####)")
-    answer = number_of(given.response, flexible=arguments.flexible)
+    answer = number_of(given.spoken, flexible=arguments.flexible)
     return float(answer is not None and same_number(answer, wanted))
 
 
 def number_of(response: str, *, flexible: bool) -> str | None:
-    tail = response[-GSM8K_CHARACTERS:].replace("−", "-").replace("{,}", ",")
+    tail = folded(response[-GSM8K_CHARACTERS:]).replace("{,}", ",")
     stated = answer_of(tail, "hash")
     if stated is None:
         stated = answer_of(tail, "boxed")
@@ -126,5 +137,9 @@ def number_of(response: str, *, flexible: bool) -> str | None:
 
 def _names_a_unit(behind: str) -> bool:
     """Whether what follows a number leaves it as it is: words, and signs that are no operators. One letter
-    directly behind it, but for those of common units, makes another number of it: `5k`, `5x`."""
-    return BEHIND.fullmatch(behind) is not None and all(map(PLAIN.match, behind)) and not hedged(behind)
+    directly behind it, but for those of common units, makes another number of it (`5k`, `5x`), and so does a
+    sign that is a number itself (`½`, `²`, `万`)."""
+    if not all(PLAIN.match(sign) and unicodedata.category(sign) not in ("No", "Nl") for sign in behind):
+        return False
+    counts = unicodedata.numeric(behind.lstrip()[:1] or " ", None) is not None
+    return BEHIND.fullmatch(behind) is not None and not counts and not hedged(behind)

@@ -50,6 +50,12 @@ class Cases(msgspec.Struct, frozen=True):
     entries: dict[str, str] = {}
     """Name in `codes` and `setup` → entry point of the program."""
 
+    @property
+    def names(self) -> set[str]:
+        """Functions and classes that the program is to define."""
+        entries = {*self.entries.values(), *(case.function for case in self.calls)}
+        return {entry.removeprefix("Solution().") for entry in entries}
+
     def first(self, n: int) -> Cases:
         """These cases, at most `n` of each form; all for 0."""
         if not n:

@@ -9,34 +9,39 @@ not judged. `cases` has the forms of the ground truth, docs/sandbox.md what prog
 from __future__ import annotations
 
 import functools
-from typing import Literal
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from areal_async.rpc.verdicts import Failure
 from areal_async.runtime.log import get_logger
 from reward_service.sandbox import CompilerMissing, SandboxError
-from reward_service.sandbox.languages import ALIASES, LANGUAGES
+from reward_service.sandbox.languages import LANGUAGES
 from reward_service.sdk import RewardInput, Score
 from reward_service.verifiers import verifier
-from reward_service.verifiers.answers import program_of
 from reward_service.verifiers.cases import read_cases
+from reward_service.verifiers.programs import Block, program_of
 from reward_service.verifiers.run_cases import (
+    ENVIRONMENT_FIX,
     Compare,
     Result,
     SandboxArguments,
+    modules_away,
+    modules_of,
     prepare_runner,
     run_cases,
 )
 
 log = get_logger("sandbox")
 
-COMPONENTS = ("extracted", "compiled", "passed", "out_of_time")
+COMPONENTS = ("extracted", "compiled", "passed", "out_of_time", "spent_s")
 
 
 class CodeArguments(SandboxArguments):
     extract: Literal["fence", "whole"] = "fence"
-    """Where the program is: in the last fenced block of the response, or the whole response."""
+    """Place of the program: a fenced block of the response, chosen by its tag, or the whole response."""
     partial: bool = False
     """Whether the score is the share of the cases passed. Otherwise it is 1 when all pass, else 0, and the
     first that fails ends the run."""
@@ -60,8 +65,8 @@ def code_stdio(given: RewardInput, arguments: CodeStdioArguments) -> Score | Fai
     """1 when every case passes, else 0; with `partial` the share that passes. A ground truth with `fn_name`
     is run as function tests.
 
-    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`. A language that the
-    model chose (`auto`) and that is not installed is its fault."""
+    Components: `extracted`, `compiled`, `passed` (share of the cases), `out_of_time`, `spent_s` (of
+    `budget_s`). A language that the model chose (`auto`) and that is not installed is its fault."""
     return _judged(given, arguments, arguments.language, arguments.compare)
 
 
@@ -76,15 +81,15 @@ def code_tests(given: RewardInput, arguments: CodeArguments) -> Score | Failure:
 
 def _judged(given: RewardInput, arguments: CodeArguments, language: str, compare: Compare) -> Score | Failure:
     cases = read_cases(given.ground_truth).first(arguments.max_cases)
-    block = program_of(given.response, extract=arguments.extract)
-    if block is None:
-        return _no_score()
     chosen = language == "auto"
-    if chosen:
-        named = ALIASES.get(block.language, block.language)
-        language = named if named in LANGUAGES else "python"
-    if chosen and language != "python" and (cases.calls or cases.codes):
-        return _no_score(extracted=1.0)  # tests of functions are in Python, whatever the model prefers
+    # Tests of functions are in Python, whatever the model prefers.
+    languages = tuple(LANGUAGES) if chosen and cases.stdio else ("python" if chosen else language,)
+    block: Block | None = Block("", given.spoken)
+    if arguments.extract == "fence":
+        block = program_of(given.spoken, languages, defines=cases.names)
+    if block is None or not block.text.strip():
+        return _no_score()
+    language = (block.language or "python") if chosen else language
     try:
         result = run_cases(
             block.text,
@@ -121,6 +126,40 @@ def _score_of(result: Result, *, partial: bool) -> Score:
         "compiled": float(result.compiled),
         "passed": result.share,
         "out_of_time": float(result.out_of_time),
+        "spent_s": result.spent_s,
     }
     value = result.share if partial else float(all(result.passed))
-    return Score(value, components, sandbox=result.level)
+    detail = ""
+    if result.missing:
+        detail = f"the program imports {result.missing!r}, which is not there: {ENVIRONMENT_FIX}"
+        _warn_of_module(result.missing)
+    return Score(value, components, sandbox=result.level, detail=detail)
+
+
+@functools.cache
+def _warn_of_module(name: str) -> None:
+    log.warning("a program that imports a missing module counts as wrong", module=name, fix=ENVIRONMENT_FIX)
+
+
+def _modules_of(truth: Any) -> set[str]:
+    """Modules that the tests of a task import; none where the ground truth cannot be read, which is the
+    matter of another check."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the text need not be code
+            return modules_of(read_cases(truth))
+    except ValueError:
+        return set()
+
+
+def _modules_away(names: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+    """Return the modules that programs cannot import with the arguments `given`; none where no program can
+    run, which is the matter of another check."""
+    known = {name: given[name] for name in ("sandbox", "environment") if name in given}
+    try:
+        return modules_away(names, SandboxArguments.model_validate(known)) if names else []
+    except (SandboxError, CompilerMissing, ValidationError):
+        return []
+
+
+for _part in (code_stdio, code_tests):
+    _part.modules_of, _part.modules_away = _modules_of, _modules_away  # type: ignore[attr-defined]

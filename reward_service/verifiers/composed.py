@@ -10,7 +10,8 @@
 
 The score of `weighted` is the sum of weight * score; the components are the scores of the parts by their
 names, and the parts' own components as `part.component`. A part without a score makes the whole none, with
-the part's verdict. Where a part also values segments, agents or units, those are weighted and added too.
+the part's verdict; one that the answer itself kept from judging it is worth 0. Where a part also values
+segments, agents or units, those are weighted and added too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pydantic import Field, field_validator, model_validator
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.registry import REWARDS, WORKFLOWS, PartError
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Verdict
+from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Verdict, settled
 from reward_service.checking import as_verdict, describe
 from reward_service.sdk import MARK, Mark, RewardInput, RewardLoadError, load_reward
 from reward_service.verifiers import NoArguments, verifier
@@ -152,7 +153,8 @@ async def weighted(given: RewardInput, arguments: WeightedArguments) -> Verdict:
     value = sum(part.weight * score.value for part, score in scores)
     sandbox = next((score.sandbox for _, score in scores if score.sandbox), "")
     valued = [(part.weight, score.parts) for part, score in scores if score.parts]
-    return Score(value, components, _sum_of_parts(valued), sandbox)
+    detail = "; ".join(f"{part.known_as}: {score.detail}" for part, score in scores if score.detail)
+    return Score(value, components, _sum_of_parts(valued), sandbox, detail)
 
 
 async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:
@@ -163,7 +165,7 @@ async def _verdict_of(part: WeightedPart, given: RewardInput) -> Verdict:
         verdict = as_verdict(await result if inspect.isawaitable(result) else result, given)
     except Exception as error:
         verdict = Failure("exception", describe(error))
-    match verdict:
+    match verdict := settled(verdict, 0.0):
         case Abstain(reason, sandbox):
             return Abstain(f"{label}: {reason}" if reason else label, sandbox)
         case Failure(kind, message, sandbox):

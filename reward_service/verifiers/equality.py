@@ -1,26 +1,21 @@
-"""Whether two pieces of maths are the same: structure by structure, numbers exactly, the rest by math-verify.
+"""Whether two pieces of maths are the same: structure by structure, numbers exactly, formulas by value.
 
 What has an order (points, intervals, matrices) must agree in order and brackets; what has none (sets, several
-solutions) in any order. `x = 5` and `5` are the same, as are `50 %`, `50` (one of the two with the sign) and
-`0.5`. A unit may be left out; two units must agree after conversion.
-
-Formulas that would cost too much are not compared: `TooCostly`, before sympy computes anything. The limits
-are for what would not stay in Python code or in memory; the caller bounds the time that the rest takes.
-math-verify's own limit (SIGALRM) is off: it works in a main thread only. The library is imported at the first
-comparison that needs it, or by `preload`.
+solutions) in any order. Words, and letters in an order, are the same letter for letter. `x = 5` and `5` are
+the same, as are `50 %`, `50` (one of the two with the sign) and `0.5`. A unit may be left out; two units must
+agree after conversion. `formulas` compares what differs in form.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
 import re
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from reward_service.verifiers import BudgetSpent, TooCostly
+from reward_service.verifiers.formulas import preload as preload
+from reward_service.verifiers.formulas import same_formula
 from reward_service.verifiers.writing import (
+    GREEK,
     Quantity,
     based,
     is_decimal,
@@ -31,180 +26,44 @@ from reward_service.verifiers.writing import (
     unwrapped,
 )
 
-log = logging.getLogger(__name__)
-
-LONGEST = 400  # Characters of a formula; a longer one is not compared
-MOST_BITS = 20_000  # Size of a number on the way: some 6000 decimal digits
-SMALL_BITS = 64
-MOST_NODES = 500
-MOST_TERMS = 1_000  # Terms of a formula that is multiplied out; some seconds of sympy's time
-FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
-IN_DEGREES = re.compile(rf"{FUNCTION}\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?")
-# Of `\sin x \cdot y` the parser would take the sine of x y.
-BEFORE_TIMES = re.compile(rf"{FUNCTION}\s*([a-zA-Z]|\d+)\s*(?=\\(?:cdot|times)(?![a-zA-Z]))")
-# These the parser computes at once, whatever their size.
-COMPUTED = re.compile(r"\\[td]?binom|\\choose|matrix|\\det|\\operatorname|\\text")
-LONG_NUMBER = re.compile(r"\d{4,}")
-
-
-def preload() -> None:
-    """Import the libraries and build the parser's tables: a second, best spent before the first call."""
-    same_formula("x+1", "1+x")
-
-
-def same_formula(truth: str, answer: str) -> bool:
-    """Whether both are the same formula. What cannot be read is the same as nothing. Raises `TooCostly`."""
-    if max(len(truth), len(answer)) > LONGEST or (COMPUTED.search(answer) and LONG_NUMBER.search(answer)):
-        raise TooCostly("the formula is too long, or computes something of many digits")
-    try:
-        wanted, given = _parsed(truth), _parsed(answer)
-        if not (wanted and given):
-            return False
-        if not all(map(_bounded, (*wanted, *given))):
-            raise TooCostly("the formula would be too large when it is computed")
-        return bool(_library().verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True))
-    except (MemoryError, ImportError, TooCostly):
-        raise
-    except BudgetSpent:
-        _forget()
-        raise
-    except Exception as error:
-        # sympy raises errors of any kind on formulas that make no sense, such as i < 3: those equal nothing.
-        log.debug("a formula cannot be compared: %r", error)
-        return False
-
-
-def _forget() -> None:
-    """Drop what sympy remembers of formulas: a computation that was ended may have left half of an answer."""
-    from sympy.core.cache import clear_cache
-
-    _parsed.cache_clear()
-    clear_cache()
-
-
-@functools.lru_cache(maxsize=256)
-def _parsed(text: str) -> list[Any]:
-    """The formula as sympy has it; empty where it cannot be read."""
-    library = _library()
-    targets = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
-    # The library answers a text that it cannot read with nothing, or with the text itself.
-    text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
-    read = library.parse(rf"\boxed{{{text}}}", targets, fallback_mode="no_fallback", parsing_timeout=None)
-    return [_with_imaginary_unit(formula) for formula in read]
-
-
-def _with_imaginary_unit(formula: Any) -> Any:
-    """The formula with `i` as the root of -1: in answers it is that far oftener than a variable."""
-    import sympy
-
-    if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
-        return formula
-    named = [symbol for symbol in formula.free_symbols if str(symbol) == "i"]
-    return formula.xreplace(dict.fromkeys(named, sympy.I)) if named else formula
-
-
-@functools.cache
-def _library() -> Any:
-    import math_verify
-
-    # It warns once that its own limits are off, and later of every text that it cannot read.
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return math_verify
-
-
-def _bounded(formula: Any) -> bool:
-    """Whether computing the formula stays small: no huge number, tree, or product that is multiplied out."""
-    import sympy
-
-    if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
-        return True
-    for count, node in enumerate(sympy.preorder_traversal(formula)):
-        if count > MOST_NODES:
-            return False
-        if isinstance(node, sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative):
-            return False
-    return _bits(formula) <= MOST_BITS and _most_terms(formula) <= MOST_TERMS
-
-
-def _bits(node: Any) -> float:
-    """Most binary digits of a number that computing the formula makes, judged without computing it."""
-    import sympy
-
-    if isinstance(node, sympy.Rational):
-        return max(abs(int(node.p)), int(node.q)).bit_length()
-    parts = [_bits(part) for part in node.args]
-    largest = max(parts, default=1.0)
-    if isinstance(node, sympy.Mul):
-        return sum(parts)
-    if isinstance(node, sympy.Pow | sympy.exp):
-        base, exponent = node.as_base_exp()
-        return max(largest, max(1.0, _bits(base)) * _size(exponent))
-    growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
-    if isinstance(node, growing):
-        return largest + math.prod(_size(part) for part in node.args) ** 1.5
-    return largest + len(parts)
-
-
-def _size(part: Any) -> float:
-    """The size of an exponent or argument, at least 1; infinite where it would first have to be computed."""
-    if part.free_symbols:
-        return 1.0
-    if _bits(part) > SMALL_BITS:
-        return math.inf
-    try:
-        return max(1.0, abs(complex(part)))
-    except (TypeError, ValueError, OverflowError):
-        return math.inf
-
-
-def _most_terms(formula: Any) -> int:
-    """The most terms that a part of the formula has when it is multiplied out."""
-    import sympy
-
-    most, unknowns = 1, len(formula.free_symbols)
-    polynomial = isinstance(formula, sympy.Expr) and bool(formula.is_polynomial())
-
-    def terms_and_degree(node: Any) -> tuple[int, int]:
-        nonlocal most
-        parts = [terms_and_degree(part) for part in node.args]
-        terms, degree = 1, 1
-        if isinstance(node, sympy.Add):
-            terms, degree = sum(part[0] for part in parts), max(part[1] for part in parts)
-        elif isinstance(node, sympy.Mul):
-            terms, degree = math.prod(part[0] for part in parts), sum(part[1] for part in parts)
-        elif isinstance(node, sympy.Pow) and node.exp.is_Rational:
-            power, (inner, inner_degree) = min(math.ceil(abs(node.exp)), MOST_TERMS), parts[0]
-            terms, degree = math.comb(inner + power - 1, power), inner_degree * power
-        elif node.is_number:
-            degree = 0
-        if polynomial:
-            terms = min(terms, math.comb(degree + unknowns, unknowns))
-        most = max(most, terms)
-        return min(terms, MOST_TERMS + 1), min(degree, MOST_TERMS)
-
-    terms_and_degree(formula)
-    return most
-
-
-# --- structure by structure --------------------------------------------------------------------------
-
-
 MOST_PARTS = 40
 DEEPEST = 6  # Brackets in brackets; what is nested deeper is not the same as anything but its like
-ASSIGNED = re.compile(
-    r"\s*(\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-z](?:,[a-z])*\))?|\([a-z](?:,\s*[a-z])+\))\s*(?:=|\\in(?![a-z]))\s*(?!=)"
+NAMES = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-z](?:,[a-z])*\))?"
+TUPLE = r"\(\s*[a-z](?:_\{?\d\}?)?(?:,\s*[a-z](?:_\{?\d\}?)?)+\s*\)"
+ASSIGNED = re.compile(rf"\s*({NAMES}|{TUPLE})\s*(?:=|\\in(?![a-z]))\s*(?!=)")
+NAMED_TUPLE = re.compile(rf"\s*({TUPLE})\s*=\s*(?=\()")
+MATRIX = re.compile(
+    r"(\(|\[|\||\\\||\\\{)?\s*\\begin\{([bpvBV]?(?:small)?matrix|array)\*?\}\s*(?:\{([^{}]*)\}|\[\w\])?(.*)\\end\{\2\*?\}"
+    r"\s*(\)|\]|\||\\\||\\\})?",
+    re.DOTALL,
 )
-MATRIX = re.compile(r"\\begin\{([bpvB]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+MATRIX_INSIDE = re.compile(r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)")
+MATRIX_KINDS = {"p": "", "b": "", "B": "set", "v": "determinant", "V": "norm"}
+BRACKET_KINDS = {None: "", "(": "", "[": "", "|": "determinant", r"\|": "norm", r"\{": "set"}
 IN_WORDS = re.compile(r"\\text\s*\{([^{}]*)\}")
+WORDY = re.compile(r"(?<![^\s(])[^\W\d_]{3,}(?![^\s).,!?'’-])")
+"""A word: letters by themselves, not beside a digit or an operator."""
+LETTERS_ALONE = re.compile(r"(?:[^\W\d_]|[\s.'’()])+")
+SEQUENCE = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
+LABEL = re.compile(r"[a-zA-Z]+\d[a-zA-Z\d]*")
+"""Letters before digits, as on a board or a seat: no product is written so."""
+PRODUCT = re.compile(r"\\(?:cdot|times)(?![a-zA-Z])|[\s{}()*]")
 NUMBER_IN_WORDS = re.compile(r"\\text\s*\{[^{}]*\d")
 LETTERS = re.compile(r"[^\W_]+", re.UNICODE)
 PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|ne|in)(?![a-zA-Z])|=")
 ORDER = re.compile(r"<|>|\\(?:le|ge|lt|gt)(?![a-zA-Z])")
-BOUND = re.compile(r"[^=\\a-zA-Z]+|[^=]*\\(?:frac|sqrt|pi)[^=]*")
+BOUND = re.compile(r"[^=\\a-zA-Z]+|[^=]*\\(?:frac|sqrt|pi|infty)[^=]*")
+UNKNOWN = re.compile(rf"[a-zA-Z]|\\(?:{'|'.join(GREEK)})(?![a-zA-Z])")
+BUILDER = re.compile(
+    rf"\\\{{\s*({UNKNOWN.pattern})\s*(?:\\in\s*(\(-\\infty,\\infty\))\s*)?(?:\\mid|\||:)\s*(.*)\\\}}",
+    re.DOTALL,
+)
+MEMBER = re.compile(rf"({UNKNOWN.pattern})\s*\\in(?![a-zA-Z])\s*(.*)", re.DOTALL)
+PUNCTURED = re.compile(r"\(-\\infty,\\infty\)\s*\\(?:setminus|backslash)\s*\\\{(.*)\\\}", re.DOTALL)
 MORE = re.compile(
-    r"['¬]|\\(?:ne|not|neg|lnot|notin|ll|gg|lesssim|gtrsim|nless|ngtr|nleq|ngeq|propto|sim|cong|equiv|b?mod|pmod"
+    r"['¬]|\.\.|(?<=\d)_|(?<=\d\})_"
+    r"|\\(?:[lc]?dots|ne|not|neg|lnot|notin|ll|gg|lesssim|gtrsim|nless|ngtr|nleq|ngeq|propto|sim|cong|equiv|b?mod|pmod"
     r"|to|(?:R|r)ightarrow|implies|iff|langle|rangle|lor|vee|land|wedge|n?mid|subset|subseteq|supset|ni|mp"
     r"|forall|exists)(?![a-zA-Z])"
 )
@@ -212,6 +71,12 @@ MORE = re.compile(
 NOT_STRICT = (r"\le", r"\ge")
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\lt": r"\gt", r"\gt": r"\lt"}
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
+FUNCTION_OR_MARK = re.compile(
+    r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|angle|triangle|vec|overline|overrightarrow|text|frac\{d)|[A-Z]"
+)
+SAID_OF = re.compile(rf"{NAMES}(?:\(-?\d+\))?")
+LETTER = re.compile(rf"{UNKNOWN.pattern}|(?:\\[a-zA-Z]+)")
+DECIMALS = re.compile(r"\d\.(\d+)")
 OPENING, CLOSING = "([{", ")]}"
 
 
@@ -221,6 +86,8 @@ class Bracketed(NamedTuple):
     opening: str
     closing: str
     items: list[str]
+    names: tuple[str, ...] = ()
+    """Names of the items, each another one, as in `x = 1, y = 2`."""
 
 
 def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
@@ -229,44 +96,112 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
         return False
     if truth == answer or _as_words(truth) == _as_words(answer) != "":
         return True
-    if depth > DEEPEST or _says_more(truth, answer):
+    if depth > DEEPEST:
         return False
-    wanted, given = _without_name(truth, answer)
+    wanted_region, given_region = _region(truth), _region(answer)
+    if wanted_region and given_region and _same_region(wanted_region, given_region, tolerance, depth + 1):
+        return True
+    if _says_more(truth, answer):
+        return False
+    wanted, given = _without_name(truth, answer, tolerance, depth + 1)
     if (by_value := _quantities(quantity(wanted), quantity(given), tolerance)) is not None:
         return by_value
-    for compare in (_based, _matrices, _unions, _parts):
+    for compare in (_words, _based, _matrices, _parts):
         if (verdict := compare(wanted, given, tolerance, depth + 1)) is not None:
             return verdict
     bodies = quantity(wanted).body, quantity(given).body
     if NUMBER_IN_WORDS.search(given) or (IN_WORDS.search(bodies[1]) and not IN_WORDS.search(bodies[0])):
-        # math-verify takes any words for a unit, and so would let a second answer in them pass.
         return False
-    return same_formula(*bodies)
+    return same_formula(*bodies, tolerance)
+
+
+def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
+    """Whether words, and letters in an order, are the same letter for letter; None where both are maths."""
+    bodies = quantity(truth).body, quantity(answer).body
+    if not any(map(_in_letters, bodies)):
+        return None
+    wanted, given = (PRODUCT.sub("", IN_WORDS.sub(r"\1", body)) for body in bodies)
+    if {*wanted, *given} <= {*"xyz"}:
+        return sorted(wanted) == sorted(given)
+    return wanted == given or (wanted.casefold() == given.casefold() and all(map(WORDY.search, bodies)))
+
+
+def _in_letters(text: str) -> bool:
+    """Whether the text is words or letters in an order, and not a list of them."""
+    if "," in text or ";" in text:
+        return False
+    alone = len(_as_words(text)) > 1 and LETTERS_ALONE.fullmatch(IN_WORDS.sub(r"\1", text))
+    return bool(alone or SEQUENCE.fullmatch(text) or LABEL.fullmatch(text) or WORDY.search(text))
 
 
 def _says_more(truth: str, answer: str) -> bool:
-    """Whether the answer denies or compares where the truth does not: math-verify reads over such signs."""
+    """Whether the answer denies or compares where the truth does not: the parser reads over such signs."""
     if not set(MORE.findall(answer)) <= set(MORE.findall(truth)):
         return True
     is_a_set = truth[:1] in ("(", "[", "{") or truth.startswith(r"\{") or UNION.search(truth)
     return bool(ORDER.search(answer) and not ORDER.search(truth) and not is_a_set)
 
 
-def _without_name(truth: str, answer: str) -> tuple[str, str]:
+def _without_name(truth: str, answer: str, tolerance: Fraction, depth: int) -> tuple[str, str]:
     """Both without the `x =` that only one of them has, or that both have alike."""
+    truth, answer = _by_names(truth), _by_names(answer)
     wanted, given = ASSIGNED.match(truth), ASSIGNED.match(answer)
-    if wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", ""):
+    if any(len(_at_commas(text)) > 1 for text in (truth, answer)) or _names_differ(wanted, given):
         return truth, answer
-    if wanted and (given or not RELATION.search(answer)):
+    if wanted and (given or not RELATION.search(answer)) and _in_their_order(wanted[1]):
         truth = truth[wanted.end() :]
-    if given and (wanted or not RELATION.search(truth)):
+    if given and (wanted or not RELATION.search(truth)) and _in_their_order(given[1]):
         answer = answer[given.end() :]
         if "," not in answer and not wanted:
-            answer = answer.rpartition("=")[2].strip()
+            answer = _result(answer, tolerance, depth, named=True)
     elif "=" in answer and "," not in answer and not RELATION.search(truth):
-        # A calculation that ends in its result.
-        answer = answer.rpartition("=")[2].strip()
+        answer = _result(answer, tolerance, depth)
     return truth, answer
+
+
+def _names_differ(wanted: re.Match[str] | None, given: re.Match[str] | None) -> bool:
+    return bool(wanted and given and wanted[1].replace(" ", "") != given[1].replace(" ", ""))
+
+
+def _by_names(text: str) -> str:
+    """`(y,x) = (2,1)` as `y=2, x=1`; anything else as it is."""
+    match = NAMED_TUPLE.match(text)
+    if match is None or not one_bracket(text[match.end() :], OPENING, CLOSING):
+        return text
+    names, values = _at_commas(match[1].strip("() ")), _at_commas(text[match.end() + 1 : -1])
+    if len(names) != len(values):
+        return text
+    return ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+
+
+def _in_their_order(names: str) -> bool:
+    """Whether a tuple of names is `(x,y)` and not `(y,x)`; a single name is."""
+    listed = [name.strip() for name in names.strip("()").split(",")]
+    return not names.startswith("(") or listed == sorted(listed)
+
+
+def _result(answer: str, tolerance: Fraction, depth: int, *, named: bool = False) -> str:
+    """Return the last value of a calculation (`2 + 3 = 5`) or of a statement (`x + y = 5`). Return the answer
+    as it is where a value before the last is another one, and for an equation in one unknown (`|x| = 5`) that
+    does not follow a name as in `A = r^2 = 9`."""
+    *before, last = (part.strip() for part in answer.split("="))
+    value, decimals = number(quantity(last).body), DECIMALS.search(last)
+    if value and decimals:
+        # The last value may be rounded.
+        tolerance = max(tolerance, Fraction(1, 2 * 10 ** len(decimals[1])) / abs(value))
+    for part in filter(None, before):
+        letters = {letter for letter in LETTER.findall(part) if UNKNOWN.fullmatch(letter)}
+        if letters <= {"e", "i"}:
+            if not same(last, part, tolerance, depth):
+                return answer
+        elif (
+            len(letters) == 1
+            and not named
+            and not SAID_OF.fullmatch(part)
+            and not FUNCTION_OR_MARK.search(part)
+        ):
+            return answer
+    return last
 
 
 def _quantities(truth: Quantity, answer: Quantity, tolerance: Fraction) -> bool | None:
@@ -308,61 +243,101 @@ def _based(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 def _matrices(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
     wanted, given = _cells(truth), _cells(answer)
     if wanted is None or given is None:
-        return None if wanted is given else False
-    if [len(row) for row in wanted] != [len(row) for row in given]:
+        alone, other = wanted or given, answer if given is None else truth
+        if alone is None or alone[0] == "determinant" or MATRIX_INSIDE.search(other):
+            return None
+        # A vector may be written as a point.
+        cells = [cell for row in alone[1] for cell in row]
+        line = alone[0] == "" and 1 < len(cells) == max(len(alone[1]), len(alone[1][0]))
+        point = _split(other) if line else None
+        return (
+            point is not None
+            and (point.opening, point.closing) == ("(", ")")
+            and (
+                len(point.items) == len(cells)
+                and all(
+                    same(left, right, tolerance, depth)
+                    for left, right in zip(cells, point.items, strict=True)
+                )
+            )
+        )
+    if wanted[0] != given[0] or [len(row) for row in wanted[1]] != [len(row) for row in given[1]]:
         return False
-    rows = zip(wanted, given, strict=True)
+    rows = zip(wanted[1], given[1], strict=True)
     return all(same(left, right, tolerance, depth) for row in rows for left, right in zip(*row, strict=True))
 
 
-def _cells(text: str) -> list[list[str]] | None:
+def _cells(text: str) -> tuple[str, list[list[str]]] | None:
+    """The kind of a matrix (with round or square brackets it is none of its own), and its cells."""
     match = MATRIX.fullmatch(text.strip())
-    if match is None:
+    if match is None or r"\begin" in match[4]:
         return None
-    rows = [row.strip() for row in match[2].split(r"\\")]
+    opening, environment, columns, body, _ = match.groups()
+    kind = MATRIX_KINDS.get(environment[0], BRACKET_KINDS[opening]) + ("|" if "|" in (columns or "") else "")
+    rows = [row.strip() for row in body.split(r"\\")]
     cells = [[cell.strip() for cell in row.split("&")] for row in rows if row]
-    return cells if sum(map(len, cells)) <= MOST_PARTS else None
+    return (kind, cells) if sum(map(len, cells)) <= MOST_PARTS else None
 
 
-def _unions(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
-    wanted, given = _pieces(truth), _pieces(answer)
-    if (wanted, given) == ([truth.strip()], [answer.strip()]):
-        return None
-    if _matched(wanted, given, tolerance, depth):
-        return True
-    return None
+class Region(NamedTuple):
+    """Numbers that a relation, an interval, a union or a set builder allows."""
+
+    unknown: str
+    """The unknown that it is said of; empty where none is named."""
+    pieces: list[str]
 
 
-def _pieces(text: str) -> list[str]:
-    """The intervals that a union, or inequalities parted by commas, are made of."""
+def _region(text: str) -> Region | None:
+    """The region that a text names; None where it has neither unknown nor union."""
+    text = text.strip()
+    if match := BUILDER.fullmatch(text):
+        unknown, rest = match[1], match[3].strip()
+        inner = _region(rest)
+        return inner if inner and inner.unknown == unknown else None
+    if match := PUNCTURED.fullmatch(text):
+        gaps = _at_commas(match[1])
+        return Region("", [piece for gap in gaps for piece in _interval(rf"x\ne {gap}")[1]])
+    if match := MEMBER.fullmatch(text):
+        return Region(match[1], [piece.strip() for piece in UNION.split(match[2])])
     if UNION.search(text):
-        return [piece.strip() for piece in UNION.split(text)]
-    return [_interval(piece) for piece in (_at_commas(text) if RELATION.search(text) else [text])]
+        return Region("", [piece.strip() for piece in UNION.split(text)])
+    if not ORDER.search(text) and r"\ne" not in text:
+        return Region("", [text]) if text[0] in "([" and text[-1] in ")]" else None
+    found = [_interval(piece) for piece in _at_commas(text)]
+    unknowns = {unknown for unknown, _ in found}
+    pieces = [piece for _, intervals in found for piece in intervals]
+    return Region(unknowns.pop(), pieces) if len(unknowns) == 1 and all(pieces) else None
 
 
-def _interval(text: str) -> str:
-    """`x > 3` as `(3,\\infty)`, `1 < x \\le 2` as `(1,2]`; anything else as it is."""
-    signs = ORDER.findall(text)
-    sides = [side.strip() for side in ORDER.split(text)]
-    if len(signs) == 2 and _is_unknown(sides[1]) and all(map(BOUND.fullmatch, (sides[0], sides[2]))):
-        first, second = signs
-        if {first, second} <= {"<", r"\le", r"\lt"}:
-            opening, ending = "[" if first in NOT_STRICT else "(", "]" if second in NOT_STRICT else ")"
-            return f"{opening}{sides[0]},{sides[2]}{ending}"
+def _same_region(wanted: Region, given: Region, tolerance: Fraction, depth: int) -> bool:
+    names = {name for name in (wanted.unknown, given.unknown) if name}
+    plain = not names and len(wanted.pieces) == len(given.pieces) == 1
+    return not plain and len(names) < 2 and _matched(wanted.pieces, given.pieces, tolerance, depth)
+
+
+def _interval(text: str) -> tuple[str, list[str]]:
+    """Return the unknown and the intervals of a relation: `x > 3` is `(3,\\infty)`, `1 < x \\le 2` is
+    `(1,2]`. Both are empty where the text is no such relation."""
+    signs = RELATION.findall(text)
+    sides = [side.strip() for side in RELATION.split(text)]
+    if len(signs) == 2 and UNKNOWN.fullmatch(sides[1]) and all(map(BOUND.fullmatch, (sides[0], sides[2]))):
+        if {*signs} <= {">", r"\ge", r"\gt"}:
+            signs, sides = [FLIPPED[sign] for sign in reversed(signs)], sides[::-1]
+        if {*signs} <= {"<", r"\le", r"\lt"}:
+            opening, ending = "[" if signs[0] in NOT_STRICT else "(", "]" if signs[1] in NOT_STRICT else ")"
+            return sides[1], [f"{opening}{sides[0]},{sides[2]}{ending}"]
     if len(signs) != 1:
-        return text
+        return "", [""]
     (relation,), (left, right) = signs, sides
-    if _is_unknown(right):
-        relation, left, right = FLIPPED[relation], right, left
-    if not _is_unknown(left) or not BOUND.fullmatch(right):
-        return text
+    if UNKNOWN.fullmatch(right):
+        relation, left, right = FLIPPED.get(relation, relation), right, left
+    if not UNKNOWN.fullmatch(left) or not BOUND.fullmatch(right) or relation in ("=", r"\in"):
+        return "", [""]
+    if relation == r"\ne":
+        return left, [rf"(-\infty,{right})", rf"({right},\infty)"]
     if relation in ("<", r"\le", r"\lt"):
-        return rf"(-\infty,{right}{']' if relation in NOT_STRICT else ')'}"
-    return rf"{'[' if relation in NOT_STRICT else '('}{right},\infty)"
-
-
-def _is_unknown(text: str) -> bool:
-    return len(text) == 1 and "a" <= text <= "z"
+        return left, [rf"(-\infty,{right}{']' if relation in NOT_STRICT else ')'}"]
+    return left, [rf"{'[' if relation in NOT_STRICT else '('}{right},\infty)"]
 
 
 def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
@@ -380,6 +355,10 @@ def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
         )
     if max(len(wanted.items), len(given.items)) > MOST_PARTS or len(wanted.items) != len(given.items):
         return False
+    if wanted.names and given.names and {*wanted.names} != {*given.names}:
+        return False
+    if wanted.names or given.names:
+        wanted, given = _in_order(wanted, given), _in_order(given, wanted)
     unordered = {"", r"\{"}
     if wanted.opening in unordered and given.opening in unordered:
         return _matched(wanted.items, given.items, tolerance, depth)
@@ -390,6 +369,21 @@ def _parts(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
     return all(
         same(left, right, tolerance, depth) for left, right in zip(wanted.items, given.items, strict=True)
     )
+
+
+def _in_order(parts: Bracketed, others: Bracketed) -> Bracketed:
+    """Return parts with names as a point in the order of the names (Greek ones as written), and a bare list
+    that is compared with them as a point too. `x_1` and `x_2` are solutions in any order, unless a point is
+    wanted."""
+    several = len({name.partition("_")[0] for name in parts.names or others.names}) == 1
+    if not parts.names:
+        return parts if parts.opening or several else parts._replace(opening="(", closing=")")
+    if several and others.opening != "(" and not others.names:
+        return parts
+    items = list(zip(parts.names, parts.items, strict=True))
+    if not any(name.startswith("\\") for name in parts.names):
+        items.sort()
+    return Bracketed("(", ")", [item for _, item in items])
 
 
 def _matched(wanted: list[str], given: list[str], tolerance: Fraction, depth: int) -> bool:
@@ -415,13 +409,18 @@ def _split(text: str) -> Bracketed | None:
     items = [item for part in _at_commas(inner) for item in _both_signs(part)]
     if len(items) < 2 and opening not in (r"\{", "["):
         return None
-    return Bracketed(opening, ending, [_unnamed(item) for item in items])
+    named = [_part(item) for item in items]
+    names = tuple(name for name, _ in named)
+    different = all(names) and len({*names}) == len(names) and opening in ("", "(")
+    return Bracketed(opening, ending, [value for _, value in named], names if different else ())
 
 
-def _unnamed(item: str) -> str:
-    """`x = 1` as one of several solutions is 1."""
+def _part(item: str) -> tuple[str, str]:
+    """The name and the value of one of several solutions: `x = 1` is 1."""
     match = ASSIGNED.match(item)
-    return item[match.end() :].strip() if match else item.strip()
+    if match is None or not _in_their_order(match[1]):
+        return "", item.strip()
+    return match[1].replace(" ", ""), item[match.end() :].strip()
 
 
 def _both_signs(text: str) -> list[str]:
@@ -446,11 +445,14 @@ def _at_commas(text: str) -> list[str]:
 def _as_words(text: str) -> str:
     """The letters of an answer in words, without case; nothing for what is maths."""
     words = IN_WORDS.sub(r"\1", text).strip()
-    bare = words.strip("() .").casefold()
+    bare = words.strip("() .")
+    if max(map(len, bare.split()), default=0) > 1:
+        bare = bare.casefold()
     if "\\" in words or any(character in words for character in "^_=+*/<>") or not LETTERS.search(bare):
         return ""
     if any(character.isdigit() for character in bare):
         return ""
-    if len(bare) == 1 or IN_WORDS.search(text) or all(len(word) > 1 for word in bare.split()):
+    lengths = {min(len(word), 2) for word in bare.split()}
+    if IN_WORDS.search(text) or len(lengths) == 1:
         return " ".join(bare.split())
     return ""

@@ -13,10 +13,11 @@ from functools import partial
 
 from pydantic import Field
 
+from areal_async.answers import spoken
 from areal_async.config.base import Section
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import TooCostly, verifier, within
-from reward_service.verifiers.answers import BOX, Where, after_thinking, answer_of, closing, last_match
+from reward_service.verifiers.answers import BOX, Where, accepted, answer_of, closing, last_match
 from reward_service.verifiers.equality import preload, same
 from reward_service.verifiers.writing import last_maths, said_maths, tidy
 
@@ -34,21 +35,21 @@ class MathArguments(Section):
     reward's `timeout_s`, past which the whole call is a timeout."""
 
 
-@verifier(MathArguments, prepare=lambda _: preload())
+@verifier(MathArguments, prepare=lambda _: preload(), needs_truth=True)
 def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
     """1 when the answer is right, else 0. Component `answered`: 1 when there was an answer at all. Component
     `too_costly`: 1, and there only when so, for an answer that was not compared with every ground truth,
     since that would take more than `budget_s` seconds of CPU time or more room than a number should.
 
     A ground truth that is a list holds several texts of which any is right. Raises ValueError for an empty
-    one: the task is wrong, not the model."""
+    one, and for one that is neither text nor number: the task is wrong, not the model."""
     stated = given.ground_truth if isinstance(given.ground_truth, list) else [given.ground_truth]
-    truths = [tidy(str(truth)) for truth in stated if truth is not None]
+    truths = [tidy(text) for truth in stated for text in accepted(truth)]
     if not truths:
         return Abstain("the task has no ground truth")
     if not all(truths):
         raise ValueError("the ground truth is empty: give the answer as a text")
-    answer = find(given.response, arguments.where)
+    answer = find(given.spoken, arguments.where)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
     costly = False
@@ -64,15 +65,14 @@ def math(given: RewardInput, arguments: MathArguments) -> Score | Abstain:
 
 def find(response: str, where: Where = "any") -> str | None:
     """The answer in a response, tidied; None when there is none."""
-    tail = response[-LAST_CHARACTERS:]
-    spoken = after_thinking(tail)
-    if _cut_off(spoken):
+    tail = spoken(response)[-LAST_CHARACTERS:]
+    if _cut_off(tail):
         return None
     marked = answer_of(tail, "marked" if where == "any" else where)
     if marked is not None and where in ("any", "marked", "said") and marked == answer_of(tail, "said"):
         marked = said_maths(marked)
     if marked is None and where == "any":
-        marked = last_maths(spoken) or answer_of(tail, "last_line")
+        marked = last_maths(tail) or answer_of(tail, "last_line")
     if marked is None or not 0 < len(marked) <= LONGEST_ANSWER:
         return None
     return tidy(marked) or None

@@ -1,27 +1,51 @@
-"""Runs a program against the cases of its task, in a sandbox and within a budget of time."""
+"""Runs a program against the cases of its task, in a sandbox and within a budget of time.
+
+Limits of the program (CPU and time of a case, `budget_s`, memory, output) make it wrong. They count what it
+does itself: not making jails, and not waiting for a processor while the machine is busy. The deadline of the
+call is ours, so where that ends a run there is no score (`Overloaded`).
+"""
 
 from __future__ import annotations
 
+import ast
+import decimal
 import functools
 import json
-import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from pydantic import Field
 
 from areal_async.config.base import Section
-from reward_service.sandbox import Program, RunLimits, RunOutcome, Sandbox, SandboxError
+from areal_async.config.reward import FolderOrName
+from reward_service.sandbox import (
+    CompilerMissing,
+    Overloaded,
+    Program,
+    RunLimits,
+    RunOutcome,
+    Sandbox,
+    SandboxError,
+)
 from reward_service.sandbox.harness import START, files_of
 from reward_service.sandbox.harness.plain import encode
 from reward_service.sandbox.languages import HARNESS_PYTHON
 from reward_service.sandbox.program import Level
-from reward_service.sdk import RewardLoadError
+from reward_service.sdk import RewardLoadError, time_left_s
+from reward_service.verifiers import TaskAtFault
 from reward_service.verifiers.cases import CallCase, Cases, StdioCase, marked
 
 LEAST_RUN_S = 0.05  # A run with less time than this left is not begun
+GRACE_S = 1.0  # Time before the deadline of the call in which a run is ended and its verdict sent
+ENVIRONMENT_FIX = "name an `environment` that has it in reward.args"
+MOST_TOGETHER = 32  # Cases in one jail
+OUTPUT_KB = 256
+LONGEST_S = 3600.0  # By the clock, where nothing ends the call
+OUT_OF_TIME = ("timeout", "cpu")
+ANSWER_BYTES = 512  # Most that the tests' side prints about one test
 
 Compare = Literal["tokens", "lines", "exact"]
 
@@ -33,16 +57,20 @@ class SandboxArguments(Section):
     """`isolated` (docs/sandbox.md): the job is refused where programs cannot be isolated. `none`: they are
     plain child processes of the service, free to do what it may: no protection."""
     cpu_s: float = Field(default=2.0, gt=0)
-    """CPU time of one run, in seconds."""
+    """CPU time of one case, in seconds."""
     wall_s: float = Field(default=5.0, gt=0)
-    """Time of one run by the clock, in seconds."""
+    """Time of one case, in seconds, without the time that the program waited for a processor."""
     memory_mb: int = Field(default=256, ge=16, le=1 << 24)
     """Memory of all processes of one run."""
+    environment: FolderOrName = ""
+    """Python of programs and tests: a virtual environment, or an interpreter. Its packages can be imported.
+    Empty: the standard library, and numpy where it is installed beside this project."""
     processes: int = Field(default=16, ge=2, le=65_536)
     """Processes and threads of one run."""
     budget_s: float = Field(default=8.0, gt=0)
-    """Time for compiling and all runs of one episode, in seconds. What has not run by then has failed. It has
-    to end before the reward's `timeout_s`, past which the whole call is a timeout."""
+    """Time that compiling and all cases of one response may take, in seconds, counted as `wall_s` and at
+    least the CPU time. Cases that have not run by then have failed. If the reward's `timeout_s` comes first,
+    because the machine was busy or there are many cases, the verdict is the error `overloaded`."""
 
     @staticmethod
     def programs_isolated(arguments: Mapping[str, Any]) -> bool:
@@ -57,6 +85,9 @@ class Result(msgspec.Struct):
     """One for each case; false for those that were not run."""
     compiled: bool = True
     out_of_time: bool = False
+    spent_s: float = 0.0
+    missing: str = ""
+    """A module that the program imports and its environment does not have."""
     level: str = ""
 
     @property
@@ -71,11 +102,49 @@ def runner(level: Level) -> Sandbox:
 
 
 def prepare_runner(arguments: SandboxArguments) -> None:
-    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none."""
+    """Have the sandbox ready before the first call. Raises RewardLoadError where there is none, or no such
+    environment."""
     try:
-        runner(arguments.sandbox)
-    except SandboxError as error:
+        runner(arguments.sandbox).check_environment(arguments.environment)
+    except (SandboxError, CompilerMissing) as error:
         raise RewardLoadError(f"programs cannot be run: {error}") from None
+
+
+class Budget:
+    """Time that a program may still take: by its own doing, and by the clock."""
+
+    def __init__(self, arguments: SandboxArguments, cases: int) -> None:
+        self._arguments, self._cases = arguments, cases
+        self.environment = arguments.environment
+        self.left_s = arguments.budget_s
+        self._ends_s = time.monotonic() + min(time_left_s() - GRACE_S, LONGEST_S)
+
+    def limits(self, run: int, *, cases: int = 1, output_bytes: int = 0) -> RunLimits:
+        """Return the limits of a run of `cases` cases together, the first of which has the number `run`, that
+        prints so much when it is right. Raises Overloaded where the deadline of the call has come."""
+        arguments, clock_s = self._arguments, self._ends_s - time.monotonic()
+        if clock_s < LEAST_RUN_S:
+            raise self.overloaded(run)
+        return RunLimits(
+            wall_s=min(arguments.wall_s * cases, self.left_s),
+            cpu_s=min(arguments.cpu_s * cases, self.left_s),
+            clock_s=clock_s,
+            memory_mb=arguments.memory_mb,
+            processes=arguments.processes,
+            output_kb=OUTPUT_KB + (2 * output_bytes >> 10),
+        )
+
+    def overloaded(self, run: int) -> Overloaded:
+        spent_s = self._arguments.budget_s - self.left_s
+        return Overloaded(
+            f"the deadline of the call came after {run} of {self._cases} cases, for which the program itself "
+            f"had taken {spent_s:.1f} s: the machine is busy, or there are too many cases. Raise "
+            "reward.timeout_s, lower reward.workers or set max_cases"
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_s < LEAST_RUN_S
 
 
 def run_cases(
@@ -88,67 +157,63 @@ def run_cases(
     compare: Compare = "tokens",
     tolerance: float = 1e-6,
 ) -> Result:
-    """All cases, or until the first that fails unless `partial`. Raises SandboxError, CompilerMissing, and
-    ValueError for tests that fail or end before they have asked anything of the program."""
+    """All cases, or until the first that fails unless `partial`. Raises SandboxError (Overloaded where the
+    deadline of the call came first), CompilerMissing, and ValueError for tests that fail or end before they
+    have asked anything of the program."""
     sandbox = runner(arguments.sandbox)
-    deadline_s = time.monotonic() + arguments.budget_s
+    tests = len(cases.calls) + len(cases.codes)
+    budget = Budget(arguments, len(cases.stdio) + tests)
     result = Result([], level=sandbox.level)
+    outcomes = _outcomes(sandbox, source, language, cases.stdio, budget)
     for case in cases.stdio:
-        left_s = deadline_s - time.monotonic()
-        result.out_of_time = result.out_of_time or left_s < LEAST_RUN_S
+        result.out_of_time = result.out_of_time or budget.is_over
         if result.out_of_time or not result.compiled or not (partial or all(result.passed)):
             result.passed.append(False)
             continue
-        outcome, cut_off = _run_stdio(sandbox, source, language, case, arguments, left_s)
+        outcome = next(outcomes)
+        budget.left_s -= outcome.spent_ms / 1000
         right = outcome.ok and same_output(outcome.stdout, case.stdout, compare=compare, tolerance=tolerance)
         result.passed.append(right)
         result.compiled = outcome.kind != "compile"
-        result.out_of_time = cut_off
-    if cases.calls or cases.codes:
+        if outcome.kind == "exit":
+            result.missing = result.missing or missing_module(outcome.stderr.decode("utf-8", "replace"))
+        result.out_of_time = outcome.kind in OUT_OF_TIME and budget.is_over
+    if tests:
         if language != "python":
             raise SandboxError(f"tests of functions are run in Python; the program is in {language}")
         if partial or all(result.passed):
-            left_s = max(LEAST_RUN_S, deadline_s - time.monotonic())
-            _run_tests(sandbox, source, cases, arguments, tolerance, left_s, result)
+            _run_tests(sandbox, source, cases, budget, tolerance, result)
         else:
-            result.passed += [False] * (len(cases.calls) + len(cases.codes))
+            result.passed += [False] * tests
+    result.spent_s = arguments.budget_s - budget.left_s
     return result
 
 
-def _limits(arguments: SandboxArguments, left_s: float) -> RunLimits:
-    return RunLimits(
-        wall_s=min(arguments.wall_s, left_s),
-        cpu_s=arguments.cpu_s,
-        memory_mb=arguments.memory_mb,
-        processes=arguments.processes,
-    )
-
-
-def _run_stdio(
-    sandbox: Sandbox, source: str, language: str, case: StdioCase, arguments: SandboxArguments, left_s: float
-) -> tuple[RunOutcome, bool]:
-    """(how the program ended, whether the time that was left is what ended it)."""
-    program = Program(
-        source=source,
-        language=language,
-        stdin=case.stdin.encode("utf-8", "replace"),
-        limits=_limits(arguments, left_s),
-        within_s=left_s,
-    )
-    began_s = time.monotonic()
-    outcome = sandbox.run(program)
-    spent_s = time.monotonic() - began_s
-    return outcome, outcome.kind == "timeout" and (left_s < arguments.wall_s or spent_s >= left_s)
+def _outcomes(
+    sandbox: Sandbox, source: str, language: str, cases: Sequence[StdioCase], budget: Budget
+) -> Iterator[RunOutcome]:
+    """Run the cases as they are asked for, ever more in one jail: making it costs more than a quick run, and
+    a wrong program shows at its first ones."""
+    done = 0
+    while done < len(cases):
+        together = cases[done : done + min(done + 1, MOST_TOGETHER)]
+        longest = max(len(case.stdout.encode("utf-8", "replace")) for case in together)
+        program = Program(
+            source=source,
+            language=language,
+            environment=budget.environment,
+            limits=budget.limits(done, output_bytes=longest),
+            within_s=budget.left_s,
+        )
+        for outcome in sandbox.run_each(program, [one.stdin.encode("utf-8", "replace") for one in together]):
+            if outcome.kind == "clock":
+                raise budget.overloaded(done)
+            done += 1
+            yield outcome
 
 
 def _run_tests(
-    sandbox: Sandbox,
-    source: str,
-    cases: Cases,
-    arguments: SandboxArguments,
-    tolerance: float,
-    left_s: float,
-    result: Result,
+    sandbox: Sandbox, source: str, cases: Cases, budget: Budget, tolerance: float, result: Result
 ) -> None:
     """Function tests: one run for all of them, the tests in a jail of their own."""
     tests = [_call(case) for case in cases.calls] + [{"code": _marked(one)} for one in cases.codes]
@@ -158,26 +223,36 @@ def _run_tests(
         "tests": tests,
         "tolerance": tolerance,
     }
-    limits = _limits(arguments, left_s)
+    limits = budget.limits(0, cases=len(tests), output_bytes=ANSWER_BYTES * len(tests))
 
-    def side(name: str, files: dict[str, bytes], stdin: bytes = b"") -> Program:
+    def side(name: str, files: dict[str, bytes], limits: RunLimits, stdin: bytes = b"") -> Program:
         return Program(
             source=START.format(side=name),
             language=HARNESS_PYTHON,
+            environment=budget.environment,
             files={**files, **files_of(name)},
             stdin=stdin,
             limits=limits,
         )
 
-    examined, _ = sandbox.run_pair(
-        side("examiner", {}, json.dumps(task).encode()),
-        side("candidate", {"solution.py": source.encode("utf-8", "replace")}),
+    # The tests wait for the program, which has a limit of its own for that.
+    patient = msgspec.structs.replace(limits, wall_s=limits.clock_s)
+    examined, tested = sandbox.run_pair(
+        side("examiner", {}, patient, json.dumps(task).encode()),
+        side("candidate", {"solution.py": source.encode("utf-8", "replace")}, limits),
     )
+    budget.left_s -= (tested.spent_ms + examined.cpu_ms) / 1000
+    if "clock" in (tested.kind, examined.kind):
+        raise budget.overloaded(0)
+    result.out_of_time = budget.is_over and (tested.kind in OUT_OF_TIME or examined.kind in OUT_OF_TIME)
     lines = answers(examined)
     if len(lines) == len(tests) and all(one.get("ready") and not one.get("asked") for one in lines):
         # They would have done the same to any program.
-        raise ValueError(f"the tests never called the program: {lines[0].get('why') or 'they are empty'}")
+        why = str(lines[0].get("why") or "they are empty")
+        fix = f": {ENVIRONMENT_FIX}" if missing_module(why) else ""
+        raise TaskAtFault(f"the tests never called the program: {why}{fix}")
     passed = [line.get("passed") is True for line in lines[: len(tests)]]
+    result.missing = next(filter(None, (missing_module(str(line.get("why"))) for line in lines)), "")
     result.passed += passed + [False] * (len(tests) - len(passed))
 
 
@@ -190,8 +265,51 @@ def _call(case: CallCase) -> dict[str, Any]:
         # JSON holds no references, so nothing is asked for one.
         encoded = {name: encode(getattr(case, name), lambda _, __: None) for name in ("args", "expected")}
     except TypeError as error:
-        raise ValueError(f"a case of {case.function!r} cannot be handed over: {error}") from error
+        raise TaskAtFault(f"a case of {case.function!r} cannot be handed over: {error}") from error
     return {"call": case.function, **encoded, "wrapped": case.wrapped}
+
+
+MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
+
+
+def missing_module(said: str) -> str:
+    """The module that a program could not import, by how it ended; empty if that was not the reason."""
+    found = MISSING.findall(said[-2000:])
+    return found[-1] if found else ""
+
+
+def modules_of(cases: Cases) -> set[str]:
+    """Modules that the tests import, by the first part of their names."""
+    found: set[str] = set()
+    for text in (*cases.setup, *cases.codes):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found
+
+
+LOOK_FOR = """
+import importlib.util, sys
+print(*(name for name in sys.stdin.read().split() if importlib.util.find_spec(name) is None))
+"""
+
+
+def modules_away(modules: Collection[str], arguments: SandboxArguments) -> list[str]:
+    """Return those modules that programs and tests cannot import. Raises SandboxError, CompilerMissing."""
+    program = Program(
+        source=LOOK_FOR,
+        environment=arguments.environment,
+        stdin="\n".join(sorted(modules)).encode(),
+        limits=RunLimits(wall_s=30.0, cpu_s=30.0),
+    )
+    outcome = runner(arguments.sandbox).run(program)
+    if not outcome.ok:
+        raise SandboxError(
+            f"the modules of {arguments.environment or 'Python'} are not known: {outcome.describe()}"
+        )
+    return outcome.stdout.decode().split()
 
 
 def answers(outcome: RunOutcome) -> list[dict[str, Any]]:
@@ -224,6 +342,10 @@ def same_output(got: bytes, expected: str, *, compare: Compare, tolerance: float
     )
 
 
+DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+WIDE = decimal.Context(prec=50, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+
+
 def _same_token(got: str, expected: str, tolerance: float) -> bool:
     """Whether they are equal, or numbers near each other where a decimal is expected: `3` is no `3.5`, and
     `7` no `7a`."""
@@ -231,11 +353,14 @@ def _same_token(got: str, expected: str, tolerance: float) -> bool:
         return True
     if "." not in expected and "e" not in expected.lower():
         return False
-    try:
-        one, two = float(got), float(expected)
-    except ValueError:
+    if not (DECIMAL.fullmatch(got) and DECIMAL.fullmatch(expected)):
         return False
-    return math.isclose(one, two, rel_tol=tolerance, abs_tol=tolerance)
+    try:
+        with decimal.localcontext(WIDE):  # no float holds 1e400, and none may take it for infinite
+            one, two = decimal.Decimal(got), decimal.Decimal(expected)
+            return abs(one - two) <= decimal.Decimal(tolerance) * max(decimal.Decimal(1), abs(one), abs(two))
+    except decimal.DecimalException:
+        return False
 
 
 def _lines(text: str) -> list[str]:

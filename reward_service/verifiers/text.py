@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from areal_async.config.base import Section
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import verifier
-from reward_service.verifiers.answers import Where, accepted, answer_of
+from reward_service.verifiers.answers import Where, accepted, answer_of, folded
 
 ARTICLES = frozenset(("a", "an", "the"))
 BUDGET_S = 2.0
@@ -47,7 +47,7 @@ def exact_match(given: RewardInput, arguments: ExactMatchArguments) -> float:
 
     Runs of white space count as one space, and none at either end. A ground truth that is no text is compared
     as Python writes it. No answer at `where` is wrong."""
-    answer = given.response if arguments.where is None else answer_of(given.response, arguments.where)
+    answer = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     if answer is None:
         return 0.0
     wanted = accepted(given.ground_truth) if arguments.any_of else [str(given.ground_truth)]
@@ -105,7 +105,7 @@ def regex(given: RewardInput, arguments: RegexArguments) -> float | Score | Abst
     pattern, group = arguments.pattern, arguments.group
     if given.ground_truth is None and (pattern is None or group is not None):
         return Abstain("the task has no ground truth")
-    text = given.response if arguments.where is None else answer_of(given.response, arguments.where)
+    text = given.response if arguments.where is None else answer_of(given.spoken, arguments.where)
     compiled = _compiled(str(given.ground_truth) if pattern is None else pattern)
     found = None
     if text is not None:
@@ -138,7 +138,7 @@ class FormatTagsArguments(Section):
     empty: bool = False
     """Whether a tag may hold nothing."""
     opened_by_prompt: bool = False
-    """Whether the prompt ends with the first tag."""
+    """Whether the prompt ends with the first tag. A prompt that is given shows it itself."""
     partial: bool = False
     """Whether the score is the share of the tags that are there."""
 
@@ -151,7 +151,8 @@ def format_tags(given: RewardInput, arguments: FormatTagsArguments) -> Score:
     By default the form is `<think>…</think> <answer>…</answer>`, as in DeepSeek-R1's format reward (2025).
     Tags may hold one another only if they are named so; none is looked for in what they hold."""
     tags = arguments.tags
-    text = f"<{tags[0]}>{given.response}" if arguments.opened_by_prompt else given.response
+    opened = arguments.opened_by_prompt or given.prompt.rstrip().endswith(f"<{tags[0]}>")
+    text = f"<{tags[0]}>{given.response}" if opened else given.response
     found = sum(_once(text, tag) for tag in tags) / len(tags)
     whole = found == 1 and _in_order(text, tags, outside=arguments.outside, empty=arguments.empty)
     return Score(found if arguments.partial else float(whole), {"tags": found})
@@ -181,9 +182,13 @@ def _in_order(text: str, tags: Sequence[str], *, outside: bool, empty: bool) -> 
 
 LETTERS = "ABCDEFGHIJ"
 DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
-DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b", re.I)
+DENIED = re.compile(r"(?:is|was)?\s*(?:n't|not|wrong|incorrect|false)\b|不|错|錯|非|誤|では", re.I)
+IN_WORD = "(?:[^\\W\u3040-\u9fff\uac00-\ud7af]|')"
+"""Part of a word with the letter of an option; Chinese, Japanese and Korean put no blank between words."""
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
 """Matches behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
+REASON = re.compile(r"[,;]?\s*+(?:\b(?:because|since)\b|因为|因為|由于).*", re.DOTALL | re.I)
+"""The reason behind a choice, which may name the others."""
 LONGEST = 2_000
 
 
@@ -199,24 +204,24 @@ def choice(given: RewardInput, arguments: ChoiceArguments) -> float:
     letters = arguments.letters
     options = _options(given.extra_info.get("choices"), letters)
     wanted = _wanted(given.ground_truth, options, letters)
-    stated = answer_of(given.response[-20_000:], "any")
+    stated = answer_of(given.spoken[-20_000:], "any")
     return float(stated is not None and chosen(stated, options, letters) == wanted)
 
 
 def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str | None:
     """The letter that a stated answer chooses; None for none, or for more than one."""
-    plain = DECORATION.sub(r"\1", stated[:LONGEST]).strip().strip("*$ ").strip()
+    plain = DECORATION.sub(r"\1", folded(stated[:LONGEST])).strip().strip("*$ ").strip()
     for letter, text in options.items():
         if _plain(plain) == _plain(text) != "":
             return letter
     named = re.compile(
-        rf"(?:option|choice)?\s*[*\"'(\[]*([{re.escape(letters)}])(?![\w'])[*\"')\].:,]*(.*)",
+        rf"(?:option|choice)?\s*[*\"'(\[]*([{re.escape(letters)}])(?!{IN_WORD})[*\"')\].:,]*(.*)",
         re.DOTALL | re.I,
     )
     match = named.fullmatch(plain)
     if match is None:
         return None
-    letter, rest = match[1].upper(), match[2].strip()
+    letter, rest = match[1].upper(), REASON.sub("", match[2]).strip()
     if match[1].islower() and rest:
         return None  # "a cat" is an article
     if (
@@ -230,7 +235,9 @@ def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str 
         return letter
     if DENIED.match(rest) or re.fullmatch(rf"[^\w]*[{re.escape(letters.lower())}][^\w]*", rest):
         return None
-    others = re.findall(rf"(?<![\w'])\(?([{re.escape(letters)}])\)?(?![\w'])(?!{IN_A_SENTENCE})", rest)
+    others = re.findall(
+        rf"(?<!{IN_WORD})\(?([{re.escape(letters)}])\)?(?!{IN_WORD})(?!{IN_A_SENTENCE})", rest
+    )
     return None if set(others) - {letter} or re.match(r"(?:or|and)\b|/", rest) else letter
 
 

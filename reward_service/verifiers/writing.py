@@ -7,27 +7,80 @@ Pure and linear in the text's length. Nothing is evaluated here.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
-from reward_service.verifiers.answers import boxes, closing, hedged, last_match
+from reward_service.verifiers.answers import boxed, closing, folded, hedged, last_match
 
 SIGNS = str.maketrans(
-    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ",
-     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ",
-     "±": r"\pm ", "°": r"^\circ ", "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
-     "¾": r"\frac{3}{4}", "²": "^2", "³": "^3", "，": ",", "\u00a0": " ", "\u2009": " ", "\u202f": " "}
+    {"–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+     "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "∶": ":", "√": r"\sqrt ", "∛": r"\sqrt[3] ",
+     "∜": r"\sqrt[4] ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+     "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": "=", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+     "∉": r"\notin ",
+     "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ ", "º": r"^\circ ", "′": "'",
+     "µ": r"\mu ", "Ø": r"\emptyset ", "℃": r"^\circ C", "℉": r"^\circ F", "∅": r"\emptyset ",
+     "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "⇒": r"\Rightarrow ", "≪": r"\ll ", "≫": r"\gg ",
+     "∼": r"\sim ", "∝": r"\propto ", "≡": r"\equiv ", "≅": r"\cong ", "∨": r"\lor ", "∧": r"\land ",
+     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
+     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
+     "…": r"\ldots ", "\u00a0": "~", "\u2006": "~", "\u2009": "~", "\u202f": "~"}
+    | {letter: rf"\{unicodedata.name(letter).split()[-1].lower()} " for letter in "αβγδεζηθικλμνξπρστυφχψω"}
 )  # fmt: skip
-REPLACED = [
-    (re.compile(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr)(?![a-zA-Z])\s*\.?"), ""),
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])"), " "),
-    (re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|split)\}"), " "),
-    (re.compile(r"\\(?:mathrm|textbf|textit|textrm|operatorname|mbox|mathsf|texttt)(?=\s*\{)"), r"\\text"),
+RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "₀₁₂₃₄₅₆₇₈₉₊₋₍₎"
+RAISED_OR_LOWERED = re.compile(rf"([{RAISED}]+)|([{LOWERED}]+)")
+VULGAR = re.compile("[¼½¾⅐-⅞↉]")
+FRACTION_SIGN = re.compile(r"(\d+)⁄(\d+)")
+FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|log|ln|exp"
+SHORT_UNIT = "[mgshltLNJWV]"
+NO_ANGLE, NO_COMMA = r"(?:(?!\\[lr]angle).)*+", r"(?:(?!\\[lr]angle)[^,])*+"
+ONE_SIGN = r"\d|[a-zA-Z]|\\(?:pi|theta|alpha|beta|lambda)(?![a-zA-Z])"
+REPLACED: list[tuple[re.Pattern[str], Any]] = [
+    (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?"), ""),
+    (re.compile(r"\\(?:[dtc]|nice|s)frac(?![a-zA-Z])"), r"\\frac"),
+    # What only lays out.
+    (re.compile(r"\A(\*\*|__|`)([^*_`]+)\1\Z"), r"\2"),
+    (re.compile(r"(?<=\S)\s*\\(?:blacksquare|square|Box|qed)\s*\Z"), ""),
+    (re.compile(r"\\(?:fcolorbox\s*\{[^{}]*\}|colorbox|(?:text)?color)\s*(?:\[\w*\])?\s*\{[^{}]*\}"), " "),
+    (re.compile(r"\\(?:[hv]space|(?:h|v)?phantom|label|tag)\*?\s*\{[^{}]*\}"), " "),
+    (re.compile(r"\\(?:emph|underline|uline|ensuremath|smash|mathop|mathord|mathstrut|strut|displaystyle|textstyle"
+                r"|scriptstyle|limits|nolimits|nonumber|notag|bfseries|itshape|bf|it|em|tiny|small|normalsize|large|Large"
+                r"|LARGE|huge|Huge|hfill)(?![a-zA-Z])"), " "),
+    (re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|gathered|split|equation\*?|center)\}"), " "),
+    (re.compile(r"\\(?:\\|cr)\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]|\\(?:cr|newline)(?![a-zA-Z])"), r"\\\\"),
+    (re.compile(r"\\hline(?![a-zA-Z])"), " "),
+    (re.compile(r"\\(?:mathrm|mathsf|mathtt|mathup|textbf|textit|textrm|textsf|textsl|textup|textnormal|texttt"
+                r"|operatorname\*?|mbox|hbox)(?=\s*\{)"), r"\\text"),
+    (re.compile(r"\{\s*\\(?:rm|sf|tt)(?![a-zA-Z])\s*([^{}]*)\}"), r"\\text{\1}"),
+    (re.compile(r"\\(?:rm|sf|tt)\s*(?=\{)"), r"\\text"),
+    (re.compile(r"(?<=[\d)}])\s*\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}"),
+     r" \\text{\1/\2}"),
+    (re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"), ""),
+    # Two vectors keep their order.
+    (re.compile(r"\\(?:overrightarrow|vec|mathbf|boldsymbol|bm|hat)\s*\{?([a-zA-Z])\}?(?=\s*\\times\s*"
+                r"\\(?:overrightarrow|vec|mathbf|boldsymbol|bm|hat)(?![a-zA-Z]))"), r"\\vec{\1}"),
+    (re.compile(r"(\\vec\{[a-zA-Z]\}\s*\\times\s*)\\(?:overrightarrow|vec|mathbf|boldsymbol|bm|hat)\s*\{?([a-zA-Z])\}?"),
+     r"\1\\vec{\2}"),
     (re.compile(r"\\(?:mathbf|mathit|boldsymbol|bm|mathnormal)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(?:text|mathbf|mathit|boldsymbol|bm|mathnormal)\s*(?=\{\s*\{)"), ""),
+    # Upright letters, functions and constants are themselves, but for the letter of a unit behind a value.
+    (re.compile(rf"\\text\s*\{{\s*({FUNCTIONS})\s*\}}"), r"\\\1 "),
+    (re.compile(r"\\text\s*\{\s*(\\[a-zA-Z]+)\s*\}"), r"\1 "),
+    (re.compile(r"(?<![\d)}/])\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
+    (re.compile(rf"\\text\s*\{{\s*((?!{SHORT_UNIT})[a-zA-Z])\s*\}}"), r" \1 "),
+    (re.compile(rf"\\text\s*\{{(?!{SHORT_UNIT}(?:/{SHORT_UNIT})?\}})((?:[\d+*/^=().-]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+)\}}"),
+     r"\1"),
     (re.compile(r"\\text\s*\{\s*([-+]?[\d.,/]+\s*\\?%?)\s*\}"), r"\1"),
+    (re.compile(r"\A\s*\\text\s*\{\s*([-+]?\\?\$?\d[^{}]*)\}\s*\Z"), r"\1"),
+    (re.compile(rf"(?<![\\a-zA-Z])({FUNCTIONS}|sqrt|pi|infty)(?![a-zA-Z])"), r"\\\1 "),
+    # Thousands.
+    (re.compile(r"\A[-+]?\d{1,3}(?:(?: \d{3})+|(?:'\d{3})+|(?:\.\d{3}){2,})\Z"),
+     lambda match: re.sub(r"[ '.]", ",", match[0])),
+    (re.compile(r"(?<=\d)(?:,|\{,\})(?:\\!)+\s*(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\!"), ""),
     (re.compile(r"(?<=\d)\{,\}(?=\d{3})"), ","),
     (re.compile(r"(?<=\d)(?:(?<!\\)\\[,:; ]|~)\s*(?=\d{3}(?!\d))"), ","),
@@ -40,16 +93,24 @@ REPLACED = [
     (re.compile(r"\\(?:approx|simeq|doteq)(?![a-zA-Z])"), "="),
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
+    # A point, and intervals with brackets that turn outwards.
+    (re.compile(rf"\\langle(?![a-zA-Z])({NO_COMMA},{NO_ANGLE})\\rangle(?![a-zA-Z])"), r"(\1)"),
+    (re.compile(r"(\A|\\cup|\\in|=)\s*\](?=[^\[\]()]*,)"), r"\1("),
+    (re.compile(r"(?<=.)\[(?=\s?(?:\Z|\\cup))"), ")"),
     (re.compile(r"\\(?:lbrace)(?![a-zA-Z])"), r"\\{"),
     (re.compile(r"\\(?:rbrace)(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"\\[lr]?vert(?![a-zA-Z])"), "|"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\^\s*\{?\s*\\degree\s*\}?|\\degree(?![a-zA-Z])"), r"^\\circ "),
     (re.compile(r"\\text\s*\{\s*(and|or)\s*\}|(?<![a-zA-Z])(and|or)(?![a-zA-Z])"), " , "),
     (re.compile(r",\s*,"), ","),
-    (re.compile(r"\\mathbb\s*\{?\s*R\s*\}?"), r"(-\\infty,\\infty)"),
+    (re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\(?:R|reals)(?![a-zA-Z])"), r"(-\\infty,\\infty)"),
     # x^10 means x to the tenth to everyone but TeX.
     (re.compile(r"\^(\d{2,})"), r"^{\1}"),
-    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\sqrt\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
+    (re.compile(rf"\\frac\s*({ONE_SIGN})"), r"\\frac{\1}"),
+    (re.compile(rf"(\\frac\s*\{{[^{{}}]*\}})\s*({ONE_SIGN})"), r"\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\[\d+\])?\s*(\d+|[a-zA-Z])"), r"\\sqrt\1{\2}"),
+    (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\^\s*\{?\s*\\prime(?![a-zA-Z])\s*\}?"), "'"),
 ]  # fmt: skip
 MOST_WRAPPINGS = 8  # Boxes in boxes and brackets around brackets that are taken off
 POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -57,6 +118,7 @@ IN_WORDS = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*)?({'|'.join(POWERS)})\b\s*
 HEDGE = re.compile(
     r"\A\s*(?:approximately|about|roughly|exactly|simply|just|equal to|\\approx|:)\s+", re.IGNORECASE
 )
+FULL_STOP = re.compile(r"(?<![.,;:])[.,;:]\Z")
 OVER = re.compile(r"\\over(?![a-zA-Z])")
 MATHS_SIGN = re.compile(r"\\.|\$\$?", re.DOTALL)
 CLOSED_BY = {"$$": "$$", r"\[": r"\]", r"\(": r"\)"}
@@ -70,21 +132,33 @@ BECAUSE = re.compile(r",? (?:because|since|as|so|which|when|where|after|for|give
 
 def tidy(text: str) -> str:
     """The maths in `text` in one way of writing, without the signs that show where it begins and ends."""
-    text = one_spaced(text)
-    held = boxes(text)
-    if held:
-        text = held[-1]
-        for _ in range(MOST_WRAPPINGS):
-            text = (boxes(text) or [text])[-1]
-    text = undollared(text).translate(SIGNS)
+    text = one_spaced(_in_ascii(text))
+    for _ in range(MOST_WRAPPINGS):
+        text = boxed(text) or text
+    text = undollared(text)
     for pattern, replacement in REPLACED:
         text = pattern.sub(replacement, text)
     text = one_spaced(IN_WORDS.sub(lambda match: rf"\times 10^{{{POWERS[match[1]]}}}", text))
     parts = OVER.split(text.removeprefix("{").removesuffix("}"))
     if len(parts) == 2 and not any(brace in part for part in parts for brace in "{}"):
         text = rf"\frac{{{parts[0].strip()}}}{{{parts[1].strip()}}}"
-    text = text.replace("**", "^").strip().strip("*").rstrip(".,;:").strip()
-    return unwrapped(text)
+    text = text.replace("**", "^").rstrip("\\ ").strip("* ")
+    return unwrapped(FULL_STOP.sub("", text).strip())
+
+
+def _in_ascii(text: str) -> str:
+    """The text with LaTeX for what Unicode has a sign for."""
+    if text.isascii():
+        return text
+    text = VULGAR.sub(lambda match: FRACTION_SIGN.sub(r"\\frac{\1}{\2}", _compatible(match[0])), text)
+    text = RAISED_OR_LOWERED.sub(
+        lambda match: f"{'^' if match[1] else '_'}{{{_compatible(match[0])}}}".replace("−", "-"), text
+    )
+    return folded(text.translate(SIGNS))
+
+
+def _compatible(signs: str) -> str:
+    return unicodedata.normalize("NFKC", signs)
 
 
 def one_spaced(text: str) -> str:
@@ -171,6 +245,7 @@ PLAIN = re.compile(rf"([-+]?)\s*(?:({WHOLE})(\.[0-9]*)?|(\.[0-9]+))(?:[eE]([-+]?
 POWER_OF_TEN = re.compile(
     r"\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,4})\s*\}|([-+]?[0-9]))"
 )
+BARE_POWER = re.compile(r"\A([-+]?)\s*(10\s*\^)")
 FRACTION = re.compile(r"([-+]?)\s*\\frac\s*\{\s*([-+]?[0-9.]+)\s*\}\s*\{\s*([-+]?[0-9.]+)\s*\}")
 SLASHED = re.compile(rf"([-+]?{WHOLE})\s*/\s*({WHOLE})")
 MIXED = re.compile(
@@ -179,7 +254,7 @@ MIXED = re.compile(
 REPEATING = re.compile(r"([-+]?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{([0-9]+)\}")
 RATIO = re.compile(r"([0-9]+)\s*:\s*([0-9]+)")
 BASED = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]{1,2})\}?")
-PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|percent\b)\s*\Z")
+PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|percent\b)\s*\Z")
 MONEY = re.compile(r"\A([-+]?)\s*(?:\\?\$|€|£|¥|\\pounds)\s*|\s*(?:\\\$|€|£|¥)\s*\Z")
 UNIT_IN_TEXT = re.compile(
     r"\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?([0-9])\}?)?\s*(?:/\s*\\text\s*\{([^{}]*)\})?\s*\Z"
@@ -187,8 +262,20 @@ UNIT_IN_TEXT = re.compile(
 UNIT_IN_WORDS = re.compile(r"(?<=[0-9)}])\s+([a-zA-Z][a-zA-Z./ ]*)(?:\^\s*\{?([0-9])\}?)?\s*\Z")
 DEGREES = re.compile(r"\s*\^\\circ\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))?\s*\Z")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-_NAMES = "sin cos tan cot sec csc log ln exp lim max min mod gcd lcm pi if for"
-NAMES_IN_MATHS = frozenset(_NAMES.split())
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau upsilon phi varphi chi psi omega"
+)
+GREEK = frozenset(_GREEK.split())
+_NAMES = (
+    "sin cos tan cot sec csc log ln exp lim max min mod gcd lcm pi if for infinity base squared cubed "
+    "factorial modulo negative imaginary inverse reciprocal root sqrt det dim deg rank undefined unknown"
+)
+NAMES_IN_MATHS = GREEK.union(_NAMES.split())
+SMALL_WORDS = frozenset(("a", "an", "the", "of", "in", "on", "at", "by", "per", "each"))
+VARIABLES = frozenset("abcdfgkmnxyz")
+NO_UNIT = ",;()=+*^\\或和及不非"
+THING = re.compile(r"(?=.*[aeiouyAEIOUY])(?=.*[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z])[a-zA-Z'’]{3,}")
 
 
 @dataclass(frozen=True)
@@ -206,8 +293,10 @@ BASE_UNITS = {
     "mass": {"mg": "1/1000", "g": "1", "kg": "1000", "t": "1000000", "lb": "45359237/100000",
              "oz": "45359237/1600000"},
     "volume": {"ml": "1/1000000", "cl": "1/100000", "l": "1/1000"},
-    "angle": {"degree": "1"}, "°C": {"°C": "1"}, "°F": {"°F": "1"},
-    "money": {"cent": "1/100", "dollar": "1"},
+    "angle": {"degree": "1"}, "arc": {"radian": "1"}, "°C": {"°C": "1"}, "°F": {"°F": "1"},
+    "money": {"cent": "1/100", "dollar": "1"}, "force": {"N": "1"}, "energy": {"J": "1", "kJ": "1000"},
+    "power": {"W": "1", "kW": "1000"}, "voltage": {"V": "1"}, "pressure": {"Pa": "1", "kPa": "1000"},
+    "frequency": {"Hz": "1", "kHz": "1000"}, "morning": {"a.m": "1"}, "evening": {"p.m": "1"},
 }  # fmt: skip
 
 
@@ -224,13 +313,18 @@ def _units() -> dict[str, MeasureUnit]:
 
 
 UNITS = _units()
+_DROPPED = "st nd rd th sq cu ha mol eV rpm mpg ppm yr pt px dB kWh kcal cal gal qt pct"
+DROPPED = frozenset(_DROPPED.split())
+"""Units and endings that are known but not converted."""
 LONG_NAMES = {
     "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "decimeter": "dm",
     "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "in": "inch", "inche": "inch",
     "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi", "millisecond": "ms", "second": "s", "sec": "s",
     "minute": "min", "hour": "h", "hr": "h", "milligram": "mg", "gram": "g", "kilogram": "kg", "tonne": "t",
     "pound": "lb", "ounce": "oz", "milliliter": "ml", "millilitre": "ml", "liter": "l", "litre": "l",
-    "mL": "ml", "L": "l", "deg": "degree",
+    "mL": "ml", "L": "l", "deg": "degree", "rad": "radian",
+    "am": "a.m", "pm": "p.m", "AM": "a.m", "PM": "p.m",
+    "newton": "N", "joule": "J", "watt": "W", "volt": "V", "pascal": "Pa", "hertz": "Hz",
 }  # fmt: skip
 
 
@@ -244,8 +338,14 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity:
-    """Part a tidied text into body, unit and percent sign. A currency sign is dropped: `$5` is 5."""
-    text = MONEY.sub(lambda match: match[1] or "", text).strip()
+    """Part a tidied text into body, unit and percent sign. `$5` is 5 dollars; other
+    currency signs are dropped."""
+    found = _measured(MONEY.sub(lambda match: match[1] or "", text).strip())
+    in_dollars = "$" in text and MONEY.search(text) and not (found.unit and found.unit.kind)
+    return replace(found, unit=UNITS["dollar"]) if in_dollars else found
+
+
+def _measured(text: str) -> Quantity:
     if match := PERCENT.search(text):
         return Quantity(text[: match.start()].rstrip("\\").strip(), percent=True)
     if (match := DEGREES.search(text)) and not TRIGONOMETRIC.search(text):
@@ -256,19 +356,30 @@ def quantity(text: str) -> Quantity:
     if match and match.start() > 0 and _names_a_unit(match[1]):
         per = f"/{match[3].strip()}" if match[3] else ""
         return Quantity(text[: match.start()].strip(), unit_of(match[1] + per, match[2]))
-    if match := UNIT_IN_WORDS.search(text):
-        words = match[1].split()
-        known = unit_of(match[1], match[2])
-        if known.kind or (
-            all(len(word) > 2 for word in words) and not NAMES_IN_MATHS & set(words) and not hedged(match[1])
-        ):
-            return Quantity(text[: match.start()].strip(), known)
+    if (match := UNIT_IN_WORDS.search(text)) and _names_a_unit(match[1]):
+        return Quantity(text[: match.start()].strip(), unit_of(match[1], match[2]))
     return Quantity(text)
 
 
 def _names_a_unit(words: str) -> bool:
-    """Whether `words` can be a unit: no list, no count, no hint that another answer may be right."""
-    return not any(character.isdigit() or character in ",;()" for character in words) and not hedged(words)
+    """Whether `words` are units that we know, or name things. No other letters may be dropped: they are
+    variables, constants, a list, a count, or a hint that another answer may be right."""
+    if any(unicodedata.numeric(sign, None) is not None or sign in NO_UNIT for sign in words) or hedged(words):
+        return False
+    if unit_of(words).kind:
+        return True
+    parts = [part.strip(".") for part in re.split(r"[\s/-]+", words) if part.strip(".")]
+    named = [part for part in parts if part not in SMALL_WORDS]
+    return bool(named) and all(
+        _short(part) in UNITS or part.removesuffix("s") in DROPPED or _is_a_thing(part) for part in named
+    )
+
+
+def _is_a_thing(word: str) -> bool:
+    """Whether letters are a word of a language, and no product of variables as `abc`, `xyz` and `pqr`."""
+    spoken = THING.fullmatch(word) or not word.isascii()
+    product = len(word) <= 4 and {*word} <= VARIABLES
+    return bool(spoken) and not product and word.lower() not in NAMES_IN_MATHS
 
 
 def unit_of(words: str, power: str | None = None) -> MeasureUnit:
@@ -292,7 +403,7 @@ def _short(word: str) -> str:
 
 def number(text: str) -> Fraction | None:
     """The value of a tidied text that is one number; None when it is anything else."""
-    text = text.strip()
+    text = BARE_POWER.sub(r"\g<1>1\\times \g<2>", text.strip())
     if not text or len(text) > LONGEST_NUMBER:
         return None
     try:

@@ -3,8 +3,9 @@
 Promises of an engine:
 
 - `generate` returns ids exactly as sampled, and for each the log-prob and the version (and trainer epoch)
-  of the weights that sampled it, as the engine itself knows them. Eos is among the ids; `text` is not cut
-  from the ids but decoded beside them, without special tokens and without a stop string.
+  of the weights that sampled it, as the engine itself knows them. The id that ended it
+  (`areal_async.answers.end_ids`) is among the ids; `text` is not cut from the ids but decoded beside them,
+  with special tokens but for ends and padding, and without a stop string.
 - `pause`, `load`, `resume` exchange the weights. A request in flight survives them: it is neither lost nor
   cut short. Work that can be done before (reading, verifying) is not part of the three.
 - A request that cannot be served raises `RequestError` and touches no other one. An engine that died raises
@@ -238,29 +239,11 @@ def check_sampling(sampling: Sampling) -> None:
             raise RequestError(f"sampling.{name} is {value!r}; it must be {rule}")
 
 
-# --- ids to text, and where a stop string begins -----------------------------------------------------
+# --- where a stop string begins ----------------------------------------------------------------------
 
 EXTRA_TOKENS = 8
 """Tokens looked at before the shortest run that can hold a stop string: some decode to no text, or to part
 of a character."""
-
-
-class Detokenizer:
-    """Decodes with a Hugging Face tokenizer, leaving special tokens out."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        clean = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        # The fast back end decodes a whole batch in one call; the wrapper around it only adds the clean-up.
-        self._backend = None if clean else backend
-
-    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        if not sequences:
-            return []
-        if self._backend is not None:
-            return list(self._backend.decode_batch(sequences, skip_special_tokens=True))
-        return [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in sequences]
 
 
 def stop_window(stop: Sequence[str]) -> int:

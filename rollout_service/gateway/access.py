@@ -308,6 +308,7 @@ class Gateway:
                         "the gateway died during a call: what of it the agent was sent is not known"
                     )
                     session.close()
+                session.interrupted(GatewayError("the gateway died, and was started again"))
             greeted.cancel()
             ended.cancel()
             await asyncio.gather(greeted, ended, return_exceptions=True)

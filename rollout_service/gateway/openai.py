@@ -204,7 +204,7 @@ class ChatCall:
             return None
         content = []
         for token, logprob in zip(choice.token_ids.tolist(), choice.logprobs.tolist(), strict=True):
-            shown = self._template.decode([token])
+            shown = self._template.raw([token])
             content.append(
                 {"token": shown, "logprob": logprob, "bytes": list(shown.encode()), "top_logprobs": []}
             )

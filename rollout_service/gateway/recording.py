@@ -132,6 +132,10 @@ class Session:
         for number in list(self.open):
             self.drop(number)
 
+    def interrupted(self, why: Exception) -> None:
+        """The gateway was away while the agent might have called: what it failed by is not its own fault."""
+        self._episode.trouble = self._episode.trouble or why
+
     def check_whole(self) -> None:
         """Raises `GatewayError` when an answer that the agent was sent may not be in the episode."""
         if self.broken is not None:
@@ -175,10 +179,8 @@ class Session:
         parent = gone_on_with[0] if gone_on_with else None
         request = self._episode.request(f"gateway-{number}", call.ids, call.samplings[index], policy, parent)
         call.requests[index] = request
-        engine = self._episode.engines[policy].engine
-        if not call.asked.stream:
-            return await engine.generate(request)
-        return await engine.generate(request, lambda ids: call.tell(index, ids))
+        tell = (lambda ids: call.tell(index, ids)) if call.asked.stream else None
+        return await self._episode.ask(policy, request, tell)
 
     def _samplings(self, asked: Sample) -> list[Sampling]:
         episode, number = self._episode, CALLS_FROM + self._record.requests

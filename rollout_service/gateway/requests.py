@@ -133,10 +133,10 @@ def load_json(text: str) -> Any:
     return value
 
 
-def decode_json(text: str) -> tuple[Any, int]:
-    """The value that `text` begins with, and where it ends. Raises `ValueError`."""
+def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
+    """Return the value that begins at `at`, and where it ends. Raises `ValueError`."""
     try:
-        value, end = _decoder.raw_decode(text)
+        value, end = _decoder.raw_decode(text, at)
     except RecursionError:
         raise too_deep() from None
     check_json(value)

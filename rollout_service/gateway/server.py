@@ -17,6 +17,7 @@ import socket
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_async.answers import end_ids
 from areal_async.config.rollout import GatewaySection
 from areal_async.errors import FaultError, PeerGone, RpcTimeout
 from areal_async.rpc.address import Address
@@ -64,7 +66,9 @@ class Front:
         self.section = GatewaySection.model_validate(setup.section)
         self._setup = setup
         self._templates = {
-            policy: ChatTemplate(tokenizer, self.section.tool_format)
+            policy: ChatTemplate(
+                tokenizer, self.section.tool_format, end_ids(tokenizer, Path(setup.models[policy].folder))
+            )
             for policy, tokenizer in tokenizers.items()
         }
         self._sessions: dict[bytes, dict[str, AgentCalls]] = {}

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_async.answers import opens_thought
 from areal_async.config.rollout import GatewaySection
 from areal_async.errors import WireError
 from areal_async.rpc.client import Client
@@ -43,8 +44,9 @@ from rollout_service.gateway.requests import (
     bad,
     unsupported,
 )
-from rollout_service.gateway.template import SampledText, StreamedText, canonical
-from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, parse
+from rollout_service.gateway.template import StreamedText, canonical
+from rollout_service.gateway.toolcalls import MARKERS, ParsedCall, aside, parse
+from rollout_service.workflows.turns import SampledText
 
 PIECES_WAIT_MS = 20_000
 WORKER_GRACE_S = 30.0  # For the worker's word beyond the deadline of a call
@@ -196,8 +198,8 @@ class AgentCalls:
         ends = np.cumsum([answer.units for answer in reply.answers])[:-1]
         ids = np.split(np.frombuffer(attachments[0], np.int32), ends)
         logprobs = np.split(np.frombuffer(attachments[1], np.float32), ends)
-        stop = sampling.stop
-        shown = [self._shown(asked, stop, *one) for one in zip(reply.answers, ids, logprobs, strict=True)]
+        opened, answers = opens_thought(plan.given.text), zip(reply.answers, ids, logprobs, strict=True)
+        shown = [await self._shown(asked, opened, *one) for one in answers]
         completion = CompletionResult(len(plan.ids), tuple(choice for choice, _ in shown))
         return GatewayCall(number, completion, plan, [said for _, said in shown])
 
@@ -223,22 +225,19 @@ class AgentCalls:
             changes["max_new_tokens"] = min(asked.max_tokens, job.max_new_tokens)
         return msgspec.structs.replace(job, **changes) if changes else job
 
-    def _shown(
+    async def _shown(
         self,
         asked: CompletionRequest,
-        stop: Sequence[str],
+        opened: bool,
         result: SampledAnswer,
         ids: Ids,
         logprobs: npt.NDArray[np.float32],
     ) -> tuple[SampledChoice, SampledText]:
-        """What the agent is told of an answer."""
+        """Return what the agent is told of an answer. `opened`: its prompt has opened a thought."""
         template = self.tree.template
-        end = template.end_of(ids, result.finish_reason)
-        body = template.body(ids[:-1] if end else ids)
         content, called = result.text, tuple[ParsedCall, ...]()
         if asked.parse_tools:
-            cut = min((at for one in stop if (at := body.find(one)) >= 0), default=None)
-            parsed = parse(body[:cut], template.format, asked.prompt.tools)
+            parsed = await aside(parse, content, template.format, asked.prompt.tools, opened=opened)
             if parsed.calls:
                 content, called = parsed.text if parsed.text.strip() else "", parsed.calls
         written = tuple((call.name, canonical(call.arguments)) for call in called)
@@ -246,7 +245,7 @@ class AgentCalls:
             ToolCall(f"call_{secrets.token_hex(12)}", name, arguments) for name, arguments in written
         )
         choice = SampledChoice(content, calls, result.finish_reason, ids, logprobs)
-        return choice, SampledText(template.decode(ids), content, written, end)
+        return choice, SampledText(template.raw(ids), content, written, template.end_of(ids))
 
     # --- a call that the agent was sent --------------------------------------------------------------
 

@@ -3,19 +3,26 @@
     hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>            Hermes, Qwen2.5, Qwen3
     xml       <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>   Qwen3-Coder
     mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                  Mistral
+              [TOOL_CALLS]NAME[ARGS]{…} for each call                         Mistral Small 3.2 and later
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
-Text of which one call is malformed is no tool call at all: the agent gets it as content, as the model wrote
-it. Nothing is corrected. Arguments that no reply could carry (`requests.load_json`) are malformed.
+Calls inside a thought are none (`areal_async/answers.py`). Text of which one call is malformed is no tool
+call at all: the agent gets it as content, as the model wrote it. Nothing is corrected: a call whose arguments
+stand under another key, or with a parameter that is not closed, is malformed. A tag that begins no call, and
+that is not closed before the next one, is a mention. Arguments that no reply could carry
+(`requests.load_json`) are malformed. Time is linear in the text.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from areal_async.answers import spoken_parts
 from rollout_service.gateway.requests import decode_json, load_json
 
 Format = Literal["hermes", "xml", "mistral", "llama", "none"]
@@ -38,7 +45,16 @@ class ParsedText:
 
 
 Tools = Sequence[dict[str, Any]]
-_Parser = Callable[[str, Tools], ParsedText | None]
+T = TypeVar("T")
+ASIDE_CHARS = 4096
+"""Longer texts are parsed in a thread; for a shorter one the switch takes longer than the parsing."""
+
+
+async def aside(parser: Callable[..., T], text: str, *given: Any, **named: Any) -> T:
+    """Return `parser(text, …)`; a long text does not hold up the event loop."""
+    if len(text) <= ASIDE_CHARS:
+        return parser(text, *given, **named)
+    return await asyncio.to_thread(parser, text, *given, **named)
 
 
 def format_of(chat_template: str) -> Format:
@@ -66,101 +82,276 @@ MARKERS: dict[Format, tuple[str, ...]] = {
 """Where a tool call begins: text from the first of these on is not streamed before it is complete."""
 
 
-def parse(text: str, family: Format, tools: Tools = ()) -> ParsedText:
-    """What the model said and which tools it called. `tools` give the types of `xml` parameters."""
-    parser = _PARSERS.get(family)
-    return (parser(text, tools) if parser else None) or ParsedText(text)
+def parse(text: str, family: Format, tools: Tools = (), *, opened: bool = False) -> ParsedText:
+    """Return what the model said and which tools it called. `tools` give the types of `xml` parameters;
+    `opened`: the prompt has opened a thought."""
+    if family == "none":
+        return ParsedText(text)
+    read = _READERS[family](ScannedText(text), tools)
+    found = outside_thoughts(text, MARKERS[family], read, opened=opened)
+    calls = [call for each in found for call in each.calls]
+    if not calls or any(each.problem for each in found):
+        return ParsedText(text)
+    return ParsedText(text[: found[0].start], tuple(calls))
 
 
-def _object(text: str, key: str) -> ParsedCall | None:
-    """A call as a JSON object with `name` and, under `key`, its arguments."""
+class Found(NamedTuple):
+    """The calls that begin at one place of a text; none of them, and no problem, where a tag is a mention."""
+
+    start: int
+    end: int
+    calls: Sequence[Any] = ()
+    problem: str = ""
+
+
+Reader = Callable[[int, int], Found]
+"""Reads what begins at a marker; the second place is where the part outside of thoughts begins."""
+
+
+def outside_thoughts(text: str, markers: Sequence[str], read: Reader, *, opened: bool = False) -> list[Found]:
+    """Return the calls, well formed or not, that stand outside of thoughts, in order."""
+    every: list[Found] = []
+
+    def skip(at: int, begin: int) -> int:
+        found = read(at, begin)
+        if found.calls or found.problem:
+            every.append(found)
+        return found.end
+
+    parts = spoken_parts(text, opened=opened, marks=markers, skip=skip)
+    starts = [start for start, _ in parts]
+
+    def said(found: Found) -> bool:
+        part = bisect_right(starts, found.start) - 1
+        return part >= 0 and found.start < parts[part][1]
+
+    return [found for found in every if said(found)]
+
+
+class ScannedText:
+    """A text that is searched from front to back, in linear time: a tag that was looked for is not looked for
+    again before the search has passed it, and after `MOST_FAILED` values that are no JSON none is read."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._known: dict[str, int] = {}
+        self._failed = 0
+
+    def find(self, tag: str, at: int) -> int:
+        """Return the first place of `tag` from `at` on, or the text's length."""
+        if (known := self._known.get(tag, -1)) < at:
+            place = self.text.find(tag, at)
+            known = self._known[tag] = place if place >= 0 else len(self.text)
+        return known
+
+    def decode(self, at: int) -> tuple[Any, int]:
+        """Return the JSON value behind blanks, and the place behind it and blanks. Raises `ValueError`."""
+        if self._failed > MOST_FAILED:
+            raise ValueError("too many calls are malformed")
+        try:
+            value, end = decode_json(self.text, self.past_blanks(at))
+        except ValueError:
+            self._failed += 1
+            raise
+        return value, self.past_blanks(end)
+
+    def past_blanks(self, at: int) -> int:
+        found = _BLANKS.match(self.text, at)
+        return found.end() if found else at
+
+
+_BLANKS = re.compile(r"\s*")
+MOST_FAILED = 64
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def json_block(source: ScannedText, at: int) -> tuple[Any, str, int]:
+    """Return the value of the `<tool_call>` block at `at`, what is wrong with it, and where it ends. Without
+    either it is a mention. A block that the text ends in need not be closed."""
+    text, body = source.text, at + len(OPEN)
+    begin, end = source.past_blanks(body), source.find(CLOSE, body)
+    if not text.startswith("{", begin) and end >= source.find(OPEN, body) and begin < len(text):
+        return None, "", body
     try:
-        value = load_json(text)
+        value, after = source.decode(begin)
+        closed = text.startswith(CLOSE, after)  # the first such tag may be text of an argument
+        if closed or after == len(text):
+            return value, "" if value is not None else "it is null", after + len(CLOSE) * closed
     except ValueError:
-        return None
-    return _called(value, key)
+        pass
+    if end == len(text):
+        return None, "it is not closed", body
+    problem = "there is something behind its value"
+    try:
+        load_json(text[body:end])
+    except ValueError as error:
+        problem = str(error)
+    return None, problem, end + len(CLOSE)
+
+
+BESIDE = frozenset({"name", "id", "type"})
+"""Keys that a call may have beside its arguments."""
 
 
 def _called(value: Any, key: str) -> ParsedCall | None:
+    """Return a call as a JSON object with `name` and, under `key`, its arguments; None for any other, such as
+    one that may have its arguments under another key."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    others = [value[each] for each in value.keys() - BESIDE - {key}]
+    if others and (key not in value or any(isinstance(each, dict) for each in others)):
         return None
     arguments = value.get(key, {})
     return ParsedCall(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+def _found(start: int, end: int, values: Sequence[Any], key: str) -> Found:
+    calls = [call for value in values if (call := _called(value, key)) is not None]
+    return Found(start, end, calls, "" if calls and len(calls) == len(values) else "a call is malformed")
 
 
-def _hermes(text: str, tools: Tools) -> ParsedText | None:
-    blocks = _BLOCK.findall(text)
-    calls = [_object(block, "arguments") for block in blocks]
-    whole = [call for call in calls if call is not None]
-    if not blocks or len(whole) < len(calls):
+def _hermes(source: ScannedText, tools: Tools) -> Reader:
+    def read(at: int, begin: int) -> Found:
+        value, problem, end = json_block(source, at)
+        if value is None:
+            return Found(at, end, problem=problem)
+        return _found(at, end, [value], "arguments")
+
+    return read
+
+
+FUNCTION = re.compile(r"<function=([^>\n]{1,256})>")
+PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>\n?")
+FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
+PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
+
+
+def _xml(source: ScannedText, tools: Tools) -> Reader:
+    text = source.text
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+
+    def read(at: int, begin: int) -> Found:
+        wrapped = text.startswith(OPEN, at)
+        place = source.past_blanks(at + len(OPEN)) if wrapped else at
+        function = FUNCTION.match(text, place)
+        if function is None:
+            return Found(at, at + 1)
+        name, values = function[1].strip(), dict[str, Any]()
+        schema, place = schemas.get(name, {}), source.past_blanks(function.end())
+        while (parameter := PARAMETER.match(text, place)) is not None:
+            key, end = parameter[1].strip(), source.find(PARAMETER_END, parameter.end())
+            if key in values or source.find(PARAMETER_BEGIN, parameter.end()) < end or end == len(text):
+                return Found(
+                    at, parameter.end(), problem=f"the parameter {key} is not closed, or given twice"
+                )
+            value = text[parameter.end() : end].removesuffix("\n")
+            values[key] = _typed(value, _inside(schema, "properties", key), schema)
+            place = source.past_blanks(end + len(PARAMETER_END))
+        if not text.startswith(FUNCTION_END, place):
+            if not values and source.find(FUNCTION_BEGIN, place) < source.find(FUNCTION_END, place):
+                return Found(at, function.end())
+            return Found(at, place, problem="there is something else than parameters in it")
+        place += len(FUNCTION_END)
+        if wrapped and text.startswith(CLOSE, after := source.past_blanks(place)):
+            place = after + len(CLOSE)
+        return Found(at, place, [ParsedCall(name, values)])
+
+    return read
+
+
+def _typed(text: str, declared: Any, schema: Any) -> Any:
+    """Return the value of an XML parameter, which has no type of its own: text where the tool takes text,
+    else JSON where it is. Templates write null as `null` or `None`, and booleans as Python does."""
+    if text in ("null", "None") and _takes(declared, schema, "null", type(None)):
         return None
-    return ParsedText(text[: text.find("<tool_call>")], tuple(whole))
-
-
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def _xml(text: str, tools: Tools) -> ParsedText | None:
-    found = _FUNCTION.findall(text)
-    if not found or len(found) < text.count("<function="):
-        return None
-    types = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    calls = []
-    for name, body in found:
-        declared = types.get(name.strip(), {}).get("properties") or {}
-        values = {
-            key.strip(): _typed(value, declared.get(key.strip())) for key, value in _PARAMETER.findall(body)
-        }
-        calls.append(ParsedCall(name.strip(), values))
-    start = min(at for marker in MARKERS["xml"] if (at := text.find(marker)) >= 0)
-    return ParsedText(text[:start], tuple(calls))
-
-
-def _typed(text: str, declared: Any) -> Any:
-    """An XML parameter has no type of its own: text where the tool says string, else JSON where it is."""
-    if isinstance(declared, dict) and declared.get("type") == "string":
+    if _takes(declared, schema, "string", str):
         return text
+    if text in ("True", "False") and _takes(declared, schema, "boolean", bool):
+        return text == "True"
     try:
         return load_json(text)
     except ValueError:
         return text
 
 
-def _mistral(text: str, tools: Tools) -> ParsedText | None:
-    before, marker, rest = text.partition("[TOOL_CALLS]")
-    if not marker:
-        return None
-    try:
-        value = load_json(rest)
-    except ValueError:
-        return None
-    values = value if isinstance(value, list) else [value]
-    calls = [call for item in values if (call := _called(item, "arguments")) is not None]
-    return ParsedText(before, tuple(calls)) if values and len(calls) == len(values) else None
+def _takes(declared: Any, schema: Any, name: str, kind: type) -> bool:
+    """Return whether `declared`, a part of `schema`, says in any way that a value may be of a type."""
+    left, seen = [declared], set[int]()
+    while left:
+        if not isinstance(way := left.pop(), dict) or id(way) in seen:
+            continue
+        seen.add(id(way))
+        types, named = [*_list(way.get("type")), way.get("type")], "type" in way
+        values = [*_list(way.get("enum")), *([way["const"]] if "const" in way else ())]
+        if name in types or (name == "null" and way.get("nullable") is True):
+            return True
+        if not named and any(isinstance(value, kind) for value in values):
+            return True
+        left += [each for key in ("anyOf", "oneOf", "allOf") for each in _list(way.get(key))]
+        if isinstance(link := way.get("$ref"), str) and link.startswith("#/"):
+            left.append(_inside(schema, *link[2:].split("/")))
+    return False
 
 
-def _llama(text: str, tools: Tools) -> ParsedText | None:
-    before, marker, rest = text.partition("<|python_tag|>")
-    if not marker:
-        before, rest = "", text
-    # Several calls stand one after the other, separated by semicolons.
-    calls = []
-    rest = rest.strip()
-    while rest:
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _inside(value: Any, *names: str) -> Any:
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+CALLS = "[TOOL_CALLS]"
+NAMED = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]")
+
+
+def _mistral(source: ScannedText, tools: Tools) -> Reader:
+    def read(at: int, begin: int) -> Found:
+        begin = at + len(CALLS)
+        named = NAMED.match(source.text, begin)
         try:
-            value, end = decode_json(rest)
-        except ValueError:
-            return None
-        call = _called(value, "parameters") if isinstance(value, dict) and "parameters" in value else None
-        if call is None:
-            return None
-        calls.append(call)
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return ParsedText(before, tuple(calls)) if calls else None
+            value, end = source.decode(named.end() if named else begin)
+        except ValueError as error:
+            return Found(at, begin, problem=str(error))
+        if end < len(source.text) and not (named and source.text.startswith(CALLS, end)):
+            return Found(at, end, problem="there is something else behind the calls")
+        if named:
+            value = {"name": named[1], "arguments": value}
+        return _found(at, end, value if isinstance(value, list) else [value], "arguments")
+
+    return read
 
 
-_PARSERS: dict[Format, _Parser] = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama": _llama}
+def _llama(source: ScannedText, tools: Tools) -> Reader:
+    text, firsts = source.text, dict[int, int]()
+
+    def read(at: int, begin: int) -> Found:
+        tagged = text.startswith("<|python_tag|>", at)
+        if begin not in firsts:
+            firsts[begin] = source.past_blanks(begin)
+        if not tagged and at > firsts[begin]:
+            return Found(at, at + 1)
+        # Several calls stand one after the other, separated by semicolons.
+        place, values = source.past_blanks(at + len("<|python_tag|>") if tagged else at), list[Any]()
+        while place < len(text):
+            try:
+                value, place = source.decode(place)
+            except ValueError as error:
+                return Found(at, at + 1, problem=str(error))
+            values.append(value)
+            if text.startswith(";", place):
+                place = source.past_blanks(place + 1)
+        whole = all(isinstance(value, dict) and "parameters" in value for value in values)
+        return _found(at, place, values if whole else (), "parameters")
+
+    return read
+
+
+_READERS: dict[Format, Callable[[ScannedText, Tools], Reader]] = {
+    "hermes": _hermes,
+    "xml": _xml,
+    "mistral": _mistral,
+    "llama": _llama,
+}

@@ -8,11 +8,12 @@ Promises:
 - A lost lease ends its episodes; other leases do not notice.
 - A worker told to stop leases no more, puts what finishes within its grace, and hands the rest over at once.
   One told to drain finishes what it has, and ends.
-- A failing episode costs its own sample, and so does one that takes too long: the lease goes back once its
-  other samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While
-  nothing succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason.
-- A lease ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended.
-- Every wait has a deadline, and an outage of the buffer is waited out.
+- An episode that its own answers bring to an early end is finished, and says so. One that fails otherwise
+costs its own sample, and so does one that the engine keeps waiting: the lease goes back once its other
+samples are stored, with the reason; where nothing succeeds anywhere the buffer ends the job. While nothing
+succeeds here, leases are asked for with growing pauses; at last this worker ends with the reason. - A lease
+ends when the buffer says so, not by a clock of ours: during an outage of the buffer it is extended. - Every
+wait has a deadline, and an outage of the buffer is waited out.
 
 Does not decide what is leased, nor what becomes of a released group: that is the buffer's.
 """
@@ -38,7 +39,7 @@ from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.events import record, recording
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.status import board
-from areal_async.trajectory import EpisodeBuilder, pack, pack_routes
+from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
 from rollout_service.gateway import Gateway
@@ -51,7 +52,7 @@ from rollout_service.worker.failures import (
     EpisodeTimeout,
     FailureStreak,
     is_its_own,
-    within,
+    run_episode,
 )
 from rollout_service.worker.lease_client import IDLE_WAIT_S, LeaseClient, first_of, wait_out
 from rollout_service.worker.uploader import Uploader
@@ -115,6 +116,7 @@ class Worker:
         self._job = job
         self._name = name
         self._gateway = gateway
+        self._debug = first_failure_ends
         self._timing = timing
         engines = {job.policy: engine} | {name: other.engine for name, other in self._others.items()}
         self.tuners = {
@@ -294,9 +296,8 @@ class Worker:
         )
         work = self._workflow(ctx, group.task)
         try:
-            await (work if limit_s is None else within(limit_s, work))
-            built = builder.build()
-            blob, routes = pack(built), pack_routes(built)
+            episode, blob = await run_episode(ctx, work, limit_s, debug=self._debug)
+            routes = pack_routes(episode)
         except Exception as error:
             self._failed(lease, sample, number, error)
         else:

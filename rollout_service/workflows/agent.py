@@ -2,7 +2,9 @@
 
 Promises: the agent has access only while its episode runs; a command runs in a process group of its own,
 which is killed as a whole when the command has ended, is late, or the episode is cancelled. An agent that
-fails makes its episode fail.
+fails, prints too much or is late ends its episode by the fault of its answers (`fault_of`), unless it has no
+answer yet, says by `InfrastructureFault` or status 75 that something else is to blame, or waited for an
+engine that did not answer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from areal_async.config.base import Section
-from areal_async.errors import ArealError
+from areal_async.errors import ArealError, InfrastructureFault
 from areal_async.registry import run_user_file
 from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import Task
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from rollout_service.gateway import Session
 
 MAX_OUTPUT_BYTES = 1 << 20  # Most bytes of a command's answer
+LET_DOWN = os.EX_TEMPFAIL  # Status of a command that something else than the answers made fail
+LONG_WAIT_SHARE = 0.5
+"""Part of an agent's time for which it may have waited for one answer that did not come: beyond it the
+engine is to blame for what is late."""
 MAX_COMPLAINTS_BYTES = 16 << 20
 LOOK_S = 0.1  # Time between two looks at how much a command has printed
 TOLD_CHARS = 2000  # How much of a failed command's complaints its error shows
@@ -57,7 +63,8 @@ class AgentWorkflow:
         cwd: Path | None = None
         """Folder in which `command` runs; the worker's own when it is left out."""
         timeout_s: float = Field(default=600.0, gt=0)
-        """Deadline of one episode; past it the agent is ended and the episode fails."""
+        """Deadline of one episode; past it the agent is ended, and the episode is scored
+        `reward.on_fault.score`, unless half of that time was a wait for one answer of the engine."""
 
         @model_validator(mode="after")
         def _one_of_them(self) -> Self:
@@ -80,7 +87,8 @@ class AgentWorkflow:
             except TimeoutError:
                 if not limit.expired():
                     raise  # the agent's own
-                raise AgentError(
+                blamed = ctx.waited_s >= LONG_WAIT_SHARE * self._timeout_s
+                raise (InfrastructureFault if blamed else AgentError)(
                     f"the agent was not done after {self._timeout_s:g} s (rollout.workflow_args.timeout_s)"
                 ) from None
             if not session.calls:
@@ -155,7 +163,8 @@ def _command(arguments: AgentWorkflow.Arguments) -> Agent:
             if status != 0:
                 how = f"status {status}" if status > 0 else signal.Signals(-status).name
                 said = _text(complaints)[-TOLD_CHARS:].strip() or "it said nothing"
-                raise AgentError(f"the agent's command ended with {how}: {said}")
+                kind = InfrastructureFault if status == LET_DOWN else AgentError
+                raise kind(f"the agent's command ended with {how}: {said}")
             return _text(answer).strip()
 
     return run

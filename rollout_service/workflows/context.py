@@ -7,8 +7,10 @@ follows a reply is tokenised by itself and appended (`turns.py` for chats).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -18,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from areal_async.answers import opens_thought, spoken
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics
-from rollout_service.engines.base import GenerateRequest, GenerateResult
+from rollout_service.engines.base import DeadlinePassed, EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.workflows.tools import BlockingCalls, Tool, ToolAnswer, ToolReply, run_tool
 from rollout_service.workflows.turns import (
     Chat,
@@ -47,6 +50,7 @@ REWARD = "reward"
 
 
 _SEED_PARTS = struct.Struct("<4Q")
+_LAST_TOKENS = 64  # Tokens of a path that hold the tag which it ends with
 
 
 def call_seed(group_seed: int, sample: int, attempt: int, call: int) -> int:
@@ -127,6 +131,10 @@ class Context:
         self._priority = priority
         self._deadline_s = deadline_s
         self._gateway = gateway
+        self._asked_s: dict[str, float] = {}  # When each request under way was sent to its engine
+        self._cut_s = 0.0
+        self.trouble: Exception | None = None
+        """An error of the engines or of the gateway, which is not the episode's own fault."""
         self._calls = 0
         self._tool_calls = 0
         self._tool_errors = 0
@@ -238,7 +246,7 @@ class Context:
         asked = self.drawn(msgspec.structs.replace(voice.sampling, **sampling))
         request = self.request(str(self._calls), self._path(parent), asked, policy, parent)
         self._calls += 1
-        result = await voice.engine.generate(request)
+        result = await self.ask(policy, request)
         if result.finish_reason == "abort":
             raise EpisodeAborted(f"a request of episode {self.episode_id} was aborted")
         segment = self.builder.sampled(
@@ -257,13 +265,40 @@ class Context:
         self.routed(segment, request, result)
         self._paths[segment], self._policy[segment] = (parent, result.token_ids.tobytes()), policy
         if chat := self._chats.get(parent):
-            self._chats[segment] = chat.said(self.decoded(result.token_ids, policy))
+            self._chats[segment] = chat.said(
+                self.decoded(result.token_ids, policy), self._end(result, policy)
+            )
         if anchor is not None:
             self.builder.anchor(segment, anchor)
         self.builder.text(response=result.text)
         return Reply(
             segment, result.token_ids, result.logprobs, result.versions, result.finish_reason, result.text
         )
+
+    async def ask(self, policy: str, request: GenerateRequest, tell: Tell | None = None) -> GenerateResult:
+        """Have the engine of a policy answer: the only way to it. Notes what is not the episode's own
+        fault."""
+        began_s = self._asked_s[request.request_id] = time.monotonic()
+        engine = self.engines[policy].engine
+        try:
+            result = await (engine.generate(request) if tell is None else engine.generate(request, tell))
+        except (asyncio.CancelledError, DeadlinePassed):
+            self._cut_s = max(self._cut_s, time.monotonic() - began_s)
+            raise
+        except EngineError as error:
+            self.trouble = error
+            raise
+        finally:
+            del self._asked_s[request.request_id]
+        if result.finish_reason == "abort":
+            self.trouble = EpisodeAborted(f"a request of episode {self.episode_id} was aborted")
+        return result
+
+    @property
+    def waited_s(self) -> float:
+        """The longest wait for an answer that has not come, in seconds."""
+        now_s = time.monotonic()
+        return max([self._cut_s, *(now_s - asked_s for asked_s in self._asked_s.values())])
 
     def drawn(self, sampling: Sampling) -> Sampling:
         """How a call that asks for `sampling` is sampled in this episode."""
@@ -343,9 +378,6 @@ class Context:
             if changed:
                 return self._rewritten(chat, agent, turn, rewritten, policy)
             ids = render.following(after)
-            # A reply that ended with the end-of-turn token has said it already.
-            if len(ids) and self._path(parent)[-1] == ids[0] and render.special(int(ids[0])):
-                ids = ids[1:]
         else:
             ids = np.asarray(content, np.int32)
         segment = self.builder.observed(kind, ids, parent, agent, turn)
@@ -439,9 +471,24 @@ class Context:
         return [{"role": "user", "content": text}] if self.is_chat(segment) else text
 
     def decoded(self, ids: Ids, policy: str | None = None) -> str:
-        """Text of the ids of a policy, by default the first; without special tokens; a stop string stays."""
-        tokenizer: Any = self.engines[policy or self.policies[0]].render.tokenizer
-        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        """Return the text of an answer of a policy, by default the first, without its end token; a stop
+        string and other special tokens are in it."""
+        return self.engines[policy or self.policies[0]].render.answers.text(ids.tolist())
+
+    def opens_thought(self, segment: int) -> bool:
+        """Return whether the path down to `segment` ends with a tag that opens a thought, as the prompts of
+        some chat templates do: an answer then begins inside of it."""
+        last = self._path(segment)[-_LAST_TOKENS:].tolist()
+        return opens_thought(self.engines[self._policy[segment]].render.answers.text(last, whole=True))
+
+    def spoken(self, text: str, segment: int) -> str:
+        """Return an answer that followed `segment` without its thoughts."""
+        return spoken(text, opened=self.opens_thought(segment))
+
+    def _end(self, result: GenerateResult, policy: str) -> str:
+        """Return the text of the end token with which an answer ended, "" without one."""
+        render, last = self.engines[policy].render, result.token_ids[-1:].tolist()
+        return render.answers.text(last, whole=True) if render.ends.issuperset(last) else ""
 
     def _root(
         self, kind: SegmentKind, content: Prompt, chat: Chat | None, agent: int, turn: int, policy: str
@@ -471,7 +518,8 @@ class Context:
         """What the model reads first, as text; a `prompt` that begins the path is remembered as such."""
         policy = self._policy[segment]
         known = self.engines[policy].render(prompt).text if prompt is not None else ""
-        return known or self.decoded(self._path(segment), policy)
+        path = self._path(segment).tolist()
+        return known or self.engines[policy].render.answers.text(path, whole=True)
 
     def _path(self, segment: int) -> Ids:
         """The ids that the engine saw down to a segment, and those that it said in it."""

@@ -81,7 +81,7 @@ class World:
             return await self._ctx.resources.blocking(function, *arguments, timeout_s=self._timeout_s)
         except CallTimeout as error:
             self._late = True
-            raise EnvironmentFailure(f"the environment's {what}: {error}") from None
+            raise EnvironmentFailure(f"the environment's {what}: {error}") from error
 
 
 def opening(
@@ -145,7 +145,8 @@ class MultiTurn:
         stop: tuple[str, ...] = ()
         """Texts that end a reply, beside those of `rollout.sampling.stop`."""
         timeout_s: float = Field(default=30.0, gt=0)
-        """Deadline of one call of the environment; past it the episode fails."""
+        """Deadline of one call of the environment; past it the episode ends, and is scored
+        `reward.on_fault.score` if an action brought that about."""
         rewritten: Rewritten = "root"
         """Where the chat template renders earlier turns anew: begin a new root, or fail the episode."""
 
@@ -183,7 +184,7 @@ class MultiTurn:
                 if (state := world.state()) is not None:
                     ctx.anchor(state)
                 reply = await ctx.generate(parent=segment, turn=turn, stop=stop)
-                step = await world.step(ctx.decoded(reply.token_ids))
+                step = await world.step(ctx.spoken(ctx.decoded(reply.token_ids), segment))
                 rewards.append(float(step.reward))
                 ctx.reward(rewards[-1], segment=reply.segment)
                 info, done = dict(step.info), step.done

@@ -10,7 +10,6 @@ json    one or more `<tool_call>{"name": "…", "arguments": {…}}</tool_call>`
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from areal_async.answers import spoken
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
@@ -26,12 +26,20 @@ from areal_async.registry import TOOLS
 from areal_async.rpc.schema import Task
 from areal_async.trajectory import SegmentKind
 from rollout_service.environments import EnvironmentFactory, load_environment
+from rollout_service.gateway.toolcalls import (
+    CLOSE,
+    OPEN,
+    Found,
+    ScannedText,
+    aside,
+    json_block,
+    outside_thoughts,
+)
 from rollout_service.workflows.context import Context, WorkflowResources
 from rollout_service.workflows.multi_turn import World, check_format, environment_mistakes, opening
 from rollout_service.workflows.tools import load_tools
 from rollout_service.workflows.turns import Reply, Rewritten
 
-JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 PLAIN_STOP = ")"
 
 
@@ -105,11 +113,12 @@ class ToolUse:
             tools = ctx.resources.tools.values() if arguments.format == "json" else ()
             schemas = [tool.schema for tool in tools]
             segment = ctx.observe(SegmentKind.PROMPT, prompt, parent=None, tools=schemas)
-            left, turn, answer = arguments.max_calls, 0, ""
+            left, turn, answer, opened = arguments.max_calls, 0, "", False
             while ctx.room(segment) >= 1:
                 plain = arguments.format == "plain" and left > 0
-                reply, answer = await _generate(ctx, segment, turn, plain=plain)
-                calls = self._calls(answer)[:left]
+                opened = ctx.opens_thought(segment)
+                reply, answer = await _generate(ctx, segment, turn, plain=plain, opened=opened)
+                calls = (await aside(self._calls, answer, opened))[:left]
                 if not calls:
                     break
                 left -= len(calls)
@@ -119,12 +128,12 @@ class ToolUse:
             ctx.builder.text(response=answer)
             ctx.builder.meta(turns=turn + 1)
             if world is not None:
-                ctx.reward((await world.step(answer)).reward)
+                ctx.reward((await world.step(spoken(answer, opened=opened))).reward)
 
-    def _calls(self, text: str) -> list[RequestedCall]:
+    def _calls(self, text: str, opened: bool) -> list[RequestedCall]:
         if self._arguments.format == "json":
-            return json_calls(text)
-        call = plain_call(text)
+            return json_calls(text, opened=opened)
+        call = plain_call(spoken(text, opened=opened))
         return [call] if call else []
 
     async def _answer(self, ctx: Context, parent: int, calls: list[RequestedCall], turn: int) -> int:
@@ -144,7 +153,7 @@ class ToolUse:
         return ctx.observe(SegmentKind.TOOL, content, parent=parent, turn=turn, rewritten=arguments.rewritten)
 
 
-async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool) -> tuple[Reply, str]:
+async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool, opened: bool) -> tuple[Reply, str]:
     """A reply and its text. A plain one that a bracket stopped goes on, unless it is a call by then."""
     left = ctx.sampling.max_new_tokens
     stop = (*ctx.sampling.stop, PLAIN_STOP) if plain else ctx.sampling.stop
@@ -152,8 +161,10 @@ async def _generate(ctx: Context, segment: int, turn: int, *, plain: bool) -> tu
     text = ctx.decoded(reply.token_ids)
     while plain and reply.finish_reason == "stop" and text.endswith(PLAIN_STOP):
         left -= len(reply.token_ids)
-        call = plain_call(text)
-        if (call is not None and not open_brackets(text)) or left < 1 or ctx.room(reply.segment) < 1:
+        said = spoken(text, opened=opened)
+        if (plain_call(said) is not None and not open_brackets(said)) or left < 1:
+            break
+        if ctx.room(reply.segment) < 1:
             break
         reply = await ctx.generate(parent=reply.segment, turn=turn, stop=stop, max_new_tokens=left)
         text += ctx.decoded(reply.token_ids)
@@ -191,17 +202,23 @@ def plain_call(text: str) -> RequestedCall | None:
     return None
 
 
-def json_calls(text: str) -> list[RequestedCall]:
-    """Every call in `text`, in order; one that is no proper JSON has a `problem`."""
-    return [_json_call(match[1]) for match in JSON_CALL.finditer(text)]
+def json_calls(text: str, *, opened: bool = False) -> list[RequestedCall]:
+    """Return every call in `text` outside of its thoughts, in order; one that is no proper JSON has a
+    `problem`. `opened`: the prompt has opened a thought."""
+    source = ScannedText(text)
+
+    def read(at: int, begin: int) -> Found:
+        value, problem, end = json_block(source, at)
+        if (value is None and not problem) or not text.startswith(CLOSE, end - len(CLOSE)):
+            return Found(at, end)  # a mention, or not closed
+        call = RequestedCall("", {}, f"the call is not JSON: {problem}") if problem else _json_call(value)
+        return Found(at, end, [call])
+
+    return [each.calls[0] for each in outside_thoughts(text, (OPEN,), read, opened=opened)]
 
 
-def _json_call(text: str) -> RequestedCall:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        return RequestedCall("", {}, f"the call is not JSON: {error}")
-    given = content if isinstance(content, dict) else {}
+def _json_call(value: Any) -> RequestedCall:
+    given = value if isinstance(value, dict) else {}
     name, arguments = given.get("name"), given.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict | str):
         return RequestedCall("", {}, 'a call is {"name": "…", "arguments": {…}}')

@@ -33,6 +33,10 @@ class CallTimeout(ArealError):
     """A call did not return in time."""
 
 
+class CallsBusy(CallTimeout):
+    """A call did not begin in time, since others hang."""
+
+
 class BlockingCalls:
     """Runs blocking code of the user's, each call in a thread with a deadline. Used from one event loop.
 
@@ -52,7 +56,7 @@ class BlockingCalls:
             async with asyncio.timeout_at(deadline_s):
                 await self._places.acquire()
         except TimeoutError:
-            raise CallTimeout(
+            raise CallsBusy(
                 f"all {self._limit} threads for blocking calls were busy for {timeout_s:g} s: "
                 "what they run hangs"
             ) from None

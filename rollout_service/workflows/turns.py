@@ -1,22 +1,31 @@
-"""Prompts become ids, and chats go on after a reply: what a template writes between turns.
+"""Prompts become ids, and how a path of ids goes on after an answer.
 
-A reply is ids that were sampled; they are never made from text again. So the next turn is what the template
-appends after a reply: the conversation is rendered with a mark where the reply stands, and the text after the
-mark is tokenised by itself and appended to the ids. Whether that is the whole truth is checked: if rendering
-the conversation with its real texts does not begin with what the model has seen and said, the template
-changes its past (Qwen3 drops earlier thinking, for example), and the path cannot go on as it is.
+An answer is ids that were sampled; they are never made from text again. The next call shows the same
+conversation with the answer in it and something after it: the rendering R. It was sampled after the
+rendering P, which ends with the header that the template opens an answer with. The text after the sampled ids
+is the rest of R (`tail`), provided that R still shows what came before:
+
+- R begins with P and the answer as it was sampled. So it does where a template opens a thought in P.
+- Or R shows the same answer in another spelling: white space, and the JSON of tool calls, may differ, for
+  neither says anything else. Then R begins with the rendering of the conversation up to the answer, or shows
+  the answer up to the first closing of a turn.
+
+The rest begins with the closing of the answer's turn as far as the model has not sampled it. A template that
+drops or moves text (Qwen3 drops earlier thinking, for example) fails this, and the path ends. Workflows and
+the gateway go on by this one rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_async.answers import Detokenizer, end_ids, turn_closing
 from areal_async.errors import ArealError
 from areal_async.prompts import Tokenizer, message_texts, prompt_ids, prompt_text, text_ids
 from areal_async.trajectory.layout import FinishReason
@@ -24,8 +33,6 @@ from areal_async.trajectory.layout import FinishReason
 Message = Mapping[str, Any]
 Rewritten = Literal["root", "error"]
 """Where a template would change the past of a path: begin a new root, or fail."""
-
-MARK = "\ue000REPLY\ue001"  # Private-use characters: no conversation has them
 
 
 class TurnError(ArealError):
@@ -36,53 +43,134 @@ class TemplateRewrites(TurnError):
     """The template renders what was said before otherwise than the model saw and said it."""
 
 
+# --- going on after an answer --------------------------------------------------------------------------
+
+Calls = tuple[tuple[str, str], ...]
+"""Names and canonical arguments of tool calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledText:
+    """An answer: as it was sampled, and as it is said in the conversation."""
+
+    raw: str
+    """Decoded with every special token."""
+    content: str
+    calls: Calls = ()
+    end: str = ""
+    """Text of the end token that was sampled, "" without one."""
+
+
+class Spelled(NamedTuple):
+    """Text and tool calls of a rendered turn."""
+
+    text: str
+    calls: Calls = ()
+
+
+def tail(
+    rendered: str,
+    given: str,
+    before: str | None,
+    said: SampledText,
+    *,
+    closing: str | None,
+    past: Callable[[], str | None],
+    spelled: Callable[[str], Spelled] = Spelled,
+) -> str | None:
+    """Return the text after the ids of an answer that was sampled after `given`, in `rendered`, which shows
+    more; None where that does not show the history as it was.
+
+    `before` is `given` without the header of the answer, None where the template has none. `closing` is what
+    the template puts after an answer, `past()` the rendering up to and including it, and `spelled` reads text
+    and tool calls of a rendered turn."""
+    exact = given + said.raw
+    if rendered.startswith(exact):
+        rest = rendered[len(exact) :]
+        if said.end or not (closing or "").strip() or rest.lstrip().startswith((closing or "").strip()):
+            return rest
+    if before is None:
+        return None
+    upto = past()
+    if upto is None or not (rendered.startswith(upto) and upto.startswith(before)):
+        # Some templates show the last answer otherwise than earlier ones.
+        end = rendered.find(closing, len(before)) if closing and rendered.startswith(before) else -1
+        if end < 0 or not closing:
+            return None
+        upto = rendered[: end + len(closing)]
+    turn, header = upto[len(before) :], given[len(before) :]
+    if closing is None or not turn.endswith(closing):
+        return None
+    shown = spelled(turn[: len(turn) - len(closing)])
+    if squashed(shown.text) != squashed(header + said.content) or shown.calls != said.calls:
+        return None
+    space, end_token, after = closing.partition(said.end) if said.end else ("", "", closing)
+    # An end token that is not the template's own leaves the turn open, like one that was cut short.
+    return (after if end_token and not space.strip() else closing) + rendered[len(upto) :]
+
+
+def squashed(text: str) -> str:
+    """Return `text` without white space."""
+    return "".join(text.split())
+
+
 @dataclass(frozen=True)
 class Chat:
     """A conversation so far, as messages; `tools` are the schemas that the template is given."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    end: str = ""
+    """Text of the end token with which the last message, a reply, was sampled."""
 
-    def said(self, text: str) -> Chat:
-        """The conversation with the model's reply; a reply in pieces is one message."""
+    def said(self, text: str, end: str = "") -> Chat:
+        """Return the conversation with the model's reply; a reply in pieces is one message."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             last = {**self.messages[-1], "content": str(self.messages[-1]["content"]) + text}
-            return replace(self, messages=(*self.messages[:-1], last))
-        return self.then([{"role": "assistant", "content": text}])
+            return replace(self, messages=(*self.messages[:-1], last), end=end)
+        return replace(self.then([{"role": "assistant", "content": text}]), end=end)
 
     def then(self, messages: Sequence[Message]) -> Chat:
-        return replace(self, messages=(*self.messages, *messages))
+        return replace(self, messages=(*self.messages, *messages), end="")
 
-    def render(self, tokenizer: Tokenizer) -> str:
-        """The template's text with the next reply opened."""
-        return prompt_text(tokenizer, self.messages, self.tools)
+    def render(self, tokenizer: Tokenizer, *, opened: bool = True) -> str:
+        """Return the template's text, with the next reply opened or not."""
+        return prompt_text(tokenizer, self.messages, self.tools, opened=opened)
 
 
 def continuation(tokenizer: Tokenizer, chat: Chat, new: Sequence[Message]) -> tuple[str, bool]:
-    """What follows the reply that ends `chat`, up to where the next reply begins, and whether the template
-    would change what came before it.
+    """Return what follows the reply that ends `chat`, up to where the next reply begins, and whether the
+    template changes what came before it, in which case nothing can follow.
 
     Without a chat template it is the contents of `new`, joined by newlines. Raises `TurnError` where `chat`
-    does not end in a reply, or the template shows a reply not at all or more than once."""
+    does not end in a reply."""
     if not tokenizer.chat_template:
         return message_texts(new), False
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
         raise TurnError("messages can only follow a reply: generate() first, and pass its segment as parent")
-    *before, reply = chat.messages
-    marked = replace(chat, messages=(*before, {**reply, "content": MARK}, *new)).render(tokenizer)
-    head, found, text = marked.partition(MARK)
-    if not found or MARK in text:
-        raise TurnError(
-            f"the chat template shows a reply {marked.count(MARK)} times once the conversation goes on, so "
-            "what follows it cannot be told; use a template that shows each message once"
-        )
-    seen = replace(chat, messages=tuple(before)).render(tokenizer)
-    real = chat.then(new).render(tokenizer)
-    said = str(reply["content"]).strip()
-    # White space around a reply is the template's to trim: the ids keep it.
-    kept = real.startswith(seen) and real[len(seen) :].lstrip().startswith(said) and real.endswith(text)
-    return text, head != seen or not kept
+    *earlier, reply = chat.messages
+    asked = replace(chat, messages=tuple(earlier))
+    given, before, content = asked.render(tokenizer), _unopened(tokenizer, asked), str(reply["content"])
+    text = tail(
+        chat.then(new).render(tokenizer),
+        given,
+        before if before is not None and given.startswith(before) else None,
+        SampledText(content + chat.end, content, end=chat.end),
+        closing=turn_closing(tokenizer),
+        past=lambda: _unopened(tokenizer, chat),
+    )
+    return text or "", text is None
 
+
+def _unopened(tokenizer: Tokenizer, chat: Chat) -> str | None:
+    """Return the rendering of a chat without the next reply opened; None where the template refuses that."""
+    try:
+        return chat.render(tokenizer, opened=False)
+    except Exception:  # whatever a template raises
+        return None
+
+
+# --- prompts -----------------------------------------------------------------------------------------
 
 Prompt = str | Sequence[Message] | Sequence[int] | npt.NDArray[np.int32]
 Ids = npt.NDArray[np.int32]
@@ -104,8 +192,13 @@ class Rendered:
 class Renderer:
     """Prompts to ids. A group's samples ask for the same prompt: the last ones are remembered."""
 
-    def __init__(self, tokenizer: Tokenizer, remember: int = 64) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, ends: Collection[int] | None = None, *, remember: int = 64
+    ) -> None:
+        """`ends` are the ids that end an answer, by default those that the tokenizer knows."""
         self.tokenizer = tokenizer
+        self.ends = frozenset(end_ids(tokenizer) if ends is None else ends)
+        self.answers = Detokenizer(tokenizer, self.ends)
         self._remember = remember
         self._known: dict[tuple[str, str | bytes], Rendered] = {}
 
@@ -132,10 +225,6 @@ class Renderer:
             known.ids.setflags(write=False)  # it is given out again and again
         return known
 
-    def special(self, token: int) -> bool:
-        """Whether an id is one of the tokenizer's special tokens (an end of turn)."""
-        return token in getattr(self.tokenizer, "all_special_ids", ())
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -147,4 +236,4 @@ class Reply:
     versions: npt.NDArray[np.int32]
     finish_reason: FinishReason
     text: str
-    """Decoded, without special tokens and without the stop string."""
+    """Decoded, without the end token and without the stop string; other special tokens are in it."""

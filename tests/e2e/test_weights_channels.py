@@ -16,9 +16,7 @@ def assert_versions_are_true(run, steps):
 
 
 def test_workers_on_two_hosts_serve_and_one_host_gets_its_weights_from_the_other(finished):
-    run = finished("channels")
-    # The publisher counts from 0 again with each trainer: test_download.py has the ratio of the two.
-    assert run.observed["peer"] > 0
+    run = finished("channels")  # It goes on only once a worker has sent weights: `peers_sent`
     served = {(event["process"], event["version"]) for event in run.events("served")}
     assert {name for name, _ in served} >= {"rollout-0", "rollout-1"}
     assert len(run.events("evaluated")) >= 2

@@ -2,10 +2,11 @@
 nothing else.
 
 A request is known by method, path and body, without what differs from run to run (request ids, the owner of a
-label, folders). The replay is strict: a request that was not recorded, or a recorded one that does not
-come, is a failure. GETs and aborts may come any number of times, since clients poll and repeat them. Order
-is kept where it matters: a part of an answer is sent no earlier than the requests that came before it in
-the recording.
+label, folders). The ids that end an answer, and whether the server's text has special tokens, are left out
+too: the recorded models have one end, which the server knows itself, and no engine reads that text. The
+replay is strict: a request that was not recorded, or a recorded one that does not come, is a failure. GETs
+and aborts may come any number of times, since clients poll and repeat them. Order is kept where it matters: a
+part of an answer is sent no earlier than the requests that came before it in the recording.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ GAUGES = ("vllm:num_requests_", "vllm:kv_cache_usage_perc{", "vllm:generation_to
 _VARYING = (
     (re.compile(r"(policy-e\d+-v\d+)\.[0-9a-f]{8}\b"), r"\1.OWNER"),
     (re.compile(r"\b[0-9a-f]{8}-(\d{12})\b"), r"RID-\1"),
+    (re.compile(r'"(?:skip_special_tokens": (?:true|false)|stop_token_ids": \[[\d, ]*\]), '), ""),
     (re.compile(r"/(?:tmp|dev|home|root|work|usr|var|opt|mnt|srv)/(?:[\w.+-]+/)*([\w.+-]+)"), r"\1"),
 )
 _OWNED = re.compile(r"policy-e\d+-v\d+\.([0-9a-f]{8})\b")
@@ -246,7 +248,7 @@ class Replay:
         self._gets: dict[str, list[Exchange]] = defaultdict(list)
         self._posts: dict[str, list[Exchange]] = defaultdict(list)
         for one in exchanges:
-            (self._gets if one.asked.startswith("GET ") else self._posts)[one.asked].append(one)
+            (self._gets if one.asked.startswith("GET ") else self._posts)[neutral(one.asked)].append(one)
         self._received = Received()
         self._owner = "OWNER"
         self.unknown: list[str] = []

@@ -22,7 +22,7 @@ from areal_async.config.objective import TeacherSection
 from areal_async.config.reward import RewardSection
 from areal_async.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Failure, Score, message_of
 from areal_async.trajectory import unpack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
@@ -111,7 +111,13 @@ def served(
 
 
 def arguments(served: Served, **more: object) -> dict[str, object]:
-    grading = {"template": "{response}=", "parse": r"\A\D*(\d)", "scale": [0, 9], "max_tokens": 2}
+    grading = {
+        "template": "{response}=",
+        "quote": "none",
+        "parse": r"\A\D*(\d)",
+        "scale": [0, 9],
+        "max_tokens": 2,
+    }
     return {"base_url": served.url, "model": "judge", **grading, **more}
 
 
@@ -133,11 +139,10 @@ async def test_the_server_judges_and_several_votes_agree(served: Served) -> None
     assert medians == pytest.approx(values, abs=0.12)
 
 
-async def test_a_text_that_the_server_cannot_take_is_an_error_in_its_words(served: Served) -> None:
+async def test_a_text_that_the_server_cannot_take_is_not_judged_and_its_words_say_why(served: Served) -> None:
     long, short = await judged(served, ["1" * 300, "1"])
-    assert isinstance(long, Failure)
-    assert long.kind == "judge"
-    assert str(CONTEXT) in long.message
+    assert isinstance(long, Failure) or long.at_fault
+    assert str(CONTEXT) in message_of(long)
     assert isinstance(short, Score)
 
 
@@ -184,8 +189,10 @@ def test_a_job_learns_what_its_judge_likes(served: Served, tmp_path: Path) -> No
         record = read_step(run.folder / "batches", step)
         for episode in (episode for group in record.batch.groups for episode in group.episodes):
             text = unpack(record.blobs[episode.episode_id]).header.response_text
-            gaps.append(abs(episode.reward - share_of_ones(text)))
+            if set(text) <= set("0123456789+-="):  # It has learned no special tokens
+                gaps.append(abs(episode.reward - share_of_ones(text)))
             assert episode.reward in {grade / 9 for grade in range(10)}
+    assert len(gaps) > STEPS
     assert max(gaps) < 0.3
     assert np.mean(gaps) < 0.06
     assert json.loads((run.folder / "summary.json").read_text())["restarts"] == {}

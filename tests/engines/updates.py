@@ -18,7 +18,8 @@ EOS = 1
 
 
 def text_of(ids: Any) -> str:
-    return "".join(TEXT[i - 3] for i in ids if i > 2)
+    """Text without padding (0) and the end (1)."""
+    return "".join("<unk>" if i == 2 else TEXT[i - 3] for i in ids if i > 1)
 
 
 def endless(name: str) -> GenerateRequest:

@@ -28,6 +28,7 @@ LOSS_ARGS = {
     "dppo": [{}, {"divergence": "kl", "bound_low": 0.03, "bound_high": 0.05}],
     "raft_pp": [{}, {"clip_high": 0.5}],
     "kimi": [{}, {"tau": 2.0}],
+    "kimi_token": [{}, {"tau": 2.0}],
     "topr": [{}, {"level": "token"}],
     "reinforce": [{}],
 }
@@ -157,12 +158,12 @@ def test_a_correction_is_that_of_the_formula(name):
     count = 1 if name == "m2po" else AT_ONCE
     for seed in range(0, CASES, count):
         every, args = together(seed, count), CORRECTION_ARGS[name][seed // count % len(CORRECTION_ARGS[name])]
-        objective = Objective(section("kimi", name, correction_args=args), minibatches=2)
+        objective = Objective(section("kimi_token", name, correction_args=args), minibatches=2)
         mask = of(every, "mask").bool()
         units = [u for u in every if u["mask"]]
         terms, _, _, _ = run(objective, table(every), of(every, "logp"))
         prox = "beh" if name == "bypass" else "prox"
-        losses = [plain.kimi(u["logp"], u | {"prox": u[prox]}) for u in units]
+        losses = [plain.kimi_token(u["logp"], u | {"prox": u[prox]}) for u in units]
         weights = plain.CORRECTIONS[name](units, **args)
         near(terms.loss[mask], [a * b for a, b in zip(losses, weights, strict=True)])
         shown = "logp" if name == "bypass" else "prox"
@@ -354,7 +355,8 @@ def test_the_formulas_that_are_compared_with_are_those_by_hand():
     assert plain.sapo(0.5, u) == pytest.approx(8 / 1.05 / (1 + exp(-1.05 * (exp(0.5) - 1))))
     assert plain.topr(0.5, u | {"sum": -0.3}) == pytest.approx(exp(-0.3))
     assert plain.topr(0.5, u, level="token") == pytest.approx(exp(-0.5))
-    assert plain.kimi(0.5, u, tau=2) == pytest.approx(1.25)
+    assert plain.kimi_token(0.5, u, tau=2) == pytest.approx(1.25)
+    assert plain.kimi(0.5, u | {"sum": 3.0}, tau=2) == pytest.approx(1.0 + 3.0 * 0.5)
     assert plain.dppo(0.5, u) == pytest.approx(2 * exp(0.5)), "it rose, and A is negative"
     assert plain.dppo(0.5, u | {"A": 1.0}) == 0
     assert plain.mis([u], "k1") == [0.0], "its mean is 1"

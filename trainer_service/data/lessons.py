@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from areal_async.answers import end_ids
 from areal_async.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.job import JobConfig
 from areal_async.examples import Continuation, read_examples
@@ -61,12 +62,12 @@ def read_lessons(job: JobConfig, path: Path, tokenizer: Any) -> tuple[SequenceLo
     """The loss of a job and the lessons of one of its files. Raises `TaskFileError` for a row that is no
     example, `BatchError` for one that makes no lesson."""
     form, examples = read_examples(path, job.kind)
-    loss = loss_of(job, form)
+    loss, ends = loss_of(job, form), end_ids(tokenizer, job.model)
     found, too_long = [], 0
     most = job.training.max_tokens
     for example in examples:
         try:
-            rows = tuple(_row(tokenizer, answer, job, loss) for answer in example.answers)
+            rows = tuple(_row(tokenizer, answer, job, loss, ends) for answer in example.answers)
         except ChatError as error:
             raise BatchError(f"{example.where}: {error}.") from error
         if most is not None and any(len(row.token_ids) > most for row in rows):
@@ -103,13 +104,16 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"no tokenizer can be loaded from {folder}: {error}") from error
 
 
-def _row(tokenizer: Any, answer: Continuation, job: JobConfig, loss: SequenceLoss) -> TrainingRow:
+def _row(
+    tokenizer: Any, answer: Continuation, job: JobConfig, loss: SequenceLoss, ends: Sequence[int]
+) -> TrainingRow:
     if loss.column == "score":
         ids = np.array(whole_ids(tokenizer, answer), np.int32)
         if len(ids) < 2:
             raise ChatError("it has fewer than two tokens")
         return _made(ids, np.arange(1, len(ids) + 1) // len(ids), feeds_last=True)
-    tokens, learned = answer_ids(tokenizer, answer, train_on=job.sft.train_on if job.kind == "sft" else "all")
+    train_on = job.sft.train_on if job.kind == "sft" else "all"
+    tokens, learned = answer_ids(tokenizer, answer, train_on=train_on, ends=ends)
     return _made(np.array(tokens, np.int32), np.array(learned, np.uint8))
 
 

@@ -77,6 +77,8 @@ def report_step(
             shared_tokens=result.shared_tokens,
             replayed_tokens=result.replayed_tokens,
             micro_batches=result.micro_batches,
+            updates=result.updates,
+            updates_planned=len(result.losses),
             **({} if lacking is None else {"groups_without_baseline": lacking}),
             **{name: round(value, 6) for name, value in seconds.items()},
             correction=result.statistics,

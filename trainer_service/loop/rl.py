@@ -507,7 +507,10 @@ class RlTrainer:
         """Whether no evaluation of another policy needs these weights any more."""
         if self._run_log is None or not self._beside.evaluated:
             return True
-        return any(record.get("final") for record in self._run_log.read("evaluation"))
+        return any(
+            record.get("final") and record["version"] >= self._beside.steps.get(record["policy"], 0)
+            for record in self._run_log.read("evaluation")
+        )
 
     def _others_are_done(self) -> bool:
         if not self._beside.steps:

@@ -86,6 +86,8 @@ class StepResult:
     """Why updates were left out; empty where none was."""
     not_finite: int = 0
     """Updates that were left out because something was not finite."""
+    updates: int = 0
+    """Updates that were made, of as many as `losses` has."""
     seconds: dict[str, float] = field(default_factory=dict)
     """`columns`: rows packed, columns, rewards and advantages computed; `update`: gradients and updates."""
     groups_without_baseline: int | None = None
@@ -179,6 +181,7 @@ def train_step(
         not_finite += 1
 
     process: dict[str, float] = {}
+    made = begun
     try:
         _check_advantages(units, objective, ranks, step, names)
     except NotFinite as error:
@@ -208,6 +211,7 @@ def train_step(
             leave_out(number, error)
         else:
             losses[number] = loss
+            made += 1
             critic_norms += of_critic
             updates.count()
     if trained and objective.trains_process:
@@ -230,6 +234,7 @@ def train_step(
         advantages=_advantages_of(units, rows, sampled),
         skipped="; ".join(skipped),
         not_finite=not_finite,
+        updates=made,
         seconds={"columns": filled_s - begun_s, "update": time.monotonic() - filled_s},
         groups_without_baseline=episodes.groups_without_baseline if objective.needs_greedy else None,
     )

@@ -11,6 +11,7 @@ import msgspec
 import ray
 
 from areal_async.errors import RunError
+from areal_async.launch.buffer_files import LeftFiles, Part
 from areal_async.launch.ray.orders import PlaceOrder, StartOrder, pack
 from areal_async.launch.ray.process_host import ProcessHost
 from areal_async.ownfiles import PRIVATE_UMASK
@@ -52,6 +53,7 @@ class HostActor:
         os.umask(PRIVATE_UMASK)
         context = ray.get_runtime_context()
         self._host = ProcessHost(context.get_node_id()[:NODE_ID_DIGITS], ray.util.get_node_ip_address())
+        self._left: LeftFiles | None = None
 
     def address(self) -> str:
         """IP address of its node."""
@@ -74,14 +76,26 @@ class HostActor:
     def kept(self, have: bytes) -> bytes:
         return msgspec.msgpack.encode(self._host.kept(msgspec.msgpack.decode(have, type=dict[str, int])))
 
+    @told
+    def left(self, folder: str, part: Part, have: bytes) -> bytes:
+        """Pieces of what a run has left in `folder` (`LeftFiles`)."""
+        if self._left is None:
+            self._left = LeftFiles(folder)
+        known = msgspec.msgpack.decode(have, type=dict[str, int])
+        return msgspec.msgpack.encode(self._left.read(part, known))
+
+    def remove_left(self) -> None:
+        if self._left is not None:
+            self._left.remove()
+
     def terminate(self) -> None:
         self._host.terminate()
 
     def kill(self) -> None:
         self._host.kill()
 
-    def close(self) -> None:
-        self._host.close()
+    def close(self, keep_buffer: bool = False) -> None:
+        self._host.close(keep_buffer=keep_buffer)
 
 
 def new_actor(name: str, options: dict[str, Any]) -> Any:

@@ -34,8 +34,8 @@ def check_head(
         said = f"silent for {answer_s:g} s"
     unset = "" if os.environ.get("RAY_USE_TLS") == "1" else " (RAY_USE_TLS is not set)"
     raise RunError(
-        f"{address} does not answer as a Ray head: {said.rstrip('.')}. `. keys/env.sh` in this shell{unset}, "
-        f"with the keys that the head was started with; or {started}"
+        f"{address} does not answer as a Ray head: {said.rstrip('.')}. `. keys/nodes/HOST/env.sh` in this "
+        f"shell{unset}, with the keys that the head was started with; or {started}"
     )
 
 

@@ -3,7 +3,8 @@
 Promises: nothing is started before the whole job has its places; a process whose node is gone is said to be
 lost, and its next start asks Ray for another place; what processes append to their logs and events is on the
 home host a second later; when `close` has returned, what the buffer's own Redis held lies there too, for a
-resume; then, or when this process has died, nothing of the run is left running on any node.
+resume, or stays on its node, where the resume finds it; then, or when this process has died, nothing of the
+run is left running on any node.
 
 One thread for each process of the run talks to its actor; the supervisor's never waits for one.
 """
@@ -11,11 +12,10 @@ One thread for each process of the run talks to its actor; the supervisor's neve
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,13 +30,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from areal_async.config.cluster import RaySection
 from areal_async.config.job import JobConfig
 from areal_async.errors import RunError
+from areal_async.launch.buffer_files import BufferNode, forget_at_home, write_confirmed
 from areal_async.launch.folders import RunFolders
 from areal_async.launch.here import write_whole
-from areal_async.launch.home_files import BUFFER, with_home_store
+from areal_async.launch.home_files import with_home_store
 from areal_async.launch.launcher import WAITS
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
 from areal_async.launch.ray.head import check_head
+from areal_async.launch.ray.node_files import HOME, NodeFiles, alive_nodes, first_line
 from areal_async.launch.ray.orders import (
     FileNews,
     Placed,
@@ -47,7 +49,8 @@ from areal_async.launch.ray.orders import (
     pack,
 )
 from areal_async.launch.ray.placement import Need, PlacedTogether, lacking, need_of, needs_in_words, together
-from areal_async.launch.ray.process_host import listen_in
+from areal_async.launch.ray.process_host import listen_in, shipped_by
+from areal_async.ownfiles import append_beneath
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.runtime.context import SERVED_VARIABLE
 from areal_async.runtime.log import get_logger
@@ -55,15 +58,13 @@ from areal_async.runtime.process import INCURABLE_STATUS
 from areal_async.runtime.topology import RunHost, ServicePlace, Topology
 from areal_async.storage.urls import CACHE_VARIABLE
 
-HOME = "home"
-"""Node id of the supervisor's host. No process of the run shares its memory."""
 LEAST_CPUS = 0.01  # A place in a group must reserve something
 NEWS_S = 1.0
+UNHEARD_S = 3 * NEWS_S  # Without an answer of its host for so long, a process may live and not be heard
 MEETING_S = 3600.0  # Longest wait of a rank for the first one to have its files and its place
 LOOK_S = 0.2
 TELL_S = 30.0  # Between two lines that say that a run waits for room
 CLOSE_S = 8.0
-KEEP_S = 40.0  # In which what a buffer holds must have come home; beyond, a resume goes on without
 PUBLISHED_S = 60.0
 LOST_STATUS = -9
 FORWARDED = ("HF_", "TRANSFORMERS_", "AREAL_ASYNC_", "TOKENIZERS_")
@@ -83,6 +84,8 @@ class RemoteChild:
         self.status: int | None = None
         self.how_lost = ""
         self.said = bytearray()
+        self.answered_s = -UNHEARD_S
+        """Time of its host's last answer with what is new."""
         self.kills = 0
         self.cancelled = threading.Event()  # It is to end before it has begun
         self.actor: Any = None
@@ -105,6 +108,9 @@ class RemoteChild:
         with self.lock:
             said, self.said = bytes(self.said), bytearray()
         return said
+
+    def is_heard(self) -> bool:
+        return time.monotonic() - self.answered_s < UNHEARD_S
 
     def memory_kills(self) -> int:
         return self.kills
@@ -132,6 +138,8 @@ class RayPlace:
         self.host: RunHost | None = None
         self.endpoints: dict[str, str] = {}
         self.actor: Any = None
+        self.confirmed = 0
+        """Newest revision that the Redis of a buffer is known to have confirmed."""
         self._launcher = launcher
         self._have: dict[str, int] = {}
         self._lives = 0
@@ -151,7 +159,12 @@ class RayPlace:
             ray.kill(actor)
             return False
         placed = msgspec.msgpack.decode(data, type=Placed)
-        self.host, self.endpoints, self.actor, self._have = placed.host, placed.endpoints, actor, {}
+        if self.host is None or self.host.node_id != placed.host.node_id:
+            if self.host is not None and self._launcher.keeps_files(self.place):
+                ray.kill(actor)
+                raise RunError(f"the files of its Redis are on {self.host.address}, which was lost")
+            self._have = {}
+        self.host, self.endpoints, self.actor = placed.host, placed.endpoints, actor
         self.place = msgspec.structs.replace(
             self.place,
             node_id=placed.host.node_id,
@@ -174,7 +187,7 @@ class RayPlace:
             self._start(child, served_before, meeting)
             self._follow(child)
         except RayError as error:
-            self._gone(child, f"was lost with its node ({_first_line(error)})")
+            self._gone(child, f"was lost with its node ({first_line(error)})")
         except Exception as error:
             log.exception("a process could not be placed or started", service=self.place.name)
             self._gone(child, f"could not be started: {error}", status=INCURABLE_STATUS)
@@ -182,9 +195,9 @@ class RayPlace:
             if meeting is not None and self.place.is_first and not meeting.done():
                 meeting.cancel()
 
-    def close(self) -> Any:
+    def close(self, *, keep_buffer: bool = False) -> Any:
         """The reference of the last call to the actor; None where there is none."""
-        return self.actor.close.remote() if self.actor is not None else None
+        return self.actor.close.remote(keep_buffer) if self.actor is not None else None
 
     def _start(self, child: RemoteChild, served_before: bool, meeting: Future[str] | None) -> None:
         where = ""
@@ -196,13 +209,15 @@ class RayPlace:
             meets=meeting is not None,
             meeting=where,
         )
+        if self._launcher.keeps_files(self.place):
+            self._launcher.note_buffer(self)
         # It may take long: the files of a model come first.
         data = _answer(self.actor.start.remote(pack(order)), child.cancelled)
         if data is None:
             raise RunError("it was to end before it had begun")
         started = msgspec.msgpack.decode(data, type=ProcessStarted)
         if self._launcher.keeps_files(self.place):
-            self._launcher.forget_buffer()
+            forget_at_home(self._launcher.run_dir)
         child.pid_there = started.pid
         if meeting is not None and self.place.is_first:
             meeting.set_result(started.meeting)
@@ -210,15 +225,31 @@ class RayPlace:
     def _follow(self, child: RemoteChild) -> None:
         while True:
             news = self._news(child)
-            for piece in news.files:
-                self._launcher.bring_home(piece.name, piece.data)
-                self._have[piece.name] = piece.offset + len(piece.data)
+            brought = self._bring_home(news.files)
             with child.lock:
                 child.said += news.heard
+            child.answered_s = time.monotonic()
+            if news.confirmed > self.confirmed:
+                self.confirmed = news.confirmed
+                with suppress(OSError):  # it is written with the next one
+                    self._launcher.note_buffer(self)
             child.kills, child.report = news.memory_kills, news.ready or child.report
-            if news.status is not None and not news.files:
+            if news.status is not None and not brought:
                 child.status = news.status
                 return
+
+    def _bring_home(self, files: Sequence[FileNews]) -> bool:
+        """Append these pieces to the run's files, and return whether any came. What the disk at home does not
+        take comes again."""
+        for piece in files:
+            try:
+                self._launcher.bring_home(self.place.name, piece)
+            except OSError as error:
+                log.warning("logs do not come home", service=self.place.name, error=str(error))
+                time.sleep(NEWS_S)
+                return False
+            self._have[piece.name] = piece.offset + len(piece.data)
+        return bool(files)
 
     def _news(self, child: RemoteChild) -> ProcessNews:
         """What is new, however long the link to the node is cut: Ray decides when that is dead."""
@@ -238,8 +269,14 @@ class RayPlace:
             with suppress(Exception):
                 ray.kill(self.actor)
         self.actor = None
-        if status == LOST_STATUS and self._launcher.keeps_files(self.place):
-            how, status = f"{how}, and with it the files of its Redis", INCURABLE_STATUS
+        if (
+            status == LOST_STATUS
+            and self.host is not None
+            and self._launcher.keeps_files(self.place)
+            and not self._launcher.lives(self.host.node_id)
+        ):
+            how = f"{how}, and with it the files of its Redis, on {self.host.address}"
+            status = INCURABLE_STATUS
         child.how_lost, child.status = how, status
 
 
@@ -258,6 +295,7 @@ class RayLauncher:
         self._changed = threading.Condition()
         self._meeting: Future[str] | None = None
         self._files = threading.Lock()
+        self._left = NodeFiles(self.run_dir, tell, self.refuse_listeners)
 
     def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
         try:
@@ -279,7 +317,7 @@ class RayLauncher:
                 configure_logging=False,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            problem = f"the Ray cluster at {section.address} cannot be reached: {_first_line(error)}"
+            problem = f"the Ray cluster at {section.address} cannot be reached: {first_line(error)}"
             raise RunError(f"{problem}. Is this machine a node of it (`ray start`)?") from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray's would end this process at once, with a trace
@@ -290,6 +328,7 @@ class RayLauncher:
         os.environ[HELD_VARIABLE] = f"{endpoint}={self._control.fileno()}"
         self._home = msgspec.structs.replace(self._folders.host, node_id=HOME, address=address)
         self._endpoint = endpoint
+        self._left.recover(self._folders.topology if job.observe.event_log else None)
         for group in together(services):
             self._reserve(group, needs_in_words(job, services))
         cancelled = threading.Event()
@@ -298,7 +337,7 @@ class RayLauncher:
                 list(pool.map(lambda place: self._places[place.name].take(cancelled), services))
             except RayError as error:
                 cancelled.set()
-                raise RunError(f"the job could not be placed: {_first_line(error)}") from error
+                raise RunError(f"the job could not be placed: {first_line(error)}") from error
             except BaseException:
                 cancelled.set()
                 raise
@@ -367,8 +406,9 @@ class RayLauncher:
         return moved
 
     def close(self) -> None:
-        self._keep_buffer()
-        ends = [ending for place in self._places.values() if (ending := place.close()) is not None]
+        keep = not self._keep_buffer()
+        closing = (place.close(keep_buffer=keep) for place in self._places.values())
+        ends = [ending for ending in closing if ending is not None]
         with suppress(RayError):
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=CLOSE_S)
@@ -431,50 +471,42 @@ class RayLauncher:
             given[SERVED_VARIABLE] = "1"
         return given | {"OMP_NUM_THREADS": str(thread_count(self._job, place.role))}
 
-    def bring_home(self, name: str, data: bytes) -> None:
-        """Append to a file of the run's folder."""
-        path = Path(self._home.run_dir) / name
+    def bring_home(self, sender: str, piece: FileNews) -> None:
+        """Append to a file of the run's folder. Raises OSError, and ValueError unless it is a log of the
+        process `sender`, or its events."""
+        if not shipped_by(sender).fullmatch(piece.name):
+            raise ValueError(f"the node of {sender} sent {piece.name[:200]!r}, no file of that process")
         with self._files:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(data)
+            append_beneath(self.run_dir, piece.name, piece.data)
 
     def keeps_files(self, place: ServicePlace) -> bool:
         """Whether what this process needs lies on its node alone."""
         return place.role == "buffer" and self._job.buffer.redis == "embedded"
 
-    def forget_buffer(self) -> None:
-        """A buffer goes on with what lies at home of an earlier one: that is old from now on."""
-        shutil.rmtree(Path(self._home.run_dir) / BUFFER, ignore_errors=True)
+    def lives(self, node_id: str) -> bool:
+        """Return whether Ray takes this node for alive."""
+        with suppress(RayError):
+            return any(node["NodeID"].startswith(node_id) for node in alive_nodes())
+        return False
 
-    def _keep_buffer(self) -> None:
-        """Have the files of the buffer's own Redis lie at home, all or none, for a resume."""
+    def note_buffer(self, place: RayPlace) -> None:
+        """Write down how much the buffer's Redis has confirmed and, of its own one, where the files are."""
+        if not self.keeps_files(place.place):
+            write_confirmed(self.run_dir, place.confirmed)
+        elif (host := place.host) is not None:
+            BufferNode(host.node_id, host.address, host.run_dir, place.confirmed).write(self.run_dir)
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run, at home."""
+        return self._folders.run_dir
+
+    def _keep_buffer(self) -> bool:
+        """Bring the files of the buffer's own Redis home for a resume, and return whether they came."""
         place = self._places.get("buffer")
         if place is None or place.actor is None or not self.keeps_files(place.place):
-            return
-        fresh, have = Path(self._home.run_dir) / f".{BUFFER}", dict[str, int]()
-        shutil.rmtree(fresh, ignore_errors=True)
-        deadline_s = time.monotonic() + KEEP_S
-        try:
-            while pieces := self._kept(place, have, deadline_s):
-                for piece in pieces:
-                    path = fresh / Path(piece.name).relative_to(BUFFER)
-                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    with path.open("ab") as file:
-                        file.write(piece.data)
-                    have[piece.name] = piece.offset + len(piece.data)
-            if have:
-                self.forget_buffer()
-                fresh.rename(fresh.with_name(BUFFER))
-        except (RayError, RunError, OSError, ValueError) as error:
-            log.warning("a resume has the newest checkpoint, not what the buffer held", error=str(error))
-            shutil.rmtree(fresh, ignore_errors=True)
-
-    @staticmethod
-    def _kept(place: RayPlace, have: dict[str, int], deadline_s: float) -> list[FileNews]:
-        asked = place.actor.kept.remote(msgspec.msgpack.encode(have))
-        data = ray.get(asked, timeout=max(0.0, deadline_s - time.monotonic()))
-        return msgspec.msgpack.decode(answer_of(data), type=list[FileNews])
+            return True
+        return self._left.keep(place.actor)
 
     # --- placing --------------------------------------------------------------------------------------
 
@@ -548,8 +580,3 @@ def _free() -> str:
     free = ray.available_resources()
     shown = {name: amount for name, amount in free.items() if name in ("CPU", "GPU", "memory")}
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "none"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.ownfiles import parts_of
 from areal_async.rpc.secret import RoleKeys
 from areal_async.runtime.topology import RunHost, ServicePlace
 
@@ -52,8 +53,7 @@ class FileNews(msgspec.Struct, frozen=True):
     data: bytes
 
     def __post_init__(self) -> None:
-        if self.name.startswith("/") or ".." in self.name.split("/"):
-            raise ValueError(f"{self.name} is no path within the folder of a run")
+        parts_of(self.name)
 
 
 class ProcessNews(msgspec.Struct, frozen=True):
@@ -64,6 +64,8 @@ class ProcessNews(msgspec.Struct, frozen=True):
     heard: bytes
     memory_kills: int
     files: list[FileNews] = []
+    confirmed: int = 0
+    """Newest revision that the Redis of a buffer has confirmed."""
 
 
 def pack(message: msgspec.Struct) -> bytes:

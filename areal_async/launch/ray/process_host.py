@@ -3,7 +3,8 @@
 Promises: a port that was promised to the process stays its own while this host lives, through all its deaths;
 what the process appends to its logs and events is handed on from where the reader has it, so nothing is lost
 or twice; after `close`, or the death of this host, nothing of the process is left running, and once the last
-host of the run on a node is gone its folders there are removed, by it or by the next run's.
+host of the run on a node is gone its folders there are removed, by it or by the next run's. The files of a
+buffer stay until they are at home (`buffer_files.py`).
 
 It knows nothing of Ray: an actor (`actor.py`) hands it what it is told.
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.errors import RunError
+from areal_async.launch.buffer_files import confirmed_in, is_forgotten, pieces_of
 from areal_async.launch.here import LocalChild, RankLines, write_whole
 from areal_async.launch.home_files import BUFFER, bring_buffer, bring_content
 from areal_async.launch.one_host import SHM_ROOT, make_host, volatile_roots
@@ -47,12 +49,8 @@ from areal_async.storage.home import HomeFileSystem
 
 TOPOLOGY = "topology.json"
 IN_USE = "in-use"  # File that each host of a run on this node holds a shared lock on
-PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
 LOOK_S = 0.05
 SWEEP_S = 2.0
-SHIPPED = r"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl"
-"""Files of a process that are handed on, below the folder that outlives it: its log, those of its engines'
-servers, its events. `trainer-1` and `rollout-10` are others' names."""
 BACKLOG = 512
 
 
@@ -110,7 +108,8 @@ class ProcessHost:
             told = bool(files or heard) or status is not None or (ready is not None and not serves)
             if told or time.monotonic() > deadline_s:
                 kills = child.memory_kills() if child is not None else 0
-                return ProcessNews(ready, status, heard, kills, files)
+                confirmed = confirmed_in(Path(self.host.run_dir) / BUFFER) if self._is_buffer else 0
+                return ProcessNews(ready, status, heard, kills, files, confirmed)
             time.sleep(LOOK_S)
 
     def terminate(self) -> None:
@@ -121,10 +120,12 @@ class ProcessHost:
         if self._child is not None:
             self._child.kill()
 
-    def close(self) -> None:
+    def close(self, *, keep_buffer: bool = False) -> None:
         """End the process and everything that it has detached, give up the ports, and remove the folders if
-        nobody else of the run is on this node."""
+        nobody else of the run is on this node. `keep_buffer`: its files are not at home."""
         self._end()
+        if self._is_buffer and not keep_buffer:
+            shutil.rmtree(Path(self.host.run_dir) / BUFFER, ignore_errors=True)
         if self._child is not None:
             self._child.close()
         for sock in self._held.values():
@@ -139,7 +140,7 @@ class ProcessHost:
     def kept(self, have: dict[str, int]) -> list[FileNews]:
         """End the process; what a buffer then leaves for a resume, but for what the reader has already."""
         self._end()
-        return list(self._beyond(have, (Path(self.host.run_dir) / BUFFER).rglob("*")))
+        return list(pieces_of(Path(self.host.run_dir), (Path(self.host.run_dir) / BUFFER).rglob("*"), have))
 
     def _end(self) -> None:
         if self._child is not None:
@@ -149,6 +150,10 @@ class ProcessHost:
             time.sleep(LOOK_S)
         if self._child is not None:
             self._child.poll()
+
+    @property
+    def _is_buffer(self) -> bool:
+        return self._order.place.role == "buffer"
 
     @property
     def _mark(self) -> str:
@@ -190,7 +195,7 @@ class ProcessHost:
         HomeFileSystem.connect(address, job=str(topology.job["job"]), role=keys.role, name=name, access=keys)
         try:
             job = bring_content(topology.job, self._order.place.role)
-            if keys.role == "buffer":
+            if self._is_buffer:
                 bring_buffer(str(job["job"]), Path(self.host.run_dir) / BUFFER)
         finally:
             HomeFileSystem.disconnect()
@@ -199,22 +204,16 @@ class ProcessHost:
     def _appended(self, have: dict[str, int]) -> Iterator[FileNews]:
         """What of its logs and events the reader does not have yet."""
         run_dir = Path(self.host.run_dir)
-        own = re.compile(SHIPPED.format(name=re.escape(self._order.place.name)))
-        paths = run_dir.glob("*/*")
-        return self._beyond(have, (p for p in paths if own.fullmatch(p.relative_to(run_dir).as_posix())))
+        own = shipped_by(self._order.place.name)
+        paths = (path for path in run_dir.glob("*/*") if own.fullmatch(path.relative_to(run_dir).as_posix()))
+        return pieces_of(run_dir, paths, have)
 
-    def _beyond(self, have: dict[str, int], paths: Iterable[Path]) -> Iterator[FileNews]:
-        """What of these files the reader does not have yet, at most `PIECE_BYTES`."""
-        room = PIECE_BYTES
-        for path in sorted(path for path in paths if path.is_file()):
-            name = path.relative_to(self.host.run_dir).as_posix()
-            offset = have.get(name, -1)  # An empty file is told of, too
-            if room > 0 and path.stat().st_size > offset:
-                with path.open("rb") as file:
-                    file.seek(max(0, offset))
-                    data = file.read(room)
-                room -= len(data)
-                yield FileNews(name, max(0, offset), data)
+
+def shipped_by(name: str) -> re.Pattern[str]:
+    """The names of the files of the process `name` that are handed on, below the folder that outlives it: its
+    log, those of its engines' servers, its events. `trainer-1` and `rollout-10` are others' names."""
+    name = re.escape(name)
+    return re.compile(rf"logs/{name}\.log|logs/{name}-[a-z]\w*-\d+\.log|events/{name}-\d+\.jsonl")
 
 
 def is_secret(variable: str, role: Role) -> bool:
@@ -277,10 +276,19 @@ def folders_of(host: RunHost) -> list[Path]:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove those that are this user's and called like a run's."""
+    """Remove those that are this user's and called like a run's, but for the files of a buffer that a resume
+    may ask for."""
     for folder in folders:
-        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
+        if not folder.name.startswith(f"areal-{os.getuid()}-") or not is_own_folder(folder):
+            continue
+        if is_forgotten(folder):
             shutil.rmtree(folder, ignore_errors=True)
+            continue
+        for entry in folder.iterdir():
+            if entry.is_dir() and entry.name != BUFFER:
+                shutil.rmtree(entry, ignore_errors=True)
+            elif not entry.is_dir() and entry.name != IN_USE:
+                entry.unlink(missing_ok=True)
 
 
 def sweep(run_id: str) -> None:

@@ -47,7 +47,7 @@ const Charts = (() => {
         const prefix = pattern.endsWith("*") ? pattern.slice(0, -1) : null;
         for (const line of run.store.series.values()) {
           if (prefix === null ? line.name !== pattern : !line.name.startsWith(prefix)) continue;
-          const words = [prefix === null ? label : line.name.slice(prefix.length)];
+          const words = [prefix === null ? label : label + line.name.slice(prefix.length)];
           if (line.policy && policies.size > 1) words.unshift(line.policy);
           if (several) words.unshift(run.name);
           const colour = (several ? number : within) % COLOURS;
@@ -147,7 +147,7 @@ const Charts = (() => {
         legend: { show: false }, cursor: { y: false, drag: { x: true, y: false } },
         scales: { x: { time: false }, y: this.panel.share ? { range: (u, low, high) => [Math.min(0, low ?? 0), Math.max(high ?? 1, .05) * 1.05] } : {} },
         axes: [{ ...axis, size: 34, incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
-          { ...axis, size: 58, values: (u, ticks) => ticks.map(short) }],
+          { ...axis, size: (u, ticks) => 22 + 7 * Math.max(5, ...(ticks || []).map((tick) => tick.length)), values: (u, ticks) => ticks.map(short) }],
         series: [{ label: "step" }, ...shown.map((each) => ({
           label: each.label, stroke: each.faint ? faded(colours.get(each.label)) : colours.get(each.label), width: each.faint ? 1 : 2,
           dash: DASHES[each.style], spanGaps: true, show: !this.hidden.has(each.label),

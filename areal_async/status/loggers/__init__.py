@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.registry import LOGGERS
 from areal_async.runtime.log import get_logger
+from areal_async.secrecy import shown
 from areal_async.status.record import RECORDS, Tail
 from areal_async.status.samples import SampleKind, read_samples, sample_files
 
@@ -70,8 +70,6 @@ NAMES = {
 """A field of a step's record → what loggers call it."""
 HELD_OUT = {"accuracy": "held_out/accuracy", "held_out_loss": "held_out/loss", "margin": "held_out/margin"}
 STEPS = ("step", *FILE_KINDS)
-SECRET = re.compile("key|token(?!s)|secret|passw|url|redis|env|header", re.IGNORECASE)
-"""Names of fields of a job that are not given away."""
 
 
 @dataclass
@@ -82,7 +80,7 @@ class LoggedRun:
     folder: Path
     """`<run>/loggers`, which is there."""
     config: dict[str, Any]
-    """The job, without fields that may hold a secret."""
+    """The job, without text that may be a secret (`areal_async/secrecy.py`)."""
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,6 +115,7 @@ def figures_of(record: Mapping[str, Any], prefix: str = "") -> tuple[int, dict[s
         found["held_out/accuracy"] = record.get("accuracy")
         for name in ("best", "maj"):
             found[f"held_out/{name}"] = (record.get(name) or [None])[0]
+        found |= {f"held_out/rewards/{name}": value for name, value in (record.get("rewards") or {}).items()}
         for name, value in (record.get("by_source") or {}).items():
             found[f"held_out/{name or 'unnamed'}/accuracy"] = value
     else:
@@ -135,13 +134,6 @@ def missing_package(package: str, name: str, field: str) -> Iterator[Mistake]:
             f"the logger {name} needs the package {package}, which is not installed here",
             f"Install it: pip install 'areal-async[{name}]'",
         )
-
-
-def shown_config(value: Any) -> Any:
-    """A job's values without those whose names speak of a secret."""
-    if isinstance(value, dict):
-        return {name: shown_config(inner) for name, inner in value.items() if not SECRET.search(name)}
-    return [shown_config(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 class _Kept(msgspec.Struct):
@@ -286,7 +278,7 @@ def watched_by_loggers(job: JobConfig, run_dir: Path) -> Iterator[list[LoggerThr
         name = f"{name}-{number}" if name in names else name
         folder = run_dir / FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
-        run = LoggedRun(job.job, folder, shown_config(job.model_dump(mode="json")))
+        run = LoggedRun(job.job, folder, shown(job.model_dump(mode="json"), JobConfig))
 
         def make(run: LoggedRun, section: Any = section) -> RunLogger:
             made: RunLogger = LOGGERS.find(section.name)(run, **section.args)

@@ -24,6 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.errors import SnapshotError
+from areal_async.ownfiles import map_open, open_beneath, reserve
 from areal_async.weights.manifest import HASH_PREFIX, MANIFEST_FILE, check_file_name, hash_of
 
 TABLE_SCHEMA = 1
@@ -85,7 +86,7 @@ class ChunkStore:
     def __init__(self, directory: Path, table: ChunkTable) -> None:
         self.directory = directory
         self.layout = ChunkLayout(table)
-        self._maps: list[mmap.mmap | None] | None = None
+        self._maps: list[mmap.mmap | bytes | None] | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -100,18 +101,20 @@ class ChunkStore:
             if self._closed:
                 raise SnapshotError(f"{self.directory} is not given out any more")
             if self._maps is None:
-                files = self.layout.table.files
-                self._maps = [map_file(self.directory / name, size) for name, size in files]
+                self._maps = self._mapped()
             mapped = self._maps[file]
         assert mapped is not None
         return memoryview(mapped)[offset : offset + size]
+
+    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+        return [map_file(self.directory / name, size) for name, size in self.layout.table.files]
 
     def close(self) -> bool:
         """Give out no more; whether nobody, a socket included, still reads what was given out. The files may
         be overwritten only then. They may be removed in either case."""
         with self._lock:
             self._closed = True
-            maps, self._maps = [m for m in self._maps or () if m is not None], None
+            maps, self._maps = [m for m in self._maps or () if isinstance(m, mmap.mmap)], None
         quiet = True
         for mapped in maps:
             try:
@@ -122,7 +125,7 @@ class ChunkStore:
 
 
 class PartialDownload(ChunkStore):
-    """A directory under way to `final`, all of whose files are there in full size, with holes. Belongs to one
+    """A directory under way to `final`, all of whose files have their full size and its room. Belongs to one
     event loop, but for `resume` and `put`, which any thread may call."""
 
     def __init__(self, final: Path, table: ChunkTable) -> None:
@@ -153,14 +156,24 @@ class PartialDownload(ChunkStore):
                 if name not in named:
                     (self.directory / name).unlink()
             for name, size in self.layout.table.files:
-                fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                self._fds.append(fd)
-                os.ftruncate(fd, size)
+                self._fds.append(open_beneath(self.directory, name, os.O_RDWR | os.O_CREAT))
+                reserve(self._fds[-1], size)
             for number in range(self.layout.n_chunks) if begun else ():
                 self._here[number] = self.layout.matches(number, self.data(number))
         except OSError as error:
             self.abandon()
+            shutil.rmtree(self.directory, ignore_errors=True)  # What it holds is what there is no room for
             raise SnapshotError(f"{self.directory} cannot be filled: {error}") from error
+
+    def _mapped(self) -> list[mmap.mmap | bytes | None]:
+        if not self._fds:
+            return super()._mapped()
+        # What is put later shows through these, and all of it has room.
+        sizes = (size for _, size in self.layout.table.files)
+        return [
+            mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else None
+            for fd, size in zip(self._fds, sizes, strict=True)
+        ]
 
     def put(self, number: int, data: memoryview) -> bool:
         """Take chunk `number` if its hash is right. Raises `SnapshotError` when it cannot be written."""
@@ -246,7 +259,7 @@ def build_table(directory: Path, manifest_hash: str) -> ChunkTable:
     return ChunkTable(TABLE_SCHEMA, manifest_hash, chunk_bytes, files, bytes(digests))
 
 
-def map_file(path: Path, size: int) -> mmap.mmap | None:
+def map_file(path: Path, size: int) -> mmap.mmap | bytes | None:
     """A file of `size` bytes mapped for reading; None for an empty one. Raises `SnapshotError` where it has
     another size or is gone."""
     try:
@@ -254,7 +267,7 @@ def map_file(path: Path, size: int) -> mmap.mmap | None:
         try:
             if os.fstat(fd).st_size != size:
                 raise SnapshotError(f"{path} does not have {size} bytes")
-            return mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else None
+            return map_open(fd) if size else None
         finally:
             os.close(fd)
     except OSError as error:

@@ -4,6 +4,7 @@ responses."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,12 +20,7 @@ Task:
 {prompt}
 
 Answer:
-{response}
-
-Reason briefly, then end with one line of this form and nothing after it:
-Grade: <number from 0 to 10>"""
-GRADE = r"(?i)grade\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
-"""Where its answer says the grade, to go with `TEMPLATE`."""
+{response}"""
 
 
 def _several(value: object) -> object:
@@ -41,20 +37,28 @@ class JudgeArguments(Section):
     """Name of the model, as the server knows it."""
     template: str = TEMPLATE
     """What is asked, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{ability}` and
-    `{extra_info.NAME}` filled in; other braces stay as they are."""
+    `{extra_info.NAME}` filled in; other braces stay as they are. Without `parse` a sentence about the form of
+    the grade follows."""
+    quote: Literal["tags", "json", "none"] = "tags"
+    """The way in which the response is put in. `tags`: between tags whose name it cannot contain, with a
+    sentence that says not to obey it. `json`: as one JSON text. `none`: bare, so that it may pass for a part
+    of the template."""
     system: str = ""
     """System message of a chat; none where it is empty. Filled in as `template`."""
-    parse: str = GRADE
-    """Regular expression that finds the grade in the reply: its one group, or all that matches. The last
-    match counts."""
+    parse: str = ""
+    """Regular expression of the last line of the reply, which it must match as a whole; the grade is its one
+    group, or the line. Empty: the grade is a field of JSON if the servers take a schema (`response_format`),
+    else the last line is `Grade: <grade>`. Nothing else in a reply counts, and a second such line makes it
+    none."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Grades that stand for the rewards 0 and 1; others follow in proportion, and a grade outside of them is
     none. The first may be the larger."""
     grades: dict[str, float] = Field(default_factory=dict)
-    """Reward of each word that `parse` may find, in place of `scale`: `{yes: 1, no: 0}`. Upper and lower case
+    """Reward of each word that may be the grade, in place of `scale`: `{yes: 1, no: 0}`. Upper and lower case
     count the same."""
     votes: int = Field(default=1, ge=1, le=64)
-    """Requests for each response. Without a grade from more than half of them the verdict is `error`."""
+    """Requests for each response. Without a grade from more than half of them there is no score, or that of
+    `reward.on_fault` where the judge grades another answer to the same task."""
     aggregate: Literal["mean", "majority", "median"] = "mean"
     """What the reward is of the votes."""
     temperature: float = Field(default=0.0, ge=0)
@@ -125,3 +129,8 @@ class JudgeReward(BackendReward):
 
     Arguments = JudgeArguments
     implementation = "reward_service.backends.judge.backend:Judge"
+
+    @classmethod
+    def patience_s(cls, arguments: Mapping[str, Any], timeout_s: float) -> float:
+        """An answer without a grade is followed by a neutral one, which shows whose fault that was."""
+        return timeout_s

@@ -1,8 +1,9 @@
 """The reward `judge`: a language model behind OpenAI-compatible servers grades the responses.
 
-Promises: every call gets its verdicts exactly once, within `timeout_s` of the moment its last request got its
-turn; a reply without a grade is a `Failure`, never a grade of 0; at most `max_in_flight` requests are under
-way; what waits and what is read of an answer is bounded.
+Promises: every call gets its verdicts exactly once, within `timeout_s` of the moment its last request got
+its turn, and once more that time where an answer got no grade; such an answer is at fault itself if the
+judge grades a neutral one to the same task, and a `Failure` of the infrastructure otherwise; at most
+`max_in_flight` requests are under way; what waits and what is read of an answer is bounded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.verdicts import Failure, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from reward_service import metrics
 from reward_service.backends import Call, MissingText, OnVerdicts, fill
@@ -32,10 +33,14 @@ from reward_service.backends.judge.replies import (
     Parser,
     Trouble,
     advice,
+    clipped,
+    field_of,
+    quoted,
     verdict_of,
 )
 from reward_service.backends.servers import ServerState, choose
 from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.verifiers import NEUTRAL
 
 log = get_logger("judge")
 
@@ -43,6 +48,8 @@ MAX_QUEUED = 8192
 START_PAUSE_S = 0.5
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
+
+MOST_FAIR = 1024  # Requests with neutral answers that are known to have got a grade
 
 Vote = float | Failure | Timeout
 
@@ -67,6 +74,8 @@ class Judge:
         self._slots = asyncio.Semaphore(given.max_in_flight)
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
+        self._structured = False  # Whether its servers take a schema for the reply
+        self._fair: set[bytes] = set()
         self._runners: list[asyncio.Task[None]] = []
         self._endpoint = Endpoint(self._key())
         self._requests_most = given.votes
@@ -130,11 +139,10 @@ class Judge:
 
     async def _greet(self) -> None:
         """One request to each server: key, model and path are right, and at least one answers."""
-        body = self._body(GREETING, "", 0)
         until_s = time.monotonic() + self._start_s
         while True:
-            found = await asyncio.gather(*(self._hello(one.url, body) for one in self._servers))
-            troubles = [trouble for trouble in found if trouble is not None]
+            found = await asyncio.gather(*(self._hello(one.url) for one in self._servers))
+            troubles = [trouble for trouble in found if isinstance(trouble, Trouble)]
             for trouble in troubles:
                 if not trouble.passes:
                     raise RewardLoadError(
@@ -143,6 +151,8 @@ class Judge:
                 log.warning("a judge's server does not take requests", error=str(trouble))
             # A server that limits the rate is there.
             if len(troubles) < len(found) or any(trouble.status == 429 for trouble in troubles):
+                there = [one for one in found if isinstance(one, bool)]
+                self._structured = bool(there) and all(there)
                 return
             if time.monotonic() >= until_s:
                 message = (
@@ -151,15 +161,28 @@ class Judge:
                 raise RewardLoadError(f"the reward 'judge': {message}", may_pass=True)
             await asyncio.sleep(START_PAUSE_S)
 
-    async def _hello(self, url: str, body: bytes) -> Trouble | None:
+    async def _hello(self, url: str) -> Trouble | bool:
+        """Return whether a server takes a schema for the reply; or why it takes no requests."""
         try:
             async with asyncio.timeout(self._start_s):
-                await self._endpoint.ask(url, body)
+                if self._parse.form(structured=True) and await self._takes_schema(url):
+                    return True
+                await self._endpoint.ask(url, self._body(GREETING, "", 0))
         except TimeoutError:
             return Trouble("unreachable", f"{url} did not answer within {self._start_s:g} s", passes=True)
         except Trouble as trouble:
             return trouble
-        return None
+        return False
+
+    async def _takes_schema(self, url: str) -> bool:
+        """Raises `Trouble` that may pass: it says nothing of schemas."""
+        try:
+            field_of((await self._endpoint.ask(url, self._body(GREETING, "", 0, structured=True))).text)
+        except (NoGrade, Trouble) as error:
+            if isinstance(error, Trouble) and error.passes:
+                raise
+            return False
+        return True
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -185,17 +208,36 @@ class Judge:
     async def _score(self, given: RewardInput, begun_s: list[float]) -> Verdict:
         arguments = self._arguments
         try:
-            text = fill(arguments.template, given)
-            system = fill(arguments.system, given)
+            bodies = self._bodies(given)
+            neutral = self._bodies(msgspec.structs.replace(given, response=NEUTRAL))[0]
         except MissingText as error:
             return Failure("input", str(error))
-        bodies = [self._body(text, system, number) for number in range(arguments.votes)]
         votes = await asyncio.gather(*(self._vote(body, begun_s) for body in bodies))
         grades = [vote for vote in votes if isinstance(vote, float)]
         lost = [vote for vote in votes if not isinstance(vote, float)]
-        return verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
+        verdict = verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
+        # Servers that are away have kinds of their own. What they refused or did not grade has this one.
+        if isinstance(verdict, Failure) and verdict.kind == "judge" and await self._grades(neutral, begun_s):
+            return msgspec.structs.replace(verdict, fault=FaultOf.ANSWER)
+        return verdict
 
-    def _body(self, text: str, system: str, vote: int) -> bytes:
+    async def _grades(self, body: bytes, begun_s: list[float]) -> bool:
+        """Return whether this request is answered with a grade, or was before."""
+        if body not in self._fair and isinstance(await self._vote(body, begun_s), float):
+            if len(self._fair) >= MOST_FAIR:
+                self._fair.clear()
+            self._fair.add(body)
+        return body in self._fair
+
+    def _bodies(self, given: RewardInput) -> list[bytes]:
+        """The request of each vote. Raises `MissingText`."""
+        arguments, structured = self._arguments, self._structured
+        shown = msgspec.structs.replace(given, response=quoted(given.response, arguments.quote))
+        text = fill(arguments.template, shown) + self._parse.form(structured=structured)
+        system = fill(arguments.system, shown)
+        return [self._body(text, system, vote, structured=structured) for vote in range(arguments.votes)]
+
+    def _body(self, text: str, system: str, vote: int, *, structured: bool = False) -> bytes:
         given = self._arguments
         body: dict[str, Any] = {"model": given.model}
         messages = [{"role": "system", "content": system}] if system else []
@@ -204,6 +246,8 @@ class Judge:
         body["temperature"] = given.temperature
         if given.seed is not None:
             body["seed"] = given.seed + vote
+        if structured:
+            body["response_format"] = self._parse.schema
         body |= given.extra_body
         return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
 
@@ -271,11 +315,12 @@ class Judge:
 
     def _graded(self, reply: JudgeReply) -> Vote:
         try:
-            grade = self._parse(reply.text)
+            if reply.finish_reason == "length":  # its grade may be cut too: a 1 of a 10
+                raise NoGrade(f"the reply was cut at max_tokens: {clipped(reply.text)}")
+            grade = self._parse(reply.text, structured=self._structured)
         except NoGrade as error:
             metrics.JUDGE_REQUESTS.labels("no_grade").inc()
-            cut = " (it was cut at max_tokens)" if reply.finish_reason == "length" else ""
-            return Failure("judge", f"{error}{cut}")
+            return Failure("judge", str(error))
         metrics.JUDGE_REQUESTS.labels("ok").inc()
         return grade
 

@@ -3,8 +3,8 @@
 Promises: every call submitted gets its verdicts exactly once. A call begins when it is sent; it has the
 reward's deadline then, and `ANSWER_GRACE_S` for the way back. A server that dies loses nothing: what it had
 goes to another one, or waits for it to come back, at most `outage_s` while none answers. What a server
-breaks, refuses or loses again and again is an error that says so, never a score of 0. At most `MAX_QUEUED`
-calls wait.
+breaks, refuses or loses again and again is an error that says so, and the answer's own fault only where it
+alone is too large for the server. At most `MAX_QUEUED` calls wait.
 
 A call may be scored twice, where the answer to the first time was lost; one verdict counts.
 """
@@ -25,7 +25,7 @@ import msgspec
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.verdicts import Failure, Timeout, Verdict
+from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.runtime.log import get_logger
 from areal_async.trajectory import TrajectoryError
 from areal_async.tries import pause_s
@@ -264,6 +264,8 @@ class RemoteBackend:
                 case "late":
                     limit_ms = round(self._spec.timeout_s * 1000)
                     self._end(call, [Timeout(limit_ms)] * len(call.inputs), elapsed_ms)
+                case "too_large" if self._fits_without_answers(replica, call):
+                    self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
                 case "broken" | "invalid" | "too_large":
                     self._fail(call, "remote", told, elapsed_ms)
                 case _:  # Lost; or it has become another one, and is asked again what it is.
@@ -299,8 +301,22 @@ class RemoteBackend:
         self._open.discard(call)
         call.on_verdicts(call.index, verdicts, elapsed_ms)
 
-    def _fail(self, call: Pending, kind: str, message: str, elapsed_ms: float = 0.0) -> None:
-        self._end(call, [Failure(kind, clip(message))] * len(call.inputs), elapsed_ms)
+    def _fail(
+        self,
+        call: Pending,
+        kind: str,
+        message: str,
+        elapsed_ms: float = 0.0,
+        fault: FaultOf = FaultOf.INFRASTRUCTURE,
+    ) -> None:
+        failure = Failure(kind, clip(message), fault=fault)
+        self._end(call, [failure] * len(call.inputs), elapsed_ms)
+
+    def _fits_without_answers(self, replica: RemoteServer, call: Pending) -> bool:
+        """Return whether the server would take the task: then the answers alone are too large for it."""
+        bare = (msgspec.structs.replace(g, response="", metadata={}, blob=b"") for g in call.inputs)
+        size_bytes = sum(len(msgspec.json.encode(to_wire(given, ()))) for given in bare)
+        return size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES
 
     def _note_outage(self, now_s: float) -> None:
         """Give what waits its verdict when no server could be asked for `outage_s`."""

@@ -41,8 +41,8 @@ class RewardModelArguments(Section):
     max_tokens: int = Field(default=4096, ge=1)
     """Longest text, in tokens of the reward model; less where the model can read less."""
     on_long: Literal["fail", "cut"] = "fail"
-    """A longer text: `fail` gives the verdict `error`; `cut` reads its end, and says so in the component
-    `cut_tokens`."""
+    """A longer text: `fail` gives the answer `reward.on_fault.score`, which is 0 by default, or no score
+    where the task alone is too long; `cut` reads its end, and says so in the component `cut_tokens`."""
     device: str = "auto"
     """`auto`: a GPU where there is one. Else `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

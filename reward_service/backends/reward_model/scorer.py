@@ -1,8 +1,9 @@
 """The function of the reward `reward_model`: loads a model, and scores batches of texts.
 
-Promises: one verdict for each text; a text that cannot be scored costs the others of its batch nothing; a
-text's score does not depend on its company beyond rounding; nothing is unpickled and no code of the model's
-is run. A device that no longer computes ends the process.
+Promises: one verdict for each text; a text that cannot be scored costs the others of its batch nothing, and
+is the answer's own fault if a neutral answer to the same task can; a text's score does not depend on its
+company beyond rounding; nothing is unpickled and no code of the model's is run. A device that no longer
+computes ends the process.
 
 Runs in a worker of a pool.
 """
@@ -17,15 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import structs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from areal_async.rpc.verdicts import Failure, Score, Verdict
+from areal_async.rpc.verdicts import Failure, FaultOf, Score, Verdict
 from reward_service.backends import MissingText, fill
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError
 
+NEUTRAL = "1"
+"""The answer to a task that any reward model can score: shorter ones may have no token."""
 MOST_COMPONENTS = 64
 """Classes whose probabilities are components of the score; of a model with more, none are."""
 
@@ -223,13 +227,27 @@ class ModelFunction:
             raise RewardLoadError(f"the reward 'reward_model': {why}") from error
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[Verdict]:
-        texts: list[tuple[str, str] | Failure] = []
-        for given in inputs:
-            if self._template == "chat":
-                texts.append((given.prompt, given.response))
-                continue
-            try:
-                texts.append((fill(self._template, given), ""))
-            except MissingText as error:
-                texts.append(Failure("input", str(error)))
-        return self._scorer.score(self._scorer.tokenize(texts))
+        verdicts = self._scorer.score(self._scorer.tokenize([self._text(given) for given in inputs]))
+        return [
+            self._blamed(verdict, given) if isinstance(verdict, Failure) else verdict
+            for verdict, given in zip(verdicts, inputs, strict=True)
+        ]
+
+    def _blamed(self, failure: Failure, given: RewardInput) -> Failure:
+        """The failure of a text, with whose fault it is. What a device could not compute is tried once
+        more."""
+        if failure.kind == "model" and isinstance(self._alone(given), Score):
+            return failure
+        neutral = self._alone(structs.replace(given, response=NEUTRAL))
+        return structs.replace(failure, fault=FaultOf.ANSWER) if isinstance(neutral, Score) else failure
+
+    def _alone(self, given: RewardInput) -> Verdict:
+        return self._scorer.score(self._scorer.tokenize([self._text(given)]))[0]
+
+    def _text(self, given: RewardInput) -> tuple[str, str] | Failure:
+        if self._template == "chat":
+            return given.prompt, given.response
+        try:
+            return fill(self._template, given), ""
+        except MissingText as error:
+            return Failure("input", str(error))

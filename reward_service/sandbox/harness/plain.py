@@ -269,8 +269,9 @@ class HarnessLink:
 
 
 def installed_packages() -> list[str]:
-    """Folders of the interpreter's own packages. Interpreters of the harness start without `site`, which
-    would run what lies in them."""
+    """Folders of packages: those that the sandbox names, and the interpreter's own. Interpreters of the
+    harness start without `site`, which would run what lies in them."""
+    named = os.environ.get("PYTHONPATH", "").split(":")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    found = (f"{sys.prefix}/lib/{version}/site-packages", f"{sys.prefix}/lib/python3/dist-packages")
+    found = (*named, f"{sys.prefix}/lib/{version}/site-packages", f"{sys.prefix}/lib/python3/dist-packages")
     return [folder for folder in found if os.path.isdir(folder)]

@@ -34,6 +34,8 @@ def arguments(request: dict[str, Any], filter_fd: int) -> list[str]:
             words += ["--symlink", os.readlink(path), path]
         else:
             words += ["--ro-bind-try", path, path]
+    for path, place in request["packages"]:
+        words += ["--ro-bind", path, place]
     words += ["--perms", "0755", "--size", str(int(request["limits"]["files_mb"]) << 20), "--tmpfs", "/work"]
     words += ["--dir", "/work/.tmp", "--symlink", "/work/.tmp", "/tmp", "--chdir", "/work"]
     words += ["--remount-ro", "/proc"] if request["proc"] else []

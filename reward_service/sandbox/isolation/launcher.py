@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, BinaryIO
 
 from . import bubblewrap, cgroup, messages, process_tree, seccomp
@@ -67,8 +68,8 @@ class SandboxLauncher:
             messages.send(self._client, head, answer)
 
     def run(self, request: dict[str, Any], body: bytes, link: list[int]) -> tuple[dict[str, Any], bytes]:
-        """One program in one jail. `link`: the end of a pair's link that is the program's, if it has one.
-        Raises OSError, ClientGone."""
+        """One program in one jail, once for each input. `link`: the end of a pair's link that is the
+        program's, if it has one. Raises OSError, ClientGone."""
         base = request["uid_base"]
         request["uid"] = own_uid(base) if base is not None else None
         request["others"] = _others(request)
@@ -78,8 +79,9 @@ class SandboxLauncher:
             if request["level"] != "isolated":
                 request["work"] = tempfile.mkdtemp(prefix="areal-jail-")
                 held.callback(process_tree.remove, request["work"])
-            stdin = held.enter_context(_in_memory(body[: request["stdin"]]))
-            files = body[request["stdin"] :]
+            ends_at = list(accumulate(request["stdin"], initial=0))
+            inputs = [held.enter_context(_in_memory(body[a:b])) for a, b in pairwise(ends_at)]
+            files = body[ends_at[-1] :]
             order = held.enter_context(_in_memory(json.dumps(request).encode() + b"\n" + files))
             ends = [os.pipe(), os.pipe()]
             reading = [held.enter_context(open(fd, "rb", buffering=0)) for fd, _ in ends]
@@ -92,8 +94,9 @@ class SandboxLauncher:
             launcher = os.getpid()
             pid = os.fork()
             if pid == 0:
-                streams = [end.fileno() for end in (stdin, *writing)]
-                self._become(request, streams, [theirs.fileno(), order.fileno(), *link], launcher)
+                streams = [inputs[0].fileno(), *(end.fileno() for end in writing)]
+                passed = [theirs.fileno(), order.fileno(), *(end.fileno() for end in inputs[1:])]
+                self._become(request, streams, [*passed, *link], launcher)
             for end in (theirs, *writing, *linked):
                 end.close()
             out, err = (end.fileno() for end in reading)

@@ -1,4 +1,8 @@
-"""Watches one jail from outside: gathers what it prints, ends it at its limits, says how it ended."""
+"""Watches one jail from outside: gathers what it prints, ends it at its limits, says how it ended.
+
+A jail may run its program several times, with one input after the other. The limits are those of each run but
+for `within_s` and `clock_s`, which are those of all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ END_GRACE_S = 0.05
 """Time between the request to end a run and its end, in which a program that has just ended by itself is told
 from one that was ended."""
 READ_BYTES = 1 << 16
+GO = b"g"  # The byte that the first process of a jail waits for
+ERRORS_FACTOR = 64  # Judges throw standard error away: it ends a run when it is so many times the limit
 OWN_FILES = 4  # Files and folders that a jail's folder may hold beside the program's
 
 
@@ -42,7 +48,7 @@ class RunMonitor:
     ) -> None:
         """`pid`: the launcher's child, below which all of the jail is, and whose end is its end. `streams`:
         where standard output and errors are read. `group`: where its memory is counted, if there is one."""
-        self._limits = request["limits"]
+        self._limits, self._within_s = request["limits"], request["within_s"]
         self._isolated = request["level"] == "isolated"
         self._folder = request["work"]
         self._work_fd: int | None = None
@@ -52,23 +58,43 @@ class RunMonitor:
         self._pidfd = os.pidfd_open(pid)
         self._control, self._client = control, client
         self._streams = streams
-        self._output = {fd: bytearray() for fd in streams}
-        self._limit = ""
         self._failed = ""
-        self._report: dict[str, Any] = {"status": None, "cpu_ms": 0.0, "artifacts": []}
         self._artifacts = b""
-        self._cpu_ms, self._peak_bytes = 0.0, 0
-        self._began_s: float | None = None
-        self._ended_s: float | None = None
+        self._peak_bytes = 0
+        self._beside: int = request["beside"]
+        self._began_beside_ms = process_tree.usage(self._beside).cpu_ms if self._beside else 0.0
+        self._most_beside_ms = self._began_beside_ms
+        self._runs: list[dict[str, Any]] = []
+        self._printed_before = b""
+        self._spent_before_s = self._cpu_before_ms = 0.0
+        self._made_s = time.monotonic()
+        self._begin_run()
         self._killed_s: float | None = None
         self._end_asked_s: float | None = None
+
+    def _begin_run(self) -> None:
+        self._output = {fd: bytearray() for fd in self._streams}
+        self._printed = dict.fromkeys(self._streams, 0)
+        self._limit = ""
+        self._report: dict[str, Any] = {
+            "status": None,
+            "cpu_ms": 0.0,
+            "ran_ms": 0.0,
+            "waited_ms": 0.0,
+            "artifacts": [],
+        }
+        self._cpu_ms = 0.0
+        self._waits = process_tree.WaitMeter()
+        self._most_processes = 0
+        self._began_s: float | None = None
+        self._ended_s: float | None = None
+        self._setup_until_s = time.monotonic() + SETUP_LIMIT_S
 
     def watch(self) -> None:
         """Return when the jail's first process has ended. Raises ClientGone, with that process killed."""
         poll = select.poll()
         for fd in (*self._streams, self._control.fileno(), self._client.fileno(), self._pidfd):
             poll.register(fd, select.POLLIN)
-        setup_until_s = time.monotonic() + SETUP_LIMIT_S
         look_s = 0.0
         try:
             while True:
@@ -87,7 +113,7 @@ class RunMonitor:
                     elif not self._read(fd):
                         poll.unregister(fd)
                 now_s = time.monotonic()
-                if self._began_s is None and now_s > setup_until_s:
+                if self._began_s is None and now_s > self._setup_until_s:
                     self._failed = self._failed or "the jail was not ready in time"
                     self._kill()
                 if self._end_asked_s is not None and now_s - self._end_asked_s > END_GRACE_S:
@@ -105,42 +131,75 @@ class RunMonitor:
                     os.close(held)
 
     def answer(self) -> tuple[dict[str, Any], bytes]:
-        """What became of the run, and its output, errors and files."""
-        out, err = (bytes(self._output[fd]) for fd in self._streams)
-        if self._began_s is None and not self._failed and not self._limit:
-            said = err.decode("utf-8", "replace").strip().splitlines()
+        """Return how the runs ended, and their output, errors and files."""
+        if self._began_s is None and not self._failed and not self._limit and not self._runs:
+            said = self._output[self._streams[1]].decode("utf-8", "replace").strip().splitlines()
             self._failed = said[-1] if said else "its first process ended at once"
+        if self._began_s is not None or self._limit:
+            self._end_run()
+        head = {"failed": self._failed, "runs": self._runs, "artifacts": self._report["artifacts"]}
+        return head, self._printed_before + self._artifacts
+
+    def _end_run(self) -> None:
+        """Note how the present run ended."""
         now_s = time.monotonic()
-        head = {
-            "failed": self._failed,
-            "kind": self._limit,
-            "status": self._report["status"],
-            "wall_ms": ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000,
-            "cpu_ms": self._report["cpu_ms"] or self._cpu_ms,
-            "peak_mb": self._peak_bytes / (1 << 20),
-            "stdout": len(out),
-            "stderr": len(err),
-            "artifacts": self._report["artifacts"],
-        }
-        return head, out + err + self._artifacts
+        out, err = (bytes(self._output[fd]) for fd in self._streams)
+        wall_ms = ((self._ended_s or now_s) - (self._began_s or now_s)) * 1000
+        cpu_ms = self._report["cpu_ms"] or self._cpu_ms
+        waited_ms = self._waits.waited_s * 1000
+        if self._most_processes <= 1 and not self._beside:  # nothing of its own that it can have waited for
+            waited_ms = max(waited_ms, self._report["waited_ms"])
+        ran_ms = self._report["ran_ms"] or wall_ms
+        spent_ms = max(ran_ms - waited_ms - self._cpu_beside_ms(), cpu_ms)
+        self._runs.append(
+            {
+                "kind": self._limit,
+                "status": self._report["status"],
+                "wall_ms": wall_ms,
+                "waited_ms": waited_ms,
+                "spent_ms": spent_ms,
+                "cpu_ms": cpu_ms,
+                "peak_mb": self._peak_bytes / (1 << 20),
+                "stdout": len(out),
+                "stderr": len(err),
+            }
+        )
+        self._printed_before += out + err
+        self._spent_before_s += spent_ms / 1000
 
     def _look(self, wall_s: float) -> None:
         if self._ended_s is not None:
             return
         limits = self._limits
         used = process_tree.usage(self._root)
-        self._cpu_ms = max(self._cpu_ms, used.cpu_ms)
+        self._most_processes = max(self._most_processes, used.processes)
+        self._waits.look(self._roots(), time.monotonic())
+        own_ms = (wall_s - self._waits.waited_s) * 1000 - self._cpu_beside_ms()
+        self._cpu_ms = max(self._cpu_ms, used.cpu_ms - self._cpu_before_ms)
         files, files_bytes = self._files()
         if self._too_much(used, files_bytes):
             self._end("memory")
-        elif used.cpu_ms > limits["cpu_s"] * 1000:
+        elif self._cpu_ms > limits["cpu_s"] * 1000:
             self._end("cpu")
         elif used.processes > limits["processes"] + 1:
             self._end("processes")
-        elif wall_s > limits["wall_s"]:
+        elif own_ms > min(limits["wall_s"], self._within_s - self._spent_before_s) * 1000:
             self._end("timeout")
+        elif time.monotonic() - self._made_s > limits["clock_s"]:
+            self._end("clock")
         elif files > limits["files"] or files_bytes > limits["files_mb"] << 20:
             self._end("files")
+
+    def _roots(self) -> list[int]:
+        """Processes whose descendants make one program: of a pair, those of the tests, which it waits for."""
+        return [self._root, *([self._beside] if self._beside else [])]
+
+    def _cpu_beside_ms(self) -> float:
+        """CPU time of the tests of a pair, so far."""
+        if not self._beside:
+            return 0.0
+        self._most_beside_ms = max(self._most_beside_ms, process_tree.usage(self._beside).cpu_ms)
+        return self._most_beside_ms - self._began_beside_ms
 
     def _end_as_asked(self) -> None:
         if self._report["status"] is None and (
@@ -212,13 +271,28 @@ class RunMonitor:
             if self._group is not None:
                 self._group.end()
                 self._group = None
-            messages.send(self._control, {"go": True})
+            self._control.send(GO)
         elif "failed" in head:
             self._failed = str(head["failed"])
         else:
             self._report, self._artifacts = head, body
             self._ended_s = self._ended_s or time.monotonic()
+            if head.get("more") and self._killed_s is None:
+                self._next_run()
         return True
+
+    def _next_run(self) -> None:
+        """The jail is empty, and waits to be told to run the program with the next input."""
+        self._drain_streams()
+        self._count_memory()
+        if self._limit:
+            self._kill()
+            return
+        self._end_run()
+        self._cpu_before_ms = process_tree.usage(self._root).cpu_ms
+        self._begin_run()
+        with contextlib.suppress(OSError):  # it has been killed meanwhile
+            self._control.send(GO)
 
     def _read(self, fd: int) -> bool:
         """Take one portion of the output; False at the end of the stream."""
@@ -226,24 +300,35 @@ class RunMonitor:
             data = os.read(fd, READ_BYTES)
         except BlockingIOError:
             return True
-        kept, most = self._output[fd], self._limits["output_kb"] << 10
-        full = bool(data) and len(kept) + len(data) >= most
-        kept += data[: most - len(kept)]
-        if full:
+        if self._keep(fd, data):
             self._end("output")
         return bool(data)
 
+    def _keep(self, fd: int, data: bytes) -> bool:
+        """Keep what the limit allows, the beginning of the output and the end of the errors; True when more
+        has come than a program should print."""
+        kept, most = self._output[fd], self._limits["output_kb"] << 10
+        self._printed[fd] += len(data)
+        if fd == self._streams[0]:
+            kept += data[: most - len(kept)]
+            return self._printed[fd] > most
+        kept += data
+        del kept[:-most]
+        return self._printed[fd] > most * ERRORS_FACTOR
+
     def _drain(self) -> None:
-        """Take what was printed and told before the end. The pipes may hold no more than their size."""
+        """Take what was printed and told before the end."""
+        self._drain_streams()
+        while select.select([self._control], [], [], 0)[0] and self._told():
+            pass
+
+    def _drain_streams(self) -> None:
+        """The pipes may hold no more than their size."""
         for fd in self._streams:
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(fd, READ_BYTES):
-                    kept, most = self._output[fd], self._limits["output_kb"] << 10
-                    if len(kept) + len(data) > most:
+                    if self._keep(fd, data):
                         self._limit = self._limit or "output"
-                    kept += data[: most - len(kept)]
-        while select.select([self._control], [], [], 0)[0] and self._told():
-            pass
 
     def _end(self, limit: str) -> None:
         self._limit = self._limit or limit

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
@@ -92,6 +93,48 @@ def usage(root: int) -> TreeUsage:
             elif key == "Threads":
                 total.processes += int(rest)
     return total
+
+
+class WaitMeter:
+    """Time that the processes below some waited for a processor while the machine did something else."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._looked_s = 0.0
+        self._known: dict[str, tuple[list[str], float, float]] = {}
+        """By thread: nanoseconds that it ran and waited, since when both stand still, its wait so far."""
+
+    def look(self, roots: Sequence[int], now_s: float) -> None:
+        """Add what a thread below `roots` has waited since it was seen before, if it is the only one that can
+        run, since several may wait for each other; at most the time since the last look. The kernel counts a
+        wait when it ends; one that goes on shows as a thread that can run and has not run."""
+        most_s, self._looked_s = now_s - self._looked_s, now_s
+        task = lone_runnable(roots)
+        seen = read(f"{task}/schedstat").split()[:2] if task else []
+        if len(seen) < 2:
+            return
+        before, since_s, counted_s = self._known.get(task, ([], now_s, 0.0))
+        since_s = since_s if seen == before else now_s
+        waited_s = int(seen[1]) / 1e9 + now_s - since_s
+        if before:
+            self.waited_s += min(waited_s - counted_s, most_s)
+        self._known[task] = (seen, since_s, waited_s)
+
+
+def lone_runnable(roots: Sequence[int]) -> str:
+    """The folder of the one thread below `roots` that can run; empty if there is none or more than one."""
+    found = ""
+    for pid in (pid for root in roots for pid in descendants(root)):
+        try:
+            tasks = [f"/proc/{pid}/task/{tid}" for tid in os.listdir(f"/proc/{pid}/task")]
+        except OSError:
+            continue  # it has gone meanwhile
+        for task in tasks:
+            if read(f"{task}/stat").rpartition(")")[2].split()[:1] == ["R"]:
+                if found:
+                    return ""
+                found = task
+    return found
 
 
 def proportional_bytes(root: int, counted: int) -> int:

@@ -4,7 +4,8 @@ It refuses, with EPERM: sockets of every family (a pair of Unix ones remains, wi
 descriptors sent over it); locks, leases and watches on files, since the system folders are the host's; new
 namespaces and mounts; looking into other processes; kernel keys, BPF, io_uring, userfaultfd, performance
 counters; memory outside the accounts (memfd, System V, pages lent to a pipe, and without a memory group
-anonymous memory that is shared); clocks, modules, reboot. `clone3` answers ENOSYS, since its flags lie in
+anonymous memory that is shared); priorities and processors, since who waits for one is not charged for the
+time; limits of other processes; clocks, modules, reboot. `clone3` answers ENOSYS, since its flags lie in
 memory that a filter cannot read: the C library then uses `clone`, whose flags are checked. A call by another
 architecture's numbers kills the process.
 
@@ -26,6 +27,7 @@ request_key keyctl io_uring_setup io_uring_enter io_uring_register kexec_load ke
 finit_module delete_module reboot swapon swapoff acct quotactl quotactl_fd name_to_handle_at open_by_handle_at
 fanotify_init memfd_create memfd_secret shmget shmat semget msgget mq_open clock_settime settimeofday adjtimex
 clock_adjtime sethostname setdomainname syslog iopl ioperm modify_ldt vhangup personality
+setpriority ioprio_set sched_setscheduler sched_setparam sched_setattr sched_setaffinity
 """
 REFUSED = _NAMES.split()
 NEWER = {"process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447}
@@ -90,6 +92,7 @@ def program(*, grouped: bool, machine: int | None = None) -> bytes:
         for command in FCNTL_REFUSED:
             refuse("fcntl", Condition(1, MASKED, WORD, command))
         refuse("mmap", Condition(3, MASKED, MAP_HUGETLB, MAP_HUGETLB))
+        refuse("prlimit64", Condition(0, DIFFERS, 0, 0))
         if not grouped:
             shared = MAP_SHARED | MAP_ANONYMOUS
             refuse("mmap", Condition(3, MASKED, shared, shared))

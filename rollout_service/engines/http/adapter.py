@@ -18,6 +18,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, ClassVar, Protocol
@@ -26,11 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from areal_async.answers import Detokenizer, end_ids
 from areal_async.config.devices import first_threads
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
 from areal_async.modelfiles import Mixture
+from areal_async.models.tokenizer import load_tokenizer
 from areal_async.rpc.endpoints import interface_of
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
@@ -41,6 +44,7 @@ from rollout_service.engines.base import (
     GenerateResult,
     Tell,
     UpdateMode,
+    trim,
 )
 from rollout_service.engines.devices import gpu_names
 from rollout_service.engines.http.client import ServerClient
@@ -291,6 +295,21 @@ class StreamedAnswer(Protocol):
         ...
 
 
+class AnswerReader:
+    """The ends of a model's answers, and their text: a server is told the one, and its own text is not
+    read."""
+
+    def __init__(self, model: Path, vocab_size: int) -> None:
+        tokenizer = load_tokenizer(model)
+        ends = end_ids(tokenizer, model)
+        self._text = Detokenizer(tokenizer, ends)
+        self.ends = tuple(token for token in ends if token < vocab_size)
+
+    def text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
+        text = self._text.text(ids)
+        return trim(text, stop) if stop else text
+
+
 class ServerAdapter(ABC):
     """One replica's way of talking to one kind of server. Calls raise `EngineLost` when the server cannot be
     reached, and `EngineError` when it refuses."""
@@ -315,6 +334,11 @@ class ServerAdapter(ABC):
         self.settings = settings
         self.facts = read_model(model)
         self.max_model_len = min(settings.max_model_len, self.facts.positions or settings.max_model_len)
+
+    @cached_property
+    def reader(self) -> AnswerReader:
+        """Reads the tokenizer of the model, once. Raises `TokenizerError`."""
+        return AnswerReader(self.model, self.facts.vocab_size)
 
     @property
     def capacity(self) -> int:
@@ -354,8 +378,8 @@ class ServerAdapter(ABC):
 
     @abstractmethod
     def parse(self, answer: Any, sampling: Sampling) -> GenerateResult:
-        """Return what was sampled. Raises `EngineError` for an answer that does not account for each of its
-        units, and `EngineLost` where the weights are nobody knows whose."""
+        """Return what was sampled, without its text. Raises `EngineError` for an answer that does not account
+        for each of its units, and `EngineLost` where the weights are nobody knows whose."""
 
     def expert_ids(self, answer: Any) -> NDArray[np.integer] | None:
         """Return the experts of the tokens from `GenerateRequest.routes_from` on, of any integer type

@@ -64,13 +64,13 @@ def result_of(
     spans: Sequence[VersionSpan] | None,
     *,
     reason: str | None,
-    text: str,
     logprobs_of: LogprobsOf,
     tag_of: Callable[[str], VersionTag] = parse_tag,
     cached_tokens: int | None = None,
 ) -> GenerateResult:
-    """What was sampled. `units` has each id with its log-prob in nats, NaN for one that is not finite;
-    `spans` are the versions. Raises `EngineError` where the three do not agree, and what `tag_of` raises."""
+    """Return what was sampled, without its text. `units` has each id with its log-prob in nats, NaN for one
+    that is not finite; `spans` are the versions. Raises `EngineError` where the three do not agree, and what
+    `tag_of` raises."""
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the server ended a request by {reason!r}")
     if [i for i, _ in units] != ids:
@@ -85,7 +85,7 @@ def result_of(
         versions=versions,
         epochs=epochs,
         finish_reason=cast(FinishReason, reason),
-        text=text,
+        text="",
         logprobs_of=logprobs_of,
         cached_tokens=cached_tokens,
     )

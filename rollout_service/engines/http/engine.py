@@ -105,6 +105,7 @@ class HttpEngine:
         self._calls.let_go()
         adapter, served = self._adapter, Directory(snapshot.tag, snapshot.path)
         try:
+            await asyncio.to_thread(lambda: adapter.reader)
             self._layout = await asyncio.to_thread(read_layout, served.path)
             self._server = await self._connect(served)
             release = await adapter.open(self._server.client, served)
@@ -141,7 +142,8 @@ class HttpEngine:
                 result = adapter.parse(said, request.sampling)
             except EngineLost as error:
                 raise self._lose(str(error)) from error
-            result = self._routed(result, said, request, ids.size)
+            text = adapter.reader.text(result.token_ids.tolist(), request.sampling.stop)
+            result = self._routed(replace(result, text=text), said, request, ids.size)
             self._account.sampled(result.token_ids.size)
             if result.cached_tokens is not None:
                 metrics.PROMPT_TOKENS.inc(ids.size)

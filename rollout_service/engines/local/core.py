@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from areal_async.answers import Detokenizer
 from areal_async.rpc.schema import POLICY, VersionTag
 from rollout_service.engines.base import (
-    Detokenizer,
     EngineError,
     FinishReason,
     GenerateRequest,
@@ -78,7 +78,7 @@ class EngineCore:
         self._checked: npt.NDArray[np.int32] | None = (
             None  # The last prompt that holds and that nobody writes to
         )
-        self._text = Detokenizer(model.tokenizer)
+        self._text = Detokenizer(model.tokenizer, model.eos_ids)
         self._eos = np.zeros(model.vocab_size, np.bool_)
         self._eos[[i for i in model.eos_ids if i < model.vocab_size]] = True
         self._stale_kv = False

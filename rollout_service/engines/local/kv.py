@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from areal_async.modelfiles import unknown_arguments
+from rollout_service.engines.base import EngineError
+
 ATTENTION = "areal_slots"  # Name of the attention function, for `attn_implementation`
 
 LENGTH_STEP = 16
@@ -157,9 +160,16 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     slots: Slots | None = None,
-    **_: Any,
+    dropout: float = 0.0,  # 0 in inference
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every attention layer."""
+    """The function transformers calls in every attention layer. Raises `EngineError` for an argument that it
+    does not know."""
+    if unknown := unknown_arguments({"attention_mask": attention_mask, **others}):
+        raise EngineError(
+            f"{type(module).__name__} calls its attention with {unknown}, which the local engine does not "
+            "compute: use the engine sglang or vllm"
+        )
     if slots is None:
         raise TypeError(f"a model loaded with attention {ATTENTION!r} is called with the argument `slots`")
     return slots.attend(module.layer_idx, query, key, value, scaling, sliding_window), None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.answers import end_ids
 from areal_async.modelfiles import Mixture
 from areal_async.routers import routers_of, tried
 from areal_async.runtime.log import get_logger
@@ -57,7 +58,7 @@ class LocalModel:
             ) from error
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.eos_ids = _eos_ids(model, self.tokenizer)
+        self.eos_ids = end_ids(self.tokenizer, directory)
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -128,7 +129,9 @@ class LocalModel:
                 step = Decode(kv, at[0, t : t + 1], t + 1)
                 mine.append(self.hidden(ids[:, t : t + 1], at[:, t : t + 1], step)[0])
             got = self.logits(torch.cat(mine))
-            self.model.set_attn_implementation("sdpa")
+            self.model.set_attn_implementation(
+                "eager"
+            )  # Others drop what they do not know, such as soft caps.
             want = self.model(input_ids=ids, use_cache=False).logits[0].float()
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"the local engine cannot run {type(self.model).__name__}: {error}") from error
@@ -140,13 +143,3 @@ class LocalModel:
                 f"the local engine's logits for {type(self.model).__name__} differ by {worst:.3g} from the "
                 "model's own: it does not support this architecture"
             )
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: of the generation config, else of the config, else of the tokenizer."""
-    generation = getattr(model, "generation_config", None)
-    for holder in (generation, model.config, tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            return sorted(ids) if isinstance(ids, list) else [int(ids)]
-    return []

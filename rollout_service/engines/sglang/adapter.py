@@ -222,7 +222,7 @@ class SGLangAdapter(ServerAdapter):
         self, rid: str, prompt: list[int], request: GenerateRequest, room: int, tag: VersionTag
     ) -> dict[str, Any]:
         key = None if self._flush else tag.label
-        body = generate_body(rid, prompt, request.sampling, room, cache_key=key)
+        body = generate_body(rid, prompt, request.sampling, room, cache_key=key, ends=self.reader.ends)
         tells = self._info is not None and self._info.enable_return_routed_experts
         if tells and self.settings.mixture is not None and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}

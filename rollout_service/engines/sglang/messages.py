@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import binascii
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -48,15 +49,21 @@ class AnswerMeta(msgspec.Struct):
 class Generated(msgspec.Struct):
     """The answer to one request, or a part of it. Weight versions are always of all units so far."""
 
-    text: str
     output_ids: list[int]
     meta_info: AnswerMeta
 
 
 def generate_body(
-    rid: str, prompt: list[int], sampling: Sampling, max_new_tokens: int, *, cache_key: str | None
+    rid: str,
+    prompt: list[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    *,
+    cache_key: str | None,
+    ends: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The body of a request. `cache_key`: its prefixes are shared with requests of the same key only."""
+    """Return the body of a request. `cache_key`: its prefixes are shared with requests of the same key only.
+    `ends`: the ids that end an answer."""
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": prompt,
@@ -73,8 +80,10 @@ def generate_body(
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": 0,
             "stop": list(sampling.stop),
+            "stop_token_ids": list(ends),
             "ignore_eos": False,
-            "skip_special_tokens": True,
+            # A stop text may be, or hold, a special token.
+            "skip_special_tokens": False,
         },
     }
     if cache_key is not None:
@@ -90,7 +99,6 @@ class SglangStream:
         self._disjoint = disjoint
         self._tell = tell
         self._told = 0
-        self._text = ""
         self._ids: list[int] = []
         self._logprobs: list[UnitLogprob] = []
         self._meta: AnswerMeta | None = None
@@ -101,13 +109,12 @@ class SglangStream:
             refused = RequestError if 400 <= reason.status_code < 500 else EngineError
             raise refused(f"the SGLang server ended a request: {reason.message}")
         if self._disjoint:
-            self._text += part.text
             self._ids += part.output_ids
             self._logprobs += part.meta_info.output_token_logprobs or []
             if reason is not None and reason.type == "abort":
                 self._drop_repeated(part.meta_info)
         else:
-            self._text, self._ids = part.text, part.output_ids
+            self._ids = part.output_ids
             self._logprobs = part.meta_info.output_token_logprobs or []
         self._meta = part.meta_info
         # As in `parse`: an id without a log-prob does not count.
@@ -118,20 +125,19 @@ class SglangStream:
 
     def _drop_repeated(self, meta: AnswerMeta) -> None:
         """The part that ends an answer in the server's queue (where a pause or a want of KV room had put it)
-        repeats its last id, all log-probs and the whole text, alone or behind what was new."""
+        repeats its last id and all log-probs, alone or behind what was new."""
         n_units, n_logprobs = meta.completion_tokens, meta.output_token_logprobs_length
         if n_units is None or n_logprobs is None or len(self._ids) <= n_units:
             return
         del self._ids[n_units:]
         del self._logprobs[: len(self._logprobs) - n_logprobs]
-        self._text = self._text[len(self._text) // 2 :]
 
     def answer(self) -> Generated:
         """Raises `EngineError` where there was no part."""
         if self._meta is None:
             raise EngineError("the SGLang server answered a request with nothing")
         meta = msgspec.structs.replace(self._meta, output_token_logprobs=self._logprobs)
-        return Generated(self._text, self._ids, meta)
+        return Generated(self._ids, meta)
 
 
 def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
@@ -154,7 +160,6 @@ def parse(answer: Generated, logprobs_of: LogprobsOf) -> GenerateResult:
         units,
         spans,
         reason=reason,
-        text=answer.text,
         logprobs_of=logprobs_of,
         cached_tokens=meta.cached_tokens,
     )

@@ -16,7 +16,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,18 +23,15 @@ import msgspec
 
 from areal_async.config.engines import flag_name
 from areal_async.modelfiles import is_mixture
-from areal_async.models.tokenizer import load_tokenizer
 from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
-    Detokenizer,
     EngineError,
     GenerateRequest,
     GenerateResult,
     RequestError,
     Tell,
-    trim,
 )
 from rollout_service.engines.http.adapter import (
     Directory,
@@ -211,7 +207,6 @@ class VllmAdapter(ServerAdapter):
         else:
             self._tidy()
             await self._name(client, weights.tag)
-        await asyncio.to_thread(lambda: self._text)
         # The first request is the slowest, and its answer shows whether units are stamped.
         trial = GenerateRequest("trial", [0], TRIAL)
         body = self.body("trial", [0], trial, 1, weights.tag)
@@ -235,22 +230,14 @@ class VllmAdapter(ServerAdapter):
             room,
             cache_salt=label(tag, self._owner),
             priority=request.priority,
+            ends=self.reader.ends,
         )
 
     def heard(self, tell: Tell) -> VllmStream:
         return VllmStream(tell)
 
     def parse(self, answer: Answer, sampling: Sampling) -> GenerateResult:
-        def decode(ids: list[int]) -> str:
-            text = self._text.decode([ids])[0]
-            return trim(text, sampling.stop) if sampling.stop else text
-
-        return parse(
-            answer,
-            self._owner,
-            decode=decode,
-            logprobs_of="raw" if sampling.temperature == 0 else "sampled",
-        )
+        return parse(answer, self._owner, logprobs_of="raw" if sampling.temperature == 0 else "sampled")
 
     async def abort(self, client: ServerClient, rid: str) -> None:
         await client.request("POST", "/abort_requests", {"request_ids": [ID_PREFIX + rid]})
@@ -292,10 +279,6 @@ class VllmAdapter(ServerAdapter):
 
     async def close(self) -> None:
         self._tidy()
-
-    @cached_property
-    def _text(self) -> Detokenizer:
-        return Detokenizer(load_tokenizer(self.model))
 
     async def _name(self, client: ServerClient, tag: VersionTag) -> None:
         name = {"new_version": label(tag, self._owner)}

@@ -8,7 +8,7 @@ Each error of the probe names what is missing and what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -91,10 +91,17 @@ class VllmStream:
 
 
 def generate_body(
-    rid: str, prompt: list[int], sampling: Sampling, max_new_tokens: int, *, cache_salt: str, priority: int
+    rid: str,
+    prompt: list[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    *,
+    cache_salt: str,
+    priority: int,
+    ends: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The body of a request. Every parameter is named, so that no default of the server's (which may come
-    from the model's generation_config.json) takes part."""
+    """Return the body of a request; `ends` are the ids that end an answer. Every parameter is named, so that
+    no default of the server's (which may come from the model's generation_config.json) takes part."""
     return {
         "request_id": rid,
         "token_ids": prompt,
@@ -108,9 +115,10 @@ def generate_body(
             "top_k": sampling.top_k,
             "seed": server_seed(sampling.seed),
             "stop": list(sampling.stop),
-            # Text is made here, from the ids. The server needs its own only to find stop strings.
+            "stop_token_ids": list(ends),
+            # The server needs text only to find stop strings, which may be, or hold, special tokens.
             "detokenize": bool(sampling.stop),
-            "skip_special_tokens": True,
+            "skip_special_tokens": False,
             # 0: of the sampled id alone.
             "logprobs": 0,
         },
@@ -141,10 +149,8 @@ def tag_of(text: str, owner: str) -> VersionTag:
     return parse_tag(tag)
 
 
-def parse(
-    answer: Answer, owner: str, *, decode: Callable[[list[int]], str], logprobs_of: LogprobsOf
-) -> GenerateResult:
-    """What was sampled; `decode` makes text of ids. Raises `EngineError` for an answer that is not whole,
+def parse(answer: Answer, owner: str, *, logprobs_of: LogprobsOf) -> GenerateResult:
+    """Return what was sampled, without its text. Raises `EngineError` for an answer that is not whole,
     `EngineLost` as `tag_of`."""
     choice = answer.only()
     details = answer.usage.prompt_tokens_details if answer.usage is not None else None
@@ -157,7 +163,6 @@ def parse(
         units,
         choice.weight_versions,
         reason=choice.finish_reason,
-        text=decode(choice.token_ids),
         logprobs_of=logprobs_of,
         tag_of=lambda text: tag_of(text, owner),
         cached_tokens=details.cached_tokens if details is not None else None,

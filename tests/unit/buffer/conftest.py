@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -54,7 +55,7 @@ from replay_buffer.ledger.transaction import Decision, Transaction
 from replay_buffer.redis.address import RedisAddress
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import LedgerClock
 from replay_buffer.routes import RouteFiles
 from replay_buffer.server import main
 from tests.contexts import context_for_test
@@ -318,6 +319,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     asyncio.run(server.start())
     yield server.url
     asyncio.run(server.stop())
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @asynccontextmanager
@@ -327,6 +329,7 @@ async def front_of(
     rules: Rules = RULES,
     *,
     clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
     dataset: str = "cafe0123",
     folder: Path | None = None,
     confirmed: int = 0,
@@ -334,10 +337,10 @@ async def front_of(
     **options: Any,
 ) -> AsyncIterator[Coordinator]:
     """A front of the job on that Redis; `clock` is the local one, `folder` where large episodes go."""
-    time_of_redis = RedisClock(clock)
+    ledger_clock = LedgerClock(clock, wall)
     where: dict[str, Any] = {"folder": folder, "routes": routes, "confirmed": confirmed}
-    store = Store(url, job, dataset, rules.durability, time_of_redis, **where)
-    front = Coordinator(store, rules, CountedTasks(), time_of_redis, **options)
+    store = Store(url, job, dataset, rules.durability, ledger_clock, **where)
+    front = Coordinator(store, rules, CountedTasks(), ledger_clock, **options)
     try:
         await front.start()
         yield front

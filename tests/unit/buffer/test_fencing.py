@@ -10,7 +10,7 @@ import pytest
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.address import StoreError, StoreFenced, StoreUnavailable
 from replay_buffer.redis.store import Opened, Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import LedgerClock
 
 Front = tuple[Store, Opened, list[StoreError]]
 
@@ -20,7 +20,7 @@ def opened(redis_url, job_name) -> Callable[[AsyncExitStack], Awaitable[Front]]:
     """Take this test's job over; what the front is told of failures is in the list."""
 
     async def made(stack: AsyncExitStack) -> Front:
-        store = Store(redis_url, job_name, "cafe0123", "everysec", RedisClock())
+        store = Store(redis_url, job_name, "cafe0123", "everysec", LedgerClock())
         stack.push_async_callback(store.close)
         failures: list[StoreError] = []
         return store, await store.open(failures.append), failures

@@ -28,7 +28,7 @@ from replay_buffer.redis.large import (
     Large,
 )
 from replay_buffer.redis.store import SCRIPT
-from replay_buffer.redis.writer import Commands, Keys, LedgerWriter, RedisClock
+from replay_buffer.redis.writer import Commands, Keys, LedgerClock, LedgerWriter
 from tests.unit.buffer.conftest import judge, lease, reasons, store
 from tests.waiting import until
 
@@ -144,7 +144,9 @@ async def test_a_ledger_write_without_its_chunks_is_refused_whole(a_front, redis
                 commands.add("EXISTS", keys.chunk("9.9", 0))
             commands.add("HSET", keys.groups, ("g", b"x"))
             connection, epoch = await RedisConnection.open(redis_url), int(redis.hget(keys.meta, "front"))
-            writer = LedgerWriter(connection, sha, epoch, RedisClock(), lambda _: None)
+            clock = LedgerClock()
+            clock.begin(None)
+            writer = LedgerWriter(connection, sha, epoch, clock, lambda _: None)
             with pytest.raises(StoreUnavailable, match=words):
                 await writer.submit(front.index.revision, commands, ahead)
             await writer.close()

@@ -13,7 +13,7 @@ from areal_async.rewards import Routing
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import LedgerClock
 from tests.redis_client import connect
 from tests.unit.buffer.conftest import stored
 from tests.unit.buffer.ledger_machine import ReturningMachine, consumers_of, run
@@ -35,7 +35,7 @@ class OnRedis(ReturningMachine):
 
     def new_store(self):
         async def make():
-            return Store(self.redis_url, self.job, self.ledger.tasks.dataset_hash, "everysec", RedisClock())
+            return Store(self.redis_url, self.job, self.ledger.tasks.dataset_hash, "everysec", LedgerClock())
 
         return self.wait(make())
 

@@ -13,7 +13,7 @@ from replay_buffer.ledger.records import EpisodeState
 from replay_buffer.redis import store as store_module
 from replay_buffer.redis.address import StoreFenced, StoreUnavailable
 from replay_buffer.redis.store import SCHEMA, TAKE_SCRIPT, Store
-from replay_buffer.redis.writer import ConfirmedRevision, Keys, RedisClock
+from replay_buffer.redis.writer import ConfirmedRevision, Keys, LedgerClock
 from tests.unit.buffer.conftest import RULES, CountedTasks, lease, store
 
 
@@ -44,7 +44,7 @@ async def test_a_new_front_notices_what_redis_has_lost_and_ends_the_claims(a_fro
 @pytest.fixture
 def a_store(redis_url, job_name):
     """`a_store(confirmed=…)`: a front's way to the ledger of this test's job."""
-    clock = RedisClock(time.monotonic)
+    clock = LedgerClock(time.monotonic)
     return lambda confirmed=0: Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=confirmed)
 
 
@@ -87,7 +87,7 @@ async def test_what_a_front_has_told_to_be_lost_is_not_told_again(tmp_path, redi
     mark.write(58)
     told = []
     for _ in range(2):
-        clock = RedisClock()
+        clock = LedgerClock()
         mine = Store(redis_url, job_name, "cafe0123", "everysec", clock, confirmed=mark.read())
         front = Coordinator(mine, RULES, CountedTasks(), clock, on_confirmed=mark.write)
         await front.start()
@@ -138,23 +138,18 @@ async def test_a_front_is_not_fenced_by_an_attempt_of_its_own_to_come_back(a_sto
     await mine.close()
 
 
-def test_the_clock_must_have_seen_redis_once():
+def test_the_ledger_s_clock_goes_on_from_the_last_write_and_never_back():
+    local_s, wall_s = 100.0, 5_000.0
+    clock = LedgerClock(lambda: local_s, lambda: wall_s)
     with pytest.raises(RuntimeError):
-        RedisClock().now_ms()
-
-
-def test_the_clock_goes_on_between_two_looks_and_never_back():
-    local_s = 100.0
-    clock = RedisClock(lambda: local_s)
-    clock.observe(5_000_000, sent_ms=100_000, received_ms=100_000)
+        clock.now_ms()
+    assert clock.begin(None) == 0
     assert clock.now_ms() == 5_000_000
-    local_s += 10
-    assert clock.now_ms() == 5_010_000
-    clock.observe(5_001_000, sent_ms=101_000, received_ms=110_000)
-    assert clock.now_ms() == 5_010_000, "a late reply does not move it"
-    clock.observe(5_060_000, sent_ms=110_000, received_ms=110_000)
-    assert clock.now_ms() == 5_060_000, "a Redis that is ahead pulls it along"
-    clock.observe(5_000_000, sent_ms=110_000, received_ms=110_000)
-    assert clock.now_ms() == 5_060_000
-    local_s += 61
-    assert clock.now_ms() == 5_061_001
+    local_s, wall_s = local_s + 10, wall_s - 3600
+    assert clock.now_ms() == 5_010_000, "a clock of the day that is set back does not move it"
+    assert clock.begin(5_004_000) == 6_000, "Redis was away for six seconds"
+    assert clock.begin(5_060_000) == 0, "a write of later is no outage"
+    local_s, wall_s = 3.0, 9e9
+    successor = LedgerClock(lambda: local_s, lambda: wall_s)
+    assert successor.begin(5_010_000) == 0
+    assert successor.now_ms() == 5_010_000

@@ -37,7 +37,7 @@ from areal_async.rpc.verdicts import Score
 from areal_async.rpc.weights_messages import WaitSnapshot
 from replay_buffer import metrics
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import LedgerClock
 from replay_buffer.server import BufferServer, main
 from tests.callers import put
 from tests.processes import words_of
@@ -250,7 +250,7 @@ async def test_a_second_front_ends_the_first_service(context, redis_url, job_nam
         await client.call(OpenTrainer("policy", "trainer", 0), timeout_s=60)
         (group,) = (await client.call(ask, timeout_s=60)).groups
         dataset_hash = group.task.task_id.partition(":")[0]
-        thief = Store(redis_url, job_name, dataset_hash, "everysec", RedisClock())
+        thief = Store(redis_url, job_name, dataset_hash, "everysec", LedgerClock())
         await thief.open(lambda error: None)
         asking = asyncio.create_task(client.call(ask, timeout_s=60))
         with pytest.raises(ArealError, match="taken over this job"):

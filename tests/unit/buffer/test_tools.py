@@ -19,8 +19,8 @@ from rich.console import Console
 from areal_async.cli.tools import ExportRequest
 from areal_async.config.load import dump_job
 from areal_async.errors import RunFolderError
-from areal_async.launch.folders import write_keys
-from areal_async.launch.one_host import topology_here
+from areal_async.launch.folders import Owner, leftovers, write_keys
+from areal_async.launch.one_host import short_socket_dir, topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.runs import find_run
 from areal_async.rpc.messages import (
@@ -182,6 +182,13 @@ async def test_looking_at_a_run_that_has_ended_leaves_its_files_as_they_are_and_
     async with open_reader(find_run(place.folder)) as reader:
         look = await reader.look()
         await reader.blobs(next(iter(look.index.groups.values())))
+        (copied,) = temporary.iterdir()
+        folders = {copied, short_socket_dir(copied)}
+        assert len(folders) == 2
+        assert not folders & set(leftovers([temporary, Path("/tmp")]))
+        with monkeypatch.context() as killed:
+            killed.setattr(Owner, "alive", False)
+            assert folders <= set(leftovers([temporary, Path("/tmp")])), "`doctor --clean` removes them"
     assert look.index.group_counts[GroupState.SCORED] == 2
     assert place.digest() == before
     assert not list(temporary.iterdir())

@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.rpc.messages import Claim
 from areal_async.rpc.schema import Fault
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, settled
 from replay_buffer.ledger.decide import BufferStarted, ExpireDeadlines, stats
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState
@@ -27,6 +27,23 @@ def following(drive, policy, **rules):
 
 def masking(drive, **rules):
     return following(drive, MASK, **rules)
+
+
+@pytest.mark.parametrize("score", [0.0, -1.0])
+def test_an_answer_at_fault_is_scored_and_its_group_is_trained_whole(drive, score):
+    ledger = following(drive, DROP)
+    ledger.generated()
+    items = ledger.claim()
+    ledger.judge(items[:1], settled(Failure("judge", "too long", fault=FaultOf.ANSWER), score))
+    ledger.judge(items[1:], Score(1.0))
+    (held,) = ledger.batch().groups
+    assert [episode.reward for episode in held.episodes] == [score, 1.0, 1.0, 1.0]
+    ledger.commit()
+    assert ledger.index.meta.episodes_dropped == 0
+    assert ledger.count("at_fault") == 1
+    assert [(note.kind, note.message) for note in stats(ledger.index, 0).no_scores] == [
+        ("fault:judge", "too long")
+    ]
 
 
 DEADLINE = {"group_policy": "deadline_partial", "group_deadline_ms": 1000, "lease_ms": 10**6}

@@ -17,6 +17,7 @@ from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import examine
 from areal_async.cli.main import app
 from areal_async.cli.tools import readable_errors
+from areal_async.config.load import dump_job, load_job
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
 from areal_async.runtime.process import start_of
 from tests.waiting import LIMIT_S
@@ -148,13 +149,21 @@ def test_the_program_answers_without_loading_torch(job_file):
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
-def test_the_folder_of_a_run_is_not_taken_for_a_job_of_a_controller(tmp_path):
-    (tmp_path / "run.lock").touch()
-    said = f"{tmp_path} is the folder of a run, not a job of a controller"
-    for verb in ("status", "logs", "pause", "stop"):
-        result = call(verb, tmp_path)
-        assert (result.exit_code, said in result.stderr) == (2, True)
-        assert f"areal-async buffer stats {tmp_path}" in result.stderr
+def test_a_run_folder_names_a_run_in_every_command_that_takes_a_job(tmp_path, job_file):
+    folder = tmp_path / "runs" / "sums"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "run.lock").touch()
+    (folder / "job.yaml").write_text(dump_job(load_job(job_file, ["job=sums", f"run_dir={folder.parent}"])))
+    (folder / "logs" / "supervisor.log").write_text("of the run\n")
+    (folder / "logs" / "trainer.log").write_text("of the trainer\x1b\n")
+    assert call("logs", folder).stdout == "of the run\n"
+    assert call("logs", folder, "trainer", "--follow").stdout == "of the trainer\\x1b\n"
+    assert "supervisor  11 bytes" in call("logs", folder, "--list").stdout
+    refused = call("logs", folder, "rollout-7")
+    assert (refused.exit_code, "Its logs: supervisor, trainer" in refused.stderr) == (2, True)
+    assert "ended, not finished" in call("status", folder).stdout
+    for verb in ("stop", "pause"):
+        assert json.loads(call(verb, folder, "--json").stdout)["state"] == "ended, not finished"
 
 
 def test_an_error_that_nobody_reads_has_its_exit_status(tmp_path):
@@ -172,3 +181,24 @@ def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):
         assert result.exit_code == 2
         assert "there is no run folder or job file" in result.stderr
     assert call("scale", tmp_path, "--workers", 0).exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [("run",), ("data", "prepare"), ("compare",), ("resume",)])
+def test_help_shows_no_type_for_flags(arguments):
+    said = call(*arguments, "--help").output
+    assert "--json" in said
+    assert "<bool>" not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"), [("train", "run"), ("ls", "ps"), ("kill", "stop"), ("lint", "validate")]
+)
+def test_the_name_of_another_program_leads_to_the_command(said, meant):
+    assert f"Did you mean {meant!r}?" in " ".join(call(said, "job.yaml").stderr.split())
+
+
+@pytest.mark.parametrize("runs", [("a",), ("a", "a")])
+def test_one_run_is_not_compared(runs):
+    done = call("compare", *runs)
+    assert done.exit_code == 2
+    assert "Name two" in " ".join(done.stderr.split())

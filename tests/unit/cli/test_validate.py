@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.config.load import load_job
+from areal_async.launch.prompt_trial import tokenizer_mistakes
 from areal_async.quickstart.model import make_tokenizer
 
 FREE_PORTS = "observe.metrics_port=0"
@@ -106,7 +108,7 @@ SPOILT = [
     ),
     (
         have_tasks("what is one and one", "1+1="),
-        "characters of the prompts",
+        "characters of 2 prompts",
         "unknown to the model's tokenizer",
     ),
     (lambda folder: make_tokenizer(TOKENS).save_pretrained(folder / "model"), "and the model has 16"),
@@ -140,6 +142,15 @@ def test_files_that_would_fail_a_run_are_found_together_with_rewards_and_stop_te
     assert [text for text in words if text not in said] == []
 
 
+def test_a_character_that_the_model_cannot_see_is_told_of_with_its_row(folder):
+    write_tasks(folder, [*["1+1="] * 30, "1+1=é"])
+    result = validate(folder)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0
+    assert "no token for 1 of the characters in it: 'é' (" in said
+    assert "train.jsonl, line 31)" in said, said
+
+
 def test_prompts_of_messages_need_a_chat_template(folder):
     write_tasks(folder, [[{"role": "user", "content": "1+1="}]])
     assert "has no chat template" in refused(folder)
@@ -155,8 +166,56 @@ def test_chats_need_a_template_that_keeps_earlier_turns(folder):
     assert "renders message 1 differently once others follow" in text
     assert "sft.train_on: last" in text
     have_template(folder, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert "never learn to stop" in refused(folder, "kind=sft", "tasks.evaluation=null")
+    have_template(folder, "{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
     result = validate(folder, "kind=sft", "tasks.evaluation=null")
     assert result.exit_code == 0, result.output
+
+
+def have_ends(folder, generation, config, eos):
+    """Let the files of the model name these ids, and its tokenizer this token, as ends."""
+    configure(folder, eos_token_id=config)
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    path = folder / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": eos}))
+
+
+ENDED, WRITTEN = ("{% for m in messages %}{{ m.content }}" + end + "{% endfor %}" for end in ("<eos>", "##"))
+HEADED = "{% for m in messages %}<unk>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("ends", "template", "overrides", "told"),
+    [
+        ((1, 1, "<eos>"), ENDED, [], []),
+        ((None, None, "<eos>"), ENDED, [], []),
+        (([0, 1], 1, None), ENDED, [], []),
+        ((5, 1, "<eos>"), None, [], ["the tokenizer's eos_token ends an answer with '<eos>'"]),
+        (([5, 6], 1, None), ENDED, [], ["the chat template ends an answer with '<eos>'", "Add [1] there"]),
+        ((None, None, None), None, [], ["nothing names a token", "or rollout.sampling.stop"]),
+        ((None, None, None), None, ["rollout.sampling.stop=['=']"], []),
+        ((1, 1, "<eos>"), WRITTEN, [], ["ends a turn with '##', which is no token of its own"]),
+        ((1, 1, "<eos>"), WRITTEN, ["rollout.sampling.stop=['##']"], ["knows nothing of '##'"]),
+        ((1, 1, "<eos>"), HEADED, [], ["with nothing, and begins the next with '<unk>'", "Add 2 to"]),
+        (([1, 2], 1, "<eos>"), HEADED, [], []),
+    ],
+)  # fmt: skip
+def test_it_warns_where_the_parts_of_a_model_end_answers_differently(folder, ends, template, overrides, told):
+    have_ends(folder, *ends)
+    if template is not None:
+        have_template(folder, template)
+    found = [str(each) for each in tokenizer_mistakes(load_job(folder / "job.yaml", overrides))]
+    assert [text for text in told if text not in " ".join(found)] == []
+    assert len(found) == bool(told)
+    assert all(each.startswith(("model: ", "rollout.sampling.stop")) for each in found)
+
+
+def test_a_warning_about_the_model_is_printed_each_time_and_nothing_fails(folder):
+    have_ends(folder, 5, 1, "<eos>")
+    for _ in range(2):  # the second time from what is kept of the first
+        result = validate(folder)
+        assert result.exit_code == 0, result.output
+        assert "warning: model: the tokenizer's eos_token ends an answer" in " ".join(result.output.split())
 
 
 def test_a_model_with_code_of_its_own_is_refused_with_the_reason(folder):

@@ -110,7 +110,7 @@ TEN_TO_THE_TWELFTH += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i i
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("\n".join(TEN_TO_THE_TWELFTH), "has over 1000000 values"),
+        ("\n".join(TEN_TO_THE_TWELFTH), "has over 200000 values"),
         ("job: sums\nreward: &r\n  args: {again: *r}\n", "nested more than"),
     ],
 )
@@ -129,6 +129,21 @@ def test_a_structure_that_holds_itself_is_too_nested():
     inner["a"] = inner
     assert too_nested({"top": inner}) == "top.a.a.a"
     assert too_nested([[1], {"a": (2, 3)}]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('job: sums\ndescription: "a \\ud83d"\n', "description"),
+        ('job: sums\nrollout: {sampling: {stop: [a, "\\udc00"]}}\n', "rollout.sampling.stop.1"),
+        ('job: sums\nreward: {args: {"\\ud83d": 1}}\n', r"reward.args.\ud83d"),
+    ],
+)
+def test_half_a_character_in_a_job_file_is_named(folder, text, named):
+    (folder / "job.yaml").write_text(text)
+    said = only_mistake(folder)
+    assert named in said
+    assert "half of a surrogate pair" in said
 
 
 @pytest.mark.parametrize("column", ["extra_info", "reward_model", "prompt"])

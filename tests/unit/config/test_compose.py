@@ -53,3 +53,13 @@ def test_a_variable_that_is_not_set_or_holds_a_secret_is_refused_by_field(folder
     assert "trainer.steps: the environment variable STEPS_OF_NOBODY is not set" in said
     assert "reward.args.by: ${HUB_TOKEN} looks like a secret" in said
     assert "hush" not in said
+
+
+@pytest.mark.parametrize("name", ["SITE_AUTH", "DATABASE_DSN", "COOKIE", "GH_PAT", "DB_PASS", "PLAIN"])
+def test_variables_that_may_hold_a_secret_do_not_come_into_a_job(folder, monkeypatch, name):
+    monkeypatch.setenv(name, "a8f5f167f44f4964e6c998dee827110c")
+    with (folder / "job.yaml").open("a") as file:
+        file.write(f"reward: {{args: {{by: '${{{name}}}'}}}}\n")
+    said = refusal(folder / "job.yaml")
+    assert f"reward.args.by: ${{{name}}} looks like a secret" in said
+    assert "a8f5" not in said

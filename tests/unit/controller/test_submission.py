@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_async.config.errors import ConfigError
+from areal_async.config import fields
+from areal_async.config.errors import MOST_MISTAKES, ConfigError
 from areal_async.config.fields import job_fields
 from areal_async.controller import submission as module
 from areal_async.controller.resources import Resources, resources_of
@@ -217,12 +219,6 @@ def test_whatever_is_in_a_field_is_read_or_refused_with_the_field(tmp_path):
                     resources_of(read.config, Resources(4, 2))
 
 
-def test_jobs_beside_each_other_pick_free_ports_unless_they_name_some(tmp_path):
-    (free,) = read_jobs(submission("sums"), tmp_path)
-    (named,) = read_jobs(submission("sums", job={"observe": {"metrics_port": 9000}}), tmp_path)
-    assert (free.config.observe.metrics_port, named.config.observe.metrics_port) == (0, 9000)
-
-
 def body_of(**fields):
     plain = {"key": "a-key-of-mine", "job": {"job": "sums"}}
     return json.dumps(plain | fields).encode()
@@ -265,6 +261,55 @@ def test_a_job_is_bounded_in_all_that_it_holds(tmp_path):
     many = "[" + ",".join(["&a [" + ",".join(["x"] * 100) + "]"] + ["*a"] * 100) + "]"
     with pytest.raises(ConfigError):
         read_jobs(submission("sums", overrides=[f"seed={many}"]), tmp_path)
+
+
+MANY = {f"unknown_{n}": n for n in range(50_000)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MANY,
+        {"trainer": MANY},
+        {"trainer": {"objective": {"loss_args": MANY}}},
+        {"reward": {"args": MANY}},
+        {"rollout": {"workflow_args": {"a": [MANY]}, **MANY}},
+        {"observe": {"loggers": [MANY, MANY]}},
+        {"buffer": {f"max_stalenes{n}": n for n in range(50_000)}},
+        {"x" * 3_000_000: 1},
+        {"seed": "x" * 3_000_000},
+        {"seed": ["x"] * 150_000},
+    ],
+    ids=lambda changes: next(iter(changes))[:20],
+)
+def test_mistakes_are_counted_before_they_are_worded(tmp_path, monkeypatch, changes):
+    asked = []
+    close = fields.suggest
+    monkeypatch.setattr(fields, "suggest", lambda *args: asked.append(args) or close(*args))
+    with pytest.raises(ConfigError) as refused:
+        read_jobs(submission("sums", job=changes), tmp_path)
+    assert len(refused.value.mistakes) <= MOST_MISTAKES + 1
+    assert len(str(refused.value)) < 500_000
+    assert len(asked) <= 2 * MOST_MISTAKES
+    if len(changes) > 1:
+        assert re.search(r"more mistakes|of which these are the first", str(refused.value))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"job": {f"unknown_{n}": n for n in range(400_000)}},
+        {"job": {"policies": {f"p{n}": {} for n in range(1000)}}},
+        {"files": {"a/" * 1_500_000: ""}},
+        {"files": {f"f{n}//": "" for n in range(200_000)}},
+    ],
+    ids=["fields", "policies", "folders", "files"],
+)
+def test_a_submission_of_five_megabytes_is_refused_before_anything_is_made_of_it(tmp_path, given):
+    with pytest.raises(ConfigError) as refused:
+        read_jobs(read_submission(body_of(**given)), tmp_path)
+    assert len(refused.value.mistakes) <= MOST_MISTAKES + 1
+    assert len(str(refused.value)) < 100_000
 
 
 def test_files_are_bounded_together(monkeypatch):

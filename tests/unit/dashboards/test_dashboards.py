@@ -19,7 +19,10 @@ from hostile_http import free_port
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.config.cluster import DIR_VARIABLE
 from areal_async.dashboards.files import HERE as FILES
+from areal_async.dashboards.files import ListedJobs, write_files
+from areal_async.dashboards.serving import told_of
 from areal_async.rpc.endpoints import LOOPBACK
 from tests.panels import FOREIGN, OF_TARGET, asked, declared, panel_queries, rules, uses
 from tests.waiting import LIMIT_S
@@ -196,6 +199,24 @@ def test_the_files_are_written_for_a_place(tmp_path):
     assert "cannot be written" in refused.output
 
 
+def test_jobs_of_a_controller_are_found_where_it_lists_them(tmp_path):
+    token = tmp_path / "look.token"
+    token.write_text("secret")
+    listed = ListedJobs("http://127.0.0.1:8470", token)
+    write_files(tmp_path / "d", [tmp_path / "runs"], "http://p:9090", listed)
+    scrapes = {each["job_name"]: each for each in read(tmp_path / "d" / "prometheus.yaml")["scrape_configs"]}
+    (found,) = scrapes["areal-jobs"]["http_sd_configs"]
+    assert found["url"] == "http://127.0.0.1:8470/v1/targets"
+    assert found["authorization"] == {"credentials_file": str(token)}
+    assert scrapes["controller"]["static_configs"] == [{"targets": ["127.0.0.1:8470"]}]
+    assert "secret" not in (tmp_path / "d" / "prometheus.yaml").read_text()
+    if (tool := shutil.which("promtool")) is not None:
+        command = [tool, "check", "config", str(tmp_path / "d" / "prometheus.yaml")]
+        assert subprocess.run(command, capture_output=True, timeout=LIMIT_S).returncode == 0
+    said = told_of([tmp_path / "runs"], listed, 2)
+    assert "those of the controller at http://127.0.0.1:8470 (2 now)" in said
+
+
 def read(path):
     return yaml.safe_load(path.read_text())
 
@@ -217,6 +238,7 @@ def start(tmp_path, port, grafana_port, path):
     words = ["--runs", tmp_path, "--port", port, "--grafana-port", grafana_port]
     command = [sys.executable, "-m", "areal_async.cli.main", "dashboards", "up", *map(str, words)]
     environment = os.environ | {"PATH": str(path), "TOLD": str(tmp_path / "told.json")}
+    environment |= {DIR_VARIABLE: str(tmp_path / "cluster")}
     outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, **outputs)
 

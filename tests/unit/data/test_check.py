@@ -54,6 +54,30 @@ def test_what_would_stop_a_job_is_found(write, chat_model, rows, options, words)
     assert any(words in problem for problem in file["problems"]), file["problems"]
 
 
+def test_two_answers_to_one_question_are_remarked_on(write):
+    rows = [task("1+1", "2"), task("1+1", "2"), task("1+1", "3"), task("2+2", "4")]
+    (file,) = check(write("tasks.jsonl", rows))["files"]
+    assert any("1 rows ask what came before, with another answer" in each for each in file["remarks"])
+    assert any("line 3 has '3', and a row before it '2'" in each for each in file["remarks"])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        task("cut \ud83d here"),
+        task("q", "cut \udc00"),
+        task("q", extra_info={"a": ["\ud83d"]}),
+        {"messages": [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "a"}]},
+        {"prompt": "q", "chosen": "a", "rejected": "\ud83d"},
+    ],
+)
+def test_half_a_character_is_named_by_its_row(write, row):
+    (file,) = check(write("tasks.jsonl", [row, row]), status=2)["files"]
+    assert file["broken"] == 2
+    assert "line 2: column `" in file["problems"][1]
+    assert "half of a surrogate pair" in file["problems"][1]
+
+
 def test_prompts_on_both_sides_are_found_also_where_a_file_has_them_twice(write):
     train = write("train.jsonl", [task("1+1"), task("1+1 "), task("2+2")])
     held_out = write("held_out.jsonl", [task("1+1"), task("3+3")])

@@ -80,6 +80,20 @@ def test_a_chat_asks_all_but_its_last_reply(write, tmp_path):
     assert {example.answers[0].answer[-1]["content"] for example in examples} == {"2", "4"}
 
 
+def test_an_observation_is_what_a_tool_said(write, tmp_path):
+    said = [("human", "q"), ("function_call", "f()"), ("observation", "3"), ("gpt", "three")]
+    chat = {"conversations": [{"from": who, "value": text} for who, text in said]}
+    call(write("in.jsonl", [chat]), "--out", tmp_path / "out.jsonl", "--kind", "sft")
+    roles = [message["role"] for message in rows_of(tmp_path / "out.jsonl")[0]["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+
+
+def test_pairs_of_a_reward_model_keep_their_margin(write, tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 2.0}
+    call(write("in.jsonl", [pair]), "--out", tmp_path / "out.jsonl", "--kind", "reward_model")
+    assert [one.value for one in read_examples(tmp_path / "out.jsonl", "reward_model")[1]] == [2.0]
+
+
 def test_preferences_are_pairs_whose_prompt_is_on_one_side_of_the_split(write, tmp_path):
     pairs = [{"question": f"q{n // 2}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(40)]
     out = tmp_path / "pairs.parquet"
@@ -236,6 +250,11 @@ def test_prompts_are_counted_as_the_template_makes_them(write, tmp_path, chat_mo
         ),
         ({"chosen": "a"}, ("--kind", "preference"), "no rejected"),
         ({"messages": "hello"}, (), "line 2: column 'messages' must be a list of messages"),
+        (
+            {"prompt": "What comes after A?", "choices": ["C", "B", "A"], "answer": "A"},
+            (),
+            "line 2: its answer 'A' is none of the choices",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_its_line(write, tmp_path, row, options, words):
@@ -272,6 +291,194 @@ def test_wrong_options_are_named(write, tmp_path, options, words):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+HALF = "cut \ud83d here"
+ASKS = {"question": "2+2?", "answer": "#### 4"}
+METAL = {"question": "Which is a metal?", "answer": 1}
+WOOD_IRON = "Which is a metal?\nA. wood\nB. iron"
+
+
+def made(tmp_path, write, rows, *options):
+    """The rows that `data prepare` makes, in the order of their prompts, and what it says."""
+    out = tmp_path / "out.jsonl"
+    told = call(write("in.jsonl", rows), "--out", out, *options)
+    return sorted(rows_of(out), key=str), told
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "truth"),
+    [
+        ({"instruction": "Translate", "input": "Danke", "output": "Thanks"}, "Translate\n\nDanke", "Thanks"),
+        ({"instruction": "Sing", "input": "", "output": "La"}, "Sing", "La"),
+        ({"instruction": "Write in 8 bits", "input": "8", "output": "1000"}, "Write in 8 bits\n\n8", "1000"),
+        ({"context": "C\nD", "question": "Q\nC\nD\nR", "answer": "a"}, "Q\nC\nD\nR", "a"),
+        ({"context": "Ed is 3.", "question": "How old?", "answer": "3"}, "Ed is 3.\n\nHow old?", "3"),
+        ({"passage": "P", "query": "Q", "answer": "a"}, "P\n\nQ", "a"),
+        ({"instruction": "Add.", "problem": "1 and 2", "answer": "3"}, "Add.\n\n1 and 2", "3"),
+        ({"prompt": "Solve: 1+2", "question": "1+2", "answer": "3"}, "Solve: 1+2", "3"),
+        (METAL | {"choices": ["wood", "iron"]}, WOOD_IRON, "B"),
+        (METAL | {"options": {"A": "wood", "B": "iron"}, "answer": "B"}, WOOD_IRON, "B"),
+        (METAL | {"choices": {"text": ["wood", "iron"], "label": ["1", "2"]}, "answer": "1"}, WOOD_IRON, "A"),
+        (METAL | {"options": ["A) wood", "B) iron"], "answer": "iron"}, WOOD_IRON, "B"),
+        (METAL | {"A": "wood", "B": "iron", "answer": "A"}, WOOD_IRON, "A"),
+        (METAL | {"option_a": "wood", "option_b": "iron", "answer": "so \\boxed{B}"}, WOOD_IRON, "B"),
+        ({"question": WOOD_IRON, "choices": ["wood", "iron"], "answer": 0}, WOOD_IRON, "A"),
+    ],
+)
+def test_what_belongs_to_a_question_is_in_its_prompt(write, tmp_path, row, asked, truth):
+    (task,), told = made(tmp_path, write, [row])
+    assert (task["prompt"], task["reward_model"]["ground_truth"]) == (asked, truth)
+    assert "not used" not in told
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"question": "How old?", "history": [["a", "b"]], "answer": "3"}, (), "column 'history'"),
+        ({"question": "Same?", "premise": "a", "hypothesis": "b", "answer": "no"}, (), "column 'premise'"),
+        ({"question": "How old?", "context": {"title": ["a"]}, "answer": "3"}, (), "column 'context'"),
+        ({"prompt": "1+1", "question": "2+2", "answer": "4"}, (), "--map prompt=prompt+question"),
+        (METAL | {"choices": ["wood", "iron"], "answer": 2}, (), "none of the choices in choices"),
+        (METAL | {"choices": ["2", "1"], "answer": "3"}, (), "none of the choices"),
+        (METAL | {"choices": {str(n): f"t{n}" for n in range(11)}}, (), "at most 10 choices"),
+        ({"problem": "2", "question": "What is 2+3?", "answer": "5"}, (), "'question' and 'problem'"),
+        (METAL | {"choices": [["wood"], ["iron"]]}, (), "column 'choices' belongs to the question"),
+        ({"question": "How old?", "sentence1": "a", "output": "b"}, ("--kind", "sft"), "column 'sentence1'"),
+    ],
+)
+def test_a_column_that_may_belong_to_a_question_is_refused_by_name(write, tmp_path, row, options, words):
+    told = call(write("in.jsonl", [row]), "--out", tmp_path / "out.jsonl", *options, status=2)
+    assert words in told
+
+
+def test_columns_are_joined_left_out_and_told_of_as_the_user_says(write, tmp_path):
+    row = {"question": "Same?", "premise": "a", "hypothesis": "b", "answer": "no", "level": 3}
+    (task,), told = made(tmp_path, write, [row], "--map", "prompt=premise+hypothesis+question")
+    assert task["prompt"] == "a\n\nb\n\nSame?"
+    assert "columns not used: level (--keep" in told
+    (task,), told = made(tmp_path, write, [row], "--keep", "premise,hypothesis,level", "--overwrite")
+    assert (task["prompt"], task["extra_info"]["premise"]) == ("Same?", "a")
+    assert "not used" not in told
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft", "preference"])
+def test_a_system_column_becomes_the_system_message(write, tmp_path, kind):
+    row = {"system": "Be kind.", "question": "q", "answer": "a", "chosen": "c", "rejected": "r"}
+    (task,), _ = made(tmp_path, write, [row], "--kind", kind)
+    asked = task["messages"][:-1] if kind == "sft" else task["prompt"]
+    assert asked == [said("system", "Be kind."), said("user", "q")]
+    if kind == "preference":
+        assert task["chosen"] == [said("assistant", "c")]
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    chat = {"system": "Be kind.", "conversations": turns}
+    (task,), _ = made(tmp_path, write, [chat], "--kind", "sft", "--overwrite")
+    assert task["messages"][0] == said("system", "Be kind.")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"problem": "p", "solution": "A proof without any box."}, "'solution' has neither #### nor"),
+        ({"problem": "p", "solution": "See page 3"}, "'solution' has neither #### nor"),
+        ({"question": "q", "answer": "He has 2. He buys 3. So he has 5."}, "'answer' has neither"),
+        ({"messages": [said("user", "q"), said("assistant", "Hm. It is 5.")]}, "'messages' has neither"),
+        ({"question": "q", "answer": "so ####"}, "'answer' has no answer"),
+        ({"question": "q", "answer": "#### Steps\nFirst we add. Then we stop."}, "'answer' has neither"),
+        (
+            {"messages": [said("user", "q"), said("assistant", "5") | {"train": False}]},
+            "last reply has weight",
+        ),
+    ],
+)
+def test_a_solution_is_no_ground_truth(write, tmp_path, row, words):
+    (good,), told = made(tmp_path, write, [ASKS, row], "--skip-bad")
+    assert (good["prompt"], "1 bad" in told) == ("2+2?", True)
+    assert words in told
+    if "neither" in words:
+        tasks, _ = made(tmp_path, write, [row], "--answer", "whole", "--overwrite")
+        assert tasks[0]["reward_model"]["ground_truth"] == list(row.values())[-1] or "messages" in row
+
+
+def test_a_whole_text_among_marked_answers_is_refused(write, tmp_path):
+    work = {"question": "3+3?", "answer": "Add 3 and 3 to get 6"}
+    marked = {"question": "2+2?", "answer": "It is four. #### 4"}
+    words = "line 1 has neither #### nor \\boxed{…} in 'Add 3 and 3 to get 6', which the answers of other"
+    assert words in call(write("in.jsonl", [work, marked]), "--out", tmp_path / "x.jsonl", status=2)
+    (task,), told = made(tmp_path, write, [work, marked], "--skip-bad")
+    assert task["prompt"] == "2+2?"
+    assert words in told
+    _, told = made(tmp_path, write, [work], "--overwrite")
+    assert "1 answers are whole texts" in told
+
+
+def test_two_answers_to_one_question_are_told_of(write, tmp_path):
+    rows = [ASKS, ASKS | {"answer": "#### 5"}, ASKS, {"question": "3+3?", "answer": "6"}]
+    tasks, told = made(tmp_path, write, rows)
+    assert [task["reward_model"]["ground_truth"] for task in tasks] == ["4", "6"]
+    assert "2 duplicates" in told
+    assert "1 duplicates have another answer" in told
+    assert "line 2 has the answer '5', and the row that was kept '4'" in told
+
+
+def test_a_question_with_other_tools_is_another_question(write, tmp_path):
+    tasks, told = made(tmp_path, write, [ASKS, ASKS | {"tools": [{"name": "add"}]}])
+    assert (len(tasks), "duplicates" in told) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"question": HALF, "answer": "1"}, ()),
+        ({"question": "q", "answer": HALF}, ("--kind", "sft")),
+        ({"question": "q", "answer": "1", "note": {"a": [HALF]}}, ("--keep", "note")),
+        ({"messages": [said("user", "q"), said("assistant", HALF)]}, ("--kind", "sft")),
+        ({"chosen": HALF, "rejected": "no", "prompt": "q"}, ("--kind", "preference")),
+        ({"question": "q", "answer": 1 << 70}, ()),
+    ],
+)
+def test_a_row_that_cannot_be_written_is_named_or_left_out(write, tmp_path, row, options):
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"} if "chosen" in row else ASKS
+    source, out = write("in.jsonl", [good, row]), tmp_path / "out.jsonl"
+    told = call(source, "--out", out, *options, status=2)
+    assert "line 2: column `" in told
+    assert "half of a surrogate pair" in told or "over 64 bits" in told
+    assert "1 bad, 1 taken" in call(source, "--out", out, *options, "--skip-bad")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"question": "q", "answer": float("nan")}, (), "its ground truth is nan"),
+        ({"prompt": "q", "reward_model": {"ground_truth": float("inf")}}, (), "its ground truth is inf"),
+        ({"chosen": " \n", "rejected": "no", "prompt": "q"}, ("--kind", "preference"), "has no chosen"),
+    ],
+)
+def test_an_answer_that_is_missing_is_named(write, tmp_path, row, options, words):
+    assert words in call(write("in.jsonl", [row]), "--out", tmp_path / "out.jsonl", *options, status=2)
+
+
+def test_lines_that_are_no_json_may_be_left_out(write, tmp_path):
+    source = write("in.jsonl", [ASKS])
+    source.write_text("{broken\n" + source.read_text())
+    assert "line 1 is not JSON" in call(source, "--out", tmp_path / "x.jsonl", status=2)
+    assert "2 rows read, 1 bad, 1 taken" in call(source, "--out", tmp_path / "x.jsonl", "--skip-bad")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_nulls_in_arguments_and_schemas_are_kept_or_refused(write, tmp_path, suffix):
+    chat = [said("user", "q"), {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": None}]}]
+    source, out = write("in.jsonl", [{"messages": chat, "tools": [NULL_SCHEMA]}]), tmp_path / f"out.{suffix}"
+    if suffix == "parquet":
+        assert "Write .jsonl instead" in call(source, "--out", out, "--kind", "sft", status=2)
+        return
+    call(source, "--out", out, "--kind", "sft")
+    (row,) = rows_of(out)
+    assert (row["messages"][1]["tool_calls"], row["tools"]) == ([CALL], [NULL_SCHEMA])
+
+
+CALL = {"function": {"name": "f", "arguments": {"x": None, "y": [{"z": None}]}}}
+NULL_SCHEMA = {"name": "f", "parameters": {"x": {"default": None, "enum": ["a", None]}}}
+
+
 def test_nothing_is_overwritten_unless_asked(write, tmp_path):
     source, out = write("gsm8k.jsonl", GSM8K), tmp_path / "out.jsonl"
     call(source, "--out", out)
@@ -295,6 +502,10 @@ def test_nothing_is_overwritten_unless_asked(write, tmp_path):
         ("as it is", "hash", None),
         ("#### 5", "whole", "#### 5"),
         ("\\boxed{\\{1\\}}", "boxed", "\\{1\\}"),
+        ("We add 1 and 2. #### 3\nThe answer is: 3", "auto", "3"),
+        ("So it is. The final answer is 1,200.\n", "auto", "1200"),
+        ("The answer is: \\frac{1}{2}", "auto", "\\frac{1}{2}"),
+        ("The answer is 3. No, it is 4.", "auto", "The answer is 3. No, it is 4."),
     ],
 )
 def test_answers_are_found_where_they_stand(text, how, answer):

@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 import openai
 
+from areal_async.answers import Detokenizer
 from areal_async.config.rollout import GatewaySection
 from areal_async.launch.one_host import make_host
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.http_server import HttpServer
 from areal_async.trajectory import EpisodeBuilder, Sampling
-from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell
+from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell, trim
 from rollout_service.gateway import Gateway
 from rollout_service.gateway.access import GatewaySetup
 from rollout_service.gateway.server import Front
@@ -125,16 +126,14 @@ class Scripted:
         ended = bool(end) or text.endswith("<pad>") or any(stop in text for stop in request.sampling.stop)
         reason = "stop" if ended and len(ids) <= limit else "length"
         ids = ids[:limit]
-        n = len(ids)
-        for stop in request.sampling.stop:
-            text = text.partition(stop)[0]
+        n, text = len(ids), trim(Detokenizer(self.tokenizer, [EOS]).text(ids), request.sampling.stop)
         result = GenerateResult(
             np.asarray(ids, np.int32),
             -(np.arange(self._units, self._units + n) % 97 + 1).astype(np.float32) / 128,
             (np.arange(self._units, self._units + n) % 5).astype(np.int32),
             np.zeros(n, np.int32),
             reason,
-            text[:limit],
+            text,
         )
         self._units += n
         self.log.append((request, result))

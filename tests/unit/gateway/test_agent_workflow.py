@@ -9,15 +9,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import job_from_mapping
+from areal_async.errors import InfrastructureFault
 from areal_async.rpc.schema import Task
+from areal_async.trajectory import unpack
+from rollout_service.engines.base import EngineError
+from rollout_service.worker.failures import run_episode
 from rollout_service.workflows import WorkflowError, load_workflow
 from rollout_service.workflows.agent import AgentError
 from tests.processes import is_gone
-from tests.unit.gateway.fakes import Scripted, assert_recorded_is_what_the_engine_said, serving
+from tests.unit.gateway.fakes import (
+    CHAT,
+    ROUTE,
+    Scripted,
+    assert_recorded_is_what_the_engine_said,
+    http_of,
+    serving,
+)
 from tests.waiting import LIMIT_S, until
 
 TASK = Task("t", "1+2?", ground_truth="3", extra_info={"level": 1})
@@ -107,6 +119,129 @@ async def test_an_agent_that_fails_makes_its_episode_fail(name, says, tmp_path, 
 async def test_a_command_that_fails_says_how(words: list[str], says: str, tokenizer: Any) -> None:
     with pytest.raises(AgentError, match=says):
         await run({"command": words}, tokenizer)
+
+
+CALLS = """
+import json, os, sys, time, urllib.request
+body = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+urllib.request.urlopen(request).read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        ("json.loads('no JSON')", "JSONDecodeError"),
+        ("json.loads('[' * 100_000)", "RecursionError"),
+        ("sys.exit(3)", "status 3"),
+        ("os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("print('x' * 3_000_000)", "printed more than"),
+        ("sys.stderr.write('x' * 20_000_000)", "printed more than"),
+    ],
+)
+async def test_a_command_that_fails_after_an_answer_is_at_fault_by_it(then, says, tokenizer):
+    engine, command = Scripted(tokenizer), [sys.executable, "-c", CALLS + then]
+    async with serving(engine, tokenizer) as (_, ctx, _session):
+        episode, blob = await run_episode(ctx, load_workflow("agent", {"command": command})(ctx, TASK), None)
+    assert says in episode.header.fault
+    assert episode.n_sampled == len(engine.log[0][1].token_ids)
+    assert unpack(blob).header.fault == episode.header.fault
+
+
+async def test_a_command_says_that_something_else_is_to_blame(tokenizer):
+    workflow = load_workflow("agent", {"command": [sys.executable, "-c", CALLS + "sys.exit(75)"]})
+    async with serving(Scripted(tokenizer), tokenizer) as (_, ctx, _session):
+        with pytest.raises(InfrastructureFault, match="status 75"):
+            await run_episode(ctx, workflow(ctx, TASK), None)
+
+
+OWN = """
+import asyncio, httpx, json
+from areal_async import InfrastructureFault
+
+async def call(session):
+    body = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
+    headers = {"authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=None) as client:
+        reply = await client.post(session.openai_base_url + "/chat/completions", json=body)
+        reply.raise_for_status()
+
+async def agent(session, task):
+    await call(session)
+    THEN
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "fault"),
+    [
+        ("raise RuntimeError('no idea')", "RuntimeError: no idea"),
+        ("json.loads('{')", "JSONDecodeError"),
+        ("return 'x' * (40 << 20)", "SizeError"),
+        ("return chr(0xd800)", "CodecError"),
+        ("raise InfrastructureFault('the search is down')", None),
+        ("'broken'; await call(session)", None),
+    ],
+)
+async def test_a_function_that_fails_after_an_answer_is_at_fault_by_it(then, fault, tmp_path, tokenizer):
+    """Unless it says otherwise, or the engine fails."""
+    (tmp_path / "mine.py").write_text(OWN.replace("THEN", then))
+    engine = Scripted(tokenizer)
+
+    async def gate(request):
+        if "broken" in then and engine.log:
+            raise EngineError("no kernel")
+
+    engine.gate = gate
+    workflow = load_workflow("agent", {"agent": f"{tmp_path}/mine.py:agent"})
+    async with serving(engine, tokenizer) as (_, ctx, _session):
+        if fault is None:
+            with pytest.raises((InfrastructureFault, httpx.HTTPStatusError)):
+                await run_episode(ctx, workflow(ctx, TASK), None)
+            return
+        episode, _ = await run_episode(ctx, workflow(ctx, TASK), None)
+    assert fault in episode.header.fault
+    assert episode.n_sampled
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_an_agent_that_is_late_is_at_fault_once_it_has_an_answer(answered, tmp_path, tokenizer):
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\nasync def agent(session, task): await asyncio.Event().wait()"
+    )
+    workflow = load_workflow("agent", {"agent": f"{tmp_path}/mine.py:agent", "timeout_s": 0.05})
+    async with serving(Scripted(tokenizer), tokenizer) as (_, ctx, _session):
+        if not answered:
+            with pytest.raises(AgentError, match="not done after"):
+                await run_episode(ctx, workflow(ctx, TASK), None)
+            return
+        await ctx.generate("go")
+        episode, _ = await run_episode(ctx, workflow(ctx, TASK), None)
+    assert "not done after" in episode.header.fault
+
+
+async def test_the_wait_for_an_answer_is_known_while_it_lasts_and_once_it_was_given_up(tokenizer):
+    engine, reached = Scripted(tokenizer), asyncio.Event()
+
+    async def gate(request):
+        reached.set()
+        await asyncio.Event().wait()
+
+    engine.gate = gate
+    async with serving(engine, tokenizer) as (_, ctx, session):
+        assert ctx.waited_s == 0
+        async with http_of(session) as client:
+            asking = asyncio.ensure_future(client.post(ROUTE, json=CHAT))
+            await reached.wait()
+            first_s = ctx.waited_s
+            assert ctx.waited_s > first_s > 0
+            asking.cancel()
+            await asyncio.wait([asking])
+    assert ctx.waited_s >= first_s
+    assert engine.cancelled == 1
 
 
 @pytest.mark.parametrize("late", [True, False])

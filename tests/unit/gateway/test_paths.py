@@ -16,6 +16,7 @@ from tests.unit.gateway.fakes import (
     EOS,
     FORGETFUL,
     SHORTENING,
+    TEMPLATE,
     Scripted,
     assert_recorded_is_what_the_engine_said,
     make_tokenizer,
@@ -84,7 +85,7 @@ async def test_a_conversation_is_one_path_of_the_sampled_ids(tokenizer: Any) -> 
     [
         ("abcdefgh{END}", {"max_tokens": 4}, "abcd", "abcd"),
         ("Act. Obs:", {"stop": ["Obs:"]}, "Act. ", "Act. Obs:"),
-        ("yes<pad>", {}, "yes<pad>", "yes<pad>"),
+        ("yes<pad>", {}, "yes", "yes<pad>"),
     ],
     ids=["cut by its length", "a stop text stays though the agent does not see it", "another end token"],
 )
@@ -116,6 +117,30 @@ async def test_a_template_that_drops_text_makes_a_new_root_and_is_counted(templa
     assert ("<think>" in second) == (template is None)
     assert talk.episode.segments.parent.tolist() == ([-1, 0, 1, 2] if template is None else [-1, 0, -1, 2])
     assert len(training_rows(talk.episode)) == sum(roots.values())
+
+
+SHOWN = "('<think>\\n' if '</think>' in m.content else '') + m.content"
+OPENING = TEMPLATE.replace("CONTENT", SHOWN).replace("\\n' }}{% endif %}", "\\n<think>\\n' }}{% endif %}")
+"""Opens the thought of an answer in the prompt, and shows it again."""
+
+
+async def test_a_template_that_opens_a_thought_goes_on_after_a_tool_and_calls_none_from_inside() -> None:
+    tokenizer = make_tokenizer(OPENING)
+    thought = f"maybe {CALLS[1]}, no</think>"
+    async with talking(
+        tokenizer, f"{thought}{CALLS[0]}{{END}}", f"{thought}It is 3.{{END}}", CALLS[0]
+    ) as talk:
+        messages: list[Any] = [user("1+2?")]
+        message = await ask(talk, messages, tools=[TOOL])
+        assert [call.function.arguments for call in message.tool_calls] == ['{"a":1,"b":2}']
+        assert message.content == thought
+        answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        message = await ask(talk, [*messages, message, answer], tools=[TOOL])
+        assert (message.content, message.tool_calls) == (f"{thought}It is 3.", None)
+        unclosed = await ask(talk, [user("other")], tools=[TOOL])
+        assert (unclosed.content, unclosed.tool_calls) == (CALLS[0], None)
+    assert talk.episode.segments.parent.tolist() == [-1, 0, 1, 2, -1, 4]
+    assert talk.episode.header.metadata["roots_by_reason"] == {"new": 2}
 
 
 async def test_a_history_that_the_agent_changed_makes_a_new_root(tokenizer: Any) -> None:

@@ -189,6 +189,24 @@ async def test_ending_the_episode_ends_its_calls(tokenizer: Any) -> None:
         await http.aclose()
 
 
+async def test_a_call_that_arrives_after_the_end_of_its_episode_reaches_no_engine(tokenizer: Any) -> None:
+    engine = Talking(tokenizer)
+    async with serving(engine, tokenizer) as (gateway, _, _session):
+        async with make_context(engine, tokenizer, gateway).gateway() as session:
+            asked, sample = [], session.sample
+
+            async def noted(*call: Any) -> Any:
+                asked.append(call)
+                return await sample(*call)
+
+            session.sample = noted  # type: ignore[method-assign]
+            async with http_of(session) as http:
+                assert (await http.post(ROUTE, json=CHAT)).status_code == 200
+        ((call, ids),) = asked
+        refused: Any = await sample(call, ids)
+        assert (refused.status, session.calls, len(engine.log)) == (401, 1, 1)
+
+
 async def test_calls_of_one_session_run_at_the_same_time(tokenizer: Any) -> None:
     engine = Gated(tokenizer)
     async with serving(engine, tokenizer) as (_, ctx, session), http_of(session) as http:

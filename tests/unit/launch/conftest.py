@@ -40,3 +40,17 @@ def folders(job: JobConfig) -> Iterator[RunFolders]:
     folders = claim_folders(job, overwrite=False)
     yield folders
     kill_processes_of(folders.run_id)
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer.json").write_text("{}")
+    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    path = tmp_path / "job.yaml"
+    path.write_text("job: sums\nmodel: model\ntasks: {train: train.jsonl}\nbuffer: {max_staleness: 2}\n")
+    return path

@@ -64,10 +64,12 @@ async def main(ctx: ServiceContext) -> None:
             if not ctx.served_before:
                 os.kill(os.getpid(), signal.SIGSTOP)
             (ctx.run_dir / "again").touch()
-            return
-        case "waits for the next":
+            if ctx.role in ("trainer", "evaluator"):
+                return
+        case "waits for the next" | "serves until told":
             ctx.ready()
-            while not (ctx.run_dir / "again").exists():  # noqa: ASYNC110
+            awaited = ctx.run_dir / ("again" if behaviour == "waits for the next" else "enough")
+            while not awaited.exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             return
         case "ends by itself" | "finishes":

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from areal_async.launch import here
-from areal_async.launch.group import RankGroup
+from areal_async.launch.group import Lines
 from areal_async.launch.here import RankLines, memory_kills
 from areal_async.launch.lifecycle import (
     KILLED_LIMIT_S,
@@ -168,15 +168,18 @@ def test_a_stop_during_a_fall_starts_nothing(life):
 # --- the supervisor's side ------------------------------------------------------------------------------
 
 
-class Rank:
+class Told:
     """A child whose line is written to by the test."""
 
     def __init__(self):
-        self.said, self.kills = b"", 7
+        self.said, self.kills, self.near = b"", 7, True
 
     def heard(self):
         said, self.said = self.said, b""
         return said
+
+    def is_heard(self):
+        return self.near
 
     def memory_kills(self):
         return self.kills
@@ -184,14 +187,14 @@ class Rank:
 
 @pytest.fixture
 def ranks(places):
-    return {place.name: Rank() for place in places if place.role == "trainer"}
+    return {place.name: Told() for place in places}
 
 
 @pytest.fixture
 def group(places, ranks):
-    group = RankGroup({"": 10.0})
+    group = Lines(lambda place: 10.0 if place.role == "trainer" else 20.0)
     for place in places:
-        group.started(place, ranks.get(place.name))
+        group.started(place, ranks[place.name])
     return group
 
 
@@ -224,14 +227,39 @@ def closed(given, line_fd):
 
 
 def test_a_rank_without_a_pulse_is_found_and_a_supervisor_that_was_held_up_takes_none_for_dead(group, ranks):
-    for second in range(1, 11):
+    for rank in ranks.values():
+        rank.said = b"\n"
+    for second in range(1, 12):
         for name in ("trainer", "trainer-2"):
             ranks[name].said += b"\n"
         assert group.look(float(second)) == []
-    assert group.look(1000.0) == [], "what the supervisor has not looked at counts for a second"
-    assert group.look(1001.0) == ["trainer-1"]
-    assert group.cause_of("trainer-1", -9, 1001.1) == "gave no sign of life for 10 s and was killed"
-    assert group.cause_of("trainer", -9, 1001.1) == ""
+    assert group.look(1000.0) == ["trainer-1"], "what the supervisor has not looked at counts for a second"
+    assert group.cause_of("trainer-1", -9, 1000.1) == "gave no sign of life for 10 s and was killed"
+    assert group.cause_of("trainer", -9, 1000.1) == ""
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "reward", "buffer", "trainer-2"])
+@pytest.mark.parametrize(
+    ("heard_first", "pulses", "near", "found"),
+    [
+        (True, False, True, True),
+        (True, True, True, False),
+        (True, False, False, False),
+        (False, False, True, False),
+    ],
+    ids=["silent", "busy for long", "link cut", "still loading"],
+)
+def test_one_rule_of_liveness_holds_for_every_role(group, ranks, name, heard_first, pulses, near, found):
+    for other, child in ranks.items():
+        child.said = b"\n" if heard_first or other != name else b""
+    ranks[name].near = near
+    hanging = []
+    for second in range(100):
+        for other, child in ranks.items():
+            if other != name or pulses:
+                child.said += b"\n"
+        hanging += group.look(float(second))
+    assert set(hanging) == ({name} if found else set())
 
 
 def test_a_rank_says_how_it_dies_and_for_whom_it_waits(group, ranks, monkeypatch):
@@ -297,3 +325,21 @@ def test_a_rank_that_is_stopped_is_found_and_named(job, folders, behave):
     assert ending == Ending("finished")
     (text,) = told
     assert text.startswith("trainer-1 gave no sign of life for 10 s and was killed; the 2 ranks")
+
+
+def test_a_service_that_is_stopped_is_found_named_and_started_again_whatever_its_role(job, folders, behave):
+    stopped = ["buffer", "reward", "rollout-0"]
+    behave({"trainer": "serves until told", **dict.fromkeys(stopped, "stops once")})
+    told = {}
+
+    def on_restart(name, text):
+        told[name] = text
+        if set(told) == set(stopped):
+            (folders.run_dir / "enough").touch()
+
+    ending, _ = supervise(changed(job, "supervisor", restarts=1, hang_s=5.0), folders, on_restart=on_restart)
+    assert ending == Ending("finished")
+    for name in stopped:
+        assert told[name].startswith(
+            f"{name} gave no sign of life for 5 s and was killed; it is started again"
+        )

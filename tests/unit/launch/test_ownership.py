@@ -180,3 +180,83 @@ def test_who_asks_for_a_lock_keeps_nobody_from_taking_it(tmp_path):
     assert take_lock(other)
     for fd in (asking, other):
         os.close(fd)
+
+
+@pytest.fixture
+def full_disk(small_disk):
+    """A file system in memory with room for 1 MiB, and two files on it: one with holes, one without."""
+    (small_disk / "ballast").write_bytes(bytes(3 << 20))
+    (small_disk / "whole").write_bytes(b"x" * (64 << 10))
+    with (small_disk / "holes").open("wb") as file:
+        file.truncate(2 << 20)
+        file.write(b"y")
+    (small_disk / "rest").touch()
+    return small_disk
+
+
+FILLED = """
+import os, sys
+from pathlib import Path
+disk = Path(sys.argv[1])
+def fill():
+    fd = os.open(disk / "rest", os.O_WRONLY)
+    try:
+        while os.write(fd, bytes(4096)):
+            pass
+    except OSError as error:
+        assert error.errno == 28
+"""
+READERS = {
+    "map_open": """
+from areal_async.ownfiles import map_open
+fill()
+with open(disk / "holes", "rb") as file:
+    content = map_open(file.fileno())
+    assert bytes(content[:2]) == b"y\\0" and len(content) == 2 << 20 and sum(bytes(content)) == ord("y")
+    part = map_open(file.fileno(), 4096, 1 << 20, populate=True)
+    assert len(part) == 1 << 20 and sum(bytes(part)) == 0
+""",
+    "digest": """
+from areal_async.storage.known import digest_of
+fill()
+assert digest_of([disk / "holes"]) != digest_of([disk / "whole"])
+""",
+    "checkpoint": """
+from trainer_service.disk import hashed
+fill()
+assert hashed(disk / "holes").size_bytes == 2 << 20
+""",
+    "pushed": """
+from areal_async.storage.transfer import _blake3
+fill()
+_blake3(disk / "holes")
+""",
+    "reserve": """
+from areal_async.ownfiles import reserve
+fd = os.open(disk / "new", os.O_RDWR | os.O_CREAT)
+for _ in range(2):
+    try:
+        reserve(fd, 2 << 20)
+    except OSError as error:
+        assert error.errno == 28
+    else:
+        raise AssertionError
+""",
+    "tensors": """
+from areal_async.weights.tensor_file import MappedFile
+for _ in range(2):
+    try:
+        MappedFile(disk / "new", 2 << 20)
+    except OSError as error:
+        assert error.errno == 28 and not (disk / "new").exists()
+    else:
+        raise AssertionError
+""",
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_file_with_holes_on_a_full_disk_in_memory_ends_no_process(full_disk, kind):
+    code = FILLED + READERS[kind]
+    done = subprocess.run([sys.executable, "-c", code, full_disk], timeout=LIMIT_S, check=False)
+    assert done.returncode == 0

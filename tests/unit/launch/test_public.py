@@ -8,13 +8,21 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
+from typer.testing import CliRunner
 
 import areal_async
 from areal_async import Job, Run, registry
+from areal_async.cli.jobs import is_run
+from areal_async.cli.main import app
 from areal_async.config.errors import ConfigError
+from areal_async.config.load import dump_job
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.launch.one_host import topology_here
+from areal_async.launch.plan import services_of
 from areal_async.launch.runs import start
+from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
 from tests.unit.launch.launching import STAND_IN, changed
 
 
@@ -22,7 +30,8 @@ def test_the_public_names_are_these():
     names = """
         ArealError Job Mistake Run RunStatus Section Task VersionTag run Context Reply SegmentKind
         TemplateRewrites ToolReply tool workflow Environment EnvironmentFailure Step level_seed
-        load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward within
+        load_environment Abstain Parts RewardInput Score TooCostly answer_of load_reward reward
+        FaultOf InfrastructureFault blocks program_of within
         Failure LocalScorer
         Program RunLimits Sandbox Timeout Verdict BackendReward RewardLoadError ScoringBackend
         RankPlace TensorPiece TrainingBackend advantage correction loss DeadlinePassed Engine
@@ -37,6 +46,33 @@ def test_the_public_names_are_these():
     assert set(areal_async.__all__) <= set(dir(areal_async))
     with pytest.raises(AttributeError, match="no attribute 'rum'"):
         areal_async.rum  # noqa: B018
+
+
+def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_is_changed(job_file):
+    for changes in (
+        "trainer.steps=3",
+        ["trainer.steps=3"],
+        {"trainer.steps": 3},
+        {"trainer": {"steps": 3, "optimizer": {"lr": 1e-3}}},
+    ):
+        assert Job.load(job_file, changes).trainer.steps == 3
+    faster = Job.load(job_file, ["trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=7"])
+    kept = faster.changed({"trainer": {"steps": 3, "optimizer": {"lr": 0.5}}}).trainer
+    assert (kept.steps, kept.optimizer.lr, kept.optimizer.warmup_steps) == (3, 0.5, 7)
+    job = Job.load(str(job_file))
+    assert job.changed({"rollout.sampling.stop": ["a=b"]}).rollout.sampling.stop == ("a=b",)
+    assert job.changed({"reward.timeout_s": 3}).changed({"trainer.hang_s": None}).trainer.hang_s is None
+    for wrong in ([3], 3, [["trainer.steps=3"]]):
+        with pytest.raises(ConfigError, match=r"the overrides: .* Give 'trainer\.steps=3', a list"):
+            Job.load(job_file, wrong)
+    with pytest.raises(ConfigError, match=r"trainer\.stps: .* Did you mean trainer\.steps"):
+        job.changed({"trainer.stps": 3})
+    with pytest.raises(AttributeError, match=r"steps cannot be set: .*job\.changed"):
+        job.trainer.steps = 3
+    with pytest.raises(ConfigError, match=r"(?s)the job.*model: this field is missing"):
+        areal_async.run({"job": "sums"})
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: file: there is no such file"):
+        areal_async.run("nowhere.yaml")
 
 
 KINDS = [kind for kind in vars(registry).values() if isinstance(kind, registry.Registry)]
@@ -82,6 +118,56 @@ def test_a_run_is_followed_from_python_to_its_summary(job, behave):
     assert found.summary() == found.wait() == summary
     assert (found.status().step, found.status().accuracy) == (5, 0.75)
     assert len(list(found.metrics(follow=False))) == 5
+
+
+NODES = ("n1", "n2")
+
+
+def told_status(*arguments):
+    told = CliRunner().invoke(app, ["status", *map(str, arguments)])
+    assert told.exit_code == 0, told.output
+    return told.output
+
+
+def test_status_shows_a_run_that_is_spread_over_a_cluster_by_its_folder(job, folders, monkeypatch):
+    records = [{"kind": "step", "step": step, "version": step + 1, "reward_mean": 0.5} for step in range(3)]
+    (folders.run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folders.run_dir / "job.yaml").write_bytes(dump_job(job).encode())
+    assert "waiting for its places" in told_status(folders.run_dir)
+    places = services_of(job, STAND_IN)
+    nodes = {"buffer": "n1", "trainer": "n2", "reward": "n1"}
+    placed = [msgspec.structs.replace(place, node_id=nodes.get(place.name, "")) for place in places]
+    there = {n: msgspec.structs.replace(folders.host, node_id=n, address=f"10.0.0.{n[1]}") for n in NODES}
+    hosts = {"home": folders.host, **there}
+    topology = topology_here(folders.run_id, folders.host, placed, job.model_dump(mode="json"), {})
+    topology = msgspec.structs.replace(topology, home="home", hosts=hosts, services=placed)
+    folders.topology.write_bytes(msgspec.json.encode(topology))
+    figures = msgspec.to_builtins(Run.open(folders.run_dir)._from_records())
+    said = ServiceStatus("supervisor", 1, "serving", {}, {}, ServiceFigures(run=figures))
+    monkeypatch.setattr(Run, "ask", lambda *_, **__: said)
+    page = told_status(folders.run_dir)
+    assert "running" in page
+    assert "3 of" in page
+    lines = [line.split() for line in page.splitlines()]
+    for name, address in (("buffer", "10.0.0.1"), ("trainer", "10.0.0.2"), ("reward", "10.0.0.1")):
+        assert [name, address] in [line[:2] for line in lines]
+    assert ["rollout-0", "not", "placed"] in [line[:3] for line in lines]
+    answer = json.loads(told_status(folders.run_dir, "--json"))
+    assert (answer["state"], answer["step"], answer["hosts"]["trainer"]) == ("running", 3, "10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("runs/x", True), ("./x", True), ("job.yaml", True), ("s3://runs/x", True), ("x", False), ("7", False)],
+)
+def test_what_names_a_place_is_a_run_and_what_does_not_a_job_of_the_controller(
+    tmp_path, monkeypatch, name, is_one
+):
+    monkeypatch.chdir(tmp_path)
+    assert is_run(name) is is_one
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "run.lock").touch()
+    assert is_run(name) is (is_one or name == "x")
 
 
 def test_a_run_lives_beside_a_running_loop_and_outlives_the_thread_that_started_it(job, behave):

@@ -50,6 +50,35 @@ def test_a_whole_run_in_numbers(job):
     assert summary["held_out"] == "accuracy"
 
 
+def test_the_summary_has_held_out_components_updates_and_a_warning_where_they_part(job):
+    records = [step_record(step, updates=2, updates_planned=2) for step in range(20)]
+    records[7] |= {"updates": 1, "skipped": "the loss is not finite"}
+    for version, (value, exact) in {0: (0.334, 0.3), 20: (0.277, 0.1)}.items():
+        interval = [value, value - 0.04, value + 0.04]
+        records.append(
+            {"kind": "evaluation", "version": version, "accuracy": value, "mean": interval}
+            | {"rewards": {"exact": exact}}
+        )
+    summary = summarise(job, records)
+    assert (summary["updates"], summary["updates_planned"]) == (39, 40)
+    assert summary["updates_left_out"] == "the loss is not finite"
+    assert summary["held_out_rewards_start"] == {"exact": 0.3}
+    assert summary["held_out_rewards_end"] == {"exact": 0.1}
+    assert "held-out reward fell from 0.334 to 0.277" in summary["warning"]
+
+
+def test_a_training_on_files_has_no_figures_of_episodes_and_says_why_it_stopped(job):
+    sft = job.model_copy(
+        update={"kind": "sft", "sft": job.sft.model_copy(update={"stop_between": (0.8, 1.0)})}
+    )
+    records = [{"kind": "sft", "step": 3, "loss": 0.5, "accuracy": 0.9}]
+    summary = summarise(sft, records)
+    assert summary["stopped"] == "held-out accuracy 0.900 lies within sft.stop_between, 0.8 to 1"
+    assert {"episodes_trained", "reward_last", "self_check", "updates"}.isdisjoint(summary)
+    assert "passes" in summarise(sft, [records[0] | {"accuracy": 0.5}])["stopped"]
+    assert summarise(sft, [records[0] | {"step": sft.trainer.steps}])["stopped"] == ""
+
+
 def test_what_is_not_known_is_none(job):
     summary = summarise(job, [])
     known = {"steps": 0, "wall_s": 0, "max_staleness_bound": 4}
@@ -67,7 +96,7 @@ def test_a_supervised_run(job):
     records = [{"kind": "sft", "step": 0, "accuracy": 0.0}, {"kind": "sft", "step": 10, "accuracy": 0.38}]
     summary = summarise(job.model_copy(update={"kind": "sft"}), records)
     assert (summary["accuracy_start"], summary["accuracy_end"], summary["steps"]) == (0.0, 0.38, 10)
-    assert summary["max_staleness_seen"] is None
+    assert not {"max_staleness_seen", "episodes_trained", "reward_last"} & {*summary}
 
 
 def test_the_last_evaluation_and_self_check_are_kept(job):

@@ -18,6 +18,7 @@ from areal_async.config.load import load_job
 from areal_async.errors import RunFailed, RunFolderError
 from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
+from areal_async.launch.plan import services_of
 from areal_async.launch.report import summarise
 from areal_async.launch.run import RunResult, print_closing, run_job
 from areal_async.status.record import RunLog, read_run_log
@@ -120,6 +121,22 @@ def test_the_panel_of_a_job_without_held_out_tasks_shows_its_first_and_last_rewa
     assert "held-out mean reward" in closing(job, [*STEPS, evaluation])
 
 
+def test_updates_that_were_left_out_and_a_reward_that_is_exploited_are_told_at_the_end(job):
+    why = "every advantage of step 3 is 0, so nothing is to be learned from it"
+    made = [{**step, "updates": 0, "updates_planned": 1, "skipped": why} for step in STEPS]
+    told = closing(job, made, force_terminal=False)
+    assert "updates: 0 of 40 made\n" in told
+    assert f"warning: 40 updates were left out, the last because {why}\n" in told
+    whole = closing(job, [{**step, "updates": 1, "updates_planned": 1} for step in STEPS])
+    assert "40 of 40 made" in whole
+    assert "warning" not in whole
+    fell = [{"kind": "evaluation", "version": version} for version in (0, 40)]
+    for record, value in zip(fell, (0.8, 0.4), strict=True):
+        record |= {"accuracy": value, "mean": [value, value - 0.1, value + 0.1]}
+    told = " ".join(closing(job, [*STEPS, *fell], width=400).split())
+    assert "held-out reward fell from 0.800 to 0.400" in told
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_what_came_out_is_told_whole_however_long_the_path(job, tmp_path, width):
     folder = tmp_path / ("a-long-name-" * 8)
@@ -182,6 +199,11 @@ def test_a_busy_metrics_port_is_found_before_anything_starts(job, behave):
     assert f"port {port}, for the metrics of buffer, is busy" in text
     assert f"process {os.getpid()}" in text
     assert not job.run_dir.exists()
+
+
+def test_jobs_beside_each_other_do_not_want_the_same_ports(job):
+    plain = type(job).model_validate(job.model_dump(mode="json", exclude={"observe"}))
+    assert {place.metrics_port for place in services_of(plain)} == {0}
 
 
 def test_what_the_machine_lacks_is_found_before_anything_starts(job, monkeypatch):

@@ -12,22 +12,8 @@ from areal_async.config.load import dump_job, load_job
 from areal_async.errors import RunFolderError
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.one_host import make_host, topology_here
-from areal_async.launch.runs import find_run, job_to_resume
+from areal_async.launch.runs import find_run, is_finished, job_to_resume
 from areal_async.runtime.process import start_of
-
-
-@pytest.fixture
-def job_file(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
-    (model / "tokenizer.json").write_text("{}")
-    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row))
-    path = tmp_path / "job.yaml"
-    path.write_text("job: sums\nmodel: model\ntasks: {train: train.jsonl}\nbuffer: {max_staleness: 2}\n")
-    return path
 
 
 @pytest.fixture
@@ -141,6 +127,38 @@ def test_a_value_that_cannot_be_changed_is_told_with_the_one_that_was_asked_for(
     assert job_to_resume(run_dir, ["seed=0"]).seed == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "goes_on"),
+    [
+        ([], False),
+        (["trainer.steps=101"], True),
+        (["trainer.steps=100"], False),
+        (["trainer.steps=7"], False),
+        (["trainer.optimizer.lr=0.1"], False),
+    ],
+)
+def test_a_finished_run_goes_on_if_it_is_to_have_more_steps(run_dir, overrides, goes_on):
+    (run_dir / "summary.json").write_text('{"steps": 100}')
+    recorded = load_job(run_dir / "job.yaml", ["trainer.steps=100"])
+    (run_dir / "job.yaml").write_text(dump_job(recorded))
+    assert is_finished(run_dir, overrides) is not goes_on
+    if goes_on:
+        assert job_to_resume(run_dir, overrides).trainer.steps == 101
+
+
+def test_a_training_on_files_that_stopped_for_what_it_had_reached_goes_on_to_more(tmp_path, job_file):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}')
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+3=", "completion": "4"}')
+    job = load_job(job_file, ["kind=sft", "trainer.steps=100", "tasks.evaluation=held_out.jsonl"])
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "job.yaml").write_text(dump_job(job))
+    (run_dir / "summary.json").write_text('{"steps": 63}')
+    assert is_finished(run_dir)
+    assert is_finished(run_dir, ["trainer.steps=100"])
+    assert not is_finished(run_dir, ["sft.stop_between=[0.9, 1.0]"])
+
+
 def test_nothing_to_resume_is_said_with_what_to_do(job_file, run_dir, tmp_path):
     (run_dir / "metrics.jsonl").write_text("")
     with pytest.raises(RunFolderError, match=r"(?s)before it had done anything.*areal-async run"):
@@ -148,8 +166,8 @@ def test_nothing_to_resume_is_said_with_what_to_do(job_file, run_dir, tmp_path):
     (run_dir / "buffer" / "appendonlydir").mkdir(parents=True)
     (run_dir / "buffer" / "appendonlydir" / "appendonly.aof.1.incr.aof").write_text("episodes")
     job_to_resume(job_file)
-    (run_dir / "summary.json").write_text("{}")
-    with pytest.raises(RunFolderError, match="is finished"):
+    (run_dir / "summary.json").write_text('{"steps": 20}')
+    with pytest.raises(RunFolderError, match=r"is finished.*trainer\.steps=N"):
         job_to_resume(run_dir)
     with pytest.raises(RunFolderError, match="not the folder of a run"):
         job_to_resume(tmp_path)

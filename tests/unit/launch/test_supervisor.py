@@ -9,11 +9,12 @@ import pytest
 
 from areal_async.config.job import RedisLoginSection
 from areal_async.launch.folders import claim_folders
+from areal_async.launch.here import LocalChild, LocalLauncher
 from areal_async.launch.lifecycle import Ending
 from areal_async.launch.report import failure_text
 from areal_async.launch.supervisor import Supervisor
 from areal_async.runtime.metrics import elsewhere
-from areal_async.runtime.process import service_environment
+from areal_async.runtime.process import exit_text, service_environment
 from tests.processes import processes_of
 from tests.unit.launch.launching import STAND_IN, changed
 from tests.waiting import LIMIT_S, wait_for
@@ -201,3 +202,78 @@ def test_a_service_spreads_its_memory_over_two_arenas_unless_told_otherwise(monk
     assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == "2"
     monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
     assert service_environment("run", 1)["MALLOC_ARENA_MAX"] == "7"
+
+
+class PlayedChild(LocalChild):
+    """A service that is what the test says."""
+
+    pid, status = 1, None
+
+    def __init__(self, name):
+        self.name = name
+
+    def ready_report(self):
+        return {"metrics_port": 0}
+
+    def poll(self):
+        return self.status
+
+    def lost(self):
+        return ""
+
+    def heard(self):
+        return b""
+
+    def memory_kills(self):
+        return 0
+
+    def terminate(self):
+        self.status = self.status or 0
+
+    def kill(self):
+        if self.status is None:
+            self.status = -signal.SIGKILL
+
+    def close(self):
+        pass
+
+
+class PlayedLauncher(LocalLauncher):
+    def start(self, place, *, served_before):
+        return PlayedChild(place.name)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "died", "restarted", "dead"),
+    [
+        (1, {"trainer": -7, "reward": -9, "rollout-0": 1}, {"trainer", "reward"}, {"rollout-0"}),
+        (0, {"reward": -7, "rollout-0": -7, "buffer": -9}, set(), {"reward", "rollout-0", "buffer"}),
+        (1, {"trainer": -7, "trainer-1": -7}, {"trainer"}, {"trainer-1"}),
+        (1, {"trainer-1": -7}, {"trainer-1"}, set()),
+    ],
+    ids=["three at once", "they end the run", "two ranks at once", "a rank and those that it brings down"],
+)
+def test_every_death_is_told_with_its_cause(job, folders, restarts, died, restarted, dead):
+    job = changed(changed(job, "supervisor", restarts=restarts), "trainer", ranks=2)
+    told, ended = {}, {}
+    supervisor = Supervisor(
+        job,
+        folders,
+        modules=STAND_IN,
+        launcher=PlayedLauncher(job, folders),
+        on_restart=lambda name, text: told.setdefault(name, text),
+        on_death=lambda name, text: ended.setdefault(name, text),
+    )
+    supervisor._apply(supervisor.lifecycle.begin(0.0))
+    for _ in range(3):
+        supervisor._observe()
+    for name, status in died.items():
+        supervisor.children[name].status = status
+    for _ in range(3):
+        supervisor._observe()
+    supervisor._launcher.close()
+    folders.release()
+    assert (set(told), set(ended)) == (restarted, dead)
+    for name, text in (told | ended).items():
+        assert text.startswith(f"{name} {exit_text(died[name])}")
+        assert ("shared memory is full" in text) is (died[name] == -signal.SIGBUS)

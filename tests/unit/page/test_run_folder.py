@@ -89,6 +89,19 @@ def test_a_run_that_ended_says_how_and_what_its_processes_did(tmp_path: Path) ->
     assert reading.told_of(folder)["state"] == "KILLED"
 
 
+@pytest.mark.parametrize("kind", ["sft", "preference", "reward_model"])
+def test_a_training_on_a_file_is_listed_with_its_steps_and_its_last_accuracy(
+    tmp_path: Path, kind: str
+) -> None:
+    folder = run_folder(tmp_path)
+    figures = ({"accuracy": 0.25}, {"accuracy": 0.5}, {"accuracy": None}, {})
+    append(
+        folder, [{"kind": kind, "step": at, "loss": 1.0, **more} for at, more in enumerate(figures, start=1)]
+    )
+    told = reading.told_of(folder)
+    assert (told["step"], told["accuracy"]) == (4, 0.5)
+
+
 def test_runs_are_those_with_a_lock_that_are_ours_and_have_a_name(tmp_path: Path) -> None:
     for name in ("old", "new"):
         run_folder(tmp_path, name)

@@ -20,6 +20,13 @@ def test_a_step_has_its_own_figures_and_those_that_follow_from_them() -> None:
     assert "kl" not in row.figures
 
 
+def test_held_out_components_are_series_of_their_own_beside_those_of_training() -> None:
+    row = row_of({"kind": "evaluation", "version": 4, "accuracy": 0.5, "rewards": {"exact": 0.25}})
+    assert row is not None
+    assert row.figures == {"accuracy": 0.5, "held_out:exact": 0.25}
+    assert any({"reward:*", "held_out:*"} <= panel.series.keys() for panel in PANELS)
+
+
 def test_what_is_no_finite_number_is_no_figure() -> None:
     row = row_of(step(0, loss=None, grad_norm=math.nan, lr="fast", step_s=0, correction=None))
     assert row is not None

@@ -116,10 +116,12 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     short = short_socket_dir(tmp_path)
     short.mkdir(exist_ok=True)
-    return short
+    yield short
+    if short != tmp_path:
+        shutil.rmtree(short, ignore_errors=True)
 
 
 @pytest.fixture

@@ -3,17 +3,15 @@ room returns everything goes on."""
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
-import subprocess
 
 import pytest
 
 from areal_async.errors import FaultError
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
-from replay_buffer.redis.writer import RedisClock
+from replay_buffer.redis.writer import LedgerClock
 from tests.unit.buffer.conftest import judge
 from tests.waiting import until
 
@@ -83,20 +81,6 @@ async def test_a_full_disk_loses_nothing_and_work_goes_on_when_room_returns(bina
         assert all(await held(life, acknowledged))
 
 
-@pytest.fixture
-def small_disk(folder):
-    """A file system of 4 MiB."""
-    disk = folder / "disk"
-    disk.mkdir()
-    if os.getuid() != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
 async def test_the_tier_always_survives_a_full_disk_although_redis_does_not(small_disk, folder, a_life):
     """With appendfsync always a Redis that cannot write ends itself; with room it is started again."""
     server = EmbeddedRedis(small_disk / "data", folder / "redis", "always")
@@ -153,7 +137,7 @@ async def test_a_front_that_starts_at_the_memory_limit_takes_the_job_over(binary
         set_limit(server, 1 << 20)
         acknowledged, _, _ = await put_until_refused(life)
     set_limit(server, -200_000)
-    store = Store(server.url, job_name, "cafe0123", "memory", RedisClock())
+    store = Store(server.url, job_name, "cafe0123", "memory", LedgerClock())
     opened = await store.open(lambda error: None)
     assert opened.front_epoch == 2
     assert len(await store.blobs(acknowledged)) == len(acknowledged)

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from areal_async.rpc.verdicts import Failure, Parts, Timeout
+from areal_async.rpc.verdicts import Failure, FaultOf, Parts, Timeout
 from reward_service.sdk import RewardInput, Score, reward
 
 
@@ -85,3 +85,8 @@ def held(given: RewardInput):
 
 def unmarked(given: RewardInput):
     return 1.0
+
+
+@reward
+def blaming(given: RewardInput):
+    return Failure("mine", "unreadable", fault=FaultOf(given.response))

@@ -7,10 +7,10 @@ import pytest
 
 from areal_async.config.reward import RewardSection
 from areal_async.rewards import RewardSpec
-from areal_async.rpc.verdicts import Failure, Score, Timeout
+from areal_async.rpc.verdicts import Failure, FaultOf, Score, Timeout, settled
 from reward_service.backends.remote import RemoteReward
 from reward_service.router import WatchedBackend
-from reward_service.sdk import RewardLoadError
+from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import scored, texts, verdicts_of
 from tests.unit.reward import fake_buffer
 
@@ -51,6 +51,28 @@ class Distant:
                     raise ValueError("a mistake of the backend's own")
                 case _:
                     on_verdicts(index, [Score(float(len(inputs)))] * len(inputs), 1.0)
+
+
+def test_an_episode_at_fault_is_scored_without_asking_a_reward():
+    given = [RewardInput(response="1"), RewardInput(response="break", fault="AgentError: status 1")]
+    for score in (0.0, -2.0):
+        found = scored({"name": "remote", "on_fault": {"score": score}}, given)
+        assert found == [Score(1.0), Score(score, at_fault="AgentError: status 1")]
+
+
+def test_a_group_is_judged_without_its_episodes_at_fault():
+    given = [RewardInput(response="1", fault=fault) for fault in ("", "ValueError: x", "")]
+    section = {"name": "remote", "scope": "group"}
+    assert [verdict.value for verdict in scored(section, given, ["g"] * 3)] == [2.0, 0.0, 2.0]
+    failed = [RewardInput(fault="ValueError: x")] * 2
+    assert [verdict.at_fault for verdict in scored(section, failed, ["g"] * 2)] == ["ValueError: x"] * 2
+
+
+@pytest.mark.parametrize("fault", FaultOf)
+def test_a_reward_says_whose_fault_it_is_that_it_cannot_judge(fault):
+    (found,) = scored({"name": f"{FILE}:blaming"}, [RewardInput(response=fault)])
+    assert isinstance(found, Score) == (fault is FaultOf.ANSWER)
+    assert found == settled(Failure("mine", "unreadable", fault=fault), 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,3 +1,5 @@
+import asyncio
+import inspect
 import sys
 import textwrap
 
@@ -7,7 +9,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import section_mistakes
 from areal_async.errors import ArealError
 from areal_async.registry import REWARDS
-from areal_async.rpc.verdicts import Score
+from areal_async.rpc.verdicts import Abstain, Score
 from areal_async.trajectory import TrajectoryError
 from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
 from tests.scoring import episode_blob
@@ -74,6 +76,92 @@ def test_what_cannot_be_loaded_says_what_is_missing_or_fails(file, text, name, m
     with pytest.raises(RewardLoadError, match=message) as caught:
         load_reward(name.format(path=file(text)))
     assert isinstance(caught.value, ArealError)
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": float(solution_str == ground_truth), "acc": data_source == "sums", "pred": "x"}
+def old(solution_str, ground_truth, method="strict", format_score=0.0):
+    return format_score if method == "loose" else float(solution_str == ground_truth)
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return extra_info["bonus"]
+def pair(solution_str, ground_truth):
+    return (0.25, "why")
+"""
+TRL = """
+from reward_service.sdk import reward
+def length(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+def solved(prompts, completions, answer, **kwargs):
+    return [float(said == right) + len(asked) for asked, said, right in zip(prompts, completions, answer)]
+def chatty(completions, level):
+    return [len(said[0]["content"]) * by for said, by in zip(completions, level)]
+def unsure(completions, weight, power=1, **columns):
+    return [None for _ in completions]
+def best(completions):
+    return [float(len(one) == max(map(len, completions))) for one in completions]
+def enough(completions, words):
+    return [float(len(said) >= least) for said, least in zip(completions, words)]
+@reward
+def ours(completions):
+    return float(completions.response == "4")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "given", "arguments", "right"),
+    [
+        (VERL, "compute_score", {}, {}, Score(1.0, {"acc": 1.0})),
+        (VERL, "old", {}, {}, 1.0),
+        (VERL, "old", {}, {"method": "loose", "format_score": 0.1}, 0.1),
+        (VERL, "later", {"extra_info": {"bonus": 2.5}}, {}, 2.5),
+        (VERL, "pair", {}, {}, 0.25),
+        (TRL, "length", {"response": "four"}, {}, 4.0),
+        (TRL, "solved", {"prompt": "2+2"}, {}, 4.0),
+        (TRL, "solved", {"extra_info": {"answer": "5"}}, {}, 0.0),
+        (TRL, "chatty", {"is_chat": True, "extra_info": {"level": 3}}, {}, 3),
+        (TRL, "chatty", {"is_chat": True}, {"level": [2]}, 2),
+        (TRL, "unsure", {}, {"weight": 2, "power": 3}, Abstain("the reward returned None")),
+        (TRL, "ours", {}, {}, 1.0),
+    ],
+)
+def test_functions_of_verl_and_trl_are_rewards_as_they_are(file, text, function, given, arguments, right):
+    path = file(text)
+    assert list(section_mistakes(RewardSection(name=f"{path}:{function}", args=arguments))) == []
+    one = RewardInput(**{"response": "4", "ground_truth": "4", "data_source": "sums"} | given)
+    loaded = load_reward(f"{path}:{function}")
+    inspect.signature(loaded).bind(None, **arguments)
+    result = loaded(one, **arguments)
+    assert (asyncio.run(result) if inspect.isawaitable(result) else result) == right
+
+
+def test_a_function_of_trl_may_judge_groups(file):
+    loaded = load_reward(f"{file(TRL)}:best")
+    assert loaded.scopes == ("episode", "group")
+    assert loaded([RewardInput(response=text) for text in ("a", "bbb", "cc")]) == [0.0, 1.0, 0.0]
+    given = [RewardInput(response="abc", extra_info={"words": words}) for words in (1, 3, 5)]
+    assert load_reward(f"{file(TRL)}:enough")(given) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def f(completions, level): return [1.0]", "needs 'level', which is no column"),
+        ("def f(completions): return [1.0, 2.0]", "2 scores for one completion"),
+        ("def f(solution_str): return {'acc': 1}", "a mapping without `score`"),
+    ],
+)
+def test_a_function_of_another_framework_that_cannot_be_called_says_why(file, text, says):
+    with pytest.raises(ValueError, match=says):
+        load_reward(f"{file(text)}:f")(RewardInput(response="4"))
+
+
+def test_what_a_function_of_verl_needs_beside_is_an_argument(file):
+    path = file("def f(solution_str, ground_truth, *, method): return 1.0")
+    (mistake,) = section_mistakes(RewardSection(name=f"{path}:f"))
+    assert (mistake.field, "needs 'method'" in mistake.problem) == ("reward.args.method", True)
+    with pytest.raises(TypeError, match="method"):
+        inspect.signature(load_reward(f"{path}:f")).bind(None)
 
 
 def test_only_functions_of_one_argument_can_be_marked():

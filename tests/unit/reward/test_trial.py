@@ -67,9 +67,15 @@ def test_a_column_that_is_missing_or_no_text_is_refused(tasks, column, words):
         read_samples(tasks(row("4") | {"truth": 4}), column, 10)
 
 
-def test_a_limit_takes_tasks_from_the_whole_file(tasks):
-    found, _ = read_samples(tasks(*(row(str(n)) for n in range(10))), "response", 3)
-    assert [one.given.response for one in found] == ["0", "3", "6"]
+@pytest.mark.parametrize("period", [2, 4, 5, 10])
+def test_a_limit_draws_tasks_at_random_from_the_whole_file_and_says_so(tasks, period):
+    path = tasks(*(row(str(n % period)) for n in range(2000)))
+    found, source = read_samples(path, "response", 200)
+    assert source == "column response, 200 of 2000 rows drawn at random (--limit)"
+    share = sum(one.given.response == "0" for one in found) / 200
+    assert abs(share - 1 / period) < 0.1
+    assert [one.row for one in found] == sorted({one.row for one in found})
+    assert [one.row for one in read_samples(path, "response", 200)[0]] == [one.row for one in found]
 
 
 def test_a_sound_reward_passes(run, tasks):

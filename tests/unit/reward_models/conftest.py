@@ -83,8 +83,9 @@ def judge_of(*urls: str, timeout_s: float = 10.0, start_s: float = 30.0, **argum
         "base_url": urls,
         "model": "m",
         "template": "{response}",
+        "quote": "none",
         "scale": (0, 10),
-        "parse": r"\d+",
+        "parse": r"(?:.* )?(\d+)",
         **arguments,
     }
     return Judge(

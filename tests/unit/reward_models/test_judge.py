@@ -1,13 +1,14 @@
 """The judge against a server that does what a test says."""
 
 import asyncio
+import json
 import time
 
 import pytest
 from aiohttp import ClientSession, web
 
-from areal_async.rpc.verdicts import Failure, Score, Timeout
-from reward_service.backends.judge.backend import GREETING
+from areal_async.rpc.verdicts import Failure, FaultOf, Score, Timeout, settled
+from reward_service.backends.judge.backend import GREETING, NEUTRAL
 from reward_service.sdk import RewardLoadError
 from tests.scoring import verdicts_of
 from tests.unit.reward_models.conftest import JudgeServer, given, judge_of, judged, question, reply
@@ -37,19 +38,17 @@ async def test_the_request_says_what_the_job_says(monkeypatch):
         api_key_env="JUDGE_KEY",
         extra_body={"top_p": 0.9, "max_tokens": None, "max_completion_tokens": 77},
     )
-    assert server.bodies == [
-        {
-            "model": "m",
-            "messages": [
-                {"role": "system", "content": "be fair"},
-                {"role": "user", "content": "Q p A 7 T 1 {other}"},
-            ],
-            "temperature": 0.3,
-            "seed": 5,
-            "top_p": 0.9,
-            "max_completion_tokens": 77,
-        }
-    ]
+    assert server.bodies[0] == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "be fair"},
+            {"role": "user", "content": "Q p A 7 T 1 {other}"},
+        ],
+        "temperature": 0.3,
+        "seed": 5,
+        "top_p": 0.9,
+        "max_completion_tokens": 77,
+    }
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
@@ -105,20 +104,122 @@ async def test_retry_after_is_honoured():
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ("no idea", "the reply holds no grade: 'no idea'"),
+        ("no idea", "the last line of the reply is no grade: 'no idea'"),
         ({"status": 400, "text": '{"error": {"message": "too long"}}'}, "status 400: too long"),
         ({"body": b"x" * (5 << 20)}, "more than"),
         # A redirect would carry the key elsewhere.
         ({"status": 307, "headers": {"Location": "http://127.0.0.1:9/elsewhere"}}, "status 307"),
     ],
 )
-async def test_what_is_no_grade_is_an_error_never_a_zero_and_not_asked_for_again(answer, says):
+async def test_a_judge_that_grades_no_answer_at_all_gives_no_score(answer, says):
+    """A neutral answer to the same task shows it; nothing else is asked again."""
     verdicts, server = await judged(
         lambda body, n: answer if isinstance(answer, str) else web.Response(**answer), ["x"]
     )
-    assert verdicts[0].kind == "judge"
+    assert (verdicts[0].kind, verdicts[0].fault) == ("judge", FaultOf.INFRASTRUCTURE)
     assert says in verdicts[0].message
-    assert len(server.bodies) == 1
+    assert [question(body) for body in server.bodies] == ["x", NEUTRAL]
+
+
+def refusal(text, **fields):
+    return lambda: web.json_response({"choices": [{"message": {"content": text}, **fields}]})
+
+
+AVOIDS_A_GRADE = {
+    "too long": lambda: web.json_response({"error": {"message": "maximum context length"}}, status=400),
+    "too large": lambda: web.Response(status=413, text="too large"),
+    "unprocessable": lambda: web.Response(status=422, text="tokens"),
+    "refused": refusal(None, finish_reason="content_filter"),
+    "no choice": lambda: web.json_response({"choices": []}),
+    "silent": refusal(""),
+    "talks past its limit": lambda: reply("Grade: 1", finish="length"),
+    "talks to the end": lambda: reply("Grade: 9\nBut who can say."),
+    "asked for another form": lambda: reply('Grade: 9\n{"grade": 10}'),
+    "off the scale": lambda: reply("Grade: 99"),
+    "two grades": lambda: reply("Grade: 10\nGrade: 10"),
+}
+
+
+@pytest.mark.parametrize("votes", [1, 3])
+@pytest.mark.parametrize("how", AVOIDS_A_GRADE)
+async def test_an_answer_that_gets_no_grade_where_a_neutral_one_does_is_at_fault_itself(how, votes):
+    def answer(body, n):
+        return "Grade: 4" if NEUTRAL in question(body) or "fine" in question(body) else AVOIDS_A_GRADE[how]()
+
+    options = {"parse": "", "quote": "tags", "votes": votes, "temperature": 1.0}
+    verdicts, server = await judged(answer, ["fine", "mean", "meaner"], **options)
+    assert isinstance(verdicts[0], Score)
+    for verdict in verdicts[1:]:
+        assert verdict.fault is FaultOf.ANSWER
+        assert settled(verdict, -1.0).value == -1.0
+    asked = sum(NEUTRAL in question(body) for body in server.bodies)
+    assert 1 <= asked <= 2, "that a neutral answer gets a grade is remembered"
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 529])
+async def test_a_server_that_breaks_is_no_fault_of_an_answer(status):
+    def answer(body, n):
+        return "5" if "fine" in question(body) else web.Response(status=status)
+
+    verdicts, _ = await judged(answer, ["x"], retries=0)
+    assert verdicts[0].fault is FaultOf.INFRASTRUCTURE
+    assert settled(verdicts[0], 0.0) is verdicts[0]
+
+
+async def test_a_judge_that_goes_away_after_a_reply_without_a_grade_gives_no_score():
+    def answer(body, n):
+        return web.Response(status=500) if NEUTRAL in question(body) else "no grade"
+
+    verdicts, _ = await judged(answer, ["x"], retries=0)
+    assert verdicts[0].fault is FaultOf.INFRASTRUCTURE
+
+
+def structured(grade):
+    return reply(json.dumps({"reason": "as is", "grade": grade}))
+
+
+@pytest.mark.parametrize("scale", [(0, 10), (5, 1)])
+async def test_the_grade_is_a_field_where_the_server_takes_a_schema(scale):
+    async with JudgeServer(lambda body, n: structured(scale[1])) as server:
+        server.greet = lambda: structured(2)
+        async with judge_of(server.url, parse="", scale=scale) as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(1.0)]
+    (body,) = server.bodies
+    grade = body["response_format"]["json_schema"]["schema"]["properties"]["grade"]
+    assert grade == {"type": "number", "minimum": min(scale), "maximum": max(scale)}
+    assert '"grade"' in question(body)
+    assert "one line" not in question(body)
+
+
+async def test_words_are_grades_in_a_schema_too():
+    async with JudgeServer(lambda body, n: structured("Yes")) as server:
+        server.greet = lambda: structured("no")
+        async with judge_of(server.url, parse="", grades={"yes": 1, "no": 0}) as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(1.0)]
+
+
+@pytest.mark.parametrize("says", ["1", '{"grade": 1', '[{"grade": 1}]', '{"grade": 1, "grade": 2}'])
+async def test_a_server_that_ignores_the_schema_is_asked_for_a_last_line(says):
+    async with JudgeServer(lambda body, n: "It is fine.\nGrade: 5") as server:
+        server.greet = lambda: reply(says)
+        async with judge_of(server.url, parse="") as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(0.5)]
+    assert "response_format" not in server.bodies[0]
+    assert "one line" in question(server.bodies[0])
+
+
+async def test_a_server_that_refuses_the_schema_is_asked_for_a_last_line():
+    seen = []
+
+    def greet():
+        seen.append(None)
+        return web.Response(status=400, text="no response_format") if len(seen) == 1 else reply("1")
+
+    async with JudgeServer(lambda body, n: "Grade: 5") as server:
+        server.greet = greet
+        async with judge_of(server.url, parse="") as judge:
+            assert await verdicts_of(judge.submit, [given("x")]) == [Score(0.5)]
+    assert len(seen) == 2
 
 
 async def test_verdicts_are_final_when_the_server_fails_for_ever():

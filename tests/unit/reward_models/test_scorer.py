@@ -5,12 +5,14 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import Qwen2ForSequenceClassification
 
 from areal_async.quickstart.model import make_tokenizer
-from areal_async.rpc.verdicts import Failure, Score
+from areal_async.rpc.verdicts import Failure, FaultOf, Score
 from reward_service.backends.reward_model import RewardModelArguments
-from reward_service.backends.reward_model.scorer import ModelScorer, Unusable
+from reward_service.backends.reward_model.scorer import ModelFunction, ModelScorer, Unusable
+from reward_service.sdk import RewardInput
 from tests.unit.reward_models.tiny import bare_scores, values, write_encoder, write_reward_model
 
 torch.set_num_threads(1)
@@ -110,6 +112,45 @@ def test_a_text_that_cannot_be_computed_costs_the_others_nothing(directory, monk
     assert found[1].kind == "model"
     assert "out of memory" in found[1].message
     assert values([found[0], found[2]]) == pytest.approx(values(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("template", ["{response}", "{prompt}={response}", "{response}{ground_truth}"])
+@pytest.mark.parametrize("response", ["1" * 65, "1" * 4000, ""])
+def test_a_text_that_the_model_cannot_read_is_the_answers_fault_if_the_task_alone_can_be(
+    directory, template, response
+):
+    function = ModelFunction(model=str(directory), device="cpu", template=template)
+    good = RewardInput(prompt="1", response="2", ground_truth="3")
+    bad, task = replace(good, response=response), replace(good, prompt="1" * 70, ground_truth="1" * 70)
+    found = function([good, bad, task])
+    assert isinstance(found[0], Score)
+    if response or template == "{response}":
+        assert found[1].fault is FaultOf.ANSWER
+    if template != "{response}":
+        assert found[2].fault is FaultOf.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize(
+    ("fails", "fault"),
+    [("once", FaultOf.INFRASTRUCTURE), ("at it", FaultOf.ANSWER), ("ever", FaultOf.INFRASTRUCTURE)],
+)
+def test_a_text_that_the_model_cannot_compute_is_at_fault_if_it_fails_again_and_another_does_not(
+    directory, monkeypatch, fails, fault
+):
+    function = ModelFunction(model=str(directory), device="cpu", template="{response}")
+    forward, failures = Qwen2ForSequenceClassification.forward, []
+
+    def fail(model, input_ids, **rest):
+        mine = (input_ids == 13).any()
+        if fails == "ever" or (mine and (fails == "at it" or not failures)):
+            failures.append(None)
+            raise RuntimeError("out of memory")
+        return forward(model, input_ids, **rest)
+
+    monkeypatch.setattr(Qwen2ForSequenceClassification, "forward", fail)
+    poison = make_tokenizer().convert_ids_to_tokens(13)
+    (found,) = function([RewardInput(response=poison)])
+    assert (found.kind, found.fault) == ("model", fault)
 
 
 def test_what_is_not_a_number_is_no_score(tmp_path):

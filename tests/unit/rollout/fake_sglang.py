@@ -42,6 +42,8 @@ class FakeServer:
         self.routes = np.zeros((0, 0, 0), np.int32)
         """Of each token of a prompt, layer by layer."""
         self.version = ""
+        self.said = 1
+        """The id of every answer."""
         self.loads: list[Callable[[], bool]] = []
         """What becomes of the next loads; the ones after succeed."""
         self.bodies: list[dict[str, Any]] = []
@@ -106,8 +108,8 @@ class FakeServer:
             meta["output_token_ids_logprobs"] = [[[-0.1 * (i + 1) / by, i, None] for i in watched]]
         else:
             await self.held.wait()
-            meta["output_token_logprobs"] = [[-0.5, 1, None]]
+            meta["output_token_logprobs"] = [[-0.5, self.said, None]]
             if body.get("return_routed_experts"):
                 told = self.routes[body["routed_experts_start_len"] : len(body["input_ids"])]
                 meta["routed_experts"] = binascii.b2a_base64(told.tobytes()).decode()
-        return web.json_response({"text": "", "output_ids": [1], "meta_info": meta})
+        return web.json_response({"text": "its own", "output_ids": [self.said], "meta_info": meta})

@@ -22,6 +22,7 @@ class Letters(LetterTokenizer):
     """One id per character; `\\x03` is the end of a turn, and special."""
 
     all_special_ids = (3,)
+    eos_token_id = 3
 
     def __init__(self, template: str | None = None) -> None:
         self.chat_template = template

@@ -124,11 +124,55 @@ def test_json_calls_of_a_chat_come_back_as_the_templates_tool_messages() -> None
     assert_rows_are_exact(episode, engine)
 
 
+OPENS = CHATML.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}")
+NESTED = "error: the call is not JSON: nested"
+CALLED = '<tool_call>{"name": "calc", "arguments": {"expression": "%s"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "answers"),
+    [
+        (CHATML, f"<think>{CALLED % '1+1'}</think>{CALLED % '2+2'}", ["4"]),
+        (CHATML, f"<think>{CALLED % '1+1'}", []),
+        (OPENS, f"{CALLED % '1+1'}</think>{CALLED % '2+2'}{CALLED % '3+3'}", ["4", "6"]),
+        (OPENS, CALLED % "1+1", []),
+        (
+            CHATML,
+            f"{CALLED % '1+1'}<tool_call>{'[' * 3000}</tool_call>",
+            ["2", NESTED],
+        ),
+        (CHATML, "<tool_call>" * 9000, []),
+    ],
+    ids=["thought", "never closed", "opened by the prompt", "opened and never closed", "nested", "flood"],
+)
+def test_calls_are_made_of_what_was_said_alone(template: str, said: str, answers: list[str]) -> None:
+    flow = load_workflow("tool_use", {"tools": [CALC], "format": "json", "max_calls": 3})
+    task = Task("h:0:0", [{"role": "user", "content": "?"}])
+    how: Any = {"template": template, "max_new_tokens": 200_000}
+    episode, _ = play(flow, lambda path: said if "<tool>" not in path else "done", task, **how)
+    assert re.findall(rf"<tool>({NESTED}|[^\x03]*)", "".join(texts(episode))) == answers
+
+
+def test_a_plain_call_in_a_thought_is_none() -> None:
+    flow = load_workflow("tool_use", {"tools": [CALC], "max_calls": 3})
+    replies = iter(["<think>calc(1+1)", " and so</think>calc(2+2)", "4"])
+    episode, _ = play(flow, lambda path: next(replies), Task("h:0:0", "2+2? "))
+    assert texts(episode, SegmentKind.TOOL) == ["=4\n"]
+    assert episode.header.response_text == "4"
+
+
 # --- multi_turn --------------------------------------------------------------------------------------------
 
 WORLD = Path(__file__).parents[3] / "examples/environments/frozenlake.py"
 LAKE = {"environment": f"{WORLD}:FrozenLake", "environment_args": {"terse": True, "later": "position"}}
 MAP = Task("h:0:0", "?", extra_info={"map": "SFF/HHF/HHG"})
+
+
+def test_an_environment_is_given_what_was_said_and_not_what_was_thought() -> None:
+    flow = load_workflow("multi_turn", LAKE | {"max_turns": 1})
+    episode, _ = play(flow, lambda path: "<think>L? D? U?</think>R", MAP)
+    plain, _ = play(flow, lambda path: "R", MAP)
+    assert episode.header.metadata["info"] == plain.header.metadata["info"] == {}
 
 
 def walker(way: str) -> Any:

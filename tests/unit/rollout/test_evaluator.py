@@ -13,6 +13,8 @@ import pytest
 from prometheus_client import REGISTRY
 from transformers import AutoTokenizer
 
+from areal_async.answers import Detokenizer
+from areal_async.cli.tools import AnswersRequest, EvaluateRequest
 from areal_async.config.job import JobConfig
 from areal_async.errors import RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task
@@ -20,10 +22,13 @@ from areal_async.rpc.verdicts import Abstain, Score, Verdict
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.status.record import RunLog
 from areal_async.status.samples import read_samples, sample_files
+from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, EngineStats
 from rollout_service.engines.http.adapter import attached_url
-from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow
+from rollout_service.evaluator import EvaluationError, Evaluator, engine_job, follow, is_done
 from rollout_service.replicas import ReplicaGone, ReplicaSet
+from rollout_service.tools.generate import Talker
+from rollout_service.tools.serving import lone_evaluator, target_of
 from rollout_service.workflows import Renderer, load_workflow
 from tests.contexts import context_for_test
 from tests.unit.rollout.fakes import ScriptedSource, notice
@@ -89,7 +94,7 @@ def greedy(made: Any, version: int, prompts: Sequence[str]) -> list[str]:
         answer: list[int] = []
         for _ in range(5):
             answer.append(int(logits([*ids, *answer])[-1].argmax()))
-        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
+        answers.append(Detokenizer(tokenizer).text(answer))
     return answers
 
 
@@ -162,7 +167,12 @@ async def test_several_samples_give_mean_best_and_majority_by_source_with_interv
     class Stripped(Exact):
         async def score(self, inputs: Sequence[Any], groups: Any = None) -> list[Verdict]:
             said = [given.response.strip() for given in inputs]
-            return [Abstain("no idea") if text == "y" else Score(float(text == "a")) for text in said]
+            return [
+                Score(float(text == "a"), {f"is_{text}": 1.0, "right": float(text == "a")})
+                if text != "y"
+                else Abstain("no idea")
+                for text in said
+            ]
 
     tasks = [Task(name, "1+1=", data_source="even" if name in ("t0", "t2") else "odd") for name in answers]
     source = ScriptedSource(notice(3, final=True), opens={3: endless.weights(3)})
@@ -176,6 +186,7 @@ async def test_several_samples_give_mean_best_and_majority_by_source_with_interv
     assert found["best"][0] == pytest.approx(sum(bests) / 4)
     assert found["maj"][0] == pytest.approx(sum(majors) / 4)
     assert found["mean"][1] <= found["accuracy"] <= found["mean"][2]
+    assert found["rewards"] == pytest.approx({"right": sum(means) / 4, "is_a": 1.0, "is_b": 1.0})
     assert found["sources"]["odd"]["unscored"] == 2
     assert found["sources"]["even"]["maj"][0] == 0.5
     assert found["by_source"] == pytest.approx({"even": 0.5, "odd": 0.5})
@@ -264,6 +275,15 @@ async def test_a_held_out_sample_that_takes_too_long_is_counted_and_holds_nothin
     assert source.acks == [(0, "")]
 
 
+@pytest.mark.parametrize(("steps", "done"), [(4, True), (5, False)])
+def test_a_run_that_gets_more_steps_is_not_done_before_its_new_end(tmp_path: Path, steps: int, done: bool):
+    with RunLog(tmp_path / "metrics.jsonl") as records:
+        records.write("step", step=3, epoch=1)
+        records.write("model", epoch=1)
+        records.write("evaluation", version=4, epoch=1, final=True)
+        assert is_done(records, steps) is done
+
+
 def test_the_evaluations_engine_is_the_rollouts_kind_or_its_own(endless: Any, tmp_path: Path) -> None:
     def engine(rollout: Any, **evaluation: Any) -> tuple[Any, str | None]:
         found = engine_job(job(endless, rollout=rollout, **evaluation))
@@ -278,3 +298,47 @@ def test_the_evaluations_engine_is_the_rollouts_kind_or_its_own(endless: Any, tm
     local, url = engine(attached | {"device": "cuda"}, engine="local", device="cpu")
     assert (local.engine, local.device, url) == ("local", "cpu", None)
     assert engine({"engine": "local"}, engine="vllm", server=lent)[0].engine == "vllm"
+
+
+# --- without a run ---------------------------------------------------------------------------------------
+
+
+async def test_answers_to_one_prompt_are_samples_of_their_own_and_a_seed_repeats_them(endless: Any) -> None:
+    replicas = ReplicaSet(lambda _: endless.engine(slots=4), stuck_s=60.0)
+    render, sampling = Renderer(AutoTokenizer.from_pretrained(endless.directory)), Sampling(max_new_tokens=5)
+
+    async def answers(seed: int) -> list[str]:
+        talker = Talker(replicas, render, sampling, request=AnswersRequest("a model", raw=True, seed=seed))
+        return [answer["text"] for answer in await talker.answers("1+1=", 6)]
+
+    await replicas.start(endless.weights(0))
+    try:
+        first, again, other = [await answers(seed) for seed in (0, 0, 1)]
+    finally:
+        await replicas.stop()
+    assert len(set(first)) > 3
+    assert again == first != other
+
+
+@pytest.mark.parametrize(
+    ("asked", "temperature"),
+    [
+        (EvaluateRequest("MODEL"), 0.0),
+        (EvaluateRequest("MODEL", samples=4), 1.0),
+        (EvaluateRequest("MODEL", samples=4, temperature=0.5), 0.5),
+        (AnswersRequest("MODEL", n=2), 1.0),
+        (AnswersRequest("MODEL", n=2, temperature=0.0), 0.0),
+    ],
+    ids=str,
+)
+def test_several_answers_are_drawn_unless_a_temperature_is_given(endless, tmp_path, asked, temperature):
+    tasks = None
+    if isinstance(asked, EvaluateRequest):
+        tasks = tmp_path / "e.jsonl"
+        tasks.write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}')
+    sections = {"evaluation": {"samples": getattr(asked, "samples", None)}}
+    with (
+        target_of(str(endless.directory)) as target,
+        lone_evaluator(target, asked, sections, tasks=tasks) as ctx,
+    ):
+        assert ctx.job.evaluation_sampling.temperature == temperature

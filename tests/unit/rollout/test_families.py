@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_async.rpc.schema import VersionTag
@@ -16,7 +16,7 @@ from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.engines.local.core import EngineCore
 from rollout_service.engines.local.model import LocalModel
-from tests.unit.families import FAMILIES
+from tests.unit.families import FAMILIES, config_of
 from tests.unit.rollout.conftest import save_model
 from tests.unit.rollout.test_local_core import run
 
@@ -116,4 +116,17 @@ def test_a_family_with_attention_of_another_kind_is_refused(tmp_path, monkeypatc
         lambda *args, **kwargs: (out := original(*args, **kwargs), setattr(out, "logits", out.logits * 2))[0],
     )
     with pytest.raises(EngineError, match="does not support this architecture"):
+        model.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        (Gemma2Config, {"head_dim": 16, "attn_logit_softcapping": 1.0}, "softcap"),
+        (GptOssConfig, {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, "s_aux"),
+    ],
+)
+def test_an_argument_that_attention_does_not_know_is_refused(kind, changes, said, tmp_path):
+    model = LocalModel(save_model(tmp_path, config_of(kind, **changes)).directory)
+    with pytest.raises(EngineError, match=f"calls its attention with {said}, which the local engine"):
         model.check()

@@ -4,6 +4,7 @@ lost, what it must be told in time."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -55,9 +56,11 @@ class Offer:
 
 @asynccontextmanager
 async def serving_engine(
-    tmp_path: Path, update_mode: UpdateMode = "recompute", *, info: Any = None, **more: Any
+    tmp_path: Path, update_mode: UpdateMode = "recompute", *, info: Any = None, ends: Any = 1, **more: Any
 ) -> AsyncIterator[tuple[HttpEngine, FakeServer]]:
+    """`ends` are the ids that the model's generation config names."""
     write_model(tmp_path / "model", seed=0)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     server = FakeServer(**(info or {}))
     async with server.serving() as client:
         settings = ServerSettings(
@@ -93,6 +96,18 @@ async def test_a_session_is_cached_under_the_version_it_began_under_if_this_serv
         await exchange(engine, Offer(tmp_path, 3))
         assert await key((0, 1)) == await key((0, 2)) == "policy-e0-v2"  # computed once more, not twice
         assert await key(None) == "policy-e0-v3"
+
+
+@pytest.mark.parametrize(("ends", "told"), [(None, [1]), (5, [1, 5]), ([3, 5, 10**6], [1, 3, 5])])
+async def test_a_server_is_told_what_ends_an_answer_and_its_text_is_not_read(tmp_path, ends, told):
+    async with serving_engine(tmp_path, ends=ends) as (engine, server):
+        server.held.set()
+        texts = []
+        for server.said in (1, 2, 3, 4):
+            texts.append((await engine.generate(asked())).text)
+        assert texts == ["", "<unk>", "" if 3 in told else "0", "1"]
+        sampling = server.bodies[-1]["sampling_params"]
+        assert (sampling["stop_token_ids"], sampling["skip_special_tokens"]) == (told, False)
 
 
 @pytest.mark.parametrize("goes", [False, True])

@@ -49,7 +49,7 @@ async def test_a_server_that_runs_already_without_routes_is_used_or_refused(tmp_
 
 def test_routes_of_another_form_are_refused() -> None:
     def answer(said: str | None) -> Generated:
-        return Generated("", [1], AnswerMeta(routed_experts=said))
+        return Generated([1], AnswerMeta(routed_experts=said))
 
     assert expert_ids(answer(None), MIXTURE, LAYERS) is None
     for wrong in ("AAAAAAAA", "not base64!"):  # two numbers are no layers of four

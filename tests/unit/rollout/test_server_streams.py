@@ -98,13 +98,13 @@ async def test_what_goes_wrong_in_a_stream_has_its_error(body: Any, how: Any, er
 # --- SGLang's ------------------------------------------------------------------------------------------
 
 
-def sglang_part(ids: Sequence[int], *, so_far: int, text: str = "", reason: Any = None) -> wire.Generated:
+def sglang_part(ids: Sequence[int], *, so_far: int, reason: Any = None) -> wire.Generated:
     meta = {
         "finish_reason": reason,
         "weight_versions": [{"version": "policy-e0-v3", "start": 0, "end": so_far}],
         "output_token_logprobs": [[-0.1 * i, i, None] for i in ids],
     }
-    content = {"text": text, "output_ids": list(ids), "meta_info": meta}
+    content = {"text": "not read", "output_ids": list(ids), "meta_info": meta}
     return msgspec.convert(content, wire.Generated, strict=False)
 
 
@@ -115,11 +115,10 @@ def test_parts_make_the_answer_in_both_forms(disjoint: bool) -> None:
     ends = [1, 3, 3, 4]
     for begin, end in zip([0, *ends], ends, strict=False):
         ids = [5, 6, 7, 8][begin if disjoint else 0 : end]
-        text = "abcd"[begin if disjoint else 0 : end]
-        heard.take(sglang_part(ids, so_far=end, text=text, reason={"type": "length"} if end == 4 else None))
+        heard.take(sglang_part(ids, so_far=end, reason={"type": "length"} if end == 4 else None))
     result = wire.parse(heard.answer(), "sampled")
     assert told == [[5], [6, 7], [8]]
-    assert (result.token_ids.tolist(), result.text, result.finish_reason) == ([5, 6, 7, 8], "abcd", "length")
+    assert (result.token_ids.tolist(), result.finish_reason) == ([5, 6, 7, 8], "length")
     assert result.versions.tolist() == [3] * 4
     assert result.logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.7, -0.8])
 
@@ -129,12 +128,10 @@ def test_what_an_abort_in_the_servers_queue_repeats_is_told_once(joined: bool) -
     """See `_handle_abort_req` of SGLang 0.5.23. `joined`: the server has made one part of the last two."""
     told: list[int] = []
     heard = wire.SglangStream(True, lambda piece: told.extend(piece.tolist()))
-    heard.take(sglang_part([5, 6], so_far=2, text="ab"))
+    heard.take(sglang_part([5, 6], so_far=2))
     if not joined:
-        heard.take(sglang_part([7], so_far=3, text="c"))
-    last = sglang_part(
-        [7, 7] if joined else [7], so_far=3, text="cabc" if joined else "abc", reason={"type": "abort"}
-    )
+        heard.take(sglang_part([7], so_far=3))
+    last = sglang_part([7, 7] if joined else [7], so_far=3, reason={"type": "abort"})
     repeated = sglang_part([5, 6, 7], so_far=3).meta_info.output_token_logprobs
     assert repeated is not None
     last.meta_info.output_token_logprobs = [repeated[2], *repeated] if joined else repeated
@@ -142,7 +139,7 @@ def test_what_an_abort_in_the_servers_queue_repeats_is_told_once(joined: bool) -
     heard.take(last)
     result = wire.parse(heard.answer(), "sampled")
     assert told == result.token_ids.tolist() == [5, 6, 7]
-    assert (result.text, result.finish_reason) == ("abc", "abort")
+    assert result.finish_reason == "abort"
     assert result.logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.7])
 
 
@@ -178,7 +175,7 @@ def test_an_sglang_stream_that_never_finished_is_no_answer() -> None:
 
 def test_a_vllm_stream_that_never_finished_is_no_answer() -> None:
     def parsed() -> GenerateResult:
-        return answer.parse(heard.answer(), "me", decode=str, logprobs_of="sampled")
+        return answer.parse(heard.answer(), "me", logprobs_of="sampled")
 
     heard = answer.VllmStream(lambda piece: None)
     with pytest.raises(EngineError, match="0 answers"):

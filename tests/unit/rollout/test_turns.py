@@ -16,6 +16,7 @@ from rollout_service.engines.base import GenerateResult
 from rollout_service.workflows import Context, Renderer, TemplateRewrites, TurnError
 from rollout_service.workflows.turns import Chat, continuation
 from tests.unit.rollout.fakes import said
+from tests.unit.rollout.recited import byte_tokenizer
 from tests.unit.rollout.scripted import EOS, Letters, assert_rows_are_exact, play, texts
 
 PLAIN = (
@@ -104,11 +105,19 @@ def test_what_cannot_be_continued_says_why() -> None:
         play(from_text, lambda path: "x", template=PLAIN)
     chat = Chat(({"role": "user", "content": "A"}, {"role": "assistant", "content": "x"}))
     twice: Any = Letters(PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"))
-    with pytest.raises(TurnError, match="2 times"):
-        continuation(twice, chat, user("B"))
+    assert continuation(twice, chat, user("B")) == ("", True)
     plain: Any = Letters(PLAIN)
     with pytest.raises(TurnError, match="follow a reply"):
         continuation(plain, chat.then(user("B")), user("C"))
+
+
+@pytest.mark.parametrize("end", [EOS, ""])
+def test_a_path_goes_on_where_the_template_shows_a_chat_only_with_the_next_reply_opened(end: str) -> None:
+    opened = PLAIN + "{% if not add_generation_prompt %}{{ 1 / 0 }}{% endif %}"
+    chat = Chat(tuple(user("A"))).said("b", end)
+    tokenizer: Any = Letters(opened)
+    after = "\n<user>B\x03\n<assistant>"
+    assert continuation(tokenizer, chat, user("B")) == (after if end else f"{EOS}{after}", False)
 
 
 def test_a_reply_in_pieces_is_one_message() -> None:
@@ -161,3 +170,57 @@ def test_a_tokenizer_that_begins_sequences_with_a_token_does_so_only_at_roots() 
 
     assert made(text) == ["<bos>AB", "x<end>", "BA", "x<end>"]
     assert made(chat) == ["<bos>A<end>", "x<end>", "B<end>", "x<end>"]
+
+
+# --- templates of models that think --------------------------------------------------------------------
+
+# Thoughts since the last question stay, tool answers stand in one turn of the user, HEADER opens an answer.
+THINKS = """
+{%- set ns = namespace(last=-1) %}{% for m in messages if m.role == 'user' %}
+{%- set ns.last = messages.index(m) %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}{% set thought, text = '', m.content %}
+{%- if '</think>' in text %}{% set thought = text.split('</think>')[0].split('<think>')[-1] | trim %}
+{%- set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ text + '<|im_end|>\\n' }}
+{%- else %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + HEADER }}{% endif %}"""
+FORGETS = THINKS.replace("loop.index0 > ns.last and ", "loop.last and ")
+TOOL = {"role": "tool", "content": "42"}
+END = "<|im_end|>"
+OPENS, CLOSED, NONE = "'<think>\\n'", "'<think>\\n\\n</think>\\n\\n'", "''"
+
+
+@pytest.mark.parametrize(
+    ("template", "header", "reply", "new", "goes_on"),
+    [
+        (THINKS, OPENS, "hm\n</think>\n\ncall", [TOOL], True),
+        (THINKS, OPENS, "hm</think>call", [TOOL, TOOL], True),
+        (THINKS, OPENS, "hm\n</think>\n\nyes", user("B"), False),
+        (THINKS, OPENS, "hm, and so on", [TOOL], False),
+        (THINKS, NONE, "<think>\nhm\n</think>\n\ncall", [TOOL], True),
+        (THINKS, NONE, "<think>\nhm\n</think>\n\nyes", user("B"), False),
+        (THINKS, NONE, "call", [TOOL], True),
+        (THINKS, NONE, " call \n", [TOOL], True),
+        (THINKS, CLOSED, "call", [TOOL], False),
+        (FORGETS, OPENS, "hm\n</think>\n\ncall", [TOOL], False),
+        (FORGETS, NONE, "call", [TOOL], True),
+    ],
+)
+@pytest.mark.parametrize("end", [END, "", "<|endoftext|>"])
+def test_a_path_goes_on_where_the_template_shows_what_was_thought(template, header, reply, new, goes_on, end):
+    tokenizer = byte_tokenizer(template.replace("HEADER", header))
+    chat = Chat(tuple(user("A"))).said(reply, end)
+    text, changed = continuation(tokenizer, chat, new)
+    assert changed is not goes_on
+    if goes_on:
+        closing = "" if end == END else END
+        assert text.startswith(f"{closing}\n<|im_start|>user")
+        assert text.count("<|im_start|>user") == 1
+        shown, opened = chat.then(new).render(tokenizer), Chat(tuple(user("A"))).render(tokenizer)
+        assert shown.endswith(text.removeprefix(closing))
+        whole = opened + reply + (END if end == END else "") + text
+        assert "".join(whole.split()) == "".join(shown.split())

@@ -64,7 +64,7 @@ def test_seeds_are_never_minus_one_and_differ_where_only_high_bits_do() -> None:
 
 
 def parsed(said: Answer) -> GenerateResult:
-    return parse(said, OWNER, decode=str, logprobs_of="sampled")
+    return parse(said, OWNER, logprobs_of="sampled")
 
 
 def test_weights_that_someone_else_loaded_are_never_taken_for_ours() -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.errors import FaultError, RpcTimeout
+from areal_async.errors import FaultError, InfrastructureFault, RpcTimeout
 from areal_async.rpc.messages import PutAck, Refusal
 from areal_async.rpc.schema import Task, VersionTag
 from areal_async.trajectory import unpack
-from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, RequestError
+from rollout_service.engines.base import (
+    EngineError,
+    EngineLost,
+    GenerateRequest,
+    GenerateResult,
+    RequestError,
+)
+from rollout_service.environments import EnvironmentFailure
+from rollout_service.gateway.requests import GatewayError
 from rollout_service.worker import WorkerTiming
 from rollout_service.worker.concurrency import ConcurrencyTuner
 from rollout_service.worker.failures import (
@@ -23,8 +32,10 @@ from rollout_service.worker.failures import (
     OWN_FAULT_S,
     FailureStreak,
 )
-from rollout_service.workflows import WorkflowError
+from rollout_service.workflows import EpisodeAborted, TemplateRewrites, WorkflowError
+from rollout_service.workflows.agent import AgentError
 from rollout_service.workflows.context import call_seed
+from rollout_service.workflows.tools import CallsBusy
 from tests.unit.rollout.fakes import FakeBuffer, FakeEngine, eventually, group, job, working
 
 
@@ -178,6 +189,135 @@ async def test_a_failing_episode_costs_its_own_sample() -> None:
         await buffer.until(lambda: len(buffer.released) == 2)
     assert {k: sorted(v) for k, v in buffer.stored.items()} == {"t0#0": [0, 1, 3], "t1#0": [0, 1, 3]}
     assert buffer.released["L0"] == "ValueError: sample 2 is cursed"
+
+
+def raising(error: Exception) -> Any:
+    async def after(ctx: Any, task: Task) -> None:
+        raise error
+
+    return after
+
+
+async def stands_still(ctx: Any, task: Task) -> None:
+    await asyncio.Event().wait()
+
+
+async def asks_too_much(ctx: Any, task: Task) -> None:
+    raise RequestError("a prompt of 9000 tokens leaves no room")
+
+
+async def answers_with_half_a_character(ctx: Any, task: Task) -> None:
+    ctx.builder.text(response="\ud800")
+
+
+async def notes_more_than_an_episode_holds(ctx: Any, task: Task) -> None:
+    ctx.builder.meta(output="x" * (40 << 20))
+
+
+async def notes_what_cannot_be_sent(ctx: Any, task: Task) -> None:
+    ctx.builder.meta(info=object())
+
+
+async def gets_no_number(ctx: Any, task: Task) -> None:
+    ctx.reward(float("nan"))
+
+
+AT_FAULT = {
+    "raises": raising(ValueError("Expecting value: line 1 column 1")),
+    "nests too deep": raising(RecursionError("maximum recursion depth exceeded")),
+    "breaks its environment": raising(EnvironmentFailure("step() of the environment returned None")),
+    "asks for a file that is not there": raising(FileNotFoundError(2, "No such file")),
+    "asks for a host that is not there": raising(ConnectionRefusedError(111, "Connection refused")),
+    "breaks an agent": raising(AgentError("the agent's command ended with status 1")),
+    "raises half a character": raising(ValueError("\ud800")),
+    "fills its context": asks_too_much,
+    "overruns its time": stands_still,
+    "half a character": answers_with_half_a_character,
+    "too large": notes_more_than_an_episode_holds,
+    "cannot be sent": notes_what_cannot_be_sent,
+    "reward of no number": gets_no_number,
+}
+
+
+@pytest.mark.parametrize("how", AT_FAULT)
+async def test_an_episode_that_its_own_answer_ends_early_is_stored_with_that_answer(how: str) -> None:
+    """With its group, which is whole."""
+
+    async def workflow(ctx: Any, task: Task) -> None:
+        await ctx.generate(task.prompt)
+        if ctx.sample == 2:
+            await AT_FAULT[how](ctx, task)
+
+    limit = {"episode_timeout_s": 0.3} if how == "overruns its time" else {}
+    async with working(FakeBuffer([group(0)]), workflow=workflow, **limit) as (worker, buffer, _engine):
+        await buffer.until(lambda: buffer.released or buffer.whole(0))
+        assert worker.failures.count == 0
+    assert not buffer.released
+    found = {sample: unpack(blob) for sample, blob in buffer.stored["t0#0"].items()}
+    assert [bool(found[sample].header.fault) for sample in range(4)] == [False, False, True, False]
+    assert found[2].n_sampled == found[0].n_sampled > 0
+    assert found[2].token_ids(found[2].header.calls[0].segment).size
+
+
+NOT_AT_FAULT = {
+    "engine lost": EngineLost("the server is gone"),
+    "aborted": EpisodeAborted("a request was aborted"),
+    "disk full": OSError(errno.ENOSPC, "No space left on device"),
+    "no descriptors": OSError(errno.EMFILE, "Too many open files"),
+    "gateway died": GatewayError("the gateway died during a call"),
+    "template": TemplateRewrites("the chat template renders earlier turns otherwise"),
+    "said so": InfrastructureFault("the search service is down"),
+    "others hang": CallsBusy("all 64 threads for blocking calls were busy"),
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("how", NOT_AT_FAULT)
+async def test_an_episode_that_something_else_ends_has_no_score_and_is_handed_back(how, wrapped):
+    async def workflow(ctx: Any, task: Task) -> None:
+        await ctx.generate(task.prompt)
+        if ctx.sample == 2:
+            if wrapped:
+                raise RuntimeError("the agent gave up") from NOT_AT_FAULT[how]
+            raise NOT_AT_FAULT[how]
+
+    async with working(FakeBuffer([group(0)]), workflow=workflow) as (_worker, buffer, _engine):
+        await buffer.until(lambda: buffer.released or buffer.whole(0))
+    assert sorted(buffer.stored["t0#0"]) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("caught", [False, True])
+async def test_what_follows_an_engine_that_failed_is_no_fault_of_the_answer(caught: bool) -> None:
+    class Failing(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            if request.request_id.endswith("2/L0/1"):
+                raise EngineLost("gone")
+            return await super().generate(request)
+
+    async def workflow(ctx: Any, task: Task) -> None:
+        await ctx.generate(task.prompt)
+        try:
+            await ctx.generate(task.prompt)
+        except EngineLost:
+            if not caught:
+                raise
+            raise ValueError("no second answer") from None
+
+    async with working(FakeBuffer([group(0)]), engine=Failing(), workflow=workflow) as (_, buffer, _engine):
+        await buffer.until(lambda: buffer.released or buffer.whole(0))
+    assert sorted(buffer.stored["t0#0"]) == [0, 1, 3]
+
+
+async def test_an_episode_that_waited_for_one_answer_is_not_late_by_its_own_fault() -> None:
+    async def workflow(ctx: Any, task: Task) -> None:
+        await ctx.generate(task.prompt)
+        await ctx.generate(task.prompt)
+
+    async with working(workflow=workflow, episode_timeout_s=0.3) as (_worker, buffer, engine):
+        engine.hold(".2/L0/1")
+        await buffer.add(group(0))
+        await buffer.until(lambda: buffer.released or buffer.whole(0))
+    assert sorted(buffer.stored["t0#0"]) == [0, 1, 3]
 
 
 async def test_a_worker_whose_engine_always_fails_ends_with_the_reason() -> None:

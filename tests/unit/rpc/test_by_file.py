@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.errors import ProtocolError
+from areal_async.rpc import by_file
 from areal_async.rpc.by_file import LEAST_BYTES, STALE_S, Filed, FilePart, ServerFiles
 from areal_async.rpc.messages import Fetch, Fetched, PutAck, PutEpisodes
 from areal_async.rpc.schema import Message
@@ -114,9 +115,13 @@ def test_a_name_leads_nowhere_but_into_the_folder_and_a_short_file_is_refused(tm
         files.read([FilePart("1.1", 0, 1), None])
 
 
-def test_what_a_dead_client_left_is_removed_in_time(tmp_path, files):
-    for name in ("1.1", "1.2"):
-        (tmp_path / "incoming" / name).write_bytes(b"abc")
-    os.utime(tmp_path / "incoming" / "1.1", (0, os.stat(tmp_path).st_mtime - STALE_S - 60))
+def test_what_a_dead_client_left_is_removed_in_time_whatever_clock_is_set(tmp_path, files, monkeypatch):
+    passed_s = 0.0
+    monkeypatch.setattr(by_file.time, "monotonic", lambda: passed_s)
+    (tmp_path / "incoming" / "1.1").write_bytes(b"abc")
+    files.sweep()
+    (tmp_path / "incoming" / "1.2").write_bytes(b"abc")
+    os.utime(tmp_path / "incoming" / "1.2", (0, 0))  # as if the clock was set forward
+    passed_s = STALE_S + 60
     files.sweep()
     assert sorted(each.name for each in (tmp_path / "incoming").iterdir()) == [".token", "1.2"]

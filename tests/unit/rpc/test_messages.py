@@ -42,6 +42,8 @@ def values(info: inspect.Type) -> st.SearchStrategy[Any]:
         return st.one_of([values(one) for one in info.types])
     if isinstance(info, inspect.LiteralType):
         return st.sampled_from(info.values)
+    if isinstance(info, inspect.EnumType):
+        return st.sampled_from(info.cls)
     return SCALARS[type(info)]
 
 

@@ -8,6 +8,8 @@ import contextlib
 import random
 import socket
 import struct
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -19,7 +21,7 @@ from areal_async.rpc.schema import Ok
 from areal_async.weights.channels.serving import MAX_ASKED_BYTES, ChunkServer
 from tests.unit.rpc.noise import flood
 from tests.unit.rpc.peers import SECRET, client_of, serving
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until, wait_for
 
 MESSAGES = 10_000
 MOST_GROWTH_BYTES = 64 << 20
@@ -86,6 +88,75 @@ async def test_a_chunk_server_holds_no_more_of_a_stranger_than_its_smallest_mess
             assert await asyncio.to_thread(refused, server.endpoint, greeting(b"CURVE"), announced)
     finally:
         await server.close()
+
+
+def open_at(endpoint: str) -> set[int]:
+    """Ports of those whose connections this process holds open as the server at `endpoint`."""
+    port = int(endpoint.rpartition(":")[2])
+    held = psutil.Process().net_connections("tcp")
+    return {each.raddr.port for each in held if each.laddr.port == port and each.status == "ESTABLISHED"}
+
+
+HELLO = command(b"HELLO", b"\1\0" + bytes(72) + bytes(32) + bytes(8) + bytes(80))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", greeting(b"CURVE")[:5], greeting(b"CURVE"), greeting(b"CURVE") + HELLO[:50], b"GET / HTTP/1.1"],
+    ids=["nothing", "half a greeting", "a greeting", "half a hello", "a request"],
+)
+async def test_nothing_is_unbounded_strangers_who_only_connect_make_room_for_each_other(monkeypatch, said):
+    monkeypatch.setattr(endpoints, "MOST_STRANGERS", 20)
+    monkeypatch.setattr(endpoints, "HANDSHAKE_MS", 600_000)
+    async with serving("tcp://127.0.0.1:0") as server, contextlib.AsyncExitStack() as stack:
+        known = [await stack.enter_async_context(client_of(server.endpoint)) for _ in range(30)]
+        for client in known:
+            assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
+        before, at_first = dict(server.counters), open_at(server.endpoint)
+        strangers = []
+        for _ in range(120):
+            strangers.append(await asyncio.to_thread(connected, server.endpoint))
+            stack.callback(strangers[-1].close)
+            with contextlib.suppress(ConnectionError):
+                strangers[-1].sendall(said)
+        await until(lambda: len(open_at(server.endpoint)) <= 50, "the oldest strangers to be closed")
+        assert at_first <= open_at(server.endpoint), "nobody known was let go"
+        async with client_of(server.endpoint) as late:
+            for client in (*known, late):
+                assert (await client.call(Arrived("t"), timeout_s=60)) == Ok()
+        assert server.counters["unknown"] == before.get("unknown", 0), "nobody known had to come back"
+        assert len(server.sessions) >= 30
+
+
+SERVED = """
+import asyncio, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+from tests.unit.rpc.peers import serving
+
+async def main():
+    async with serving("tcp://127.0.0.1:0") as server:
+        print(server.endpoint, flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        open("/dev/null").close()
+        print(len(os.listdir("/proc/self/fd")), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_more_strangers_than_a_process_may_open_files_leave_it_its_own():
+    served = subprocess.Popen(
+        [sys.executable, "-c", SERVED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with served, contextlib.ExitStack() as stack:
+        endpoint = served.stdout.readline().strip()
+        for _ in range(300):
+            stack.enter_context(connected(endpoint))
+        held = psutil.Process(served.pid)
+        wait_for(lambda: held.num_fds() < 120, "the oldest strangers to be closed")
+        said, _ = served.communicate("go on\n", timeout=LIMIT_S)
+    assert served.returncode == 0
+    assert int(said) < 120
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -343,6 +343,40 @@ async def test_a_process_out_of_descriptors_tries_again_later(caplog):
     assert sum("accept" in record.getMessage() for record in caplog.records) <= 2
 
 
+LONG = b"a" * 20_000
+TOO_LONG = {
+    "a line": b"GET /" + LONG + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a query": b"GET /?" + LONG + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a method": LONG.upper() + b" / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a value": b"GET / HTTP/1.1\r\nHost: x\r\nX: " + LONG + b"\r\n\r\n",
+    "a name": b"GET / HTTP/1.1\r\nHost: x\r\n" + LONG + b": x\r\n\r\n",
+    "many": b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: 1\r\n" * 4000 + b"\r\n",
+    "a second request": GET + b"GET /" + LONG + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "trailers": b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: "
+    + LONG
+    + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("what", TOO_LONG)
+async def test_headers_are_bounded_however_they_are_sent(what, pieces):
+    async with serving(header_bytes=10_000) as (server, app):
+        client = await Client.of(server)
+        text = TOO_LONG[what]
+        for begin in range(0, len(text), len(text) // pieces + 1):
+            client.send(text[begin : begin + len(text) // pieces + 1])
+            await client.writer.drain()
+        answers = b""
+        with contextlib.suppress(ConnectionError):
+            while part := await client.reader.read(1 << 16):
+                answers += part
+        assert answers.count(b"HTTP/1.1 200") == (what == "a second request")
+        assert app.bodies == 0
+        near = await Client.of(server, b"GET /?" + b"a" * 9_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert await near.answer() == (200, b"fine")
+
+
 async def test_pipelined_requests_are_answered_in_order():
     async with serving() as (server, _app):
         client = await Client.of(server, GET + post(3) + b"abc" + GET * 20)

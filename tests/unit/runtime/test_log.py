@@ -34,6 +34,22 @@ def lines(stream):
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
+@pytest.mark.parametrize("number", [28, 30, 5, 122, 116])
+def test_a_log_that_a_disk_does_not_take_costs_one_line(capsys, stream, number):
+    def write(text):
+        raise OSError(number, "refused")
+
+    stream.write = write
+    for i in range(5):
+        get_logger("buffer").warning(f"event {i}")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("warning: the log cannot be written: ")
+    del stream.write
+    get_logger("buffer").warning("written again")
+    assert lines(stream)[-1]["event"] == "written again"
+
+
 def test_an_event_is_one_json_line_with_job_and_process(stream):
     get_logger("ledger").info("group dropped", group_id="a:1:0#0", n=3)
     [line] = lines(stream)

@@ -12,9 +12,9 @@ from areal_async.config.reward import RewardSection
 from areal_async.rpc.verdicts import Abstain
 from reward_service.sandbox import CompilerMissing, RunOutcome, languages
 from reward_service.sdk import RewardInput
-from reward_service.verifiers.answers import blocks, program_of
 from reward_service.verifiers.cases import read_cases
 from reward_service.verifiers.code_rewards import code_stdio, code_tests
+from reward_service.verifiers.programs import program_of
 from reward_service.verifiers.run_cases import SandboxArguments, answers, run_cases, same_output
 from tests.scoring import scored
 
@@ -95,33 +95,6 @@ def test_a_ground_truth_that_holds_no_cases_is_an_error_of_the_task(truth):
         code_stdio(fenced(SUM, truth))
 
 
-def test_blocks_of_a_response():
-    text = "a\n```py\none\n```\n~~~\ntwo\n```\n~~~\n````c++\nthree\n```\n````\n```js\nfour"
-    assert [tuple(block) for block in blocks(text)] == [
-        ("py", "one\n"),
-        ("", "two\n```\n"),
-        ("c++", "three\n```\n"),
-        ("js", "four"),
-    ]
-    assert program_of(text, extract="fence").text == "four"
-    assert program_of(text, extract="whole").text == text
-    assert program_of("no block", extract="fence") is None
-
-
-def test_long_responses_are_read_in_bounded_time():
-    for text in (
-        "```" * 200_000,
-        "```\n" * 100_000,
-        "`" * 500_000,
-        "~~~py " * 100_000,
-        f"```{'a' * 199_000}<",
-        f"```{' ' * 199_000}<",
-        f"{'`' * 99_000}{'a' * 99_000}<",
-        f"```\n{'`' * 199_000}x",
-    ):
-        blocks(text)
-
-
 @pytest.mark.parametrize("assertion", ["f() == " + "+".join("1" * 900), "-" * 900 + "f()", "f" + "()" * 900])
 def test_tests_that_are_nested_too_deeply_are_no_tests_and_end_nothing(assertion):
     with pytest.raises(ValueError, match="not Python"):
@@ -154,7 +127,16 @@ def test_a_language_that_is_not_installed_is_a_wrong_answer_where_the_model_chos
         (b"3\n", "3", "tokens", True), (b" 3 \n\n", "3", "tokens", True), (b"3.0", "3", "tokens", False),
         (b"3", "3.0", "tokens", True), (b"0.33333333", "0.3333333333", "tokens", True),
         (b"0.3333", "0.3333333333", "tokens", False), (b"1e3", "1000.0", "tokens", True),
-        (b"nan", "nan", "tokens", True), (b"inf", "1.0", "tokens", False), (b"a b", "a  b", "tokens", True),
+        (b"nan", "nan", "tokens", True), (b"inf", "1.0", "tokens", False),
+        (b"inf", "1e400", "tokens", False), (b"-inf", "-1e400", "tokens", False),
+        (b"1e400", "1e400", "tokens", True), (b"10e399", "1e400", "tokens", True),
+        (b"2e400", "1e400", "tokens", False), (b"infinity", "1e999", "tokens", False),
+        (b"1e-400", "0.0", "tokens", True), (b"3.", "3.0", "tokens", True),
+        (b"1_0.0", "10.0", "tokens", False),
+        (b"1e999999999999999999999", "1e999999999999999999998", "tokens", False),
+        (b"1.0e400", "1e400", "tokens", True),
+        (b"1e401", "1e400", "tokens", False), (b"1e9999999999999999999", "1e400", "tokens", False),
+        (b"a b", "a  b", "tokens", True),
         (b"a b", "a  b", "lines", False), (b"a \nb\n\n", "a\nb", "lines", True),
         (b"\na", "a", "lines", False), (b"a\n", "a", "exact", False), (b"\xff", "\ufffd", "exact", False),
     ],
@@ -209,8 +191,7 @@ def test_fuzzed_responses_and_answers_crash_nothing():
     pieces += ["9" * 400, "```tests"]
     for _ in range(2_000):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 25)))
-        for extract in ("fence", "whole"):
-            program_of(text, extract=extract)
+        program_of(text)
         split(text)
         output = text.encode("utf-8", "replace")
         for compare in ("tokens", "lines", "exact"):

@@ -1,10 +1,13 @@
 """Hostile programs in every kind of isolation that this machine offers."""
 
 import glob
+from pathlib import Path
 
+import psutil
 import pytest
 from hostile_programs import PROGRAMS, orphans_of_jails
 
+from areal_async.config.rewardcheck import BUDGET_GRACE_S
 from reward_service.sandbox import Program, RunLimits
 from tests.waiting import wait_for
 
@@ -13,12 +16,20 @@ LIMITS = RunLimits(wall_s=1.5, cpu_s=0.8, memory_mb=160, processes=8, files_mb=8
 ONCE = {"sleep", "stop itself", "clock trick", "signals blocked", "thread bomb", "deep recursion"}
 
 
+def waited_by_launchers_s():
+    """Seconds that the processes which watch jails have waited for a processor: a busy machine's doing."""
+    files = [Path(f"/proc/{child.pid}/schedstat") for child in psutil.Process().children()]
+    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_verdicts_are_final_of_hostile_programs(isolated, name):
     if "memory group" not in isolated.guards and name in ONCE:
         pytest.skip("shown with a memory group")
     one = PROGRAMS[name]
+    before_s = waited_by_launchers_s()
     outcome = isolated.run(Program(source=one.source, language=one.language, limits=LIMITS))
+    late_ms = outcome.wall_ms - outcome.waited_ms - (waited_by_launchers_s() - before_s) * 1000
 
     assert outcome.kind in one.kinds, outcome.describe()
     assert b"ESCAPED" not in outcome.stdout + outcome.stderr
@@ -26,7 +37,7 @@ def test_verdicts_are_final_of_hostile_programs(isolated, name):
     assert len(outcome.stdout) <= LIMITS.output_kb << 10
     assert outcome.level == "isolated"
     if one.language == "python":
-        assert outcome.wall_ms < (LIMITS.wall_s + 30) * 1000
+        assert late_ms < (LIMITS.wall_s + BUDGET_GRACE_S) * 1000, "docs/sandbox.md gives a verdict one second"
     wait_for(lambda: not orphans_of_jails(), "the last processes of the jail to be gone")
     assert not glob.glob("/*/areal-was-here")
 

@@ -229,8 +229,8 @@ def named(name, root):
 
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CALLS = {"x86_64": (435, 56, 53, 44, 16, 72, 9), "aarch64": (435, 220, 199, 206, 29, 25, 222)}
-CALL_NAMES = ("clone3", "clone", "socketpair", "sendto", "ioctl", "fcntl", "mmap")
+CALLS = {"x86_64": (435, 56, 53, 44, 16, 72, 9, 302), "aarch64": (435, 220, 199, 206, 29, 25, 222, 261)}
+CALL_NAMES = ("clone3", "clone", "socketpair", "sendto", "ioctl", "fcntl", "mmap", "prlimit64")
 X86_ONLY = {"inotify_init", "iopl", "ioperm", "modify_ldt"}
 X32_BIT = 0x40000000
 
@@ -263,7 +263,7 @@ def test_the_filter_names_calls_by_their_right_numbers():
 @pytest.mark.parametrize("grouped", [True, False])
 def test_the_filter_decides_as_it_says(machine, grouped):
     code = seccomp.program(machine=ARCHITECTURES[machine], grouped=grouped)
-    clone3, clone, socketpair, sendto, ioctl, fcntl, mmap = CALLS[machine]
+    clone3, clone, socketpair, sendto, ioctl, fcntl, mmap, prlimit = CALLS[machine]
 
     def decide(number, *arguments, architecture=ARCHITECTURES[machine]):
         return run_filter(code, number, architecture, arguments)
@@ -287,6 +287,9 @@ def test_the_filter_decides_as_it_says(machine, grouped):
         (ioctl, (0, seccomp.TIOCLINUX), refused),
         (ioctl, (0, seccomp.TIOCSTI | above), refused),  # the kernel looks at the lower half alone
         (ioctl, (0, 0x5401), allowed),
+        (prlimit, (0, 7), allowed),
+        (prlimit, (1, 0), refused),
+        (prlimit, (1 << 32, 0), refused),
         (fcntl, (3, 1), allowed),
         (fcntl, (3, 1030), allowed),
         *((fcntl, (3, command), refused) for command in seccomp.FCNTL_REFUSED),

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import sys
+import time
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -51,6 +53,10 @@ def test_records_make_progress_and_time_left(aggregator):
     status = aggregator.status(160.0)
     assert (status.step, status.steps, status.version) == (30, 100, 30)
     assert status.eta_s == pytest.approx(2 * 70)
+    aggregator.read(
+        {"kind": "step", "step": step, "version": step + 1, "time_s": 1060.0} for step in (98, 99)
+    )
+    assert aggregator.status(230.0).eta_s is None, "a last evaluation and the checkpoint are not steps"
     assert (status.staleness_max, status.staleness_seen) == (1, 2)
     assert status.reward == 0.5
 
@@ -267,6 +273,24 @@ async def test_a_monitor_whose_view_fails_watches_on_and_once_ended_says_so(job,
     monitor.stop()
     gc.collect()
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
+
+
+async def test_a_monitor_that_was_stopped_blames_nobody_for_that_time(job, monkeypatch):
+    """SIGSTOP of the supervisor for a minute: its clock goes on, and nobody was asked."""
+    away_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + away_s)
+    monkeypatch.setattr("areal_async.status.monitor.time", clock)
+    answers, shown = Answers(trainer=said("trainer"), buffer=said("buffer")), []
+    monitor = monitor_of(job, answers, shown.append)
+    monitor.start()
+    monitor.look()
+    answers.answers = {}
+    begun_s, before = time.monotonic(), len(shown)
+    away_s = 600.0
+    await until(lambda: len(shown) >= before + 3)
+    monitor.stop()
+    assert all(one.stall is None for one in shown)
+    assert max(one.stall_s for one in shown) <= time.monotonic() - begun_s + 10
 
 
 def test_a_monitor_tells_every_process_of_a_side_how_many_threads_to_use(job):

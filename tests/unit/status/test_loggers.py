@@ -1,6 +1,8 @@
 """What loggers are told: read back by each one's own library, it is what metrics.jsonl says."""
 
+import io
 import json
+import logging
 import struct
 import threading
 from collections import defaultdict
@@ -13,6 +15,9 @@ import pytest
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
+from areal_async.page.report import differences
+from areal_async.runtime.log import get_logger, setup_logging
+from areal_async.secrecy import is_secret, shown
 from areal_async.status import loggers
 from areal_async.status.loggers import figures_of, watched_by_loggers
 from areal_async.status.loggers.tables import COLUMNS, markdown, row
@@ -92,6 +97,8 @@ def test_figures_have_the_names_that_their_users_know(tmp_path):
     assert {"mfu", "held_out/maj"}.isdisjoint(found)
     assert found["reward"] == {1: 0.0, 2: pytest.approx(0.1), 3: pytest.approx(0.2)}
     assert found["held_out/accuracy"] == {3: pytest.approx(0.4)}
+    held_out = figures_of({"kind": "evaluation", "version": 4, "accuracy": 0.5, "rewards": {"exact": 0.25}})
+    assert held_out == (4, {"held_out/accuracy": 0.5, "held_out/rewards/exact": 0.25})
     record = {"kind": "sft", "step": 4, "loss": 1.0, "held_out_loss": 2.0, "accuracy": None}
     assert figures_of(record, "coder/") == (4, {"coder/loss": 1.0, "coder/held_out/loss": 2.0})
     assert figures_of({"kind": "restart", "service": "x"})[1] == {}
@@ -258,7 +265,7 @@ def test_a_logger_that_raises_or_hangs_costs_nothing_but_itself(tmp_path, monkey
     assert [call[1] for call in made["refusing"].calls if call[0] == "figures"] == [1, 3]
     assert threads[0].lost == 1
     assert msgspec.json.decode((tmp_path / "loggers" / "refusing.json").read_bytes())["lost"] == 1
-    assert made["refusing"].run.config == {"a": 1}  # nothing that may be a secret
+    assert made["refusing"].run.config == {"api_key": "…", "a": 1}
 
 
 def test_what_a_logger_lacks_is_found_when_the_job_file_is_read(tmp_path, monkeypatch):
@@ -289,3 +296,91 @@ def test_the_logger_that_the_page_shows_is_one(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "loggers" / "told.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in lines if "lr" in line] == [0.0, pytest.approx(0.1), pytest.approx(0.2)]
     assert [line["episode"] for line in lines if "episode" in line] == ["g.0", "g.1", "g.0"]
+
+
+NAMES = [
+    "auth",
+    "credentials",
+    "dsn",
+    "cookie",
+    "pat",
+    "bearer",
+    "x",
+    "whatever",
+    "apiKey",
+    "user",
+    "HF_TOKEN",
+]
+PLACES = [
+    "reward.args.{name}",
+    "reward.args.deep.{name}",
+    "rollout.workflow_args.{name}",
+    "rollout.engine_args.{name}",
+    "trainer.backend_args.{name}",
+    "trainer.objective.loss_args.{name}",
+    "weights.channel_args.{name}",
+    "rollout.server.arguments.{name}",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_that_may_be_a_secret_leaves_the_job_by_no_way_out(job, tmp_path, name):
+    """Whatever it is called and wherever it stands: what loggers, report and controller give away."""
+    secret = "hush-hush"
+    content = job.model_dump(mode="json")
+    for place in PLACES:
+        *sections, last = place.format(name=name).split(".")
+        inner = content
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = secret
+        inner["list"] = [secret, {"inner": secret}]
+        inner["number"] = 7
+    public = shown(content, JobConfig)
+    assert secret not in str(public)
+    assert public["reward"]["args"]["number"] == 7
+    assert public["reward"]["args"]["list"] == ["…", {"inner": "…"}]
+    assert public["job"] == content["job"]
+    assert public["rollout"]["engine"] == content["rollout"]["engine"]
+    assert secret not in str(differences([content, job.model_dump(mode="json")]))
+    several = {"policies": {"coder": {"rollout": {"workflow_args": {name: secret}}, "model": "m"}}}
+    assert shown(several, JobConfig)["policies"] == {
+        "coder": {"rollout": {"workflow_args": {name: "…"}}, "model": "m"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_one"),
+    [
+        ("by", "-----BEGIN EC PRIVATE KEY-----", True),
+        ("by", "Bearer abcdefgh12345", True),
+        ("by", "eyJhbGciOiJIUzI1NiJ9.e30.x", True),
+        ("by", "a8f5f167f44f4964e6c998dee827110c", True),
+        ("db_dsn", "x", True),
+        ("sessionId", "x", True),
+        ("userPass", "x", True),
+        ("path", "/models/qwen2.5-0.5b-instruct-with-a-long-name/snapshot", False),
+        ("author", "me", True),
+        ("max_tokens", "512", False),
+        ("keyword", "x", False),
+        ("passes", "x", False),
+        ("model", "Qwen/Qwen2.5-0.5B-Instruct", False),
+    ],
+)
+def test_a_secret_is_known_by_its_name_or_by_its_form(name, text, is_one):
+    assert is_secret(name, text) is is_one
+    assert not is_secret(name, 12345678901234567890)
+
+
+def test_a_log_line_holds_no_login_and_no_secret_field():
+    stream = io.StringIO()
+    before = logging.getLogger().handlers[:]
+    try:
+        setup_logging("j", "p", stream=stream)
+        said = ValueError("cannot reach redis://front:hush@h:1/0")
+        get_logger("t").warning("told https://me:hush@host/x", url="https://:hush@h", cookie="hush", tokens=7)
+        get_logger("t").warning("failed", error=str(said))
+    finally:
+        logging.getLogger().handlers[:] = before
+    assert "hush" not in stream.getvalue()
+    assert '"tokens":7' in stream.getvalue()

@@ -1,12 +1,13 @@
 import asyncio
-from contextlib import asynccontextmanager
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 
-from areal_async.errors import FaultError
+from areal_async.errors import FaultError, WireError
 from areal_async.launch.commands import ControlSocket
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
@@ -16,6 +17,7 @@ from areal_async.status import record
 from areal_async.status.curves import Curve, draw_curves, field, ratio, rolling_mean
 from areal_async.status.record import RunLog, open_records, read_run_log
 from tests.contexts import context_for_test
+from tests.waiting import LIMIT_S, until
 
 
 def test_records_come_back_in_order_with_null_for_what_json_has_no_form_and_are_told_in_the_status(tmp_path):
@@ -91,6 +93,42 @@ async def test_a_home_that_is_away_holds_up_a_service_for_a_moment_and_gets_its_
         async with home(ctx, run_log):
             await asyncio.to_thread(remote.close)
         assert [r["step"] for r in run_log.read("step")] == [0, 1, 2]
+
+
+async def test_an_outage_of_the_home_costs_a_service_one_wait_however_much_it_writes(
+    ctx, tmp_path, monkeypatch
+):
+    waits = []
+
+    class Waited(Future):
+        def result(self, timeout=None):
+            waits.append(timeout)
+            return super().result(timeout)
+
+    monkeypatch.setattr(record, "Future", Waited)
+    monkeypatch.setattr(record, "WRITE_WAIT_S", 0.05)
+    with RunLog(tmp_path / "metrics.jsonl") as run_log:
+        async with home(ctx, run_log) as there:
+            remote = await asyncio.to_thread(open_records, there)
+            await asyncio.to_thread(remote.write, "step", step=0)
+        for step in range(1, 30):
+            await asyncio.to_thread(remote.write, "step", step=step)
+            with pytest.raises(WireError, match="does not answer"):
+                await asyncio.to_thread(remote.write_samples, "", f"step-{step:08d}.jsonl", b"{}\n")
+        assert len(waits) == 2, "of the record before the outage, and of the first in it"
+        monkeypatch.setattr(record, "WRITE_WAIT_S", LIMIT_S)
+        async with home(ctx, run_log):
+
+            def takes_samples():
+                with suppress(WireError):
+                    remote.write_samples("", "step-00000030.jsonl", b"{}\n")
+                    return True
+
+            await until(takes_samples)
+            await asyncio.to_thread(remote.write, "step", step=30)
+            assert len(waits) == 3, "it is waited for again"
+            await asyncio.to_thread(remote.close)
+        assert [r["step"] for r in run_log.read("step")] == [*range(31)]
 
 
 async def test_a_disk_that_is_full_at_home_is_an_error_of_the_service_that_writes(ctx, tmp_path):

@@ -172,6 +172,23 @@ def test_each_step_and_evaluation_is_one_short_line_of_key_and_value():
     assert (sft["step"], sft["accuracy"], sft["tok/s"]) == ("12", "0.25", "1800")
 
 
+def test_plain_lines_show_every_death_also_of_several_at_once_and_each_once():
+    console, now = paper(), SimpleNamespace(s=0.0)
+    lines = PlainLines(console, policy="policy", clock=lambda: now.s)
+    texts = ["trainer-1 was killed by SIGBUS (most likely …)", "reward ended with status 1", 'buffer: "gone"']
+    for kind, death in zip(("restart", "death", "restart"), texts, strict=True):
+        lines.record(record(kind, service="x", text=death))
+    for _ in range(800):
+        lines.show(status(message=texts[-1]))
+        now.s += 0.5
+    told = [parsed(line)["message"] for line in text(console).splitlines() if "message=" in line]
+    assert told == texts
+    lines.record(record("restart", service="x", text=texts[0]))
+    lines.show(status(message=texts[0]))
+    told = [parsed(line)["message"] for line in text(console).splitlines() if "message=" in line]
+    assert told == [*texts, texts[0]], "it died again"
+
+
 def test_how_the_run_stands_is_one_short_line():
     groups = {"queued": 2, "leased": 130, "generated": 2, "scored": 70, "trained": 6400}
     line = status_line(status(step=999, steps=1000, groups=groups, dropped=LOST))
@@ -204,6 +221,13 @@ def test_why_answers_get_no_score_is_told_as_soon_as_it_is_known():
     told = [line for line in told if line]
     assert [line.split(":")[0] for line in told] == ["timeout ×14", "error"]
     assert told[1].startswith("error:exception ×12: ValueError: the grader lost")
+
+
+def test_what_training_and_evaluations_say_together_is_warned_of_once():
+    shown = status(warning="training reward rose while held-out reward fell")
+    told = [parsed(line).get("warning") for line in plain([status(), shown, shown]).splitlines()]
+    assert [line for line in told if line] == [shown.warning]
+    assert "warning    training reward rose" in drawn(shown)
 
 
 def test_a_stall_is_told_once_on_plain_lines_and_then_now_and_again():

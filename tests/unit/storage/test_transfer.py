@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from areal_async.storage.remote import HalfWritten, Remote, StorageAway, StorageError, StorageMissing
+from areal_async.storage.remote import (
+    HalfWritten,
+    Remote,
+    StorageAway,
+    StorageError,
+    StorageMissing,
+    StoredFile,
+)
 from areal_async.storage.transfer import MARKER, fetch, push
 from areal_async.tries import Tries
 from tests.waiting import LIMIT_S
@@ -210,3 +217,14 @@ def test_a_bucket_that_is_not_there_cannot_be_written_to(s3, folder):
 def test_a_file_that_goes_while_it_is_put_there_is_no_fault_of_the_store(place, tmp_path):
     with pytest.raises(FileNotFoundError):
         Remote(place).put("gone", tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "/etc/evil", "a/../../evil", "..", "a//evil", "./evil", "a/\0evil"]
+)
+def test_a_store_s_name_that_leads_out_of_the_folder_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(Remote, "listing", lambda self: {name: StoredFile(1), "good": StoredFile(1)})
+    with pytest.raises(StorageError, match="no folder here can hold"):
+        fetch("memory://store/model", tmp_path / "here" / "model")
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == [".model.lock"]

@@ -260,7 +260,7 @@ def refused(models: Path, ranks: Ranks) -> None:
     plain = Qwen2MLP.forward
     Qwen2MLP.forward = lambda self, x: plain(self, x + x.roll(1, 1))
     try:
-        with pytest.raises(ModelError, match="the hidden states of qwen2 are others"):
+        with pytest.raises(ModelError, match="the log-probs of packed rows are not those"):
             backend_of(CASES["repeated"], models, ranks, RankGrid(sequence=ranks.world))
     finally:
         Qwen2MLP.forward = plain

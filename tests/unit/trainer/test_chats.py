@@ -10,8 +10,11 @@ from tokenizers.pre_tokenizers import Metaspace, Split
 from transformers import PreTrainedTokenizerFast
 
 from areal_async.chats import ChatError, answer_ids, whole_ids
+from areal_async.config.job import JobConfig
 from areal_async.examples import Continuation, read_examples, split_prompt
-from areal_async.tasks import TaskFileError
+from areal_async.tasks import TaskFileError, read_tasks
+from trainer_service.data.lessons import read_lessons
+from trainer_service.errors import BatchError
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<eos> {% endfor %}"
@@ -90,11 +93,61 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_what_to_do(tokeni
 
 
 def test_marks_that_are_not_one_for_each_turn_are_refused(tokenizer):
-    tokenizer.chat_template = MARKED.replace("{{ m.content }}<eos>{% endgen", "{{ m.content }}{% endgen", 1)
-    assert learned(tokenizer, Continuation([], CHAT))[1] == ["x1", "x2", "x3"]
+    behind = ("{{ m.content }}<eos>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<eos>")
+    tokenizer.chat_template = MARKED.replace(*behind, 1)
+    assert learned(tokenizer, Continuation([], CHAT))[1] == ["x1<eos>", "x2<eos>", "x3<eos>"]
     tokenizer.chat_template = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     with pytest.raises(ChatError, match=r"marks 1 turns.*assistant has 2"):
         answer_ids(tokenizer, Continuation([], CHAT[:5]))
+
+
+GEMMA = PLAIN.replace("<eos> ", "<t> ")
+HEADERS = PLAIN.replace("<eos> ", "")
+WRITTEN = PLAIN.replace("<eos>", "##")
+OUTSIDE = MARKED.replace("<eos>{% endgeneration %}", "{% endgeneration %}<eos>")
+PADDED = MARKED.replace("<eos>{% endgeneration %}", "<eos>  {% endgeneration %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "pieces"),
+    [
+        (GEMMA, None, ["x1<t>", "x2<t>", "x3<t>"]),
+        (GEMMA.replace("<t> ", "<t>    "), None, ["x1<t>", "x2<t>", "x3<t>"]),
+        (OUTSIDE, None, ["x1<eos>", "x2<eos>", "x3<eos>"]),
+        (PADDED.replace("<eos>", "<t> <eos>"), ["<eos>", "<t>"], ["x1<t>", "x2<t>", "x3<t>"]),
+        (PADDED, None, ["x1<eos>", "x2<eos>", "x3<eos>"]),
+        (HEADERS, ["<eos>", "<u>", "<t>"], ["x1<t>", "x2<u>", "x3<eos>"]),
+        (HEADERS, ["<eos>", "<u>"], None),
+        (HEADERS, None, None),
+        (WRITTEN, None, None),
+        (WRITTEN.replace("## ", "##"), None, None),
+        (OUTSIDE.replace("{% endgeneration %}<eos>", "{% endgeneration %}"), None, None),
+        (PLAIN, ["<t>"], None),
+    ],
+)
+def test_a_turn_is_learned_up_to_a_token_that_ends_it_or_refused(tokenizer, template, ends, pieces):
+    tokenizer.chat_template = template
+    named = None if ends is None else tokenizer.convert_tokens_to_ids(ends)
+    if pieces is None:
+        with pytest.raises(ChatError, match=r"never learn to stop.*eos_token_id in generation_config"):
+            learned(tokenizer, Continuation([], CHAT), ends=named)
+    else:
+        assert learned(tokenizer, Continuation([], CHAT), ends=named)[1] == pieces
+
+
+def test_the_ends_of_the_models_files_are_learned(tokenizer, tmp_path):
+    tokenizer.chat_template = HEADERS
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = written(tmp_path / "f.jsonl", [{"messages": [Q, A, Q, B]}])
+    job = JobConfig.model_validate(
+        {"job": "t", "kind": "sft", "model": tmp_path / "model", "tasks": {"train": rows}}
+    )
+    with pytest.raises(BatchError, match=r"line 1: .*never learn to stop"):
+        read_lessons(job, rows, tokenizer)
+    ids = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<u>")]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (lesson,) = read_lessons(job, rows, tokenizer)[1]
+    assert tokenizer.decode(lesson.rows[0].token_ids).replace(" ", "") == "<u>q<a>a<u>q<a>b<eos>"
 
 
 def test_tools_are_shown_to_the_template(tokenizer):
@@ -222,6 +275,110 @@ def test_parquet_files_hold_chats_whose_absent_fields_are_nulls(tmp_path):
 )
 def test_a_row_that_is_no_example_is_named(tmp_path, kind, row, says):
     with pytest.raises(TaskFileError, match=says):
+        list(read_examples(written(tmp_path / "f.jsonl", [row]), kind)[1])
+
+
+CALL = {"function": {"name": "f", "arguments": {"x": None, "y": [{"z": None}]}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [CALL | {"id": None}]}, {"tool_calls": [CALL]}),
+        ({"role": "assistant", "content": "a", "tool_calls": None, "name": None}, {}),
+        (
+            {"role": "assistant", "content": "a", "function_call": CALL["function"]},
+            {"function_call": CALL["function"]},
+        ),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": {"x": None}}]},
+            None,
+        ),
+    ],
+)
+def test_null_fields_are_absent_and_null_arguments_are_kept(tmp_path, row, kept):
+    kept = {"tool_calls": row["tool_calls"]} if kept is None else kept
+    schema = {"name": "f", "parameters": {"x": {"default": None}}}
+    written(tmp_path / "f.jsonl", [{"messages": [Q, row, Q, A], "tools": [schema]}])
+    (example,) = read_examples(tmp_path / "f.jsonl", "sft")[1]
+    said = row["content"] or ""
+    assert example.answers[0].answer == [Q, {"role": "assistant", "content": said} | kept, Q, A]
+    assert example.answers[0].tools == (schema,)
+    written(tmp_path / "t.jsonl", [{"prompt": [Q, row, Q], "reward_model": {"ground_truth": "1"}}])
+    (task,) = read_tasks(tmp_path / "t.jsonl")
+    assert task.prompt == [Q, {"role": "assistant", "content": said} | kept, Q]
+
+
+def test_tasks_and_chats_in_parquet_have_no_fields_of_other_rows(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    call = {"name": "f", "arguments": {"x": 1}}
+    chats = [[Q], [Q, {"role": "assistant", "content": "", "tool_calls": [call]}, Q | {"name": "n"}]]
+    tools = [[{"name": "f"}], [{"name": "g", "parameters": {"x": {"type": "int"}}}]]
+    rows = [
+        {
+            "prompt": chat,
+            "reward_model": {"ground_truth": "1"},
+            "extra_info": {"tools": schemas, "index": None},
+        }
+        for chat, schemas in zip(chats, tools, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    table = read_tasks(tmp_path / "t.parquet")
+    assert [task.prompt for task in table] == chats
+    assert [task.extra_info for task in table] == [{"tools": each, "index": None} for each in tools]
+    examples = read_examples(tmp_path / "t.parquet", "sft")[1]
+    assert [example.answers[0].prompt for example in examples] == chats
+
+
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ([{"weight": 0}, {"weight": 1}, {}], ["x2<eos>", "x3<eos>"]),
+        ([{}, {"trainable": False}, {"weight": 1.0}], ["x1<eos>", "x3<eos>"]),
+        ([{"loss_mask": 0}, {"train": False}, {"loss": True}], ["x3<eos>"]),
+        ([{}, {}, {"training": 0}], ["x1<eos>", "x2<eos>"]),
+        ([{"learn": None}, {"weight": None}, {}], ["x1<eos>", "x2<eos>", "x3<eos>"]),
+    ],
+)
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_turn_of_weight_0_is_not_learned(tokenizer, tmp_path, template, fields, pieces):
+    tokenizer.chat_template = template
+    given = iter(fields)
+    chat = [each | (next(given) if each["role"] == "assistant" else {}) for each in CHAT[:7]]
+    (example,) = read_examples(written(tmp_path / "f.jsonl", [{"messages": chat}]), "sft")[1]
+    assert learned(tokenizer, example.answers[0])[1] == pieces
+    assert learned(tokenizer, example.answers[0], train_on="last")[1] == pieces[-1:]
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"weight": 0.5}, "weight 0.5. A turn is learned"),
+        ({"loss_mask": [0, 1]}, "loss_mask .0, 1.. A turn"),
+        ({"train": "no"}, "train 'no'"),
+        ({"weight": 0}, "no turn of the assistant to learn from: all have weight 0"),
+    ],
+)
+def test_a_weight_that_cannot_be_kept_is_refused(tokenizer, tmp_path, field, says):
+    tokenizer.chat_template = PLAIN
+    written(tmp_path / "f.jsonl", [{"messages": [Q, A | field]}])
+    with pytest.raises((TaskFileError, ChatError), match=says):
+        answer_ids(tokenizer, next(read_examples(tmp_path / "f.jsonl", "sft")[1]).answers[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("sft", {"prompt": "q", "completion": "cut \ud83d"}),
+        ("sft", {"messages": [Q, A | {"tool_calls": [{"name": "f", "arguments": {"\ud83d": 1}}]}]}),
+        ("sft", {"messages": [Q, A], "tools": [{"name": "\udc00"}]}),
+        ("preference", {"prompt": "\ud83d", "chosen": "a", "rejected": "b"}),
+    ],
+)
+def test_half_a_character_is_named_by_its_row_and_column(tmp_path, kind, row):
+    with pytest.raises(TaskFileError, match=r"line 1: column `[a-z]+[^`]*` has half of a surrogate pair"):
         list(read_examples(written(tmp_path / "f.jsonl", [row]), kind)[1])
 
 

@@ -127,10 +127,10 @@ def test_what_is_not_finite_is_left_out_and_changes_neither_weights_nor_moments(
     backend.train = sound
     assert met == [0]
     assert re.search(says, result.skipped), result.skipped
-    assert (result.grad_norms, result.loss) == ([0.0], 0.0)
+    assert (result.grad_norms, result.loss, result.updates) == ([0.0], 0.0, 0)
     assert math.isnan(result.losses[0])
     assert result.statistics["units"] == 0, "nothing of it is in the figures"
-    assert first.skipped == ""
+    assert (first.skipped, first.updates) == ("", 1)
     assert set(backend.updates.values()) == {1}
     assert same(weights_of(backend), before)
     again, wanted = (train_batch(each, batch, blobs) for each in (learner, clean))
@@ -268,6 +268,7 @@ def test_a_step_that_is_left_out_is_committed_recorded_and_replayed(tmp_path, mo
     steps = [record for record in read_run_log(out / "metrics.jsonl") if record["kind"] == "step"]
     assert ["skipped" in step for step in steps] == [False, False, True, False]
     assert "is not finite" in steps[2]["skipped"]
+    assert [(step["updates"], step["updates_planned"]) for step in steps] == [(2, 2), (2, 2), (0, 2), (2, 2)]
     assert (steps[2]["loss"], steps[2]["grad_norm"]) == (0.0, 0.0)
     assert Recording(out).steps == [2], "no other one was to be recorded"
     assert [folder.name for folder in named_checkpoints(states_folder(out))] == ["step-000002"]

@@ -24,16 +24,17 @@ SIZES = {
     "num_hidden_layers": 4,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
-    "pad_token_id": None,  # whose row of the embedding gets no gradient in transformers
+    "pad_token_id": 3,  # A token of the rows; its row of the embedding learns nothing from being read
+    "eos_token_id": 2,
 }
 LAYERS = SIZES["num_hidden_layers"]
 ROUTED = "moe with routes"
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 MODELS = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}}),
-    "moe": (Qwen3MoeConfig, {"head_dim": 16} | EXPERTS),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 0}),
+    "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE | {"factor": 8.0}, "pad_token_id": -1}),
+    "moe": (Qwen3MoeConfig, {"head_dim": 16, "pad_token_id": None} | EXPERTS),
 }
 
 
@@ -44,7 +45,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
         torch.manual_seed(seed)
         found[name] = tmp_path_factory.mktemp(name)
         config = config_of(kind, **SIZES | {"tie_word_embeddings": False} | changes)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(found[name])
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.generation_config.pad_token_id = None  # It cannot be saved with one that is negative
+        model.save_pretrained(found[name])
     return found
 
 

@@ -85,6 +85,11 @@ def test_another_family_and_a_config_without_a_dimension_are_refused(config, sai
         Dimensions.of(config)
 
 
+@pytest.mark.parametrize(("named", "pad"), [(None, None), (0, 0), (3, 3), (-1, 16), (-17, 0)])
+def test_the_padding_token_is_that_of_transformers(named, pad):
+    assert Dimensions.of(CONFIG | {"pad_token_id": named}).pad == pad
+
+
 def test_a_job_is_told_all_that_is_wrong_before_anything_starts(tmp_path, model_dir):
     asked = {"ranks": 4, "backend": "megatron", "parallel": {"pipeline": 2, "tensor": 2}}
     job = rank_process.job_of(model_dir, tmp_path, **asked)

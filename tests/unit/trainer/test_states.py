@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
 
 from tests.unit.trainer import saving
 from tests.unit.trainer.forked_ranks import run_script
@@ -40,12 +41,22 @@ def save(folder):
     }
 
 
-def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None, weights_bytes=10):
+class BesideOther:
+    """Two ranks, of which the other is against what `against` names: busy, a state on disk, one in memory."""
+
+    rank, world, many_hosts, first_here = 0, 2, False, True
+    against = (0, 0, 0)
+
+    def max(self, tensor):
+        tensor.copy_(torch.maximum(tensor, torch.tensor(self.against)))
+
+
+def states_of(tmp_path, *, every="auto", longest=50, memory=True, clock=None, weights_bytes=10, ranks=None):
     (tmp_path / "shm").mkdir(exist_ok=True)
     left = saving.made(tmp_path / "shm" / FOLDER, keep=1, in_memory=True) if memory else None
     how = {"every": every, "longest": longest, "steps": 1000, "weights_bytes": weights_bytes}
     return States(
-        saving.made(tmp_path / "checkpoints"), left, join_ranks(0, 1), clock=clock or Clock(), **how
+        saving.made(tmp_path / "checkpoints"), left, ranks or join_ranks(0, 1), clock=clock or Clock(), **how
     )
 
 
@@ -98,6 +109,16 @@ def test_both_places_get_their_share_and_every_step_of_the_job_file_is_kept(tmp_
     fixed = states_of(tmp_path, every=3)
     assert [fixed.due(step) for step in (2, 3, 1000)] == ["memory", "disk", "disk"], "1000 is the last step"
     assert states_of(tmp_path, memory=False, every=4).due(3) is None
+
+
+@pytest.mark.parametrize(
+    ("against", "place"),
+    [((0, 0, 0), "disk"), ((0, 1, 0), "memory"), ((0, 0, 1), "disk"), ((0, 1, 1), None), ((1, 0, 0), None)],
+)
+def test_a_rank_leaves_a_state_only_where_no_other_rank_is_against_it(tmp_path, against, place):
+    ranks = BesideOther()
+    ranks.against = against
+    assert states_of(tmp_path, ranks=ranks).due(2) == place
 
 
 def test_what_may_be_among_the_best_is_saved_where_the_interval_is_automatic(tmp_path):

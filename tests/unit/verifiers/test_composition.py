@@ -1,18 +1,20 @@
 """Rewards made of other rewards, and those that shape length."""
 
+import json
 import sys
 
 import pytest
 from texts import repetition
 from verifiers import F1
 
-from areal_async.rpc.verdicts import Abstain, Parts, Score
+from areal_async.rpc.verdicts import Abstain, FaultOf, Parts, Score
 from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.verifiers import NoArguments, verifier
 from reward_service.verifiers.composed import weighted
 from reward_service.verifiers.text import overlong
 
 OWN = """
-from areal_async.rpc.verdicts import Failure, Parts, Timeout
+from areal_async.rpc.verdicts import Failure, FaultOf, Parts, Timeout
 from reward_service.sdk import Abstain, Score, reward
 
 def returning(verdict):
@@ -27,6 +29,7 @@ later = returning(Score(2.0, {"inner": 3.0}))
 valued = returning(Score(1.0, parts=Parts(segments={1: 2.0}, agents={"main": 1.0}, units=[1.0, 2.0])))
 declines = returning(Abstain("no idea"))
 failed = returning(Failure("sandbox", "no namespaces", sandbox="none"))
+blames = returning(Failure("mine", "unreadable", fault=FaultOf.ANSWER))
 slow = returning(Timeout(500))
 raises_later = returning(KeyError("score"))
 words = returning("good")
@@ -139,6 +142,29 @@ def test_what_was_cut_off_is_overlong_and_unknown_lengths_are_an_error():
     assert overlong(RewardInput(response="x", response_tokens=5, truncated=True), limit=100, buffer=20) == -1
     with pytest.raises(ValueError, match="set unit to words or characters"):
         overlong(RewardInput(response="x"), limit=100, buffer=20)
+
+
+@verifier(NoArguments)
+def fragile(given, _):
+    """As a parser that was not made for what a model writes."""
+    if given.ground_truth == "unreadable":
+        raise ValueError("the ground truth cannot be read")
+    return float(len(json.loads(given.response[1:]))) if given.response.startswith("!") else 0.5
+
+
+@pytest.mark.parametrize("response", ["!{", "!" + "[" * 100_000, "!7", "!\ud800", "!null"])
+def test_an_exception_that_a_neutral_answer_does_not_cause_is_the_answers_fault(response):
+    failure = fragile(RewardInput(response=response))
+    assert (failure.kind, failure.fault) == ("exception", FaultOf.ANSWER)
+    assert fragile(RewardInput(response="![1]")) == 1.0
+    with pytest.raises((ValueError, TypeError, RecursionError)):
+        fragile(RewardInput(response=response, ground_truth="unreadable"))
+
+
+async def test_a_part_that_the_answer_keeps_from_judging_counts_nothing(own):
+    parts = [{"name": own("blames"), "weight": 4.0}, {"name": own("half"), "weight": 0.5}]
+    score = await weighted(GIVEN, parts=parts)
+    assert (score.value, score.components) == (0.25, {"blames": 0.0, "half": 0.5})
 
 
 def test_repetition_is_the_share_of_ngrams_that_were_there_before():

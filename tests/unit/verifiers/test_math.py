@@ -58,12 +58,16 @@ def test_the_tolerance_is_relative_and_for_decimals_only():
     assert (math(near).value, math(near, tolerance=1e-3).value) == (0, 1)
     whole = RewardInput(ground_truth="100000", response=r"\boxed{100001}")
     assert math(whole, tolerance=0.1).value == 0
+    small = RewardInput(ground_truth="0.0001", response=r"\boxed{0.0005}")
+    assert math(small, tolerance=1e-3).value == 0
 
 
 def test_a_task_without_ground_truth_is_not_judged_and_an_empty_one_is_an_error():
     assert isinstance(math(RewardInput(response="57")), Abstain)
     with pytest.raises(ValueError, match="ground truth is empty"):
         math(RewardInput(response="57", ground_truth=" "))
+    with pytest.raises(ValueError, match="neither a text nor a list of texts"):
+        math(RewardInput(response="57", ground_truth={"answer": "57"}))
 
 
 def test_no_fuzzed_answer_breaks_it():

@@ -102,6 +102,16 @@ def test_no_response_breaks_arithmetic(response):
     assert arithmetic(RewardInput(response=response, ground_truth="57")) in (0.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "response", "score"),
+    [("46+17=", "=63", 0), ("46+17 =\n", " = 63", 0), ("46+17=", "＝63", 0), ("46+17=", "63", 1),
+     ("46+17=", "46+17=63", 1), ("46+17=<|im_end|>\n<|im_start|>assistant\n", "=63", 0),
+     ("What is 46+17?", "=63", 1), ("", "= 63", 1)],
+)  # fmt: skip
+def test_an_equation_that_the_prompt_leaves_open_gets_no_second_sign(prompt, response, score):
+    assert arithmetic(RewardInput(prompt=prompt, response=response, ground_truth="63")) == score
+
+
 def test_f1_is_that_of_the_words_in_common():
     verdict = judge("f1", "the cat sat down", ["dogs", "cat sat on"])
     third = pytest.approx(2 / 3)

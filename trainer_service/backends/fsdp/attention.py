@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from trainer_service.backends.fsdp.exchange import AttentionResults
 from trainer_service.backends.fsdp.ring import ring_attention
 from trainer_service.backends.fsdp.sequence import SequencePart
+from trainer_service.backends.probe import refuse_unknown
 from trainer_service.data.prefixes import Branches, Branching, Masked, Runs
 
 PACKED_ATTENTION = "areal_packed"
@@ -47,7 +48,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each packed sequence, of each token to those before it on its row.
 
@@ -55,8 +56,12 @@ def packed_attention(
     attention weights. The model must be called with `packed_runs=…` and `use_cache=False`: with a cache,
     transformers treats the pack as one sequence and is silently wrong. Without `branching` all sequences are
     plain rows. With `sequence_part` the T tokens are a rank's stretch of the micro-batch that the runs
-    describe. ValueError when the runs are missing or do not add up to its tokens.
+    describe. ValueError when the runs are missing or do not add up to its tokens; `UnfitModel` for a mask, a
+    window or any other argument that asks for something else than this.
     """
+    known = sliding_window is None or (type(sliding_window) is int and sliding_window > 0)
+    window = {} if known else {"sliding_window": sliding_window}
+    refuse_unknown(module, {"attention_mask": attention_mask, **window, **others})
     if sequence_part is not None and sequence_part.ring is not None:
         if dropout:
             raise ValueError(

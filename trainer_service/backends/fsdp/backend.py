@@ -119,6 +119,7 @@ class FsdpBackend(NamedModels[HeldModel]):
         columns: Sequence[str] = ("logp",),
     ) -> list[T]:
         of, found = self._models[model], []
+        of.module.eval()  # Log-probs are those of the model without dropout.
         for index, batch in enumerate(batches):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)
@@ -136,6 +137,7 @@ class FsdpBackend(NamedModels[HeldModel]):
     ) -> None:
         of, rank = self._models[model], self._ranks.rank
         group, owner = (of.sequence.group, of.sequence.owner) if of.sequence is not None else (None, rank)
+        of.module.train()
         for index, batch in enumerate(batches):
             with of.routed(batch):
                 given = packed_columns(of.module, batch, columns, of.sequence)

@@ -9,7 +9,7 @@ layer that is in none begins as zeros.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from trainer_service.backends.fsdp.lora import (
     published_name,
 )
 from trainer_service.backends.fsdp.shards import row_range
+from trainer_service.backends.probe import with_short_windows
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
 
@@ -58,8 +59,36 @@ class LoadedModel:
     """How the files hold each parameter and persistent buffer; tied ones are under the name in the files."""
     tied: Mapping[str, str]
     """Alias -> name in the files."""
+    plan: _Plan
     adapted: Sequence[str] = ()
     """Names of the layers that have an adapter; of a model with some, the adapters alone are trained."""
+
+    def in_fp32(self, ranks: Ranks) -> Any:
+        """A second module on the same weights that computes in fp32, without dropout, with short windows and
+        with a value layer that is not 0. It takes no memory but that of one block at a time."""
+        model = self.plan.plain(with_short_windows(self.module.config))
+        self.plan.complete(model)
+        _shard(model, ranks, torch.float32)
+        mine = _tensors(self.module)
+        made: dict[int, nn.Parameter] = {}
+        for name in _tensors(model):
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            tensor = mine[name]
+            if last in module._parameters:
+                if name == VALUE_LAYER:
+                    tensor = _unequal(tensor)
+                if id(tensor) not in made:
+                    made[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
+                tensor = module._parameters[last] = made[id(tensor)]
+            elif name in self.storage:
+                module._buffers[last] = tensor
+            else:
+                module._buffers[last] = torch.empty_like(module._buffers[last], device=ranks.device)
+                continue
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        _compute_rest(model, self.storage)
+        return model.eval()
 
     def pieces(self, ranks: Ranks, dtype: torch.dtype, *, gather: bool) -> Iterator[TensorPiece]:
         """What this rank gives out of the files' tensors, parameters in `dtype`: what it holds, or to
@@ -133,13 +162,8 @@ def _load(
     seed: int,
 ) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    kind = AutoModelForCausalLM
-    if head == "value":
-        kind, config.num_labels = AutoModelForSequenceClassification, 1
-    with torch.device("meta"):
-        model: Any = kind.from_config(config, dtype=held, attn_implementation=PACKED_ATTENTION)
-    model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
-    adapted: Sequence[str] = ()
+    plan = _Plan(head, held, lora)
+    model = plan.plain(config)
     with ExitStack() as stack:
         files = _open_files(folder, stack)
         shapes = {name: tuple(view.get_shape()) for name, view in files.items()}
@@ -147,13 +171,10 @@ def _load(
             shapes = _with_value_layer(model, shapes)
         storage = storage_of(model, shapes)
         tied = tied_in_files(model, storage)
+        adapted = plan.complete(model)
         if lora is not None:
-            adapted, tied = add_adapters(model, lora), {}
+            tied = {}
             storage = {base_name: storage[own] for base_name, own in _of_base(model, storage)}
-        if head == "both":
-            with torch.device("meta"):
-                width = config.get_text_config().hidden_size
-                model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
         _shard(model, ranks, dtype)
         model.to_empty(device=ranks.device)
         model.tie_weights()
@@ -167,9 +188,44 @@ def _load(
     for name in _adapters(tensors):
         _begin(name, tensors[name], seed)
         tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
-    model.initialize_weights()
+    _compute_rest(model, storage)
     model.train()
-    return LoadedModel(model, storage, tied, adapted)
+    return LoadedModel(model, storage, tied, plan, adapted)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The way in which the module of a model is made, on the meta device."""
+
+    head: ModelHead
+    held: torch.dtype
+    lora: LoraSection | None
+
+    def plain(self, config: Any) -> Any:
+        """The module as its files describe it."""
+        kind = AutoModelForCausalLM
+        if self.head == "value":
+            kind, config.num_labels = AutoModelForSequenceClassification, 1
+        try:
+            with torch.device("meta"):
+                model: Any = kind.from_config(config, dtype=self.held, attn_implementation=PACKED_ATTENTION)
+        except KeyError as error:
+            if PACKED_ATTENTION not in error.args:
+                raise
+            raise ValueError(
+                "its attention is of classes of its own, which packed rows cannot use"
+            ) from error
+        model.tie_weights()  # which early versions of transformers 5 leave to the loading of weights
+        return model
+
+    def complete(self, model: Any) -> Sequence[str]:
+        """Add adapters and the second head; returns the names of the layers that got an adapter."""
+        adapted = add_adapters(model, self.lora) if self.lora is not None else ()
+        if self.head == "both":
+            with torch.device("meta"):
+                width = model.config.get_text_config().hidden_size
+                model.score = nn.Linear(width, 1, bias=False, dtype=torch.float32)
+        return adapted
 
 
 def _with_value_layer(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -249,6 +305,29 @@ def _zero(tensor: Tensor) -> None:
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
+def _compute_rest(model: Any, stored: Collection[str]) -> None:
+    """Let transformers compute the buffers that are in no file. Raises ValueError for one that it leaves."""
+    rest = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+    rest = {name: buffer for name, buffer in rest.items() if buffer.is_floating_point()}
+    for buffer in rest.values():
+        buffer.fill_(torch.nan)
+    model.initialize_weights()
+    left = [name for name, buffer in model.named_buffers() if name in rest and bool(buffer.isnan().any())]
+    if left:
+        raise ValueError(
+            f"{left[0]} is in no file, and transformers does not compute it when it loads a model"
+        )
+
+
+@torch.no_grad()
+def _unequal(layer: Tensor) -> Tensor:
+    """A copy of a value layer with other values, of which none is 0."""
+    found = layer.detach().clone()
+    assert isinstance(found, DTensor)
+    found.to_local().copy_(torch.linspace(0.5, 1.5, layer.shape[1], device=layer.device))
+    return found
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under all their names."""
     return {
@@ -259,11 +338,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _shard(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     blocks = set(getattr(model, "_no_split_modules", None) or ())
-    policy = (
-        MixedPrecisionPolicy()
-        if dtype == torch.float32
-        else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    )
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in [m for m in model.modules() if type(m).__name__ in blocks]:
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
     # The root too gives its parameters back after a forward: a pass without backward leaves nothing stale.

@@ -26,7 +26,7 @@ from trainer_service.backends.fsdp.recompute import recompute_blocks
 from trainer_service.backends.fsdp.routing import RouteReplay
 from trainer_service.backends.fsdp.sequence import SequenceRanks
 from trainer_service.backends.fsdp.shards import read_shard
-from trainer_service.backends.fsdp.window import open_window
+from trainer_service.backends.fsdp.window import probe_packing, require_packable
 from trainer_service.data.microbatch import MicroBatch
 from trainer_service.errors import ModelError
 from trainer_service.ranks import Ranks
@@ -58,6 +58,7 @@ class HeldModel(ChangingModel):
         super().__init__(name, use)
         self._ranks, self._first_copy = ranks, first_copy
         held = torch.float32 if use.follows or (use.optimizer is not None and lora is None) else dtype
+        require_packable(name, use.folder)
         self.loaded = load_sharded(use.folder, ranks, dtype, held=held, head=use.head, lora=lora, seed=seed)
         self.module = self.loaded.module
         if use.optimizer is None:
@@ -65,8 +66,8 @@ class HeldModel(ChangingModel):
         self.sequence = None
         if shared is not None:
             self.sequence = _for_model(self.module, shared, ranks, name, recompute)
-        # The first forward of FSDP may move the local shards; the optimizer must see them after it.
-        open_window(self.module, ranks, self.sequence)
+        probe_packing(name, self.loaded, ranks, use.head, self.sequence)
+        # The first pass of FSDP may move the local shards; the optimizer must see them after it.
         changing = {
             name: parameter
             for name, parameter in self.module.named_parameters()

@@ -7,34 +7,46 @@ pass: so the root's forward is replaced by one that runs the function it is give
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import AutoConfig
 
-from trainer_service.backends.base import Columns
+from areal_async.modelfiles import cannot_be_packed, most_positions
+from trainer_service.backends.base import Columns, ModelHead
+from trainer_service.backends.fsdp.loading import LoadedModel
 from trainer_service.backends.fsdp.sequence import SequencePart, SequenceRanks
 from trainer_service.backends.head import VALUES, Head, columns_of_units, value_places
+from trainer_service.backends.probe import (
+    columns_to_probe,
+    own_columns,
+    probe_rows,
+    probed,
+    refusal,
+    require_equal,
+)
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch
-from trainer_service.data.rows import TrainingRow, row_of
-from trainer_service.errors import ModelError
+from trainer_service.errors import BatchError, UnfitModel
 from trainer_service.ranks import Ranks
-
-AGREEMENT = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Largest difference of a logit from the model's own, as a share of the largest of those."""
-TORN = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest mean difference of hidden states by a rank's stretch of a row from those by the whole row, as a
-share of their mean: sums in another order alone, and in bfloat16 now and then another expert."""
 
 
 def packed_columns(
-    model: nn.Module, batch: MicroBatch, names: Sequence[str], shared: SequenceRanks | None = None
+    model: Any, batch: MicroBatch, names: Sequence[str], shared: SequenceRanks | None = None
 ) -> Columns:
-    """The columns of a micro-batch by a model that `open_window` was called with; where ranks share the row,
-    all of them call it with the same one. Raises ValueError for one that the model does not give."""
+    """The columns of a micro-batch by a model that was probed (`probe_packing`); where ranks share the row,
+    all of them call it with the same one. Raises ValueError for one that the model does not give, and
+    `BatchError` for a row whose rotary positions would depend on the other rows."""
+    longest = model.longest_row
+    if longest is not None and int(batch.position_ids.max()) >= longest:
+        raise BatchError(
+            f"a row has more than {longest} tokens, beyond which the rotary positions of this model depend "
+            "on the longest row of a pass: leave longer rows out of the data."
+        )
 
     def run(inside: Any) -> Columns:
         part = shared.part_of(batch) if shared is not None else None
@@ -68,65 +80,52 @@ def _values(model: Any, states: Tensor, places: Tensor) -> Tensor:
     return torch.mv(_at(states, places).float(), model.score.weight[0].float())
 
 
-def open_window(model: nn.Module, ranks: Ranks, shared: SequenceRanks | None = None) -> None:
-    """Let `model(run)` return `run(model)` while all of the root's parameters are there.
-
-    All ranks call it, after the weights were loaded. Raises `ModelError` for a model whose logits are not
-    those of its `Head`, or whose score is not that of its value layer, or which `shared` ranks cannot share
-    the rows of."""
+def open_window(model: Any) -> None:
+    """Let `model(run)` return `run(model)` while all of the root's parameters are there."""
     model.forward = lambda run: run(model)
-    kind: Any = model.config
-    batch = build_micro_batch(_probe_rows(kind.get_text_config().vocab_size), device=ranks.device)
-
-    def difference(inside: Any) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
-        states = _states(inside, batch)
-        torn = states.new_zeros(())
-        if shared is not None:
-            part = shared.part_of(batch)
-            mine = states[part.own]
-            theirs = _states(inside, batch, part)[: len(mine)]
-            torn = (mine - theirs).abs().mean() / states.abs().mean() if len(mine) else torn
-        if inside.get_output_embeddings() is None:
-            # Its own score is that of the last token that is no padding.
-            values = _values(inside, states, torch.arange(len(states), device=ranks.device))
-            score = type(inside).forward(inside, **_inputs(batch)).logits.float()
-            return (values - score).abs().min(), values.abs().max(), torn, inside.score.weight.dtype
-        head = Head.of(inside)
-        hidden = _at(states, batch.predict)
-        own = torch.cat([head.logits(hidden, tile, out).clone() for tile, out in head.tiles(hidden)], 1)
-        plain = type(inside).forward(inside, **_inputs(batch), logits_to_keep=batch.predict).logits[0].float()
-        return (own - plain).abs().max(), plain.abs().max(), torn, head.weight.dtype
-
-    with torch.no_grad():
-        gap, largest, torn, dtype = model(difference)
-    if not bool(gap <= AGREEMENT[dtype] * largest):
-        raise ModelError(
-            f"the logits of {kind.model_type} are not those of its output layer (they differ by "
-            f"{float(gap):.3g} of {float(largest):.3g}): it changes them in a way that this trainer does not "
-            "know."
-        )
-    if shared is not None:
-        torn = torn.double().cpu()
-        ranks.max(torn)
-        if not bool(torn <= TORN[dtype]):
-            raise ModelError(
-                f"trainer.parallel.sequence: the hidden states of {kind.model_type} are others when ranks "
-                f"share a row (by {float(torn):.3g} of their mean): something in it besides attention looks "
-                "at several tokens. Set trainer.parallel.sequence to 1."
-            )
+    config: Any = model.config
+    model.longest_row = most_positions(config.get_text_config().to_dict())
+    model(lambda inside: None)
 
 
-def _probe_rows(vocabulary: int) -> list[TrainingRow]:
-    """A row of several tokens: that of the padding alone may be embedded as zeros, and have no logits."""
-    ids = (np.arange(1, 17) * 7919 % vocabulary).astype(np.int32)
-    mask = np.ones(16, np.uint8)
-    mask[0] = 0
-    row = row_of(0, ids, mask, np.zeros(16, np.float32), np.zeros(16, np.int32))
-    return [] if row is None else [row]
+def require_packable(name: str, folder: Path) -> None:
+    """Raise `UnfitModel` for a model whose config names a reason, before anything of it is loaded."""
+    with suppress(OSError, ValueError, KeyError):  # which loading reports
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if why := cannot_be_packed(config.to_dict()):
+            raise refusal(name, config, f"it {why}")
+
+
+def probe_packing(
+    name: str, loaded: LoadedModel, ranks: Ranks, head: ModelHead, shared: SequenceRanks | None
+) -> None:
+    """Open the window of a model. Raises `UnfitModel` unless its packed columns are those of its own forward
+    pass. All ranks call it, after the weights were loaded."""
+    config: Any = loaded.module.config
+
+    def probe() -> None:
+        open_window(loaded.module)
+        model, rows, names = loaded.in_fp32(ranks), probe_rows(config), columns_to_probe(head)
+        open_window(model)
+        batch = build_micro_batch(rows, device=ranks.device)
+        with torch.no_grad():
+            packed = packed_columns(model, batch, names)
+            in_parts = packed if shared is None else packed_columns(model, batch, names, shared)
+            own = model(lambda inside: own_columns(inside, rows, names, ranks.device))
+        require_equal(rows, packed, own)
+        try:
+            require_equal(rows, in_parts, own)
+        except UnfitModel as error:
+            fix = "Set trainer.parallel.sequence to 1"
+            raise UnfitModel(f"ranks share its rows (trainer.parallel.sequence): {error}. {fix}") from error
+
+    probed(name, config, ranks, probe)
 
 
 def _states(model: Any, batch: MicroBatch, part: SequencePart | None = None) -> Tensor:
     """[T, H]: what the output layer gets for each token; [L, H] of the tokens of a `part`."""
+    if model.base_model is model:
+        raise UnfitModel("transformers names no module of it that gives hidden states without the logits")
     states: Tensor = model.base_model(**_inputs(batch, part)).last_hidden_state[0]
     return states
 

@@ -38,6 +38,9 @@ class Dimensions:
     expert_mlp: int = 0
     norm_topk: bool = False
     """Whether the weights of a token's experts are made to sum to 1."""
+    pad: int | None = None
+    """Token whose row of the embedding gets no gradient from where it is read, as in transformers
+    (`torch.nn.Embedding`'s `padding_idx`)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Dimensions:
@@ -48,7 +51,7 @@ class Dimensions:
         if kind not in FAMILIES:
             raise ValueError(
                 f"its model_type is {kind}: the back end megatron loads {', '.join(FAMILIES)}. Use the back "
-                "end fsdp, which loads every causal language model of transformers"
+                "end fsdp, which trains the families of docs/models.md"
             )
         try:
             heads, hidden = (_positive(config, name) for name in ("num_attention_heads", "hidden_size"))
@@ -72,11 +75,22 @@ class Dimensions:
                 experts_per_token=_positive(config, "num_experts_per_tok") if experts else 0,
                 expert_mlp=_positive(config, "moe_intermediate_size") if experts else 0,
                 norm_topk=bool(config.get("norm_topk_prob", False)),
+                pad=_pad(config),
             )
         except KeyError as error:
             raise ValueError(f"its config.json lacks {error.args[0]}") from None
         except TypeError:
             raise ValueError("rms_norm_eps of its config.json is no number") from None
+
+
+def _pad(config: Mapping[str, Any]) -> int | None:
+    """The padding token; a negative one counts from the vocabulary's end, as it does in torch."""
+    pad, vocabulary = config.get("pad_token_id"), _positive(config, "vocab_size")
+    if pad is None:
+        return None
+    if not isinstance(pad, int) or not -vocabulary <= pad < vocabulary:
+        raise ValueError(f"pad_token_id of its config.json is {pad!r} and no token of {vocabulary}")
+    return pad % vocabulary
 
 
 def _positive(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:

@@ -161,9 +161,24 @@ def _make(
             nn.init.zeros_(chunk.score.weight)
         if chunk.post_process and head == "value":
             chunk.output_layer = None
+        if chunk.pre_process and found.pad is not None:
+            _hold_row(chunk.embedding.word_embeddings, found.pad)
         _mark(chunk)
         chunks.append(chunk.to(ranks.device))
     return Stages(chunks, config, found, rotary, grid)
+
+
+def _hold_row(embedding: VocabParallelEmbedding, token: int) -> None:
+    """Give the row of `token` no gradient from where it is read; as a tied output layer it gets its own."""
+    rank, world = _tensor_place()
+
+    def cut(module: nn.Module, given: tuple[Tensor, ...], read: Tensor) -> Tensor:
+        ids = given[0]  # [B, S]; `read` is [B, S, H], or of this rank's part of the sequence [S / t, B, H]
+        if embedding.reduce_scatter_embeddings:
+            ids = ids.transpose(0, 1).chunk(world)[rank]
+        return torch.where((ids == token)[..., None], read.detach(), read)
+
+    embedding.register_forward_hook(cut)
 
 
 def _mark(chunk: PackedGpt) -> None:

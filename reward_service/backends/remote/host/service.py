@@ -207,8 +207,8 @@ class ScoringService:
         if others := [key for key, value in request.args.items() if key not in own or value != own[key]]:
             raise RequestRefused(
                 "invalid",
-                f"only the server may set {', '.join(others)} of the reward {offer.name!r}: leave it out, "
-                "and give it to the server (`--args`)",
+                f"only the server may set {', '.join(others[:10])} of the reward {offer.name!r}: leave it "
+                "out, and give it to the server (`--args`)",
             )
         if request.deadline_ms <= 0 or request.timeout_ms <= 0:
             raise RequestRefused("invalid", "timeout_ms and deadline_ms are milliseconds: at least 1")

@@ -1,0 +1,71 @@
+"""What is a secret, by one rule for every log, error, page, report and logger.
+
+A job file holds no secrets by design, and is recorded and shown: what may be one all the same is left out of
+whatever others than its author see. A list of names is never complete, so text is hidden by where it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+HIDDEN = "…"
+"""What is shown in the place of text that may be a secret."""
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|credential|cookie|bearer|signature|session|private|token(?!s)|apikey|"
+    r"(?<![a-z])(auth[a-z]*|pass|pwd|pat|dsn|keys?|certs?|otp|pin|logins?|headers?|env)(?![a-z])",
+    re.IGNORECASE,
+)
+_SECRET_TEXT = re.compile(
+    r"-----BEGIN|\b(bearer|basic)\s+\S{8}|\beyJ[\w-]{8,}\.|"
+    r"(?<![\w/.+-])(?=[\w+=-]*[0-9])(?=[\w+=-]*[A-Za-z])[\w+=-]{32,}(?![\w/.+-])",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(r"(?<=://)[^/?#\s@]*@")
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Return whether a text may be a secret, by its name or by its own form. Numbers never are."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return isinstance(value, str) and bool(_SECRET_NAME.search(words) or _SECRET_TEXT.search(value))
+
+
+def without_logins(text: str) -> str:
+    """The text, without the user and password in each of its URLs."""
+    return _LOGIN.sub(f"{HIDDEN}@", text) if "://" in text and "@" in text else text
+
+
+def shown(content: Mapping[str, Any], section: Any) -> dict[str, Any]:
+    """A section's values as others than its author may see them: no text that may be a secret.
+
+    `section` is the configuration section that declares the fields: these hold no secret by design, and are
+    shown unless `is_secret` says otherwise. Text in a mapping of any content, such as the arguments of a
+    part, may be anything and is never shown; for such a mapping `section` is None. Numbers, switches and
+    nulls are always shown."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        info = section.model_fields.get(name) if section is not None else None
+        kinds = types_of(info.annotation) if info is not None else ()
+        inner = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+        declared = info is not None and not {dict, Any} & {*kinds}
+        if section is not None and name == "policies" and isinstance(value, Mapping):
+            found[name] = {policy: shown(own, section) for policy, own in value.items()}
+        else:
+            found[name] = _shown(name, value, inner, declared)
+    return found
+
+
+def _shown(name: str, value: Any, inner: Any, declared: bool) -> Any:
+    if isinstance(value, Mapping):
+        return shown(value, inner)
+    if isinstance(value, list | tuple):
+        return [_shown(name, each, inner, declared) for each in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return without_logins(value) if declared and not is_secret(name, value) else HIDDEN
+
+
+def types_of(annotation: Any) -> tuple[Any, ...]:
+    """A field's type, and those in it."""
+    return (annotation, *(each for inner in get_args(annotation) for each in types_of(inner)))

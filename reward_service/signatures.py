@@ -1,0 +1,127 @@
+"""Rewards written for verl and TRL, as they are, told by the names of their parameters.
+
+| signature | of |
+|---|---|
+| `f(data_source, solution_str, ground_truth, extra_info=None, …)` | verl's `compute_score` |
+| `f(completions, …)`, with `prompts` and columns as it names them | TRL |
+
+Each parameter is filled by its name; `reward.args` gives others. A TRL reward gets lists: of one answer, or
+of a group's if the scope is `group`. Its columns are those of `extra_info`, and a usual name of the answer
+means the ground truth. A completion is a text, or a list of one message if the task's prompt is a list of
+messages. A function that is marked `@reward` is called as a reward of ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_async.rpc.verdicts import Abstain, Score
+
+if TYPE_CHECKING:
+    from reward_service.sdk import RewardInput
+
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+ANSWER_COLUMNS = ("ground_truth", "solution", "answer", "final_answer", "target", "label")
+OWN_COLUMNS = ("data_source", "ability", "reward_style", "extra_info")
+HOW = (
+    "Put `@reward` (from areal_async import reward) above it if it takes a RewardInput. Functions of verl, "
+    "with a parameter `solution_str`, and of TRL, with one `completions`, need no mark."
+)
+
+
+def adapted(function: Any) -> Callable[..., Any] | None:
+    """Return the function as a reward of `RewardInput`, with its other parameters as keywords; None if it has
+    neither signature."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    known = {name for name, each in parameters.items() if each.kind is not each.POSITIONAL_ONLY}
+    needed = [
+        name
+        for name, each in parameters.items()
+        if each.default is each.empty and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    free = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if "solution_str" in known:
+        fill: Any = _verl
+        scopes: tuple[str, ...] = ("episode",)
+        filled: Collection[str] = VERL
+        others = needed
+    elif "completions" in known:
+        fill, scopes = _trl, ("episode", "group")
+        filled, others = ("completions", "prompts"), []  # any may be a column
+    else:
+        return None
+
+    def reward(given: RewardInput | list[RewardInput], **arguments: Any) -> Any:
+        values = fill(given if isinstance(given, list) else [given])
+        taken = {name: each for name, each in values.items() if free or name in known} | arguments
+        if missing := [name for name in needed if name not in taken]:
+            raise ValueError(
+                f"the reward needs {missing[0]!r}, which is no column of the task's extra_info. Put it "
+                f"there, or give it as reward.args.{missing[0]}."
+            )
+        result = function(**taken)
+        outcomes = _outcomes if fill is _trl and isinstance(given, list) else of_one
+        return _awaited(result, outcomes) if isinstance(result, Awaitable) else outcomes(result)
+
+    def of_one(result: Any) -> Any:
+        if not isinstance(result, list | tuple):
+            return _outcome(result)
+        if fill is _trl and len(result) != 1:
+            raise ValueError(f"the reward returned {len(result)} scores for one completion")
+        return _outcome(result[0])  # verl, too, takes the first
+
+    first = inspect.Parameter("given", inspect.Parameter.POSITIONAL_ONLY)
+    rest = [
+        each
+        if each.kind is each.VAR_KEYWORD
+        else each.replace(kind=each.KEYWORD_ONLY, default=each.default if name in others else None)
+        for name, each in parameters.items()
+        if name in known - {*filled} and each.kind is not each.VAR_POSITIONAL
+    ]
+    reward.__signature__ = inspect.Signature([first, *rest])  # type: ignore[attr-defined]
+    reward.scopes = scopes  # type: ignore[attr-defined]
+    return reward
+
+
+def _verl(inputs: Sequence[RewardInput]) -> dict[str, Any]:
+    (one,) = inputs
+    return dict(zip(VERL, (one.data_source, one.response, one.ground_truth, one.extra_info), strict=True))
+
+
+def _trl(inputs: Sequence[RewardInput]) -> dict[str, Any]:
+    columns = {name: [one.ground_truth for one in inputs] for name in ANSWER_COLUMNS}
+    columns |= {name: [getattr(one, name) for one in inputs] for name in OWN_COLUMNS}
+    for name in {name for one in inputs for name in one.extra_info}:
+        columns[name] = [one.extra_info.get(name) for one in inputs]
+    columns["prompts"] = [_said("user", one.prompt, one) for one in inputs]
+    columns["completions"] = [_said("assistant", one.response, one) for one in inputs]
+    return columns
+
+
+def _said(role: str, text: str, given: RewardInput) -> Any:
+    return [{"role": role, "content": text}] if given.is_chat else text
+
+
+async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> Any:
+    return outcomes(await result)
+
+
+def _outcomes(results: Sequence[Any]) -> list[Any]:
+    return [_outcome(result) for result in results]
+
+
+def _outcome(result: Any) -> Any:
+    """Return what a reward of ours returns, for a number, None, or verl's mapping with a `score`."""
+    if result is None:
+        return Abstain("the reward returned None")
+    if not isinstance(result, Mapping):
+        return result
+    if "score" not in result:
+        raise ValueError(f"the reward returned a mapping without `score`: {list(result)!r:.80}")
+    figures = {str(name): float(value) for name, value in result.items() if isinstance(value, int | float)}
+    return Score(result["score"], {name: value for name, value in figures.items() if name != "score"})

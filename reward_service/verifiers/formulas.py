@@ -1,0 +1,396 @@
+"""Whether two formulas in LaTeX have the same value: read into sympy's terms, then computed and compared.
+
+Rational numbers are compared exactly. Other numbers are computed with more and more digits until they differ
+or until no more digits can tell them apart. Formulas with unknowns are the same when they have the same value
+at every sample point where both are defined as real numbers. A formula that cannot be read is the same as
+nothing.
+
+Formulas that would cost too much are not compared: `TooCostly`, before sympy computes anything. The limits
+are for what would not stay in Python code or in memory; the caller bounds the time that the rest takes. The
+libraries are imported at the first comparison that needs them, or by `preload`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import random
+import re
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import Any
+
+from reward_service.verifiers import BudgetSpent, TooCostly
+
+log = logging.getLogger(__name__)
+
+LONGEST = 400  # Characters of a formula; a longer one is not compared
+MOST_BITS = 20_000  # Size of a number on the way: some 6000 decimal digits
+SMALL_BITS = 64
+MOST_NODES = 500
+MOST_TERMS = 1_000  # Terms of a formula that is multiplied out
+FEWEST_DIGITS, MOST_DIGITS = 60, 12_000  # Decimal digits to which two numbers must agree
+FUNCTION = r"\\(sin|cos|tan|cot|sec|csc|ln|log|arcsin|arccos|arctan)"
+IN_DEGREES = re.compile(rf"{FUNCTION}\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?")
+# Of `\sin x \cdot y` the parser would take the sine of x y.
+BEFORE_TIMES = re.compile(rf"{FUNCTION}\s*([a-zA-Z]|\d+)\s*(?=\\(?:cdot|times)(?![a-zA-Z]))")
+# These the parser computes at once, whatever their size.
+COMPUTED = re.compile(r"\\[td]?binom|\\choose|matrix|\\det|\\operatorname|\\text")
+LONG_NUMBER = re.compile(r"\d{4,}")
+NAME = re.compile(
+    r"\\(?P<mark>angle|triangle|square|overline|overrightarrow|overleftrightarrow|vec|widehat)(?![a-zA-Z])"
+    r"\s*\{?\s*(?P<marked>[a-zA-Z]{2,})\s*\}?"
+    r"|\\(?:text|begin|end)\s*\{[^{}]*\}|_\s*\{[^{}]*\}|\\[a-zA-Z]+"
+    r"|(?P<word>[a-zA-Z]{4,})|(?P<capitals>[A-Z](?:\s*[A-Z])+)"
+)
+"""Letters in an order (`\\angle ABC`, `AB`, `left`), and what is passed over in looking for them."""
+CROSS = re.compile(r"\\vec\s*\{([a-zA-Z]+)\}\s*\\times\s*\\vec\s*\{([a-zA-Z]+)\}")
+
+NESTED_CROSS = re.compile(r"\\vec\s*\{[a-zA-Z]+\}\s*\\times|\\times\s*\\vec")
+
+
+def preload() -> None:
+    """Import the libraries and build the parser's tables: a second, best spent before the first call."""
+    same_formula("x+1", "1+x")
+
+
+def same_formula(truth: str, answer: str, tolerance: Fraction = Fraction(0)) -> bool:
+    """Return whether both are the same formula. `tolerance` is relative, for a truth that is a number and no
+    integer, when one of the two holds a decimal. Raises `TooCostly`."""
+    if max(len(truth), len(answer)) > LONGEST or (COMPUTED.search(answer) and LONG_NUMBER.search(answer)):
+        raise TooCostly("the formula is too long, or computes something of many digits")
+    try:
+        wanted, given = _parsed(truth), _parsed(answer)
+        if not (_bounded(wanted) and _bounded(given)):
+            raise TooCostly("the formula would be too large when it is computed")
+        return _same(wanted, given, tolerance)
+    except (MemoryError, ImportError, TooCostly):
+        raise
+    except BudgetSpent:
+        _forget()
+        raise
+    except Exception as error:
+        # sympy raises errors of any kind on formulas that make no sense, such as i < 3: those equal nothing.
+        log.debug("a formula cannot be compared: %r", error)
+        return False
+
+
+def _forget() -> None:
+    """Drop what sympy remembers of formulas: a computation that was ended may have left half of an answer."""
+    from sympy.core.cache import clear_cache
+
+    _parsed.cache_clear()
+    clear_cache()
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    """The formula in sympy's terms, with `i` as the root of -1. Raises errors of any kind."""
+    import sympy
+
+    latex2sympy, how = _library()
+    text = BEFORE_TIMES.sub(r"\\\1(\2) ", IN_DEGREES.sub(r"\\\1(\\frac{\2\\pi}{180})", text))
+    text = CROSS.sub(_cross_product, text)
+    if NESTED_CROSS.search(text):
+        raise ValueError("the order of this product would be lost")
+    text = NAME.sub(_as_one_symbol, text)
+    formula = latex2sympy(text, is_real=True, **how)
+    if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
+        raise ValueError(f"{formula!r:.80} is no formula")
+    if isinstance(formula, sympy.MatrixBase):
+        formula = formula.as_immutable()
+    named = [symbol for symbol in formula.free_symbols if str(symbol) == "i"]
+    return formula.xreplace(dict.fromkeys(named, sympy.I)) if named else formula
+
+
+@functools.cache
+def _library() -> tuple[Any, dict[str, Any]]:
+    """The parser, and how it reads: no unit is dropped, and `A` is not `a`."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+
+    normal = NormalizationConfig(basic_latex=True, malformed_operators=True, boxed="none")
+    return latex2sympy, {
+        "normalization_config": normal,
+        "conversion_config": ConversionConfig(lowercase_symbols=False),
+    }
+
+
+def _as_one_symbol(match: re.Match[str]) -> str:
+    """Letters that stand in an order as one symbol; they would be read as a product, which has none."""
+    letters = match["marked"] or match["word"] or match["capitals"]
+    return match[0] if letters is None else f" Q_{{0{match['mark'] or ''}{''.join(letters.split())}}} "
+
+
+def _cross_product(match: re.Match[str]) -> str:
+    """The product of two vectors as a symbol of its own, with the sign that their order gives."""
+    first, second = sorted((match[1], match[2]))
+    return f"({'' if first == match[1] else '-'}Q_{{1{first}x{second}}})" if first != second else "(0)"
+
+
+# --- how large a formula becomes ----------------------------------------------------------------------
+
+
+def _bounded(formula: Any) -> bool:
+    """Whether computing the formula stays small: no huge number, tree, or product that is multiplied out."""
+    import sympy
+
+    for count, node in enumerate(sympy.preorder_traversal(formula)):
+        if count > MOST_NODES:
+            return False
+        if isinstance(node, sympy.Sum | sympy.Product | sympy.Integral | sympy.Limit | sympy.Derivative):
+            return False
+    return _bits(formula) <= MOST_BITS and _most_terms(formula) <= MOST_TERMS
+
+
+def _bits(node: Any, unknown: float = 1.0) -> float:
+    """Most binary digits of a number that computing the formula makes, judged without computing it. Unknowns
+    have `unknown` digits."""
+    import sympy
+
+    if isinstance(node, sympy.Rational):
+        return max(abs(int(node.p)), int(node.q)).bit_length()
+    if isinstance(node, sympy.Symbol):
+        return unknown
+    parts = [_bits(part, unknown) for part in node.args]
+    largest = max(parts, default=1.0)
+    if isinstance(node, sympy.Mul):
+        return sum(parts)
+    if isinstance(node, sympy.Pow | sympy.exp):
+        base, exponent = node.as_base_exp()
+        return max(largest, max(1.0, _bits(base, unknown)) * _size(exponent, unknown))
+    growing = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.binomial, sympy.gamma)
+    if isinstance(node, growing):
+        return largest + math.lgamma(sum(_size(part, unknown) for part in node.args) + 1) / math.log(2)
+    return largest + len(parts)
+
+
+def _size(part: Any, unknown: float) -> float:
+    """The size of an exponent or argument, at least 1; infinite where it would first have to be computed."""
+    if part.free_symbols and unknown <= 1:
+        return 1.0
+    bits = _bits(part, unknown)
+    if bits > SMALL_BITS:
+        return math.inf
+    if part.free_symbols:
+        return 2.0**bits
+    try:
+        return max(1.0, abs(complex(part)))
+    except (TypeError, ValueError, OverflowError):
+        return math.inf
+
+
+def _most_terms(formula: Any) -> int:
+    """The most terms that a part of the formula has when it is multiplied out."""
+    import sympy
+
+    most, unknowns = 1, len(formula.free_symbols)
+    polynomial = isinstance(formula, sympy.Expr) and bool(formula.is_polynomial())
+
+    def terms_and_degree(node: Any) -> tuple[int, int]:
+        nonlocal most
+        parts = [terms_and_degree(part) for part in node.args]
+        terms, degree = 1, 1
+        if isinstance(node, sympy.Add):
+            terms, degree = sum(part[0] for part in parts), max(part[1] for part in parts)
+        elif isinstance(node, sympy.Mul):
+            terms, degree = math.prod(part[0] for part in parts), sum(part[1] for part in parts)
+        elif isinstance(node, sympy.Pow) and node.exp.is_Rational:
+            power, (inner, inner_degree) = min(math.ceil(abs(node.exp)), MOST_TERMS), parts[0]
+            terms, degree = math.comb(inner + power - 1, power), inner_degree * power
+        elif node.is_number:
+            degree = 0
+        if polynomial:
+            terms = min(terms, math.comb(degree + unknowns, unknowns))
+        most = max(most, terms)
+        return min(terms, MOST_TERMS + 1), min(degree, MOST_TERMS)
+
+    terms_and_degree(formula)
+    return most
+
+
+# --- comparing ----------------------------------------------------------------------------------------
+
+
+def _same(wanted: Any, given: Any, tolerance: Fraction) -> bool:
+    import sympy
+    from sympy.core.relational import Relational
+    from sympy.logic.boolalg import BooleanFunction
+
+    relations = Relational | BooleanFunction
+    if isinstance(wanted, sympy.Set) and isinstance(given, relations):
+        given = given.as_set()
+    if isinstance(given, sympy.Set) and isinstance(wanted, relations):
+        wanted = wanted.as_set()
+    if isinstance(wanted, Relational) and isinstance(given, Relational):
+        return _same_relation(wanted, given, tolerance)
+    if isinstance(wanted, sympy.MatrixExpr) or isinstance(given, sympy.MatrixExpr):
+        wanted, given = wanted.doit(), given.doit()
+    if isinstance(wanted, sympy.MatrixBase) and isinstance(given, sympy.MatrixBase):
+        pairs = zip(wanted.flat(), given.flat(), strict=False)
+        return wanted.shape == given.shape and all(_same(left, right, tolerance) for left, right in pairs)
+    if isinstance(wanted, sympy.Interval) and isinstance(given, sympy.Interval):
+        if (wanted.left_open, wanted.right_open) != (given.left_open, given.right_open):
+            return False
+        return _all_same((wanted.start, wanted.end), (given.start, given.end), tolerance)
+    if isinstance(wanted, sympy.Expr) and isinstance(given, sympy.Expr):
+        return _same_value(wanted, given, tolerance)
+    if isinstance(wanted, sympy.Tuple) and isinstance(given, sympy.Tuple):
+        return _all_same(wanted.args, given.args, tolerance)
+    collections = sympy.FiniteSet | sympy.Union | BooleanFunction
+    if type(wanted) is type(given) and isinstance(wanted, collections):
+        return len(wanted.args) == len(given.args) and any(
+            _all_same(wanted.args, order, tolerance)
+            for order in itertools.islice(itertools.permutations(given.args), MOST_TERMS)
+        )
+    return bool(wanted == given)
+
+
+def _all_same(wanted: Iterable[Any], given: Iterable[Any], tolerance: Fraction) -> bool:
+    wanted, given = list(wanted), list(given)
+    pairs = zip(wanted, given, strict=False)
+    return len(wanted) == len(given) and all(_same(left, right, tolerance) for left, right in pairs)
+
+
+def _same_relation(wanted: Any, given: Any, tolerance: Fraction) -> bool:
+    """Whether one relation is the other times a number, which for an inequality is positive."""
+    import sympy
+
+    left, right = wanted.lhs - wanted.rhs, given.lhs - given.rhs
+    if type(given) is type(wanted.reversed) and not isinstance(wanted, sympy.Eq | sympy.Ne):
+        right = -right
+    elif type(given) is not type(wanted):
+        return False
+    if isinstance(wanted, sympy.Eq | sympy.Ne):
+        left, right = (sympy.together(side.doit()).as_numer_denom()[0] for side in (left, right))
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    for values in _points(len(symbols)):
+        point = dict(zip(symbols, values, strict=True))
+        factors = [side.subs(point) for side in (left, right) if _bits(side, SMALL_POINT) <= MOST_BITS]
+        if len(factors) == 2 and all(_value(factor, {}, FEWEST_DIGITS) for factor in factors):
+            ratio = factors[0] / factors[1]
+            positive = isinstance(wanted, sympy.Eq | sympy.Ne) or ratio.evalf().is_positive
+            return bool(positive) and _same_value(left, ratio * right, tolerance)
+    return False
+
+
+SMALL_POINT = 2  # Binary digits of the smallest values that unknowns are replaced by
+MOST_POINT_BITS = 4_000  # Size of a number on the way, at a point
+FEWEST_POINTS = 3
+
+
+def _same_value(wanted: Any, given: Any, tolerance: Fraction) -> bool:
+    """Whether two expressions have the same value wherever both are defined."""
+    import sympy
+
+    decimal = wanted.has(sympy.Float) or given.has(sympy.Float)
+    wanted, given = _exact(wanted), _exact(given)
+    if wanted.has(sympy.nan, sympy.zoo) or given.has(sympy.nan, sympy.zoo):
+        return False
+    if wanted == given:
+        return True
+    symbols = sorted(wanted.free_symbols | given.free_symbols, key=str)
+    if not symbols:
+        slack = tolerance if decimal and not wanted.is_Integer else Fraction(0)
+        return _agree(wanted, given, {}, slack) is True
+    complex_ones = wanted.has(sympy.I) or given.has(sympy.I)
+    agreed = 0
+    for values in _points(len(symbols)):
+        found = _agree(wanted, given, dict(zip(symbols, values, strict=True)))
+        if found is False or (complex_ones and found is None):
+            return False
+        agreed += found is True
+    return agreed >= FEWEST_POINTS
+
+
+def _exact(formula: Any) -> Any:
+    """Return the formula with fractions for decimals and symbols for values of unknown functions, computed as
+    far as that goes without rounding."""
+    import sympy
+    from sympy.core.function import AppliedUndef
+
+    known = {part: sympy.Rational(str(part)) for part in formula.atoms(sympy.Float)}
+    known |= {part: sympy.Symbol(str(part), real=True) for part in formula.atoms(AppliedUndef)}
+    known |= {part: _real_root(part) for part in formula.atoms(sympy.Pow) if not formula.has(sympy.I)}
+    return formula.xreplace(known).doit()
+
+
+def _real_root(power: Any) -> Any:
+    """Return an odd root of a negative number as a real one, as schools do; anything else as it is."""
+    import sympy
+
+    base, exponent = power.args
+    odd = exponent.is_Rational and not exponent.is_Integer and exponent.q % 2
+    return sympy.Integer(-1) ** exponent.p * (-base) ** exponent if odd and base.is_negative else power
+
+
+def _points(unknowns: int) -> Iterator[list[Any]]:
+    """Yield values for the unknowns: small and large fractions of both signs, then whole numbers. They are
+    always the same."""
+    import sympy
+
+    draw = random.Random(unknowns)
+    for scale, sign in itertools.product((4, 1000), (1, -1, 0, 0)):
+        yield [
+            sympy.Rational(draw.randrange(1, 997 * scale), 997) * (sign or draw.choice((1, -1)))
+            for _ in range(unknowns)
+        ]
+    for _ in range(FEWEST_POINTS):
+        yield [sympy.Integer(draw.randrange(2, 12)) for _ in range(unknowns)]
+
+
+def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fraction(0)) -> bool | None:
+    """Whether both have the same value at a point; None where one of them is not defined, or not real, or too
+    large to be computed."""
+    import sympy
+
+    unknown = max((int(abs(value)).bit_length() for value in point.values()), default=0)
+    bits = sum(_bits(side, max(unknown, SMALL_POINT)) for side in (wanted, given))
+    if bits > 2 * (MOST_POINT_BITS if point else MOST_BITS):
+        return None
+    digits = min(MOST_DIGITS, FEWEST_DIGITS + int(0.7 * bits))
+    left, right = (_value(side, point, digits) for side in (wanted, given))
+    if left is None or right is None:
+        return None if point else False
+    difference = _value(wanted - given, point, digits) if left and right else left - right
+    if not difference:
+        return difference is not None
+    if slack and abs(difference) <= sympy.Rational(slack) * max(abs(left), abs(right)):
+        return True
+    real = _real(left) and _real(right) and _defined(wanted, point) and _defined(given, point)
+    return False if not point or real else None
+
+
+def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
+    """The value to 15 digits, worked out with as many as that takes; 0 where `digits` cannot tell it from 0,
+    and None where it is not defined."""
+    import sympy
+
+    try:
+        value = formula.evalf(15, subs=point, maxn=digits, strict=True)
+    except sympy.PrecisionExhausted:
+        # A quotient by what cannot be told from 0 ends here too, but is not small.
+        rough = formula.evalf(15, subs=point, maxn=digits)
+        return sympy.Integer(0) if abs(rough) < sympy.Rational(1, 10**30) else None
+    return value if value.is_finite and value.is_number and not value.has(sympy.nan) else None
+
+
+def _defined(formula: Any, point: dict[Any, Any]) -> bool:
+    """Whether no root and no logarithm of a negative number is taken on the way."""
+    import sympy
+
+    taken = (
+        node.args[0]
+        for node in formula.atoms(sympy.Pow, sympy.log)
+        if isinstance(node, sympy.log) or not node.exp.subs(point).is_integer
+    )
+    return all(part.evalf(15, subs=point).is_nonnegative for part in taken)
+
+
+def _real(value: Any) -> bool:
+    return bool(abs(value.as_real_imag()[1]) <= abs(value) * 1e-9)

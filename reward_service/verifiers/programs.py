@@ -1,0 +1,140 @@
+"""Fenced blocks of a response, and which of them is the program.
+
+Shared by all that takes programs from a response; pure, and linear in the response's length. Blocks are read
+as CommonMark reads them, those of lists and quotes included, and thoughts are left out (`answers`).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from areal_async.answers import spoken
+from reward_service.sandbox.languages import spoken_by
+
+CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"
+"""White space, and markers of lists and quotes, that a fence may stand behind."""
+OPENING = re.compile(
+    rf"^{CONTAINER}(?P<fence>`{{3,}}+|~{{3,}}+)[ \t]*+(?P<tag>[A-Za-z0-9_+#.-]*+)[^<`\n]*+$", re.MULTILINE
+)
+"""Possessive throughout: what one part has taken no other tries again, so a line is read once."""
+IN_LINE = re.compile(r"(?<=\S)[ \t]++(```[A-Za-z0-9_+#.-]++)$", re.MULTILINE)
+"""A fence behind text of its line, where models do not write it on a line of its own."""
+LONGEST = 200_000  # Characters of a response in which blocks are looked for, from its end
+DEEPER = 3  # Columns by which the fence that closes a block may stand deeper than the one that opens it
+QUOTED = re.compile(r"^[ \t]*+>[ \t]?", re.MULTILINE)
+CONSOLE = re.compile(r"\s*(?:>>>|\$|In ?\[\d*\]:)(?:\s|$)")
+"""The beginning of a session at a console: it shows a program at work and is none."""
+LOOKS: dict[str, re.Pattern[str]] = {
+    "python": re.compile(r"[\w\])]\s*\(|\b(?:def|class|import|lambda)\b"),
+    "c": re.compile(r"\bmain\s*\("),
+    "cpp": re.compile(r"\bmain\s*\("),
+    "javascript": re.compile(r"[\w$\])]\s*\(|=>"),
+}
+"""Text that every program in a language has, and hardly an example of output."""
+ACTIVE = (
+    ast.Call,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Lambda,
+    ast.Import,
+    ast.ImportFrom,
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a response."""
+
+    language: str
+    """Tag of the fence in small letters; empty if it has none."""
+    text: str
+
+
+def blocks(response: str) -> list[Block]:
+    """Return the fenced blocks in their order, without the indentation and marks of the list or quote around
+    them. A block that is never closed goes to the end: a response cut at its length limit often ends so."""
+    response = spoken(response)[-LONGEST:].replace("\r\n", "\n")
+    if not any(opening["tag"] for opening in OPENING.finditer(response)):
+        response = IN_LINE.sub(r"\n\1", response)
+    found = []
+    at = 0
+    while (opening := OPENING.search(response, at)) is not None:
+        fence, before = opening["fence"], opening["before"]
+        closing = rf"{re.escape(fence[0])}{{{len(fence)},}}+[ \t]*+$"
+        margin = r"[ \t>]*+" if ">" in before else rf"[ \t]{{0,{len(before) + DEEPER}}}+"
+        # A deeper fence belongs to the program, in a docstring for example, unless it is the only one.
+        end = re.compile(f"^{margin}{closing}", re.MULTILINE).search(response, opening.end())
+        at = end.end() if end else len(response)
+        end = end or re.compile(rf"[ \t]*+{closing}", re.MULTILINE).search(response, opening.end())
+        text = response[opening.end() + 1 : end.start() if end else len(response)]
+        found.append(Block(opening["tag"].lower(), _outside_of(before, text)))
+    return found
+
+
+def _outside_of(container: str, text: str) -> str:
+    """The text of a block without the marks of its quote and the indentation of its list."""
+    if not container:
+        return text
+    if ">" in container:
+        text = QUOTED.sub("", text)
+    dedented = textwrap.dedent(text)
+    if dedented != text or ">" in container:
+        return dedented
+    return re.sub(rf"^[ \t]{{0,{len(container)}}}+", "", text, flags=re.MULTILINE)
+
+
+def program_of(
+    response: str | Sequence[Block],
+    languages: Sequence[str] = ("python",),
+    *,
+    defines: Collection[str] = (),
+) -> Block | None:
+    """Return the program in one of `languages` (of the sandbox), in a response or among its blocks.
+
+    It is the last block with such a fence; of several the last with the most definitions of the names
+    `defines`, and one that calls or defines anything before one that does not. Without such a fence it is the
+    last block without a tag that looks like a program in the first of `languages`, else the last with another
+    tag that does, else the last without a tag. Sessions at a console and empty blocks are no programs. The
+    `language` of the result is the one that its fence names, and empty if it names none."""
+    found = blocks(response) if isinstance(response, str) else response
+    latest = [
+        Block(spoken_by(tag), text)
+        for tag, text in reversed(found)
+        if text.strip() and not CONSOLE.match(text)
+    ]
+    fitting = [one for one in latest if one.language in languages]
+    if fitting:
+        return max(fitting, key=lambda one: (_defined(one.text, defines), _active(one.text, one.language)))
+    untagged = [one for one in latest if not one.language]
+    others = [one for one in latest if one.language]
+    likely = (one.text for one in (*untagged, *others) if looks_like(one.text, languages[0]))
+    text = next(likely, untagged[0].text if untagged else None)
+    return None if text is None else Block("", text)
+
+
+def _defined(text: str, names: Collection[str]) -> int:
+    """Return how many of `names` a Python program defines."""
+    name = f"({'|'.join(map(re.escape, names)) or '(?!)'})"
+    definition = rf"^[ \t]*+(?:(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|{name}[ \t]*[:=])"
+    return len({one or two for one, two in re.findall(definition, text, re.MULTILINE)})
+
+
+def _active(text: str, language: str) -> bool:
+    return LOOKS[language].search(text) is not None
+
+
+def looks_like(text: str, language: str) -> bool:
+    """Return whether a text may be a program in `language`, and not what one prints or how it is started."""
+    if language != "python" or not _active(text, language):
+        return _active(text, language)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, ACTIVE) for node in ast.walk(tree))

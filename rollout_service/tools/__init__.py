@@ -1,0 +1,1 @@
+"""Programs of commands that sample from a model without training it."""

@@ -1,0 +1,184 @@
+"""`areal-async evaluate`: the score of any model or checkpoint on any tasks by any reward.
+
+Answers and figures are those of a run's evaluator (`rollout_service/evaluator.py`), without a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group
+from rich.table import Table
+
+from areal_async.cli.tools import EvaluateRequest, plain, print_json, run_tool
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.rpc.schema import Task
+from areal_async.rpc.verdicts import Score, Verdict, kind_of, message_of
+from areal_async.runtime.context import ServiceContext
+from areal_async.status.progress import progress
+from areal_async.tasks import read_tasks
+from reward_service.client import LocalScorer
+from reward_service.sdk import RewardInput
+from rollout_service.engines import make_engine
+from rollout_service.evaluator import Evaluation, Evaluator, engine_job
+from rollout_service.process import make_gateway, make_renderers, prepare, settle
+from rollout_service.replicas import ReplicaSet
+from rollout_service.statistics import Figure
+from rollout_service.tools.serving import ModelFolder, computes_here, lone_evaluator, target_of
+from rollout_service.workflows import workflow_of
+
+
+class AnswerFile:
+    """The answers as JSON lines, in the order in which they were judged."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` where the file is there already, or cannot be written."""
+        try:
+            self._file = path.open("xb")
+        except OSError as error:
+            mistake = Mistake("--out", f"{path} cannot be written: {error.strerror}", "Name a new file")
+            raise ConfigError("the command line", [mistake]) from error
+
+    def write(self, task: Task, sample: int, given: RewardInput, verdict: Verdict) -> None:
+        score = verdict if isinstance(verdict, Score) else None
+        line = {
+            "task_id": task.task_id,
+            "data_source": task.data_source,
+            "sample": sample,
+            "prompt": given.prompt,
+            "response": given.response,
+            "ground_truth": given.ground_truth,
+            "reward": score.value if score else None,
+            "rewards": score.components if score else {},
+            "verdict": kind_of(verdict),
+            "message": message_of(verdict),
+            "truncated": given.truncated,
+        }
+        self._file.write(msgspec.json.encode(line, enc_hook=str) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def main(request: EvaluateRequest) -> None:
+    with target_of(request.target) as target:
+        for option, given in (("--data", request.data), ("--reward", request.reward)):
+            if given is None and not target.content:
+                mistake = Mistake(option, "a model folder has none of its own", f"Add {option}")
+                raise ConfigError("the command line", [mistake])
+        known = target.content.get("tasks", {})
+        tasks = Path(request.data or known["evaluation"] or known["train"])
+        sections = {"evaluation": {"engine": request.engine, "samples": request.samples}}
+        if request.reward is not None:
+            target.content.pop("reward", None)
+            sections["reward"] = {"name": request.reward}
+        out = AnswerFile(Path(request.out)) if request.out is not None else None
+        try:
+            with lone_evaluator(target, request, sections, tasks=tasks) as ctx:
+                begun_s = time.monotonic()
+                done = asyncio.run(evaluated(ctx, target.model, request.limit, out))
+                wall_s = time.monotonic() - begun_s
+        finally:
+            if out is not None:
+                out.close()
+    samples = ctx.job.evaluation.samples
+    if request.as_json:
+        known = {"target": target.said, "data": str(tasks), "reward": ctx.job.reward.name, "samples": samples}
+        print_json(known | figures_of(done) | {"wall_s": round(wall_s, 2)})
+        return
+    console = Console(highlight=False)
+    console.print(f"{plain(target.said)} on {plain(str(tasks))}, {wall_s:.1f} s\n", markup=False)
+    console.print(Group(*tables(done, samples)))
+    if request.out is not None:
+        console.print(f"The answers are in {request.out}.", markup=False)
+
+
+async def evaluated(
+    ctx: ServiceContext, model: Path, limit: int | None, out: AnswerFile | None
+) -> Evaluation:
+    """Answer and score the first `limit` held-out tasks of the job. Raises what the evaluator raises."""
+    job = ctx.job
+    assert job.tasks.evaluation is not None
+    tasks: Sequence[Task] = list(read_tasks(job.tasks.evaluation))[:limit]
+    prepare(job.evaluation.torch_threads, computes=computes_here(job))
+    renders, gateway = make_renderers(job), make_gateway(ctx, trains=False)
+    wanted = engine_job(job)
+    engine = ReplicaSet(
+        lambda _: make_engine(wanted, slots=job.evaluation.max_concurrent, activity="evaluation", place=ctx),
+        stuck_s=job.rollout.stuck_s,
+    )
+    try:
+        async with LocalScorer(job.reward) as scorer:
+            settle()
+            evaluator = Evaluator(
+                engine, scorer, workflow_of(job), renders[job.policy], job=job, gateway=gateway
+            )
+            if out is not None:
+                evaluator.on_verdict = out.write
+            with progress("answering", len(tasks) * job.evaluation.samples) as evaluator.on_answered:
+                return await evaluator.evaluate(ModelFolder(model, job.policy), tasks)
+    finally:
+        await gateway.close()
+        await engine.stop()
+
+
+def figures_of(done: Evaluation) -> dict[str, Any]:
+    """Return the figures as JSON: `mean`, `best` and `maj` are [value, low, high], as in a run's records."""
+
+    def triple(figure: Figure) -> list[float | None]:
+        return [figure.value, figure.low, figure.high]
+
+    sources = {
+        name: {"n": one.tasks, "mean": triple(one.mean), "unscored": done.unscored.get(name, 0)}
+        for name, one in done.by_source.items()
+    }
+    overall = done.overall
+    return {
+        "n": overall.tasks,
+        "mean": triple(overall.mean),
+        "best": triple(overall.best),
+        "maj": triple(overall.maj),
+        "partial_credit": overall.partial_credit,
+        "rewards": done.rewards,
+        "by_source": sources,
+        "unscored": sum(done.unscored.values()),
+        "tokens": done.tokens,
+    }
+
+
+def tables(done: Evaluation, samples: int) -> list[Table]:
+    """Return the figures for a person: of all tasks, of each data source, of each component of the reward."""
+    name = "mean reward" if done.overall.partial_credit else "accuracy"
+    several = (f"best@{samples}", f"maj@{samples}") if samples > 1 else ()
+    title = f"{name}, mean@{samples}" if several else name
+    table = _table("", title, "95 % interval", *several, "tasks", "unscored")
+    rows = [("all", done.overall, sum(done.unscored.values()))]
+    if len(done.by_source) > 1:
+        rows += [(source, one, done.unscored.get(source, 0)) for source, one in done.by_source.items()]
+    for label, one, unscored in rows:
+        mean = one.mean
+        interval = "–" if mean.low is None else f"{mean.low:.3f} to {mean.high:.3f}"
+        others = [f"{figure.value:.3f}" for figure in (one.best, one.maj)] if several else []
+        table.add_row(plain(label), f"{mean.value:.3f}", interval, *others, str(one.tasks), str(unscored))
+    if not done.rewards:
+        return [table]
+    components = _table("component", "mean")
+    for label, value in done.rewards.items():
+        components.add_row(plain(label), f"{value:.3f}")
+    return [table, components]
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="right" if number else "left")
+    return table
+
+
+if __name__ == "__main__":
+    run_tool(EvaluateRequest, main)

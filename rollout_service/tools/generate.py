@@ -1,0 +1,118 @@
+"""`areal-async generate`: answers of a model or checkpoint to a prompt, or a talk with it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_async.cli.tools import AnswersRequest, plain, print_json, run_tool
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.runtime.context import ServiceContext
+from areal_async.trajectory import EpisodeBuilder, Sampling
+from rollout_service.engines import make_engine
+from rollout_service.evaluator import engine_job
+from rollout_service.process import make_renderer, prepare, sampling_of
+from rollout_service.replicas import ReplicaSet
+from rollout_service.tools.serving import ModelFolder, computes_here, lone_evaluator, target_of
+from rollout_service.workflows import Context, Renderer
+
+Message = dict[str, Any]
+
+
+class Talker:
+    """Asks one engine; a chat grows by what was asked and answered."""
+
+    def __init__(
+        self, engine: ReplicaSet, render: Renderer, sampling: Sampling, *, request: AnswersRequest
+    ) -> None:
+        self._engine, self._render, self._sampling = engine, render, sampling
+        self._raw, self._seed, self._asked = request.raw, request.seed, 0
+        self._chat: list[Message] = []
+        if request.system is not None:
+            self._chat.append({"role": "system", "content": request.system})
+
+    async def answers(self, prompt: str, count: int) -> list[dict[str, Any]]:
+        """Return `count` answers to a prompt: their text, how they ended and how many tokens they have."""
+        asked: str | list[Message] = (
+            prompt if self._raw else [*self._chat, {"role": "user", "content": prompt}]
+        )
+        return await asyncio.gather(*(self._answer(asked, sample) for sample in range(count)))
+
+    def keep(self, prompt: str, answer: str) -> None:
+        """Go on from this answer."""
+        self._chat += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+    async def _answer(self, asked: str | list[Message], sample: int) -> dict[str, Any]:
+        self._asked += 1
+        name = f"generate-{self._asked}"
+        ctx = Context(
+            self._engine,
+            self._render,
+            EpisodeBuilder("generate", name, name, sample, policies=("policy",)),
+            episode_id=name,
+            sampling=self._sampling,
+            seed=self._seed,
+            sample=sample,
+        )
+        reply = await ctx.generate(asked, train=False)
+        return {"text": reply.text, "finish_reason": reply.finish_reason, "tokens": len(reply.token_ids)}
+
+
+def main(request: AnswersRequest) -> None:
+    prompt = request.prompt
+    talks = prompt is None and sys.stdin.isatty()
+    if prompt is None and not talks:
+        prompt = sys.stdin.read().rstrip("\n")
+    if prompt == "":
+        mistake = Mistake("PROMPT", "it is empty", "Give a text, or none to talk in a terminal")
+        raise ConfigError("the command line", [mistake])
+    with target_of(request.target) as target:
+        sections = {"evaluation": {"engine": request.engine}}
+        with lone_evaluator(target, request, sections) as ctx:
+            asyncio.run(_serve(ctx, target.model, request, prompt))
+
+
+async def _serve(ctx: ServiceContext, model: Path, request: AnswersRequest, prompt: str | None) -> None:
+    job = ctx.job
+    prepare(job.evaluation.torch_threads, computes=computes_here(job))
+    wanted = engine_job(job)
+    engine = ReplicaSet(
+        lambda _: make_engine(wanted, slots=max(1, request.n), activity="evaluation", place=ctx),
+        stuck_s=job.rollout.stuck_s,
+    )
+    render = make_renderer(job.model, job.rollout.template_args)
+    if not request.raw and getattr(render.tokenizer, "chat_template", None) is None:
+        mistake = Mistake("PROMPT", "the model's tokenizer has no chat template", "Add --raw for plain text")
+        raise ConfigError("the command line", [mistake])
+    try:
+        await engine.start(ModelFolder(model, job.policy))
+        talker = Talker(engine, render, sampling_of(job.evaluation_sampling), request=request)
+        if prompt is not None:
+            answers = await talker.answers(prompt, request.n)
+            if request.as_json:
+                print_json({"prompt": prompt, "answers": answers})
+            else:
+                print("\n---\n".join(plain(answer["text"]) for answer in answers))
+            return
+        print("Talk to the model; Ctrl-D ends it.", file=sys.stderr)
+        while (said := await asyncio.to_thread(_asked)) is not None:
+            if said:
+                (answer,) = await talker.answers(said, 1)
+                print(plain(answer["text"]))
+                talker.keep(said, answer["text"])
+    finally:
+        await engine.stop()
+
+
+def _asked() -> str | None:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return None
+
+
+if __name__ == "__main__":
+    run_tool(AnswersRequest, main)

@@ -1,0 +1,161 @@
+"""A model on an engine of its own, without a run: what `evaluate` and `generate` sample from.
+
+The model is a Hugging Face folder, or a checkpoint of a run, which is exported first. Everything else is a
+job, as a job file says it: of a run its own, of a folder one with defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
+from areal_async.config.engines import engine_part, evaluation_engine
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.job import JobConfig
+from areal_async.config.load import job_from_mapping
+from areal_async.errors import RunFolderError
+from areal_async.launch.folders import claim_folders
+from areal_async.launch.here import write_whole
+from areal_async.launch.one_host import topology_here
+from areal_async.launch.plan import services_of
+from areal_async.launch.runs import Run
+from areal_async.rpc.schema import VersionTag
+from areal_async.runtime.context import ServiceContext
+
+MOST_TOKENS = 8192
+"""Length of prompt and answer together that engines reserve room for, where the model has so many positions;
+`--set rollout.max_model_len=N` changes it."""
+TRAINED_HERE = 1
+"""Steps of the job that stands for a model: it is never trained, and a job needs one."""
+
+
+class Target(NamedTuple):
+    """The model to sample from."""
+
+    model: Path
+    content: dict[str, Any]
+    """A job as a mapping, yet without `model`, `tasks` and `run_dir`."""
+    said: str
+    """Name for a person: the folder, or the run with the step."""
+
+
+class ModelFolder:
+    """The weights in a Hugging Face folder, as an engine takes them (`engines.base.Weights`)."""
+
+    def __init__(self, path: Path, policy: str) -> None:
+        self.path = path
+        self.tag = VersionTag(policy, 0, 0)
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Tensors by their names in the files, mapped. Raises `ConfigError` where there are none."""
+        from safetensors.torch import load_file
+
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            problem = "it holds no *.safetensors"
+            raise ConfigError(str(self.path), [Mistake("MODEL", problem, "Save the model as safetensors")])
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@contextmanager
+def target_of(name: str) -> Iterator[Target]:
+    """Find `MODEL` or `RUN[@STEP]`; the folder of an exported checkpoint is there as long as this is open.
+    Raises `ConfigError` and `RunFolderError`."""
+    given = Path(name)
+    if (given / "config.json").is_file():
+        yield Target(given.resolve(), {}, name)
+        return
+    run_name, _, step = name.rpartition("@") if "@" in name else (name, "", "")
+    try:
+        run = Run.open(run_name)
+    except RunFolderError as error:
+        if "@" in name or not given.is_dir():
+            raise
+        raise RunFolderError(
+            f"{name} is neither a Hugging Face folder (it has no config.json) nor a run: {error}"
+        ) from error
+    content = run.job.model_dump(mode="json") if run.job.kind == "rl" else {}
+    if not step and run.job.kind == "rl" and (run.folder / "model" / "config.json").is_file():
+        yield Target(run.folder / "model", content, f"{run_name}, its last step")
+        return
+    with tempfile.TemporaryDirectory(prefix="areal-model-") as folder:
+        out = Path(folder, "model")
+        _export(CheckpointRequest(run=str(run.folder), out=str(out), step=step or "newest", as_json=True))
+        yield Target(out, content, f"{run_name}, step {step or 'newest'}")
+
+
+def _export(request: CheckpointRequest) -> None:
+    command = [sys.executable, "-P", "-m", module_of(request), msgspec.json.encode(request).decode()]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        said = ended.stderr.strip().removeprefix("error:").strip().replace("--step: ", "")
+        raise RunFolderError(said or f"the checkpoint could not be exported: status {ended.returncode}")
+
+
+@contextmanager
+def lone_evaluator(
+    target: Target,
+    request: EvaluateRequest | AnswersRequest,
+    sections: dict[str, dict[str, Any]],
+    *,
+    tasks: Path | None = None,
+) -> Iterator[ServiceContext]:
+    """Make the context of an evaluator whose run has nothing else, in a folder of its own that goes with it.
+
+    `sections` are laid over those of the target's job where they are not None, then the request's sampling
+    and fields; several samples are drawn at temperature 1 unless another is given. Raises `ConfigError` with
+    every mistake in them."""
+    sampling = {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
+    with tempfile.TemporaryDirectory(prefix="areal-evaluate-") as folder:
+        nothing = Path(folder, "nothing.jsonl")  # A job names a file to train on
+        nothing.write_bytes(msgspec.json.encode({"prompt": "?", "reward_model": {"ground_truth": "?"}}))
+        content: dict[str, Any] = target.content or _untrained(target.model)
+        content |= {"job": "evaluate", "kind": "rl", "model": str(target.model), "run_dir": folder}
+        content["tasks"] = {"train": str(nothing), "evaluation": str(tasks) if tasks else None}
+        content["trainer"] = content.get("trainer", {"steps": TRAINED_HERE}) | {"device": "cpu", "ranks": 1}
+        content["observe"] = content.get("observe", {}) | {"metrics_port": 0, "loggers": []}
+        content.pop("storage", None)
+        for section, fields in sections.items():
+            content[section] = content.get(section, {}) | _given(fields)
+        evaluation = content["evaluation"]
+        several = request.n if isinstance(request, AnswersRequest) else request.samples or 1
+        drawn = {"temperature": 1.0} if several > 1 else {}
+        evaluation["sampling"] = evaluation.get("sampling", {}) | drawn | _given(sampling)
+        job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
+        folders = claim_folders(job, overwrite=True)
+        try:
+            told = job.model_dump(mode="json")
+            topology = topology_here(folders.run_id, folders.host, services_of(job), told, {})
+            write_whole(folders.topology, msgspec.json.encode(topology))
+            yield ServiceContext.load(folders.topology, "evaluator" if tasks else "rollout-0")
+        finally:
+            folders.release()
+
+
+def _untrained(model: Path) -> dict[str, Any]:
+    """A job for a model that belongs to no run."""
+    positions = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
+    content: dict[str, Any] = {"reward": {"name": "exact_match"}, "rollout": {"workers": 1}}
+    if isinstance(positions, int):
+        length = min(positions, MOST_TOKENS)
+        content["rollout"] |= {"max_model_len": length, "sampling": {"max_new_tokens": max(1, length // 2)}}
+    return content
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def computes_here(job: JobConfig) -> bool:
+    """Return whether the engine that answers computes in this process."""
+    return not engine_part(evaluation_engine(job)).is_server

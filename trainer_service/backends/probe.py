@@ -1,0 +1,147 @@
+"""The probe of a model: a pack of rows gives the log-probs of the model's own forward pass, or it is refused.
+
+A model that does something with neighbouring tokens that packing does not know (sinks, a state that goes on
+into the next row, a mask of its own) gives log-probs that look right and are not. So each model of a trainer,
+trained or frozen, computes a pack of four rows, two of which share a prefix, and its own eager forward pass
+computes each row alone, both in fp32. Windows are a few tokens wide for this, so that the rows reach them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_async.modelfiles import unknown_arguments
+from trainer_service.backends.base import Columns, ModelHead
+from trainer_service.data.rows import TrainingRow, row_of
+from trainer_service.errors import ModelError, UnfitModel
+from trainer_service.ranks import Ranks
+
+BOUND = 1e-4
+"""Largest difference of a log-prob in nats, and of a value as a share of the largest one."""
+WINDOW = 4
+"""Tokens of a window in the probe."""
+LENGTHS, SHARED = (11, 9, 9, 9), 6
+"""Tokens of the rows; the second shares its first ones with the first."""
+
+
+def probe_rows(config: Any) -> list[TrainingRow]:
+    """Rows of ordinary tokens, of which each but the first is sampled."""
+    text = config.get_text_config()
+    named = [value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))]
+    special = {value for each in named for value in (each if isinstance(each, list) else [each])}
+    tokens = np.array([token for token in range(text.vocab_size) if token not in special][:50_000], np.int32)
+    rows: list[TrainingRow] = []
+    for number, length in enumerate(LENGTHS):
+        ids = tokens[(np.arange(length) + 13 * number) * 7919 % len(tokens)]
+        if number == 1:
+            ids[:SHARED] = rows[0].token_ids[:SHARED]
+        mask, zeros = np.arange(length) > 0, np.zeros(length, np.int32)
+        row = row_of(0, ids, mask.astype(np.uint8), zeros.astype(np.float32), zeros, feeds_last=True)
+        assert row is not None
+        rows.append(replace(row, shared=SHARED if number == 1 else 0))
+    return rows
+
+
+def columns_to_probe(head: ModelHead) -> tuple[str, ...]:
+    """Columns of `backends.base` that the probe compares."""
+    return {"tokens": ("logp",), "value": ("score",), "both": ("logp", "value")}[head]
+
+
+def with_short_windows(config: Any) -> Any:
+    """A copy of a config in which every window and every chunk of attention is a few tokens wide."""
+    config = deepcopy(config)
+    for section in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in list(vars(section).items()):
+            wide = type(value) is int and value > WINDOW
+            if wide and (name.endswith(("window", "window_size")) or name == "attention_chunk_size"):
+                setattr(section, name, WINDOW)
+    return config
+
+
+@torch.no_grad()
+def own_columns(model: Any, rows: Sequence[TrainingRow], names: Sequence[str], device: Any) -> Columns:
+    """The columns of the rows by the model's own eager forward pass, one row at a time."""
+    model.set_attn_implementation("eager")
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids.astype(np.int64)).to(device)
+        places = torch.from_numpy(row.position).to(device)
+        if {"value", "score"} & set(names):
+            states = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0].float()
+            values = states @ model.score.weight[0].float()
+        if "score" in names:  # whose own forward pass gives that of the last token alone
+            own = type(model).forward(model, input_ids=ids[None], use_cache=False).logits.float()
+            found["score"].append(torch.cat([values[places][:-1], own.reshape(-1)[-1:]]))
+        if "value" in names:
+            found["value"].append(values[places - 1])
+        if "logp" in names:
+            logits = type(model).forward(model, input_ids=ids[None], use_cache=False).logits[0].float()
+            logp = logits.log_softmax(-1)[places - 1]
+            found["logp"].append(logp.gather(1, ids[places][:, None])[:, 0])
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+def require_equal(rows: Sequence[TrainingRow], packed: Columns, own: Columns) -> None:
+    """Raise `UnfitModel` with the figures unless the columns of all rows are equal."""
+    sizes = [len(row.position) for row in rows]
+    for name, wanted in own.items():
+        gap = (packed[name] - wanted).abs()
+        bound = BOUND if name == "logp" else BOUND * float(wanted.abs().max().clamp(min=1))
+        if bool((gap <= bound).all()):
+            continue
+        what, unit = ("log-probs", " nats") if name == "logp" else (f"{name}s", "")
+        each = [f"{float(part.max()):.2g}" for part in gap.split(sizes)]
+        raise UnfitModel(
+            f"the {what} of packed rows are not those of its own forward pass. Largest difference by row: "
+            f"{', '.join(each)}{unit} (mean {float(gap.mean()):.2g}, allowed {bound:.2g}; row 2 shares "
+            f"{SHARED} tokens with row 1). Something in the model besides attention looks at neighbouring "
+            "tokens, or its attention is of a kind that packing does not compute"
+        )
+
+
+def probed(name: str, config: Any, ranks: Ranks, probe: Callable[[], None]) -> None:
+    """Run a probe of the model `name` on all ranks. Raises `UnfitModel`, on all of them when it fails on one,
+    also for a model that a pack of rows cannot be given to."""
+    error: Exception | None = None
+    try:
+        probe()
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as found:
+        error = found
+    if refused := ranks.largest(0 if error is None else ranks.rank + 1):
+        reason = f"rank {refused - 1} refuses it, as its log says"
+        if error is not None:
+            fits = isinstance(error, ModelError)
+            reason = str(error).rstrip(".") if fits else _failure(error)
+        raise refusal(name, config, reason) from error
+
+
+def refusal(name: str, config: Any, reason: str) -> UnfitModel:
+    """The error for the model `name` of this config."""
+    return UnfitModel(
+        f"the model {name!r}, a {config.get_text_config().model_type}, cannot be trained on packed rows: "
+        f"{reason}. Use a model of a family that docs/models.md lists as trained."
+    )
+
+
+def _failure(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"its forward pass fails on them with {type(error).__name__}: {lines[0].rstrip('.')}"
+
+
+def refuse_unknown(module: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `UnfitModel` for arguments of attention, other than None, that packed attention does not know."""
+    if unknown := unknown_arguments(arguments):
+        raise UnfitModel(
+            f"{type(module).__name__} calls its attention with {unknown}, which packed attention does not "
+            "compute"
+        )
