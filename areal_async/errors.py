@@ -114,7 +114,8 @@ DISK_TROUBLE = {
         (errno.EIO, errno.ESTALE), ("fails", "See what is wrong with it (`dmesg`), and mount it again")
     ),
 }
-"""What each error of a disk means, and what to do about it. A quota and a limit on file sizes are of room."""
+"""Errors of a disk, each with its meaning and what to do about it. A quota and a limit on file sizes are of
+room."""
 _NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 

@@ -1,4 +1,4 @@
-"""What is a secret, by one rule for every log, error, page, report and logger.
+"""The rule for what is a secret, one for every log, error, page, report and logger.
 
 A job file holds no secrets by design, and is recorded and shown: what may be one all the same is left out of
 whatever others than its author see. A list of names is never complete, so text is hidden by where it stands.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 HIDDEN = "…"
-"""What is shown in the place of text that may be a secret."""
+"""Text that is shown in the place of one that may be a secret."""
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|cookie|bearer|signature|session|private|token(?!s)|apikey|"
     r"(?<![a-z])(auth[a-z]*|pass|pwd|pat|dsn|keys?|certs?|otp|pin|logins?|headers?|env)(?![a-z])",

@@ -1,5 +1,5 @@
-"""What failing hosts cost: acknowledged episodes, those lost, as counted by ids and as the run reports them,
-the time until training goes on, and what the plain lines say.
+"""The cost of failing hosts: acknowledged episodes, those lost, as counted by ids and as the run reports
+them, the time until training goes on, and what the plain lines say.
 
     PYTHONPATH=. python benchmarks/failing_hosts.py supervisor --durability everysec --json FILE.json
     PYTHONPATH=. python benchmarks/failing_hosts.py hosts --json FILE.json
@@ -260,7 +260,7 @@ class OneHost:
         return end
 
     def faults(self) -> dict[str, tuple[Callable[[], Callable[[], object]], float]]:
-        """What is done, each with how long it lasts."""
+        """Disturbances, each with how long it lasts."""
         clock = "Redis' clock set back an hour, one of two workers stopped for 15 s"
         hangs = {
             f"{role} stopped for {self.hang_s:g} s": (partial(self.stopped, role), self.hang_s)

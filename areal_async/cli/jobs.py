@@ -269,7 +269,7 @@ def logs(
 
 
 def _logs_of_run(target: str, service: str, follow: bool, names: bool, as_json: bool) -> None:
-    """As `logs` of a job; `run` is what the supervisor has logged."""
+    """Show logs of a run as `logs` of a job does; `run` is the log of its supervisor."""
     from areal_async.controller.logs import NAME, OF_THE_RUN, read_log
     from areal_async.errors import RunFolderError
     from areal_async.launch.runs import Run

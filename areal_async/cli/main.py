@@ -53,7 +53,7 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("eval", "score", "benchmark"), "evaluate"),
     **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
-"""What other programs call a command, and what it is called here."""
+"""Name of a command in other programs → its name here."""
 
 
 class CommandGroup(TyperGroup):

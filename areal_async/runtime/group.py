@@ -1,4 +1,4 @@
-"""What the supervisor and its services have in common: the line between them, and where ranks meet.
+"""Ties between the supervisor and its services: the line between them, and where ranks meet.
 
 Over a pipe each service gives a pulse every `PULSE_S`, from a thread of its own: a process that is stopped
 gives none. The same pipe takes what a rank of the trainer knows of a death (`Note`), its own or another's.

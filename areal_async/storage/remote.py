@@ -275,7 +275,8 @@ def _passes(error: Exception) -> bool:
 
 
 REFUSED = frozenset({errno.EINVAL, *DISK_TROUBLE}) - {errno.EIO}
-"""What is asked for cannot be, or a disk takes no writes. A link to a store may fail with EIO, and pass."""
+"""Errors of what cannot be, or of a disk that takes no writes. A link to a store may fail with EIO, and
+pass."""
 
 
 def _stored(info: dict[str, Any]) -> StoredFile:

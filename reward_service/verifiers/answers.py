@@ -32,7 +32,7 @@ SENTENCE_END = re.compile(r"[.!?](?:\*\*)?(?:\s|\Z)|[\n。！？；]")
 LISTED = re.compile(
     r"[\s$]*(?:[,;，；、]|[,，]?\s*(?:\b(?:and|or)\b|[和或及]))[\s$]*(?:[a-zA-Z](?:_\d)?\s*=\s*)?"
 )
-"""What stands between two boxes that are two parts of one answer."""
+"""Text between two boxes that are two parts of one answer."""
 LONGEST_BETWEEN = 40
 NAMED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z](?:_\d)?\s*=)\s*\Z")
 
@@ -63,7 +63,7 @@ def boxes(text: str) -> list[str]:
 
 
 def _placed_boxes(text: str) -> Iterator[tuple[int, str, int]]:
-    """Where each box begins, what it holds, and where it ends."""
+    """Yield the place of each box, what it holds, and its end."""
     position = 0
     while (match := BOX.search(text, position)) is not None:
         position = match.end()
@@ -106,7 +106,8 @@ def _first(*found: str | None) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What the last box holds; where several are listed (`\\boxed{1}$ and $\\boxed{4}`), what each holds."""
+    """Return what the last box holds; where several are listed (`\\boxed{1}$ and $\\boxed{4}`), what each
+    holds."""
     names: list[str] = []
     held: list[str] = []
     last = 0

@@ -1,4 +1,4 @@
-"""Whether two pieces of maths are the same: structure by structure, numbers exactly, formulas by value.
+"""Equality of two pieces of maths: structure by structure, numbers exactly, formulas by value.
 
 What has an order (points, intervals, matrices) must agree in order and brackets; what has none (sets, several
 solutions) in any order. Words, and letters in an order, are the same letter for letter. `x = 5` and `5` are
@@ -116,7 +116,8 @@ def same(truth: str, answer: str, tolerance: Fraction, depth: int = 0) -> bool:
 
 
 def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | None:
-    """Whether words, and letters in an order, are the same letter for letter; None where both are maths."""
+    """Return whether words, and letters in an order, are the same letter for letter; None where both are
+    maths."""
     bodies = quantity(truth).body, quantity(answer).body
     if not any(map(_in_letters, bodies)):
         return None
@@ -127,7 +128,7 @@ def _words(truth: str, answer: str, tolerance: Fraction, depth: int) -> bool | N
 
 
 def _in_letters(text: str) -> bool:
-    """Whether the text is words or letters in an order, and not a list of them."""
+    """Return whether the text is words or letters in an order, and not a list of them."""
     if "," in text or ";" in text:
         return False
     alone = len(_as_words(text)) > 1 and LETTERS_ALONE.fullmatch(IN_WORDS.sub(r"\1", text))
@@ -135,7 +136,8 @@ def _in_letters(text: str) -> bool:
 
 
 def _says_more(truth: str, answer: str) -> bool:
-    """Whether the answer denies or compares where the truth does not: the parser reads over such signs."""
+    """Return whether the answer denies or compares where the truth does not: the parser reads over such
+    signs."""
     if not set(MORE.findall(answer)) <= set(MORE.findall(truth)):
         return True
     is_a_set = truth[:1] in ("(", "[", "{") or truth.startswith(r"\{") or UNION.search(truth)
@@ -175,7 +177,7 @@ def _by_names(text: str) -> str:
 
 
 def _in_their_order(names: str) -> bool:
-    """Whether a tuple of names is `(x,y)` and not `(y,x)`; a single name is."""
+    """Return whether a tuple of names is `(x,y)` and not `(y,x)`; a single name is."""
     listed = [name.strip() for name in names.strip("()").split(",")]
     return not names.startswith("(") or listed == sorted(listed)
 

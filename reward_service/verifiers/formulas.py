@@ -1,4 +1,4 @@
-"""Whether two formulas in LaTeX have the same value: read into sympy's terms, then computed and compared.
+"""Equality of two formulas in LaTeX by value: read into sympy's terms, then computed and compared.
 
 Rational numbers are compared exactly. Other numbers are computed with more and more digits until they differ
 or until no more digits can tell them apart. Formulas with unknowns are the same when they have the same value
@@ -137,7 +137,8 @@ def _cross_product(match: re.Match[str]) -> str:
 
 
 def _bounded(formula: Any) -> bool:
-    """Whether computing the formula stays small: no huge number, tree, or product that is multiplied out."""
+    """Return whether computing the formula stays small: no huge number, tree, or product that is multiplied
+    out."""
     import sympy
 
     for count, node in enumerate(sympy.preorder_traversal(formula)):
@@ -258,7 +259,7 @@ def _all_same(wanted: Iterable[Any], given: Iterable[Any], tolerance: Fraction) 
 
 
 def _same_relation(wanted: Any, given: Any, tolerance: Fraction) -> bool:
-    """Whether one relation is the other times a number, which for an inequality is positive."""
+    """Return whether one relation is the other times a number, which for an inequality is positive."""
     import sympy
 
     left, right = wanted.lhs - wanted.rhs, given.lhs - given.rhs
@@ -285,7 +286,7 @@ FEWEST_POINTS = 3
 
 
 def _same_value(wanted: Any, given: Any, tolerance: Fraction) -> bool:
-    """Whether two expressions have the same value wherever both are defined."""
+    """Return whether two expressions have the same value wherever both are defined."""
     import sympy
 
     decimal = wanted.has(sympy.Float) or given.has(sympy.Float)
@@ -345,8 +346,8 @@ def _points(unknowns: int) -> Iterator[list[Any]]:
 
 
 def _agree(wanted: Any, given: Any, point: dict[Any, Any], slack: Fraction = Fraction(0)) -> bool | None:
-    """Whether both have the same value at a point; None where one of them is not defined, or not real, or too
-    large to be computed."""
+    """Return whether both have the same value at a point; None where one of them is not defined, or not
+    real, or too large to be computed."""
     import sympy
 
     unknown = max((int(abs(value)).bit_length() for value in point.values()), default=0)
@@ -381,7 +382,7 @@ def _value(formula: Any, point: dict[Any, Any], digits: int) -> Any:
 
 
 def _defined(formula: Any, point: dict[Any, Any]) -> bool:
-    """Whether no root and no logarithm of a negative number is taken on the way."""
+    """Return whether no root and no logarithm of a negative number is taken on the way."""
     import sympy
 
     taken = (

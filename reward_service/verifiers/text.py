@@ -138,7 +138,7 @@ class FormatTagsArguments(Section):
     empty: bool = False
     """Whether a tag may hold nothing."""
     opened_by_prompt: bool = False
-    """Whether the prompt ends with the first tag. A prompt that is given shows it itself."""
+    """True where the prompt ends with the first tag. A prompt that is given shows it itself."""
     partial: bool = False
     """Whether the score is the share of the tags that are there."""
 

@@ -225,8 +225,8 @@ def said_maths(sentence: str) -> str:
 
 
 def one_bracket(text: str, opening: str = "(", ending: str = ")") -> bool:
-    """Whether the bracket that opens the text is closed by its last character. Any of `opening` may be closed
-    by any of `ending`, as in half-open intervals."""
+    """Return whether the bracket that opens the text is closed by its last character. Any of `opening` may be
+    closed by any of `ending`, as in half-open intervals."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character in opening) - (character in ending)
@@ -362,8 +362,8 @@ def _measured(text: str) -> Quantity:
 
 
 def _names_a_unit(words: str) -> bool:
-    """Whether `words` are units that we know, or name things. No other letters may be dropped: they are
-    variables, constants, a list, a count, or a hint that another answer may be right."""
+    """Return whether `words` are units that we know, or name things. No other letters may be dropped: they
+    are variables, constants, a list, a count, or a hint that another answer may be right."""
     if any(unicodedata.numeric(sign, None) is not None or sign in NO_UNIT for sign in words) or hedged(words):
         return False
     if unit_of(words).kind:
@@ -376,7 +376,8 @@ def _names_a_unit(words: str) -> bool:
 
 
 def _is_a_thing(word: str) -> bool:
-    """Whether letters are a word of a language, and no product of variables as `abc`, `xyz` and `pqr`."""
+    """Return whether letters are a word of a language, and no product of variables as `abc`, `xyz` and
+    `pqr`."""
     spoken = THING.fullmatch(word) or not word.isascii()
     product = len(word) <= 4 and {*word} <= VARIABLES
     return bool(spoken) and not product and word.lower() not in NAMES_IN_MATHS
@@ -414,7 +415,7 @@ def number(text: str) -> Fraction | None:
 
 
 def is_decimal(text: str) -> bool:
-    """Whether it was written with a decimal point or an exponent, and so may have been rounded."""
+    """Return whether it was written with a decimal point or an exponent, and so may have been rounded."""
     return "." in text or "e" in text.lower()
 
 

@@ -1,4 +1,4 @@
-"""Where answers end, what of their tokens is text, and what of the text was thought."""
+"""Ends of answers, the text of their tokens, and the thoughts in it."""
 
 from __future__ import annotations
 

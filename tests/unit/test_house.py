@@ -113,7 +113,7 @@ def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None
 
 
 OF_OTHER_ENVIRONMENTS = {"sglang", "vllm", "trl", "datasets", "reverb"}
-"""What runs inside the servers' environments, or is compared with, and is in no environment of ours."""
+"""Packages of the servers' environments, or compared with, that are in no environment of ours."""
 BESIDE = ("tests", "benchmarks", "examples", "recipes", "deploy")
 SOURCES = {path.stem for folder in BESIDE for path in (ROOT / folder).rglob("*.py")} | {*PACKAGES, *BESIDE}
 

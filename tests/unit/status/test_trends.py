@@ -1,4 +1,4 @@
-"""When training and held-out reward part."""
+"""Training and held-out reward that part."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_what_was_cut_off_is_overlong_and_unknown_lengths_are_an_error():
 
 @verifier(NoArguments)
 def fragile(given, _):
-    """As a parser that was not made for what a model writes."""
+    """Fail as a parser that was not made for what a model writes."""
     if given.ground_truth == "unreadable":
         raise ValueError("the ground truth cannot be read")
     return float(len(json.loads(given.response[1:]))) if given.response.startswith("!") else 0.5
