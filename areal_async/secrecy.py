@@ -14,7 +14,7 @@ HIDDEN = "…"
 """Text that is shown in the place of one that may be a secret."""
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|cookie|bearer|signature|session|private|token(?!s)|apikey|"
-    r"(?<![a-z])(auth[a-z]*|pass|pwd|pat|dsn|keys?|certs?|otp|pin|logins?|headers?|env)(?![a-z])",
+    r"(?<![a-z])(auth[a-z]*|pass|pwd|pat|dsn|sig|keys?|certs?|otp|pin|logins?|headers?|env)(?![a-z])",
     re.IGNORECASE,
 )
 _SECRET_TEXT = re.compile(
@@ -22,7 +22,8 @@ _SECRET_TEXT = re.compile(
     r"(?<![\w/.+-])(?=[\w+=-]*[0-9])(?=[\w+=-]*[A-Za-z])[\w+=-]{32,}(?![\w/.+-])",
     re.IGNORECASE,
 )
-_LOGIN = re.compile(r"(?<=://)[^/?#\s@]*@")
+_LOGIN = re.compile(r"(?<=://)[^/?#\s\"]*@")  # up to the last @: a password may hold one
+_IN_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"]+)")
 
 
 def is_secret(name: str, value: object) -> bool:
@@ -32,8 +33,11 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def without_logins(text: str) -> str:
-    """The text, without the user and password in each of its URLs."""
-    return _LOGIN.sub(f"{HIDDEN}@", text) if "://" in text and "@" in text else text
+    """The text, without user, password and what else may be a secret in each of its URLs."""
+    if "://" not in text:
+        return text
+    text = _LOGIN.sub(f"{HIDDEN}@", text) if "@" in text else text
+    return _IN_QUERY.sub(lambda each: f"{each[1]}={HIDDEN}" if is_secret(each[1], each[2]) else each[0], text)
 
 
 def shown(content: Mapping[str, Any], section: Any) -> dict[str, Any]:

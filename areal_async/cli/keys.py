@@ -60,7 +60,7 @@ Hosts = Annotated[list[str], typer.Argument(metavar="HOST...", help="As in `keys
 Made = Annotated[Path, typer.Option("--in", metavar="DIR", help="Folder that `keys init` made.")]
 
 keys = typer.Typer(
-    help="Make and revoke what the hosts of a cluster know each other by.", no_args_is_help=True
+    help="Generate and revoke TLS certificates and tokens for the hosts of a cluster.", no_args_is_help=True
 )
 
 

@@ -54,10 +54,54 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
 """Name of a command in other programs → its name here."""
+PANELS = {
+    "Start": (
+        "quickstart",
+        "init",
+        "data",
+        "reward",
+        "doctor",
+        "objectives",
+        "validate",
+        "config",
+        "plan",
+        "simulate",
+    ),
+    "Train": ("run", "resume", "pause", "stop", "scale", "drain"),
+    "Look": (
+        "status",
+        "logs",
+        "view",
+        "compare",
+        "advise",
+        "evaluate",
+        "generate",
+        "export",
+        "buffer",
+        "dashboards",
+    ),
+    "Cluster": ("up", "down", "submit", "ps", "top", "keys"),
+}
+"""The commands in the order of use, under the headings of the help."""
+PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    """The parameters, with no type of value in the help of flags, which take none."""
+    for option in parameters:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return parameters
 
 
 class CommandGroup(TyperGroup):
-    """The commands, found also by the names that other programs have for them."""
+    """The commands in the order of use, found also by the names that other programs have for them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(PANEL_OF)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
@@ -65,12 +109,10 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command whose help shows no type of value for flags, which take none."""
-        found = super().get_command(ctx, cmd_name)
-        for each in [] if found is None else [found, *getattr(found, "commands", {}).values()]:
-            for option in each.get_params(ctx):
-                if getattr(option, "is_flag", False):
-                    option.metavar = ""
+        if (found := super().get_command(ctx, cmd_name)) is not None:
+            found.rich_help_panel = PANEL_OF[cmd_name]  # type: ignore[attr-defined]
+            for each in (found, *getattr(found, "commands", {}).values()):
+                _without_types(each.get_params(ctx))
         return found
 
 
@@ -151,6 +193,9 @@ def run(
     plain: Plain = False,
     cluster: Cluster = None,
     inline: Inline = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the job and this machine, and start nothing.")
+    ] = False,
     as_json: Summary = False,
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
@@ -162,6 +207,14 @@ def run(
         job = load_job(job_file, overrides or ())
         with progress("checking the job"):
             found = check_contents(job, source=str(job_file))
+        if dry_run:
+            from areal_async.config.cluster import load_cluster
+            from areal_async.launch.run import check_start
+
+            check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
+            print_warnings(job, found)
+            show({"job": job.job, "starts": False}, f"{job_file} can run here; nothing was started", as_json)
+            return
         _run(job, cluster, plain, as_json, inline, found, overwrite=overwrite)
 
 

@@ -68,6 +68,7 @@ OF_EACH: dict[str, tuple[str, ...]] = {
 MOST_POLICIES = 64
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
 """Fields and sections that the trainer's memory depends on, each with a dot behind it."""
+TOO_NESTED = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
 
 
 def load_job(
@@ -96,8 +97,7 @@ def job_from_mapping(
 ) -> JobConfig:
     """`load_job` for a job that is already a mapping; `source` names it in errors."""
     if (where := too_nested(content)) is not None:
-        problem = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
-        raise ConfigError(source, [Mistake(where, problem, "Flatten it")])
+        raise ConfigError(source, [Mistake(where, TOO_NESTED, "Flatten it")])
     if (where := half_character(content)) is not None:
         problem = "it has half of a surrogate pair, which no file can hold"
         raise ConfigError(source, [Mistake(where, problem, "Write the whole character")])
@@ -181,6 +181,8 @@ def overrides_of(given: Overrides) -> list[str]:
     names and keeps the others of their section. Raises `ConfigError` for what is none."""
     if isinstance(given, str):
         return [given]
+    if isinstance(given, Mapping) and (where := too_nested(given)) is not None:
+        raise ConfigError("the overrides", [Mistake(where, TOO_NESTED, "Flatten it")])
     try:
         if isinstance(given, Mapping):
             return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in _fields(given)]
@@ -211,6 +213,10 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[M
         if not equals or not all(names):
             fix = "Write it as key=value, for example buffer.max_staleness=4"
             mistakes.append(Mistake(override, "this override is not key=value", fix))
+            continue
+        if len(names) > MOST_LEVELS:
+            fix = "Write a shorter key: no field of a job lies so deep"
+            mistakes.append(Mistake(".".join(names[:4]), f"the key has {len(names)} parts", fix))
             continue
         try:
             value = parse_yaml(text)

@@ -164,7 +164,7 @@ class HomeFilesServer:
         self._roots = _roots(job)
         self._listings: dict[_Root, dict[str, _Served]] = {}
         for folder in code_folders(job):
-            if Path.home().is_relative_to(folder.resolve()):
+            if Path.home().resolve().is_relative_to(folder.resolve()):
                 raise RunError(
                     f"a part of the job lies in {folder}, and the files beside a part travel to other hosts: "
                     "move the part into a folder of its own"

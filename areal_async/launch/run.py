@@ -90,6 +90,25 @@ class RunResult:
     summary: dict[str, Any]
 
 
+def check_start(
+    job: JobConfig,
+    *,
+    modules: Mapping[Role, str] = MODULES,
+    cluster: ClusterConfig | None = None,
+    inline: bool = False,
+) -> None:
+    """Raise `ConfigError` with every reason why this machine, or the cluster, cannot run `job` as it is."""
+    if inline:
+        check_inline(job, cluster, source=f"job {job.job}")
+    if cluster is not None and cluster.launcher == "ray":
+        check_for_cluster(job, source=f"job {job.job}")
+        return
+    here = with_channel(job, several_hosts=bool(job.placement.pretend))
+    for view in here.views.values():
+        materialise(view, source=f"job {job.job}")
+        check_machine(view, services_of(job, modules), source=f"job {job.job}")
+
+
 def run_job(
     job: JobConfig,
     *,
@@ -111,16 +130,9 @@ def run_job(
     """
     console = console or RunConsole()
     raise_file_limit()
-    if inline:
-        check_inline(job, cluster, source=f"job {job.job}")
+    check_start(job, modules=modules, cluster=cluster, inline=inline)
     if cluster is not None and cluster.launcher == "ray":
-        check_for_cluster(job, source=f"job {job.job}")
         job = on_any_ports(job)
-    else:
-        here = with_channel(job, several_hosts=bool(job.placement.pretend))
-        for view in here.views.values():
-            materialise(view, source=f"job {job.job}")
-            check_machine(view, services_of(job, modules), source=f"job {job.job}")
     folders = claim_folders(job, overwrite=overwrite, resume=resume)
     try:
         with (

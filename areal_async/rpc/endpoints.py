@@ -42,10 +42,10 @@ HEARTBEAT_TIMEOUT_MS = 60_000
 HANDSHAKE_MS = 10_000  # A connection that has not shown the secret after this time is closed
 BACKLOG = 512
 MOST_STRANGERS = 256
-SHOWN_BYTES = 512
-"""Whoever has sent so many bytes has shown a key: greeting, hello and proof by CURVE are at least 567, and
-libzmq closes the connection of whoever sends anything else."""
-_RECEIVED = struct.Struct("=128xQ")  # Linux' `struct tcp_info` up to `tcpi_bytes_received`
+LET_IN_BYTES = 270
+"""Whoever has taken so many bytes of ours has shown a key: by CURVE greeting and welcome are 234, an error 12
+more, and a ready, which only follows a proof, at least 54 more. What a peer sends itself proves nothing."""
+_TAKEN = struct.Struct("=120xQ")  # Linux' `struct tcp_info` up to `tcpi_bytes_acked`
 _EVENT = struct.Struct("=hi")
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_FRAMES_BEFORE = 6
@@ -242,7 +242,7 @@ class StrangerLimit:
     """Closes connections to `sock`, whose `context` it shares, that are too many and have shown no key.
 
     libzmq accepts whoever comes and gives each `HANDSHAKE_MS`: without a limit those who only connect could
-    take every descriptor of the process. It says which descriptors it opens and closes; how much came over
+    take every descriptor of the process. It says which descriptors it opens and closes; how much went over
     one tells the kernel. Begins before `sock` is bound; a path on this host needs no limit, since only its
     owner reaches it."""
 
@@ -281,10 +281,10 @@ class StrangerLimit:
             with suppress(OSError):  # It was closed meanwhile, or is something else by now
                 connection = socket.socket(fileno=fd)
                 try:
-                    (received,) = _RECEIVED.unpack_from(
-                        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+                    (taken,) = _TAKEN.unpack_from(
+                        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TAKEN.size)
                     )
-                    if received < SHOWN_BYTES and str(connection.getsockname()[1]) == port:
+                    if taken < LET_IN_BYTES and str(connection.getsockname()[1]) == port:
                         if len(self._strangers) <= self._most:
                             continue
                         connection.shutdown(socket.SHUT_RDWR)

@@ -16,7 +16,7 @@ from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError
 from rollout_service.gateway.requests import GatewayError
 from rollout_service.workflows import Context, EpisodeAborted, TurnError, WorkflowError
-from rollout_service.workflows.tools import CallsBusy
+from rollout_service.workflows.tools import CallsBusy, contained
 
 T = TypeVar("T")
 log = get_logger("rollout")
@@ -88,7 +88,7 @@ async def run_episode(
     what is no error of ours, for a debugger."""
     builder = ctx.builder
     try:
-        await within(limit_s, work)
+        await within(limit_s, contained(work))
         return _packed(builder)
     except Exception as error:
         own_code = debug and not isinstance(error, ArealError)

@@ -16,7 +16,7 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
 
@@ -93,6 +93,20 @@ class BlockingCalls:
             if outcome.done() and not outcome.cancelled():
                 return outcome.result()  # it came with the deadline, or raised this itself
             raise CallTimeout(f"not back within {timeout_s:g} s") from None
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Await the user's `work`. An exception of its own that would end this process, or cancel a task that
+    nobody cancelled, becomes a RuntimeError: an answer could bring it about."""
+    task = asyncio.current_task()
+    try:
+        return await work
+    except (Exception, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as raised:
+        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"{type(raised).__name__}: {raised}") from raised
 
 
 BUILT_IN: dict[str, str] = {}
@@ -197,7 +211,7 @@ async def run_tool(
         return ToolAnswer("", f"there is no tool {name!r:.100}. There are: {', '.join(tools)}")
     given, named = ((arguments,), {}) if isinstance(arguments, str) else ((), dict(arguments))
     try:
-        result = await _call(called, given, named, blocking, timeout_s)
+        result = await contained(_call(called, given, named, blocking, timeout_s))
         answer = ToolAnswer(cut(result if isinstance(result, str) else _as_text(result), output_chars))
         outcome = "ok"
     except (CallTimeout, TimeoutError) as error:

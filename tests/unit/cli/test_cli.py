@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 import areal_async
 from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import examine
-from areal_async.cli.main import app
+from areal_async.cli.main import PANEL_OF, app
 from areal_async.cli.tools import readable_errors
 from areal_async.config.load import dump_job, load_job
 from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
@@ -68,6 +69,28 @@ def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch
         assert ran == []
         resolved = yaml.safe_load(result.stdout)
         assert (resolved["rollout"]["workers"], resolved["model"]) == (16, str(job_file.parent / "model"))
+
+
+def test_commands_stand_in_the_help_in_the_order_of_use():
+    assert sorted(PANEL_OF) == sorted(typer.main.get_group(app).commands)
+    said = call("--help").output
+    places = [said.index(f"─ {panel} ─") for panel in ("Start", "Train", "Look", "Cluster")]
+    assert places == sorted(places)
+    assert "─ Commands ─" not in said
+
+
+def test_a_dry_run_makes_the_checks_of_a_run_and_starts_nothing(job_file, monkeypatch):
+    monkeypatch.setattr("areal_async.launch.run.claim_folders", None)
+    result = call("run", job_file, "rollout.workers=16", "--dry-run", "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, {"job": "sums", "starts": False})
+    assert "warning: buffer.max_staleness" in result.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = call("run", job_file, f"observe.metrics_port={taken.getsockname()[1]}", "--dry-run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "observe.metrics_port: port" in result.stderr
+    for mistake in ("tasks.train=none.jsonl", "buffer.max_stale=1"):
+        assert call("run", job_file, mistake, "--dry-run").exit_code == 2
+    assert not (job_file.parent / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
@@ -183,10 +206,10 @@ def test_scale_and_drain_say_so_where_nothing_runs(tmp_path):
     assert call("scale", tmp_path, "--workers", 0).exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [("run",), ("data", "prepare"), ("compare",), ("resume",)])
+@pytest.mark.parametrize("arguments", [(), ("run",), ("data", "prepare"), ("compare",), ("keys", "add")])
 def test_help_shows_no_type_for_flags(arguments):
     said = call(*arguments, "--help").output
-    assert "--json" in said
+    assert "--help" in said
     assert "<bool>" not in said
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from areal_async.config.base import Section
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
-from areal_async.config.load import job_from_mapping, load_job
+from areal_async.config.load import job_from_mapping, load_job, overrides_of
 from areal_async.config.reward import RouteSection
 from areal_async.config.yamlfile import MOST_LEVELS, too_nested
 from areal_async.registry import REWARDS, WORKFLOWS
@@ -93,6 +93,18 @@ def test_a_nested_job_file_or_override_ends_in_a_sentence_that_names_the_field(f
     said = only_mistake(folder)
     assert "reward.args.rules" in said
     assert "nested more than 32 levels deep" in said
+
+
+@pytest.mark.parametrize("depth", [MOST_LEVELS, 500, 100_000])
+def test_a_key_of_very_many_parts_is_refused(folder, depth):
+    said = only_mistake(folder, f"reward.{'args.' * depth}rules=1")
+    assert f"reward.args.args.args: the key has {depth + 2} parts" in said
+    assert len(said) < 1_000
+    deep: Any = {"args": 1}
+    for _ in range(depth):
+        deep = {"args": deep}
+    with pytest.raises(ConfigError, match=r"args\.args.*nested more than"):
+        overrides_of(deep)
 
 
 def test_a_job_given_as_values_may_not_be_nested_either():

@@ -180,6 +180,9 @@ async def agent(session, task):
     [
         ("raise RuntimeError('no idea')", "RuntimeError: no idea"),
         ("json.loads('{')", "JSONDecodeError"),
+        ("raise SystemExit('no such option')", "SystemExit: no such option"),
+        ("raise asyncio.CancelledError", "CancelledError"),
+        ("raise type('Odd', (BaseException,), {})('x')", "Odd: x"),
         ("return 'x' * (40 << 20)", "SizeError"),
         ("return chr(0xd800)", "CodecError"),
         ("raise InfrastructureFault('the search is down')", None),

@@ -89,11 +89,19 @@ def test_whatever_a_tool_raises_is_an_answer() -> None:
     async def breaks(text: str) -> str:
         raise KeyError("no")
 
+    async def leaves(text: str) -> str:
+        raise SystemExit(text)
+
+    async def cancels(text: str) -> str:
+        raise asyncio.CancelledError
+
     assert "division by zero" in call("calc", "1/0").error
     assert "There are: calc" in call("oven", "12").error
     assert "SystemExit: 3" in call(ends).error
     assert "StopIteration" in call(stops).error
     assert call(breaks).error == "KeyError: 'no'"
+    assert "SystemExit: x" in call(leaves).error
+    assert "CancelledError" in call(cancels).error
     assert "TypeError" in call(ends, {"wrong": 1}).error
 
 

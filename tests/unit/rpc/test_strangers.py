@@ -102,9 +102,10 @@ HELLO = command(b"HELLO", b"\1\0" + bytes(72) + bytes(32) + bytes(8) + bytes(80)
 
 @pytest.mark.parametrize(
     "said",
-    [b"", greeting(b"CURVE")[:5], greeting(b"CURVE"), greeting(b"CURVE") + HELLO[:50], b"GET / HTTP/1.1"],
-    ids=["nothing", "half a greeting", "a greeting", "half a hello", "a request"],
-)
+    [b"", greeting(b"CURVE")[:5], greeting(b"CURVE"), greeting(b"CURVE") + HELLO[:50], b"GET / HTTP/1.1",
+     greeting(b"CURVE") + b"\x06" + struct.pack(">Q", 60_000) + bytes(3000)],
+    ids=["nothing", "half a greeting", "a greeting", "half a hello", "a request", "part of a long frame"],
+)  # fmt: skip
 async def test_nothing_is_unbounded_strangers_who_only_connect_make_room_for_each_other(monkeypatch, said):
     monkeypatch.setattr(endpoints, "MOST_STRANGERS", 20)
     monkeypatch.setattr(endpoints, "HANDSHAKE_MS", 600_000)

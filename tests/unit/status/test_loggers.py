@@ -380,7 +380,9 @@ def test_a_log_line_holds_no_login_and_no_secret_field():
         said = ValueError("cannot reach redis://front:hush@h:1/0")
         get_logger("t").warning("told https://me:hush@host/x", url="https://:hush@h", cookie="hush", tokens=7)
         get_logger("t").warning("failed", error=str(said))
+        get_logger("t").warning("no redis://:hu@hush@h/0?db=7&password=hush", at="s3://b/x?sig=hush&n=1")
     finally:
         logging.getLogger().handlers[:] = before
     assert "hush" not in stream.getvalue()
     assert '"tokens":7' in stream.getvalue()
+    assert "redis://…@h/0?db=7&password=…" in stream.getvalue()

@@ -202,10 +202,12 @@ async def test_links_of_a_model_are_refused_by_name_but_for_those_of_the_hub_s_c
             (cached / "extra").unlink()
 
 
-@pytest.mark.parametrize("above", ["", ".."])
-def test_a_part_in_the_home_folder_itself_does_not_travel(named, run_dir, monkeypatch, above):
-    code = named.model.parent / "code"
-    monkeypatch.setenv("HOME", str(code / "home" if above else code))
+@pytest.mark.parametrize("below", ["code", "code/home", "link", "link/home"])
+def test_a_part_in_the_home_folder_itself_does_not_travel(named, run_dir, monkeypatch, below):
+    data = named.model.parent
+    (data / "code" / "home").mkdir()
+    (data / "link").symlink_to("code")
+    monkeypatch.setenv("HOME", str(data / below))
     with pytest.raises(RunError, match="move the part into a folder of its own"):
         HomeFilesServer(run_dir, named)
 
