@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from preparing import prepare_command, task_row, write_tasks
 
-N_TRAIN, N_HELD_OUT = 2000, 128
-SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+N_TRAIN, N_HELD_OUT = 128, 48
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def write_model(out: Path) -> None:
@@ -50,7 +50,7 @@ def prepare(out: Path, seed: int) -> None:
         write_model(out / "model")
     known: dict[str, str] = {}
     for entry in reasoning_gym.create_dataset(
-        "chain_sum", size=2 * (N_TRAIN + N_HELD_OUT), seed=seed, **SUMS
+        "chain_sum", size=20 * (N_TRAIN + N_HELD_OUT), seed=seed, **SUMS
     ):
         known.setdefault(entry["question"], entry["answer"])
     rows = [
