@@ -91,6 +91,12 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def pinned(folder: Path) -> set[str]:
+    """Return `name==version` of each pin in `constraints.txt`."""
+    pins = (line.partition("==") for line in (folder / "constraints.txt").read_text().split())
+    return {f"{canonical(name)}=={version}" for name, _, version in pins}
+
+
 def report(python: Path, *arguments: str) -> Iterator[tuple[str, str, str]]:
     """Yield (`name==version`, file name, sha256) of each file that pip would download.
 
@@ -145,13 +151,10 @@ def write_hashes() -> None:
         for below in dict.fromkeys(folder for folder, _ in SETS.values()):
             lines = collect(python, below)
             (ROOT / below / "hashes.txt").write_text("".join(f"{line}\n" for line in lines))
-            pins = {canonical(pin) for pin in (ROOT / below / "constraints.txt").read_text().split()}
+            pins = pinned(ROOT / below)
+            found = [line.split()[0] for line in lines]
             # A pin without a local version takes every build of its version.
-            missing = [
-                pin
-                for pin in (line.split()[0] for line in lines)
-                if not pins & {canonical(pin), canonical(pin.partition("+")[0])}
-            ]
+            missing = [pin for pin in found if not pins & {pin, pin.partition("+")[0]}]
             if missing:
                 sys.exit(f"{below}/constraints.txt lacks {' '.join(missing)}: add them and try again")
 

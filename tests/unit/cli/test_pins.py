@@ -20,7 +20,7 @@ spec = importlib.util.spec_from_file_location("pins", SCRIPT)
 pins = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pins)
 FOLDERS = sorted({folder for folder, _ in pins.SETS.values()})
-ELSEWHERE = {"colorama", "tzdata"}
+ELSEWHERE = {"tzdata"}
 """Pins that only other platforms need."""
 LINE = re.compile(r"([a-z0-9-]+==\S+)((?: --hash=sha256:[0-9a-f]{64})+)  #((?: [a-z0-9-]+)+)")
 
@@ -33,11 +33,9 @@ def test_each_pin_has_a_hash_and_nothing_else_has(folder):
     assert lines == sorted(lines, key=lambda line: line.split()[0])
     sets = {name for found in parts for name in found[3].split()}
     assert sets == {name for name, (below, _) in pins.SETS.items() if below == folder}
-    constraints = (ROOT / folder / "constraints.txt").read_text().split()
-    pinned = {pins.canonical(pin) for pin in constraints if pin.partition("==")[0] not in ELSEWHERE}
-    public = {pin for pin in pinned if "+" not in pin}
-    hashed = {short if (short := found[1].partition("+")[0]) in public else found[1] for found in parts}
-    assert hashed - {pin for pin in hashed if pin.partition("==")[0] in ELSEWHERE} == pinned
+    pinned = {pin for pin in pins.pinned(ROOT / folder) if pin.partition("==")[0] not in ELSEWHERE}
+    hashed = {pin if (pin := found[1]) in pinned else pin.partition("+")[0] for found in parts}
+    assert hashed == pinned
 
 
 @pytest.mark.parametrize("name", ["dev", "light", "sglang", "vllm"])
