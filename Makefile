@@ -30,7 +30,7 @@ help:
 	@echo "make wheelhouse        collect wheels for a machine without a network (PYTHON_VERSION=3.12 for another Python)"
 	@echo "make wheelhouse-check  try those wheels in an environment that has torch and transformers alone"
 	@echo "make images-check      do what the light image does, in a folder of its own (2 GB, some minutes)"
-	@echo "make hashes            write hashes.txt anew after a change of constraints.txt (half an hour of downloads)"
+	@echo "make hashes            write hashes.txt anew after a change of constraints.txt (some ten minutes)"
 	@echo "make clean             remove the environment and caches; runs/ and $(ENGINES)/ stay"
 
 $(STAMP): pyproject.toml constraints.txt hashes.txt
