@@ -64,6 +64,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Remove sockets and shared memory of runs that this process claimed and did not release."""
+    from areal_async.launch.folders import OWNER, Owner
+
+    for root in (Path("/tmp"), Path("/dev/shm")):
+        for owner in root.glob(f"areal-{os.getuid()}-*/{OWNER}"):
+            if (held := Owner.read(owner)) is not None and held.pid == os.getpid():
+                shutil.rmtree(owner.parent)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine function on an event loop of its own."""
