@@ -42,6 +42,7 @@ def test_a_supervisor_that_is_killed_loses_nothing_that_was_acknowledged_elsewhe
             job.start("resume")
         assert job.process.wait(600) == 0, job.output.read_text()[-4000:]
         run_dir = hosts.copy_out("runs/sup", tmp_path / "back")
+    assert job.output.read_text().count("the buffer's files came from") == 2
     verdict = judged(run_dir, load_job(job_file))
     assert verdict.violations == []
     assert verdict.figures["lost_episodes"] == 0

@@ -101,7 +101,7 @@ class NodeFiles:
             if part == "events":
                 return append_rest(self._run_dir, part, pull)
             if found := fetch_buffer(self._run_dir, pull):
-                log.info("the buffer's files came from their node", address=address)
+                self._tell(f"the buffer's files came from {address}, where the run before had left them")
                 ray.get(actor.remove_left.remote(), timeout=REMOVE_S)
             return found
         except (RayError, NotBeneath) as error:
