@@ -22,7 +22,7 @@ from areal_async.runtime.group import LATE, LATE_START, OUT_OF_MEMORY, SILENT
 from areal_async.runtime.process import exit_text
 from areal_async.status.aggregator import Progress
 from areal_async.status.record import held_out_name, lives_of
-from areal_async.status.trends import EDGE_STEPS
+from areal_async.status.trends import edge_of
 
 TAIL_BYTES = 16_384
 TAIL_LINES = 6
@@ -187,8 +187,8 @@ def summarise(
         "training_s": None if train_s is None else round(train_s, 2),
         "steps_per_s": _ratio(done, train_s),
         "tokens": tokens,
-        "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
-        "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
+        "reward_first": _mean(steps[: edge_of(len(steps))], "reward_mean"),
+        "reward_last": _mean(steps[-edge_of(len(steps)) :], "reward_mean"),
         "updates": _sum(steps, "updates"),
         "updates_planned": _sum(steps, "updates_planned"),
         "updates_left_out": next((step["skipped"] for step in steps[::-1] if step.get("skipped")), ""),
@@ -253,8 +253,8 @@ def _beside(
             "max_staleness_bound": view.buffer.max_staleness,
             "max_staleness_seen": own.max_staleness_seen if own is not None else None,
             "episodes_trained": own.episodes_trained if own is not None else None,
-            "reward_first": _mean(steps[:EDGE_STEPS], "reward_mean"),
-            "reward_last": _mean(steps[-EDGE_STEPS:], "reward_mean"),
+            "reward_first": _mean(steps[: edge_of(len(steps))], "reward_mean"),
+            "reward_last": _mean(steps[-edge_of(len(steps)) :], "reward_mean"),
         }
     return {"policies": figures} if figures else {}
 

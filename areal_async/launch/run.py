@@ -428,8 +428,13 @@ def print_closing(console: Console, job: JobConfig, result: RunResult) -> None:
         if summary["trainer_busy"] is not None and summary["rollout_busy"] is not None:
             busy = f"trainer {summary['trainer_busy']:.0%}, rollout {summary['rollout_busy']:.0%}"
             rows.append(("busy", busy))
+        dropped = summary["episodes_dropped"]
+        told = "how many were dropped is not known: the buffer did not answer at the end"
         rows.append(
-            ("episodes", f"{summary['episodes_trained']} trained, {summary['episodes_dropped']} dropped")
+            (
+                "episodes",
+                f"{summary['episodes_trained']} trained, {told if dropped is None else f'{dropped} dropped'}",
+            )
         )
         if lost := DropReport.of(summary["transitions"] or {}).text:
             rows.append(("dropped", lost))

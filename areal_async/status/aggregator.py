@@ -17,7 +17,7 @@ from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
-from areal_async.status.trends import EDGE_STEPS, HeldOut, reward_warning
+from areal_async.status.trends import EDGE_STEPS, HeldOut, edge_of, reward_warning
 from areal_async.status.watchdog import SILENT_S, Facts, Stall, find_stall
 
 RECENT_STEPS = 20
@@ -83,6 +83,7 @@ class Progress:
         self.self_check = ""
         self.rewards: deque[float] = deque(maxlen=EDGE_STEPS)
         self._rewards_first: list[float] = []
+        self._rewarded = 0  # Steps with a reward
         self.first: tuple[int, float] | None = None
         """The earliest evaluation: version and accuracy."""
         self.last: tuple[int, float] | None = None
@@ -110,6 +111,7 @@ class Progress:
                 self._times.append((record.done, record.time_s))
             if record.reward_mean is not None:
                 self.rewards.append(record.reward_mean)
+                self._rewarded += 1
                 if len(self._rewards_first) < EDGE_STEPS:
                     self._rewards_first.append(record.reward_mean)
             if record.staleness_max is not None:
@@ -126,9 +128,10 @@ class Progress:
         """A sentence where training reward rises and held-out reward falls; empty where not."""
         if not (self.first and self.last and self._interval_first and self.interval):
             return ""
+        edge = edge_of(self._rewarded)
         return reward_warning(
-            self._rewards_first,
-            self.rewards,
+            self._rewards_first[:edge],
+            list(self.rewards)[-edge:],
             HeldOut(self.first[1], *self._interval_first),
             HeldOut(self.last[1], *self.interval),
         )

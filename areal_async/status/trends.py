@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
-EDGE_STEPS = 10  # Steps that the first and the last reward are the mean of
+EDGE_STEPS = 10  # Most steps that the first and the last reward are the mean of
 LEVEL_Z = 1.96  # Half of a 95 % interval, in standard errors
 
 
@@ -18,6 +18,12 @@ class HeldOut(NamedTuple):
     high: float
 
 
+def edge_of(steps: int) -> int:
+    """Return of how many steps the first and the last reward of a run are the means. Of fewer than twice
+    `EDGE_STEPS`, each is that of one half, so that no step counts in both."""
+    return max(1, min(EDGE_STEPS, steps // 2))
+
+
 def reward_warning(
     rewards_first: Sequence[float], rewards_last: Sequence[float], first: HeldOut | None, last: HeldOut | None
 ) -> str:
@@ -25,7 +31,7 @@ def reward_warning(
     error of the difference; else an empty text.
 
     `rewards_first` and `rewards_last` are mean rewards of the batches of the first and of the last
-    `EDGE_STEPS` steps. Fewer than two of each, or an evaluation without an interval, say nothing."""
+    steps (`edge_of`). Fewer than two of each, or an evaluation without an interval, say nothing."""
     if first is None or last is None or min(len(rewards_first), len(rewards_last)) < 2:
         return ""
     rise = _mean(rewards_last) - _mean(rewards_first)

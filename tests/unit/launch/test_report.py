@@ -150,6 +150,9 @@ def test_a_summary_covers_all_lives_of_a_run(job):
     assert (summary["accuracy_start"], summary["accuracy_end"]) == (0.2, 0.7)
     assert summary["held_out"] == "mean reward"
     assert summary["reward_first"] < summary["reward_last"]
+    early = summarise(job, records[:5], buffer=STATS)  # three steps of it: one, one between, one
+    firsts = [record["reward_mean"] for record in records[2:5]]
+    assert (early["reward_first"], early["reward_last"]) == pytest.approx((firsts[0], firsts[2]), abs=1e-4)
 
 
 def test_the_paragraph_names_service_status_words_and_log(tmp_path):
