@@ -15,6 +15,7 @@ import recipe_runs
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.config.advice import advise
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
 from areal_async.config.yamlfile import dump_yaml, read_mapping
@@ -186,3 +187,11 @@ def test_the_commands_for_the_data_make_what_the_jobs_name(name, hub, monkeypatc
         assert {row["ability"] for row in rows["data/train.jsonl"]} == {"code"}
     if name == "dapo-maths":
         assert len(rows["data/held_out.jsonl"]) == 10  # each problem once
+
+
+@pytest.mark.parametrize(
+    "file", sorted(RECIPES.glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}-{file.stem}"
+)
+def test_no_recipe_is_warned_of(file):
+    """Of itself, that is: what its files hold is not looked at, and they need not be there."""
+    assert [str(each) for each in advise(load_job(file, files=False))] == []
