@@ -201,6 +201,7 @@ def _is_known(tokenizer: Any, character: str) -> bool:
     return character.isspace() or bool(tokenizer.decode(ids).strip())
 
 
+LOOKED_AT = 1000  # Most prompts that are tokenised for a warning
 TaskPrompt = tuple[str, Any, Sequence[Any]]
 """Place of a task in its file, its prompt, and the schemas of the tools that its template is given."""
 
@@ -231,22 +232,41 @@ def _answer_tokens(
 def _too_long(
     job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
 ) -> Iterator[Mistake]:
-    """Prompts that leave no room for an answer: each would fail in every worker that gets it."""
-    length = job.rollout.max_model_len
-    # A token is at least one byte, so only long texts have to be tokenised.
-    may_be = [
-        (prompt, tools)
-        for _, prompt, tools in prompts
-        if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= length
-    ]
-    lengths = [count for each in may_be if (count := len(prompt_ids(tokenizer, *each))) >= length]
-    if lengths:
+    """Prompts that leave no room for an answer: each would fail in every worker that gets it. Warn of those
+    that leave less than answers may take, in at most `LOOKED_AT` of the prompts that may be so long."""
+    length, asked = job.rollout.max_model_len, job.rollout.sampling.max_new_tokens
+
+    def lengths(least: int, most_texts: int = sys.maxsize) -> tuple[list[int], int]:
+        # A token is at least one byte, so only long texts have to be tokenised.
+        may_be = [
+            (prompt, tools)
+            for _, prompt, tools in prompts
+            if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= least
+        ]
+        looked_at = may_be[:: -(-len(may_be) // most_texts) or 1]
+        counts = [len(prompt_ids(tokenizer, *each)) for each in looked_at]
+        return [count for count in counts if count >= least], len(looked_at)
+
+    too_long, _ = lengths(length)
+    if too_long:
         yield Mistake(
             field,
-            f"{len(lengths)} of {len(prompts)} prompts in {path} have {length} tokens or more (the longest "
-            f"{max(lengths)}), which leaves no room for an answer in rollout.max_model_len = {length}",
+            f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more (the longest "
+            f"{max(too_long)}), which leaves no room for an answer in rollout.max_model_len = {length}",
             "Raise rollout.max_model_len, or take them out of the file",
             ("rollout.max_model_len",),
+        )
+        return
+    tight, looked_at = lengths(length - asked + 1, LOOKED_AT)
+    if tight:
+        yield Mistake(
+            field,
+            f"{len(tight)} of {looked_at} long prompts looked at in {path} have up to {max(tight)} "
+            f"tokens, and with rollout.sampling.max_new_tokens = {asked} that is more than "
+            f"rollout.max_model_len = {length}: their answers are cut short, and scored as they are",
+            f"Raise rollout.max_model_len to {max(tight) + asked}, or lower max_new_tokens",
+            ("rollout.max_model_len", "rollout.sampling.max_new_tokens"),
+            warns=True,
         )
 
 

@@ -151,6 +151,16 @@ def test_a_character_that_the_model_cannot_see_is_told_of_with_its_row(folder):
     assert "train.jsonl, line 31)" in said, said
 
 
+def test_prompts_that_leave_less_room_than_an_answer_may_take_are_warned_of(folder):
+    write_tasks(folder, ["1+1=", "1+1+1+1+1+1="])
+    for room, told in ((12 + 4, False), (12 + 3, True)):
+        limits = [f"rollout.max_model_len={room}", "rollout.sampling.max_new_tokens=4"]
+        found = tokenizer_mistakes(load_job(folder / "job.yaml", limits))
+        assert all(each.warns for each in found)
+        said = " ".join(map(str, found))
+        assert ("answers are cut short" in said) is told, (room, said)
+
+
 def test_prompts_of_messages_need_a_chat_template(folder):
     write_tasks(folder, [[{"role": "user", "content": "1+1="}]])
     assert "has no chat template" in refused(folder)
