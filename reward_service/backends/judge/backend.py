@@ -232,12 +232,8 @@ class Judge:
     def _body(self, text: str, system: str, vote: int, *, structured: bool = False) -> bytes:
         given = self._arguments
         body: dict[str, Any] = {"model": given.model}
-        said = [("system", system)] if system else []
-        body["messages"] = [
-            # Half a surrogate pair cannot be sent.
-            {"role": role, "content": shown.encode(errors="replace").decode()}
-            for role, shown in (*said, ("user", text))
-        ]
+        messages = [{"role": "system", "content": system}] if system else []
+        body["messages"] = [*messages, {"role": "user", "content": text}]
         body["max_tokens"] = given.max_tokens
         body["temperature"] = given.temperature
         if given.seed is not None:

@@ -231,11 +231,6 @@ async def test_every_form_of_a_completion_is_read(message):
     assert verdicts == [Score(0.5)]
 
 
-async def test_half_a_surrogate_pair_in_an_answer_keeps_nothing_from_being_graded():
-    verdicts, _ = await judged(lambda body, n: "5", ["a\ud800b", "fine"])
-    assert verdicts == [Score(0.5), Score(0.5)]
-
-
 @pytest.mark.parametrize(
     ("said", "grade"),
     [
