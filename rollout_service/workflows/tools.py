@@ -208,8 +208,8 @@ async def run_tool(
     timeout_s: float,
     output_chars: int,
 ) -> ToolAnswer:
-    """Call a tool; text is its one argument, a mapping its named ones. What the tool raises is its answer, but
-    for `InfrastructureFault`; `CallsBusy` is raised too."""
+    """Call a tool; text is its one argument, a mapping its named ones. What the tool raises is its answer,
+    but for `InfrastructureFault`. `CallsBusy` is raised too."""
     called = name if isinstance(name, Tool) else tools.get(name)
     if called is None:
         metrics.TOOL_CALLS.labels("unknown", "error").inc()
