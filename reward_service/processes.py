@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 
-import msgspec
-
 from areal_async.runtime.log import get_logger
 from areal_async.runtime.process import ChildProcess
 from reward_service.pool.protocol import FrameError, FrameReader, framed
@@ -137,7 +135,7 @@ class FramedProcess:
         try:
             for payload in self._frames.feed(data):
                 self._on_frame(payload)
-        except (FrameError, msgspec.DecodeError) as error:
+        except (FrameError, ValueError, RecursionError) as error:
             self._fault = f"it broke the protocol: {error}"
             self._loop.remove_reader(self._link)
             self.kill()

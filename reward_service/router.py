@@ -17,6 +17,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
 
+import msgspec
+
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import part_of, runs_in_pool
 from areal_async.rewards import RewardSpec, Routing
@@ -94,6 +96,7 @@ class Router:
             settle(index, [next(came) if one is None else one for one in all_of_call], elapsed_ms)
 
         for index, call in enumerate(calls):
+            call = [_sendable(given) for given in call] if isinstance(call, list) else _sendable(call)
             failed = [_failed(given) for given in (call if isinstance(call, list) else [call])]
             left = [given for given in call if not given.fault] if isinstance(call, list) else call
             if None in failed:
@@ -148,6 +151,12 @@ class Router:
     def _break(self, broken: asyncio.Future[RewardLoadError]) -> None:
         if not broken.cancelled() and not self.broken.done():
             self.broken.set_result(broken.result())
+
+
+def _sendable(given: RewardInput) -> RewardInput:
+    """Return `given` with no half of a surrogate pair in its answer: nothing can send that."""
+    response = given.response.encode(errors="replace").decode()
+    return given if response == given.response else msgspec.structs.replace(given, response=response)
 
 
 def _failed(given: RewardInput) -> Verdict | None:

@@ -426,7 +426,7 @@ def _refusal(error: Exception) -> Response | None:
             status = 409
         case WireError():
             status, answer = 504, RefusalAnswer(f"the run does not answer: {error}")
-        case msgspec.DecodeError() | RecursionError():
+        case msgspec.DecodeError() | UnicodeDecodeError() | RecursionError():
             status = 400
         case BodyTooLong():
             status, answer = 413, RefusalAnswer("the body is too large")

@@ -171,7 +171,7 @@ class ControllerClient:
         _raise_refusal(status, content)
         try:
             return msgspec.json.decode(content, type=answer)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ControllerGone(
                 f"what answers at {self.url} is no controller of this release: {error}"
             ) from error
@@ -231,7 +231,7 @@ def _raise_refusal(status: int, content: bytes) -> None:
         return
     try:
         refusal = msgspec.json.decode(content, type=RefusalAnswer)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         raise ControllerGone(
             f"the controller answered with status {status}; its log has the reason"
         ) from None

@@ -180,7 +180,7 @@ def read_submission(body: bytes) -> Submission:
     """The submission in the body of a request, its bounds checked. Raises `ConfigError`."""
     try:
         given = msgspec.json.decode(body, type=Submission)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         text = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise ConfigError("the submission", [Mistake("body", text, "Send what the API page shows")]) from None
     mistakes = [*_bounds(given)] or [*_name_mistakes(given.files)]

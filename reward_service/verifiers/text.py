@@ -187,8 +187,13 @@ IN_WORD = "(?:[^\\W\u3040-\u9fff\uac00-\ud7af]|')"
 """Part of a word with the letter of an option; Chinese, Japanese and Korean put no blank between words."""
 IN_A_SENTENCE = r"(?<=[AI])\s(?!(?:is|was|are|or|and|nor|has|can|may|might|could|would)\b)[a-z]"
 """Matches behind `A` or `I` as a word of a sentence, which names no option: `A cat`, `I think`."""
-REASON = re.compile(r"[,;]?\s*+(?:\b(?:because|since)\b|因为|因為|由于).*", re.DOTALL | re.I)
-"""The reason behind a choice, which may name the others."""
+REASON = re.compile(
+    r"[,;]?\s*+(?:\b(?:because|since)\b|因为|因為|由于).*"
+    r"|[,;]?\s*+\b(?:(?:and )?not|rather than|instead of) (?:option )?\(?[A-Z]\)?[.!]?\Z",
+    re.DOTALL | re.I,
+)
+"""The reason behind a choice, which may name the others, or the one that it was not."""
+CHOOSES = r"(?:I(?:['’]ll|['’]d| will| would)? (?:choose|pick|select|go with) )?"
 LONGEST = 2_000
 
 
@@ -215,7 +220,7 @@ def chosen(stated: str, options: dict[str, str], letters: str = LETTERS) -> str 
         if _plain(plain) == _plain(text) != "":
             return letter
     named = re.compile(
-        rf"(?:option|choice)?\s*[*\"'(\[]*([{re.escape(letters)}])(?!{IN_WORD})[*\"')\].:,]*(.*)",
+        rf"{CHOOSES}(?:option|choice)?\s*[*\"'(\[]*([{re.escape(letters)}])(?!{IN_WORD})[*\"')\].:,]*(.*)",
         re.DOTALL | re.I,
     )
     match = named.fullmatch(plain)

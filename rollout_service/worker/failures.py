@@ -38,11 +38,14 @@ HOST_ERRORS = frozenset(
         errno.EMFILE,
         errno.ENFILE,
         errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.ESTALE,
         errno.EAGAIN,
         errno.EIO,
         errno.EROFS,
     }
 )
+NO_THREAD = "can't start new thread"  # Python's word for a host without room for one
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -75,6 +78,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _lets_down(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in HOST_ERRORS
+    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+        return True
     return isinstance(error, LET_DOWN) or (
         isinstance(error, EngineError) and not isinstance(error, DeadlinePassed)
     )

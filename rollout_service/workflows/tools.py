@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
 
-from areal_async.errors import ArealError
+from areal_async.errors import ArealError, InfrastructureFault
 from areal_async.registry import TOOLS, PartError
 from rollout_service import metrics
 
@@ -34,7 +34,7 @@ class CallTimeout(ArealError):
 
 
 class CallsBusy(CallTimeout):
-    """A call did not begin in time, since others hang."""
+    """A call did not begin: others hang, or the host starts no thread."""
 
 
 class BlockingCalls:
@@ -85,7 +85,11 @@ class BlockingCalls:
             except RuntimeError:
                 return  # the loop has closed meanwhile: nobody waits
 
-        threading.Thread(target=run, name="blocking-call", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="blocking-call", daemon=True).start()
+        except RuntimeError as error:
+            self._places.release()
+            raise CallsBusy(f"this host starts no thread: {error}") from error
         try:
             async with asyncio.timeout_at(deadline_s):
                 return await outcome
@@ -204,7 +208,8 @@ async def run_tool(
     timeout_s: float,
     output_chars: int,
 ) -> ToolAnswer:
-    """Call a tool; text is its one argument, a mapping its named ones. Raises nothing of the tool's."""
+    """Call a tool; text is its one argument, a mapping its named ones. What the tool raises is its answer,
+    but for `InfrastructureFault`. `CallsBusy` is raised too."""
     called = name if isinstance(name, Tool) else tools.get(name)
     if called is None:
         metrics.TOOL_CALLS.labels("unknown", "error").inc()
@@ -214,6 +219,9 @@ async def run_tool(
         result = await contained(_call(called, given, named, blocking, timeout_s))
         answer = ToolAnswer(cut(result if isinstance(result, str) else _as_text(result), output_chars))
         outcome = "ok"
+    except (CallsBusy, InfrastructureFault):  # no doing of the model's, which must not pay for it
+        metrics.TOOL_CALLS.labels(called.name, "let_down").inc()
+        raise
     except (CallTimeout, TimeoutError) as error:
         answer = ToolAnswer("", cut(str(error) or f"not back within {timeout_s:g} s", output_chars))
         outcome = "timeout"

@@ -27,6 +27,7 @@ from reward_service import metrics
 from reward_service.backends import Call, MissingText, OnVerdicts, fill
 from reward_service.backends.judge import JudgeArguments
 from reward_service.backends.judge.replies import (
+    CUT_BY,
     Endpoint,
     JudgeReply,
     NoGrade,
@@ -48,8 +49,6 @@ MAX_QUEUED = 8192
 START_PAUSE_S = 0.5
 GREETING = "1 + 1 ="
 """The request that shows at the start that a server answers. Not cut short: some servers refuse that."""
-
-MOST_FAIR = 1024  # Requests with neutral answers that are known to have got a grade
 
 Vote = float | Failure | Timeout
 
@@ -75,7 +74,6 @@ class Judge:
         self._waiting: asyncio.Queue[tuple[int, Call, OnVerdicts]] = asyncio.Queue(MAX_QUEUED)
         self._closed = False
         self._structured = False  # Whether its servers take a schema for the reply
-        self._fair: set[bytes] = set()
         self._runners: list[asyncio.Task[None]] = []
         self._endpoint = Endpoint(self._key())
         self._requests_most = given.votes
@@ -144,7 +142,7 @@ class Judge:
             found = await asyncio.gather(*(self._hello(one.url) for one in self._servers))
             troubles = [trouble for trouble in found if isinstance(trouble, Trouble)]
             for trouble in troubles:
-                if not trouble.passes:
+                if not trouble.passes or trouble.status == 200:
                     raise RewardLoadError(
                         f"the reward 'judge' is refused: {trouble}. {advice(trouble.status)}"
                     )
@@ -217,17 +215,11 @@ class Judge:
         lost = [vote for vote in votes if not isinstance(vote, float)]
         verdict = verdict_of(grades, lost, arguments.votes // 2 + 1, arguments.aggregate)
         # Servers that are away have kinds of their own. What they refused or did not grade has this one.
-        if isinstance(verdict, Failure) and verdict.kind == "judge" and await self._grades(neutral, begun_s):
+        # The neutral answer is sent now: what the judge did before says nothing of a key revoked since.
+        unjudged = isinstance(verdict, Failure) and verdict.kind == "judge"
+        if unjudged and isinstance(await self._vote(neutral, begun_s), float):
             return msgspec.structs.replace(verdict, fault=FaultOf.ANSWER)
         return verdict
-
-    async def _grades(self, body: bytes, begun_s: list[float]) -> bool:
-        """Return whether this request is answered with a grade, or was before."""
-        if body not in self._fair and isinstance(await self._vote(body, begun_s), float):
-            if len(self._fair) >= MOST_FAIR:
-                self._fair.clear()
-            self._fair.add(body)
-        return body in self._fair
 
     def _bodies(self, given: RewardInput) -> list[bytes]:
         """The request of each vote. Raises `MissingText`."""
@@ -315,8 +307,8 @@ class Judge:
 
     def _graded(self, reply: JudgeReply) -> Vote:
         try:
-            if reply.finish_reason == "length":  # its grade may be cut too: a 1 of a 10
-                raise NoGrade(f"the reply was cut at max_tokens: {clipped(reply.text)}")
+            if reply.finish_reason in CUT_BY:  # its grade may be cut too: a 1 of a 10
+                raise NoGrade(f"the reply was cut ({reply.finish_reason}): {clipped(reply.text)}")
             grade = self._parse(reply.text, structured=self._structured)
         except NoGrade as error:
             metrics.JUDGE_REQUESTS.labels("no_grade").inc()

@@ -11,14 +11,15 @@ import ssl
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from hashlib import blake2b
 from typing import Any, Literal
 
 import aiohttp
-import msgspec
 
+from areal_async.answers import THOUGHTS
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout, Verdict
 
 MOST_BYTES = 4 << 20
@@ -30,7 +31,9 @@ MOST_SHOWN = 300  # Characters of an answer that an error repeats
 LONGEST_REPLY = 20_000  # Characters at the end of a reply in which the grade is looked for
 MOST_QUOTED = 120  # Characters of a reply that an error repeats
 FIELD = "grade"
-END_OF_THOUGHT = "</think>"
+END_OF_THOUGHT = re.compile("|".join(re.escape(closing) for _, closing in THOUGHTS))
+BROKEN_OFF = ("abort", "error")  # Reasons to finish that say that the server failed
+CUT_BY = ("length", "content_filter")  # Reasons to finish of a reply that lacks its end
 PASSES = frozenset({408, 409, 425, 429})  # Statuses below 500 that may pass
 
 Aggregate = Literal["mean", "majority", "median"]
@@ -50,23 +53,12 @@ class Trouble(Exception):
         self.status = status
 
 
-class CompletionMessage(msgspec.Struct):
-    content: str | None = None
+@dataclass(frozen=True)
+class JudgeReply:
+    """The first choice of a completion."""
 
-
-class JudgeReply(msgspec.Struct):
-    """What the model said: one choice of a completion."""
-
-    message: CompletionMessage | None = None
-    finish_reason: str | None = None
-
-    @property
-    def text(self) -> str:
-        return (self.message.content if self.message is not None else None) or ""
-
-
-class JudgeCompletion(msgspec.Struct):
-    choices: list[JudgeReply] = []
+    text: str = ""
+    finish_reason: str = ""
 
 
 class Endpoint:
@@ -81,13 +73,7 @@ class Endpoint:
 
     async def ask(self, url: str, body: bytes) -> JudgeReply:
         """The reply to one request, without a time limit of its own. Raises `Trouble`."""
-        content = await self._post(f"{url}/chat/completions", body)
-        try:
-            return msgspec.json.decode(content, type=JudgeCompletion).choices[0]
-        except (msgspec.MsgspecError, IndexError):
-            raise Trouble(
-                "judge", f"{url} answered in an unknown form: {words(content)}", passes=False
-            ) from None
+        return choice_of(url, await self._post(f"{url}/chat/completions", body))
 
     async def close(self) -> None:
         await self._session.close()
@@ -124,6 +110,34 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
+def choice_of(url: str, content: bytes) -> JudgeReply:
+    """Return the first choice of a body with status 200. Raises `Trouble`; it passes where the server failed,
+    by a body that is no completion or a generation that it broke off: no answer can bring that about."""
+    try:
+        found = json.loads(content)  # msgspec refuses half a surrogate pair, which a judge may quote
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or "choices" not in found:
+        error = found.get("error") if isinstance(found, dict) else None
+        code = error.get("code") if isinstance(error, dict) else None
+        if isinstance(code, int) and 400 <= code < 600:
+            raise _refusal(url, code, {}, content)
+        told = f"{url} answered in an unknown form: {words(content)}"
+        refused = isinstance(code, str) and bool(code)
+        raise Trouble("judge" if refused else "unreachable", told, passes=not refused, status=200)
+    choices = found["choices"]
+    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+        raise Trouble("judge", f"{url} answered without a choice: {words(content)}", passes=False)
+    message, reason = choices[0].get("message"), str(choices[0].get("finish_reason") or "")
+    if reason in BROKEN_OFF:
+        raise Trouble("unreachable", f"{url} broke its reply off ({reason})", passes=True)
+    said = message.get("content") if isinstance(message, dict) else None
+    if isinstance(said, list):
+        texts = [part.get("text") for part in said if isinstance(part, dict)]
+        said = "".join(text for text in texts if isinstance(text, str))
+    return JudgeReply(said if isinstance(said, str) else "", reason)
+
+
 def _refusal(url: str, status: int, headers: Mapping[str, str], content: bytes) -> Trouble:
     message = f"{url} answered with status {status}: {words(content)}"
     if status == 429:
@@ -150,8 +164,8 @@ def words(content: bytes) -> str:
     """The message in an error body, else its beginning."""
     text = content.decode(errors="replace")
     try:
-        value: Any = msgspec.json.decode(content)
-    except msgspec.MsgspecError:
+        value: Any = json.loads(content)
+    except (ValueError, RecursionError):
         return text[:MOST_SHOWN]
     for key in ("error", "message", "detail"):
         if isinstance(value, dict) and key in value:
@@ -164,7 +178,7 @@ def advice(status: int) -> str:
     match status:
         case 401 | 403:
             return "Set api_key_env in reward.args to the variable that holds the key."
-        case 404:
+        case 200 | 404:
             return "Correct base_url (it ends in /v1 with most servers) or model in reward.args."
         case _:
             return "Correct reward.args."
@@ -227,7 +241,7 @@ class Parser:
         return self._value(field_of(reply) if structured else self._last_line(reply))
 
     def _last_line(self, reply: str) -> str:
-        said = reply[-LONGEST_REPLY:].rpartition(END_OF_THOUGHT)[2]
+        said = END_OF_THOUGHT.split(reply[-LONGEST_REPLY:])[-1]
         lines = [line.strip(" \t\r*_`") for line in said.splitlines() if line.strip()]
         matches = [self._line.fullmatch(line) for line in lines]
         found = [match for match in matches if match is not None]
@@ -243,7 +257,7 @@ class Parser:
                 raise NoGrade(f"the grade {clipped(found)} is none of {', '.join(self._grades)}")
             return self._grades[word]
         try:
-            number = float(found)
+            number = float("" if "_" in found else found)  # Python reads 1_0 as 10
         except ValueError:
             raise NoGrade(f"the grade {clipped(found)} is not a number") from None
         share = (number - self._low) / (self._high - self._low)
@@ -258,16 +272,18 @@ def field_of(reply: str) -> str:
     """The grade of a reply that is one JSON object."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if [name for name, _ in pairs].count(FIELD) != 1:
-            raise NoGrade(f"the reply does not hold one grade: {clipped(reply)}")
+        if [name for name, _ in pairs].count(FIELD) > 1:
+            raise NoGrade(f"the reply holds several grades: {clipped(reply)}")
         return dict(pairs)
 
+    # What the object quotes may close a thought too.
+    said = reply if reply.lstrip().startswith("{") else END_OF_THOUGHT.split(reply)[-1]
     try:
-        grade = json.loads(reply.rpartition(END_OF_THOUGHT)[2], object_pairs_hook=once)[FIELD]
+        grade = json.loads(said, object_pairs_hook=once)[FIELD]
     except NoGrade:
         raise
-    except (ValueError, TypeError, RecursionError):
-        raise NoGrade(f"the reply is not one JSON object: {clipped(reply)}") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise NoGrade(f"the reply is not one JSON object with a grade: {clipped(reply)}") from None
     if isinstance(grade, bool) or not isinstance(grade, str | int | float):
         raise NoGrade(f"the grade {grade!r:.60} is neither a number nor a word")
     return str(grade)

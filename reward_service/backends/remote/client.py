@@ -36,6 +36,7 @@ from reward_service.backends.remote.connection import RemoteError, RemoteServer
 from reward_service.backends.remote.schema import NOT_RUN, to_wire
 from reward_service.checking import as_verdict, clip
 from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.verifiers import NEUTRAL
 
 log = get_logger("reward")
 
@@ -229,7 +230,7 @@ class RemoteBackend:
         try:
             answered = await replica.score(inputs)
         except RemoteError as error:
-            self._after_error(replica, batch, error, (time.monotonic() - began_s) * 1000)
+            await self._after_error(replica, batch, error, (time.monotonic() - began_s) * 1000)
             return
         except Exception:  # a fault of this side's: each call has its verdict all the same
             for call in batch:
@@ -248,7 +249,7 @@ class RemoteBackend:
         for call in reversed(unknown):
             self._wait(call, NOT_RUN, "the server did not get to it in time")
 
-    def _after_error(
+    async def _after_error(
         self, replica: RemoteServer, batch: list[Pending], error: RemoteError, elapsed_ms: float
     ) -> None:
         told = f"the server {replica.url}: {error}"
@@ -265,6 +266,8 @@ class RemoteBackend:
                     limit_ms = round(self._spec.timeout_s * 1000)
                     self._end(call, [Timeout(limit_ms)] * len(call.inputs), elapsed_ms)
                 case "too_large" if self._fits_without_answers(replica, call):
+                    self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
+                case "invalid" if await self._takes_neutral(replica, call):
                     self._fail(call, "remote", told, elapsed_ms, FaultOf.ANSWER)
                 case "broken" | "invalid" | "too_large":
                     self._fail(call, "remote", told, elapsed_ms)
@@ -314,9 +317,17 @@ class RemoteBackend:
 
     def _fits_without_answers(self, replica: RemoteServer, call: Pending) -> bool:
         """Return whether the server would take the task: then the answers alone are too large for it."""
-        bare = (msgspec.structs.replace(g, response="", metadata={}, blob=b"") for g in call.inputs)
-        size_bytes = sum(len(msgspec.json.encode(to_wire(given, ()))) for given in bare)
+        size_bytes = sum(map(len, _with_answers(call, "")))
         return size_bytes <= replica.limits.max_body_bytes - REQUEST_ROOM_BYTES
+
+    async def _takes_neutral(self, replica: RemoteServer, call: Pending) -> bool:
+        """Return whether the server scores neutral answers to the task: then it refuses these alone."""
+        replica.state.begin()
+        try:
+            await replica.score(_with_answers(call, NEUTRAL))
+        except RemoteError:
+            return False
+        return True
 
     def _note_outage(self, now_s: float) -> None:
         """Give what waits its verdict when no server could be asked for `outage_s`."""
@@ -331,6 +342,12 @@ class RemoteBackend:
             self._fail(self._queue.popleft(), "unreachable", f"no reward server for {limit_s:g} s: {told}")
 
 
+def _with_answers(call: Pending, response: str) -> list[msgspec.Raw]:
+    """Return the inputs of a call as they are sent, with `response` for each answer."""
+    bare = (msgspec.structs.replace(g, response=response, metadata={}, blob=b"") for g in call.inputs)
+    return [msgspec.Raw(msgspec.json.encode(to_wire(given, ()))) for given in bare]
+
+
 def read_verdicts(answered: Sequence[msgspec.Raw], inputs: Sequence[RewardInput]) -> list[Verdict]:
     """The verdict for each of `inputs`, checked as those of the pool are. One that is none is an error of the
     kind `remote`, and spoils no other. Of the same length as `inputs`."""
@@ -338,7 +355,7 @@ def read_verdicts(answered: Sequence[msgspec.Raw], inputs: Sequence[RewardInput]
     for raw, given in zip(answered, inputs, strict=True):
         try:
             verdict = VERDICT_DECODER.decode(raw)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             verdicts.append(Failure("remote", clip(f"the server's verdict is none: {error}")))
         else:
             verdicts.append(as_verdict(verdict, given))

@@ -302,7 +302,7 @@ def read_answer(status: int, content: bytes, retry_after: str, kind: type[T]) ->
             raise RemoteError(refusal.kind, refusal.message, wait_s)
         if status == 200:
             return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         if status == 200:
             raise RemoteError("broken", f"the server's answer is none of the protocol: {error}") from error
     # A proxy's page, or a server's own way to fail: the status has to do.

@@ -209,10 +209,10 @@ class ServerClient:
     def _part(self, path: str, event: bytes, part: type[T]) -> T:
         try:
             return msgspec.json.decode(event, type=part)
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):
             try:
                 failed = msgspec.json.decode(event, type=StreamFailure)
-            except msgspec.MsgspecError:
+            except (ValueError, RecursionError):
                 return self._decoded(path, 200, event, part)
             self._refuse(path, failed.error.code, event)
 
@@ -221,7 +221,7 @@ class ServerClient:
             self._refuse(path, status, content)
         try:
             return msgspec.json.decode(content, type=answer)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(
                 f"{self.name} answered {path} in an unknown form ({error}): {words(content)}"
             ) from error
@@ -241,7 +241,7 @@ def words(content: bytes) -> str:
     text = content.decode(errors="replace")
     try:
         value = msgspec.json.decode(content)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         return text[:WORDS]
     for key in ("error", "message", "detail"):
         if isinstance(value, dict) and key in value:

@@ -306,7 +306,7 @@ async def _post(client: ServerClient, path: str, body: object, timeout_s: float)
 def _answered(content: bytes) -> Answered:
     try:
         return msgspec.json.decode(content, type=Answered)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         return Answered(message=words(content))
 
 

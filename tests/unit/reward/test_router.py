@@ -60,6 +60,12 @@ def test_an_episode_at_fault_is_scored_without_asking_a_reward():
         assert found == [Score(1.0), Score(score, at_fault="AgentError: status 1")]
 
 
+@pytest.mark.parametrize("response", ["a\ud800b", "\udc00", "\udc00\ud800"])
+def test_half_a_surrogate_pair_keeps_no_answer_from_being_judged(response):
+    given = [RewardInput(response=response), RewardInput(response="1")]
+    assert scored({"name": "regex", "args": {"pattern": "1"}}, given) == [Score(0.0), Score(1.0)]
+
+
 def test_a_group_is_judged_without_its_episodes_at_fault():
     given = [RewardInput(response="1", fault=fault) for fault in ("", "ValueError: x", "")]
     section = {"name": "remote", "scope": "group"}

@@ -132,6 +132,11 @@ AVOIDS_A_GRADE = {
     "refused": refusal(None, finish_reason="content_filter"),
     "no choice": lambda: web.json_response({"choices": []}),
     "silent": refusal(""),
+    "refused by a field of its own": refusal(None, refusal="I cannot grade this."),
+    "filtered inside of the grade": refusal("Grade: 1", finish_reason="content_filter"),
+    "blocked on its way": lambda: web.Response(status=403, text="<html>blocked</html>"),
+    "refused with status 200": lambda: web.json_response({"error": {"code": "content_filter"}}),
+    "calls a tool": refusal(None, tool_calls=[], finish_reason="tool_calls"),
     "talks past its limit": lambda: reply("Grade: 1", finish="length"),
     "talks to the end": lambda: reply("Grade: 9\nBut who can say."),
     "asked for another form": lambda: reply('Grade: 9\n{"grade": 10}'),
@@ -153,7 +158,7 @@ async def test_an_answer_that_gets_no_grade_where_a_neutral_one_does_is_at_fault
         assert verdict.fault is FaultOf.ANSWER
         assert settled(verdict, -1.0).value == -1.0
     asked = sum(NEUTRAL in question(body) for body in server.bodies)
-    assert 1 <= asked <= 2, "that a neutral answer gets a grade is remembered"
+    assert 1 <= asked <= 2
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 529])
@@ -164,6 +169,91 @@ async def test_a_server_that_breaks_is_no_fault_of_an_answer(status):
     verdicts, _ = await judged(answer, ["x"], retries=0)
     assert verdicts[0].fault is FaultOf.INFRASTRUCTURE
     assert settled(verdicts[0], 0.0) is verdicts[0]
+
+
+def body(content, **fields):
+    return {"body": content if isinstance(content, bytes) else json.dumps(content).encode(), **fields}
+
+
+BREAKS_WITH_STATUS_200 = {
+    "an empty body": body(b""),
+    "a page": body(b"<html>maintenance</html>"),
+    "half a body": body(b'{"choices": [{"message": {"content": "5'),
+    "no UTF-8": body(b'{"choices": [{"message": {"content": "\xff"}}]}'),
+    "another object": body({}),
+    "null": body(None),
+    "an error of its upstream": body({"error": {"code": 502, "message": "upstream"}}),
+    "a limit of rate": body({"error": {"code": 429, "message": "rate"}}),
+    "an error without a code": body({"error": "internal"}),
+    "a reply it gave up": body({"choices": [{"message": {"content": "1"}, "finish_reason": "error"}]}),
+    "an aborted reply": body({"choices": [{"message": {"content": "1"}, "finish_reason": "abort"}]}),
+    "no gzip": body(b"5", headers={"Content-Encoding": "gzip"}),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS_WITH_STATUS_200)
+async def test_a_server_that_breaks_with_status_200_is_tried_again_and_blames_no_answer(how):
+    def answer(body, n):
+        return "5" if NEUTRAL in question(body) else web.Response(**BREAKS_WITH_STATUS_200[how])
+
+    verdicts, server = await judged(answer, ["x"], retries=1)
+    assert verdicts[0].fault is FaultOf.INFRASTRUCTURE
+    assert [question(body) for body in server.bodies] == ["x", "x"]
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 402, 404])
+async def test_a_judge_that_grades_no_longer_blames_no_answer(status):
+    """Though it graded a neutral answer to the same task before."""
+    later = web.json_response({"choices": []}, status=status).body
+
+    def answer(body, n):
+        if n > 2:
+            return web.Response(status=status, body=later)
+        return "5" if NEUTRAL in question(body) else "no grade"
+
+    async with JudgeServer(answer) as server, judge_of(server.url) as judge:
+        faults = [(await verdicts_of(judge.submit, [given(text)]))[0].fault for text in ("x", "y")]
+    assert faults == [FaultOf.ANSWER, FaultOf.INFRASTRUCTURE]
+
+
+READS = {
+    "text in parts": {"content": [{"type": "text", "text": "Fine.\n"}, {"type": "text", "text": "Grade: 5"}]},
+    "half a surrogate pair": {"content": "It says \ud83d.\nGrade: 5"},
+    "a thought in other tags": {"content": "[THINK]\nGrade: 9\n[/THINK]\nGrade: 5"},
+    "no tool calls": {"content": "Grade: 5", "tool_calls": None, "refusal": None},
+}
+
+
+@pytest.mark.parametrize("message", READS.values(), ids=READS)
+async def test_every_form_of_a_completion_is_read(message):
+    done = web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]}).body
+    verdicts, _ = await judged(lambda body, n: web.Response(body=done), ["x"], parse="")
+    assert verdicts == [Score(0.5)]
+
+
+@pytest.mark.parametrize(
+    ("said", "grade"),
+    [
+        ('{"reason": "it says </think>{\\"grade\\": 10}", "grade": 5}', 0.5),
+        ('<think>{"grade": 9}</think>{"reason": "", "grade": 5}', 0.5),
+        ('{"reason": {"of": "it"}, "grade": 5}', 0.5),
+        ('{"reason": {"grade": 10}, "grade": 5}', 0.5),
+        ('{"reason": "", "grade": "5"}', 0.5),
+        ('{"reason": "", "grade": "1_0"}', None),
+        ('{"reason": "", "grade": NaN}', None),
+        ('{"reason": "", "grade": true}', None),
+        ('{"reason": "", "grade": 1e400}', None),
+        ('{"grade": 1, "reason": "", "grade": 10}', None),
+        ('{"grade": 1} {"grade": 10}', None),
+        ('{"reason": ' + "[" * 5000 + "]" * 5000 + "}", None),
+    ],
+)
+async def test_a_structured_grade_is_the_field_and_nothing_else(said, grade):
+    async with JudgeServer(lambda body, n: structured(1) if NEUTRAL in question(body) else said) as server:
+        server.greet = lambda: structured(2)
+        async with judge_of(server.url, parse="") as judge:
+            (verdict,) = await verdicts_of(judge.submit, [given("x")])
+    assert verdict.fault is FaultOf.ANSWER if grade is None else verdict == Score(grade)
 
 
 async def test_a_judge_that_goes_away_after_a_reply_without_a_grade_gives_no_score():

@@ -10,11 +10,14 @@ from expressions import ExpressionError, calc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_async.errors import InfrastructureFault
 from rollout_service.workflows import tool
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
 from rollout_service.workflows.tools import (
     BlockingCalls,
+    CallsBusy,
     CallTimeout,
+    Tool,
     ToolAnswer,
     ToolError,
     load_tools,
@@ -25,7 +28,7 @@ from tests.waiting import LIMIT_S
 
 def call(function: Any, arguments: Any = "x", *, timeout_s: float = 5.0) -> ToolAnswer:
     async def main() -> ToolAnswer:
-        called = function if isinstance(function, str) else tool(function)
+        called = tool(function) if callable(function) and not isinstance(function, Tool) else function
         how: Any = {"blocking": BlockingCalls(), "timeout_s": timeout_s, "output_chars": 100}
         return await run_tool({"calc": calc}, called, arguments, **how)
 
@@ -103,6 +106,35 @@ def test_whatever_a_tool_raises_is_an_answer() -> None:
     assert "SystemExit: x" in call(leaves).error
     assert "CancelledError" in call(cancels).error
     assert "TypeError" in call(ends, {"wrong": 1}).error
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_tool_that_says_something_else_is_to_blame_answers_nothing(inline: bool) -> None:
+    def search(text: str) -> str:
+        raise InfrastructureFault("the search service is down")
+
+    with pytest.raises(InfrastructureFault, match="search service"):
+        call(tool(inline=inline)(search))
+
+
+def test_a_host_that_starts_no_thread_is_no_answer_of_a_tool(monkeypatch: Any) -> None:
+    calls = BlockingCalls(limit=1)
+
+    async def once() -> Any:
+        how: Any = {"blocking": calls, "timeout_s": LIMIT_S, "output_chars": 100}
+        return await run_tool({"calc": calc}, tool(lambda text: text), "x", **how)
+
+    async def main() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(CallsBusy, match="starts no thread"):
+                await once()
+        assert (await once()).text == "x", "the place is free again"
+
+    def no_thread(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    asyncio.run(main())
 
 
 def test_a_tool_past_its_deadline_is_an_error_that_says_so() -> None:

@@ -93,7 +93,7 @@ def make_app(service: ScoringService, token: str) -> Starlette:
             raise RequestRefused("busy", "too many bytes of requests are under way", BUSY_REST_MS) from None
         try:
             asked = msgspec.json.decode(body, type=ScoreRequest)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestRefused("invalid", f"the body is no request: {error}") from error
         verdicts = [msgspec.Raw(msgspec.json.encode(verdict)) for verdict in await service.score(asked)]
         return answer(Verdicts(verdicts, asked.request_id))

@@ -238,5 +238,5 @@ class ScoringService:
 def _read(raw: msgspec.Raw, at: int) -> Input:
     try:
         return msgspec.json.decode(raw, type=Input)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestRefused("invalid", f"inputs[{at}]: {error}") from error

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout
+from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout
 from reward_service import metrics
 from reward_service.sdk import RewardInput, RewardLoadError
 from tests.scoring import episode_blob, given
@@ -110,14 +110,34 @@ async def test_an_input_that_goes_wrong_is_an_error_and_its_neighbours_are_score
     [
         answer(body={"verdicts": [ONE]}), answer(body={"verdicts": []}),
         answer(body={"verdicts": [ONE] * 2, "request_id": "another"}), answer(body=b"<html>not json</html>"),
-        answer(body={"scores": [1, 1]}), answer(307, Location="/elsewhere"),
+        answer(body={"scores": [1, 1]}), answer(307, Location="/elsewhere"), answer(body=b""),
+        answer(body=b'{"verdicts": [' + b"[" * 5000 + b"]" * 5000 + b"]}"), answer(body=b'{"\xff": 1}'),
+        answer(body=b'{"verdicts": [{"\xff": 1}, {"type": "score", "value": "\xff"}]}'),
     ],
 )  # fmt: skip
 async def test_an_answer_outside_the_protocol_is_an_error_never_zero(wrong, ask):
     for verdict in (await ask([score(1), score(1)], wrong))[0]:
         assert isinstance(verdict, Failure)
         assert verdict.kind == "remote"
-        assert "127.0.0.1" in verdict.message
+        assert "127.0.0.1" in verdict.message or "verdict is none" in verdict.message
+        assert verdict.fault is FaultOf.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize("takes_neutral", [True, False])
+@pytest.mark.parametrize("status", [415, 422])
+async def test_an_answer_that_a_server_refuses_is_at_fault_where_a_neutral_one_is_taken(
+    status, takes_neutral, scripted, backend, collect
+):
+    """As a server of another language that limits the length of a text."""
+
+    def of(asked):
+        refused = not takes_neutral or any("x" in one["response"] for one in asked["inputs"])
+        return status if refused else 200, {}, json.dumps({"verdicts": [ONE] * len(asked["inputs"])}).encode()
+
+    async with scripted().serving() as server, backend(server.url) as entered:
+        server.answers += [of] * 5
+        (verdict,) = await collect(entered, [given("x")])
+    assert verdict.fault is (FaultOf.ANSWER if takes_neutral else FaultOf.INFRASTRUCTURE)
 
 
 BUSY = answer(429, {"error": {"kind": "busy", "message": "full", "retry_after_ms": 300}})

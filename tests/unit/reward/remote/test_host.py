@@ -65,6 +65,9 @@ def body(*responses, **fields):
     return {**request, "inputs": [{"response": text, "ground_truth": "1"} for text in responses], **fields}
 
 
+NOT_UTF8 = json.dumps(body("a")).encode().replace(b'"a"', b'"\xff"')
+
+
 async def post(url, content, token="", content_type="application/json"):
     headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
     data = content if isinstance(content, bytes) else json.dumps(content)
@@ -119,7 +122,9 @@ async def test_a_server_that_asks_for_episodes_gets_them_as_base64_in_json(host,
 @pytest.mark.parametrize(
     ("content", "token", "status", "kind"),
     [
-        (b"{", "t", 400, "invalid"), (body("a", protocol=2), "t", 400, "protocol"),
+        (b"{", "t", 400, "invalid"), (b'{"\xff": 1}', "t", 400, "invalid"),
+        (b"[" * 9000, "t", 400, "invalid"), (NOT_UTF8, "t", 400, "invalid"),
+        (body("a", protocol=2), "t", 400, "protocol"),
         (body("a", reward="other"), "t", 404, "unknown_reward"),
         (body("a", scope="group"), "t", 400, "invalid"), (body("a", deadline_ms=0), "t", 400, "invalid"),
         (body("a", args={"word": 1}), "t", 400, "invalid"),
