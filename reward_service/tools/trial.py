@@ -42,6 +42,7 @@ COMMAND_LINE = "the command line"
 KINDS = ("score", "timeout", "error", "abstain")
 STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
 MOST_SHOWN = 8
+MOST_COMPONENTS = 4  # Columns beside an answer; the table of components has all of them
 SLOWEST = 5
 
 
@@ -80,7 +81,8 @@ def main(request: TrialRequest) -> int:
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
     console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
-    for table in (by_source(judged), shown(judged), problems(judged), details(judged), slowest(judged)):
+    for make in (by_source, components, shown, problems, details, slowest):
+        table = make(judged)
         if table.row_count:
             console.print(table)
             console.print()
@@ -92,7 +94,7 @@ def answer_of(one: JudgedAnswer) -> dict[str, Any]:
     """What `--json` prints of an answer."""
     score = one.verdict.value if isinstance(one.verdict, Score) else None
     told = {"row": one.sample.row, "verdict": kind_of(one.verdict), "score": score}
-    return told | {"message": message_of(one.verdict), "elapsed_ms": one.elapsed_ms}
+    return told | {"components": components_of(one), "message": message_of(one.verdict), "elapsed_ms": one.elapsed_ms}
 
 
 def target(request: TrialRequest) -> tuple[RewardSection, Path]:
@@ -235,13 +237,34 @@ def by_source(judged: Sequence[JudgedAnswer]) -> Table:
     return table
 
 
+def components_of(one: JudgedAnswer) -> dict[str, float]:
+    """Return the components of a score, the numbers beside it."""
+    return dict(one.verdict.components) if isinstance(one.verdict, Score) else {}
+
+
+def components(judged: Sequence[JudgedAnswer]) -> Table:
+    """Each component of the reward, over the scores that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in (pair for one in judged for pair in components_of(one).items()):
+        values[name].append(value)
+    table = _table("component", "scores", "mean", "low", "high")
+    for name, found in values.items():
+        figures = (math.fsum(found) / len(found), min(found), max(found))
+        table.add_row(short(name), str(len(found)), *(f"{one:.4g}" for one in figures))
+    return table
+
+
 def shown(judged: Sequence[JudgedAnswer]) -> Table:
-    """The verdicts on the first answers."""
-    table = _table("row", "verdict", "answer")
-    for one in judged[:MOST_SHOWN]:
-        kind = kind_of(one.verdict)
+    """The verdicts on the first answers, with the components of each score."""
+    first = judged[:MOST_SHOWN]
+    names = list(dict.fromkeys(name for one in first for name in components_of(one)))[:MOST_COMPONENTS]
+    table = _table("row", "verdict", *map(short, names), "answer")
+    for one in first:
+        kind, parts = kind_of(one.verdict), components_of(one)
         said = f"{one.verdict.value:.4g}" if isinstance(one.verdict, Score) else kind
-        table.add_row(str(one.sample.row), Text(said, STYLES.get(kind, "")), short(one.sample.given.response))
+        beside = (f"{parts[name]:.4g}" if name in parts else "" for name in names)
+        answer = short(one.sample.given.response)
+        table.add_row(str(one.sample.row), Text(said, STYLES.get(kind, "")), *beside, answer)
     return table
 
 
