@@ -19,7 +19,7 @@ import msgspec
 
 from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
 from areal_async.config.engines import engine_part, evaluation_engine
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError, Mistake, as_typed
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping
 from areal_async.errors import RunFolderError
@@ -131,7 +131,10 @@ def lone_evaluator(
         several = request.n if isinstance(request, AnswersRequest) else request.samples or 1
         drawn = {"temperature": 1.0} if several > 1 else {}
         evaluation["sampling"] = evaluation.get("sampling", {}) | drawn | _given(sampling)
-        job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
+        try:
+            job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
+        except ConfigError as error:
+            raise ConfigError(error.source, as_typed(error.mistakes, "--set {}=VALUE".format)) from error
         folders = claim_folders(job, overwrite=True)
         try:
             told = job.model_dump(mode="json")
