@@ -54,6 +54,8 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
 """Name of a command in other programs → its name here."""
+OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "--opt", "--param", "-o", "-c")
+"""Options of other programs before a field that is changed."""
 PANELS = {
     "Start": (
         "quickstart",
@@ -94,6 +96,23 @@ def _without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+UsageError: Any = typer.BadParameter.__base__
+
+
+def _how_to_change_fields(ctx: Any, option: str) -> str | None:
+    """Return how the command of `ctx` takes what `option` of another program changes, a field of the job; None
+    for another option, and for a command that changes none."""
+    field = option.lstrip("-") if "." in option else "trainer.steps"
+    if field == "trainer.steps" and option not in OTHER_OVERRIDES:
+        return None
+    for each in ctx.command.params:
+        if "KEY=VALUE" in (each.metavar or ""):
+            before = f"{each.opts[0]} " if each.param_type_name == "option" else ""
+            what = f"by {before}KEY=VALUE" if before else "by KEY=VALUE alone, without an option"
+            return f"Change a field of the job {what}: {before}{field}=5"
+    return None
+
+
 class CommandGroup(TyperGroup):
     """The commands in the order of use, found also by the names that other programs have for them."""
 
@@ -107,6 +126,15 @@ class CommandGroup(TyperGroup):
         if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            option = getattr(error, "option_name", "")
+            if not option or (how := _how_to_change_fields(error.ctx, option)) is None:
+                raise
+            error.ctx.fail(f"No such option: {option}. {how}")
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (found := super().get_command(ctx, cmd_name)) is not None:

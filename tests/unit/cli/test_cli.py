@@ -220,6 +220,26 @@ def test_the_name_of_another_program_leads_to_the_command(said, meant):
     assert f"Did you mean {meant!r}?" in " ".join(call(said, "job.yaml").stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("run", "--override", "trainer.steps=5"), "by KEY=VALUE alone, without an option: trainer.steps=5"),
+        (("validate", "--set", "a=5"), "by KEY=VALUE alone, without an option: trainer.steps=5"),
+        (("submit", "--trainer.lr", "5"), "by KEY=VALUE alone, without an option: trainer.lr=5"),
+        (("reward", "test", "--override=workers=2"), "KEY=VALUE alone"),
+        (("evaluate", "--override", "a=5"), "by --set KEY=VALUE: --set trainer.steps=5"),
+        (("run", "--overwrit"), "Possible options: --overwrite"),
+        (("down", "--override"), "No such option: --override"),
+    ],
+)
+def test_an_option_of_another_program_leads_to_how_a_field_is_changed(words, says):
+    done = call(*words, "job.yaml")
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert says in said
+    assert ("--overwrite" in said) == (says == "Possible options: --overwrite")
+
+
 @pytest.mark.parametrize("runs", [("a",), ("a", "a")])
 def test_one_run_is_not_compared(runs):
     done = call("compare", *runs)
