@@ -100,8 +100,8 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 def _how_to_change_fields(ctx: Any, option: str) -> str | None:
-    """Return how the command of `ctx` takes what `option` of another program changes, a field of the job; None
-    for another option, and for a command that changes none."""
+    """Return how the command of `ctx` takes a field of the job, which `option` of other programs changes; None
+    for another option, and for a command that changes no field."""
     field = option.lstrip("-") if "." in option else "trainer.steps"
     if field == "trainer.steps" and option not in OTHER_OVERRIDES:
         return None

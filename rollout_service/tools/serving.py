@@ -7,11 +7,13 @@ job, as a job file says it: of a run its own, of a folder one with defaults.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,15 @@ from areal_async.runtime.context import ServiceContext
 MOST_TOKENS = 8192
 """Length of prompt and answer together that engines reserve room for, where the model has so many positions;
 `--set rollout.max_model_len=N` changes it."""
+MOST_NEW_TOKENS = 512
+"""Tokens of an answer that is evaluated, where no run says how many and half of the model's length is more."""
+OPTIONS = {
+    "evaluation.sampling.temperature": "--temperature",
+    "evaluation.sampling.max_new_tokens": "--max-new-tokens",
+    "evaluation.samples": "--samples",
+    "samples": "--samples",
+}
+"""Fields of a job that these commands have options for."""
 TRAINED_HERE = 1
 """Steps of the job that stands for a model: it is never trained, and a job needs one."""
 
@@ -113,13 +124,14 @@ def lone_evaluator(
     """Make the context of an evaluator whose run has nothing else, in a folder of its own that goes with it.
 
     `sections` are laid over those of the target's job where they are not None, then the request's sampling
-    and fields; several samples are drawn at temperature 1 unless another is given. Raises `ConfigError` with
-    every mistake in them."""
+    and fields. Without a temperature in either, several samples are drawn at the rollout's, or at 1. Raises
+    `ConfigError` with every mistake in them."""
     sampling = {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
     with tempfile.TemporaryDirectory(prefix="areal-evaluate-") as folder:
         nothing = Path(folder, "nothing.jsonl")  # A job names a file to train on
         nothing.write_bytes(msgspec.json.encode({"prompt": "?", "reward_model": {"ground_truth": "?"}}))
-        content: dict[str, Any] = target.content or _untrained(target.model)
+        most = MOST_NEW_TOKENS if isinstance(request, EvaluateRequest) else MOST_TOKENS
+        content: dict[str, Any] = target.content or _untrained(target.model, most)
         content |= {"job": "evaluate", "kind": "rl", "model": str(target.model), "run_dir": folder}
         content["tasks"] = {"train": str(nothing), "evaluation": str(tasks) if tasks else None}
         content["trainer"] = content.get("trainer", {"steps": TRAINED_HERE}) | {"device": "cpu", "ranks": 1}
@@ -129,12 +141,18 @@ def lone_evaluator(
             content[section] = content.get(section, {}) | _given(fields)
         evaluation = content["evaluation"]
         several = request.n if isinstance(request, AnswersRequest) else request.samples or 1
-        drawn = {"temperature": 1.0} if several > 1 else {}
-        evaluation["sampling"] = evaluation.get("sampling", {}) | drawn | _given(sampling)
+        own = evaluation.get("sampling", {})
+        if several > 1 and not own.get("temperature"):
+            trained_at = content.get("rollout", {}).get("sampling", {}).get("temperature")
+            own = own | {"temperature": trained_at or 1.0}
+        evaluation["sampling"] = own | _given(sampling)
         try:
             job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
         except ConfigError as error:
-            raise ConfigError(error.source, as_typed(error.mistakes, "--set {}=VALUE".format)) from error
+            typed = as_typed(error.mistakes, "--set {}=VALUE".format)
+            raise ConfigError(
+                error.source, [replace(each, fix=_by_option(each.fix)) for each in typed]
+            ) from error
         folders = claim_folders(job, overwrite=True)
         try:
             told = job.model_dump(mode="json")
@@ -145,14 +163,24 @@ def lone_evaluator(
             folders.release()
 
 
-def _untrained(model: Path) -> dict[str, Any]:
-    """A job for a model that belongs to no run."""
+def _untrained(model: Path, most: int) -> dict[str, Any]:
+    """Return a job for a model that belongs to no run, with answers of at most `most` tokens."""
     positions = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
     content: dict[str, Any] = {"reward": {"name": "exact_match"}, "rollout": {"workers": 1}}
     if isinstance(positions, int):
         length = min(positions, MOST_TOKENS)
-        content["rollout"] |= {"max_model_len": length, "sampling": {"max_new_tokens": max(1, length // 2)}}
+        content["rollout"] |= {
+            "max_model_len": length,
+            "sampling": {"max_new_tokens": max(1, min(most, length // 2))},
+        }
     return content
+
+
+def _by_option(text: str) -> str:
+    """Return the fix of a mistake with the options of the command in place of fields."""
+    for field, option in OPTIONS.items():
+        text = re.sub(rf"(?<!--set )\b{re.escape(field)}\b", option, text)
+    return text
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
