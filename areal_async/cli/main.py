@@ -100,8 +100,8 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 def _how_to_change_fields(ctx: Any, option: str) -> str | None:
-    """Return how the command of `ctx` takes a field of the job, which `option` of other programs changes; None
-    for another option, and for a command that changes no field."""
+    """Return how the command of `ctx` takes a field of the job, which `option` changes in other programs.
+    None for another option, and for a command that changes no field."""
     field = option.lstrip("-") if "." in option else "trainer.steps"
     if field == "trainer.steps" and option not in OTHER_OVERRIDES:
         return None
@@ -213,6 +213,22 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
         console.print(str(warning), markup=False, highlight=False)
 
 
+def _read_job(job_file: Path, overrides: Sequence[str]) -> JobConfig:
+    """Read a job file before what it names is tried. Raises `ConfigError`, which says that more is to come."""
+    from areal_async.config.errors import WHOLE_FILE, ConfigError
+    from areal_async.config.load import load_job
+
+    try:
+        return load_job(job_file, overrides)
+    except ConfigError as error:
+        if any(each.field == WHOLE_FILE for each in error.mistakes):
+            raise
+        then = (
+            "More is checked once this is mended: your code, the tokenizer and weights, the prompts, servers."
+        )
+        raise ConfigError(error.source, error.mistakes, then=then) from error
+
+
 @app.command()
 def run(
     job_file: JobFile,
@@ -228,11 +244,10 @@ def run(
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
-        from areal_async.config.load import load_job
         from areal_async.launch.preflight import check_contents
         from areal_async.status.progress import progress
 
-        job = load_job(job_file, overrides or ())
+        job = _read_job(job_file, overrides or ())
         with progress("checking the job"):
             found = check_contents(job, source=str(job_file))
         if dry_run:
@@ -305,11 +320,11 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
     """Check a job file, what it names and what it needs, and print it with every field resolved."""
     with readable_errors():
         from areal_async.config.advice import explain
-        from areal_async.config.load import dump_job, load_job
+        from areal_async.config.load import dump_job
         from areal_async.launch.preflight import check_contents
         from areal_async.status.progress import progress
 
-        job = load_job(job_file, overrides or ())
+        job = _read_job(job_file, overrides or ())
         with progress("checking the job"):
             found = check_contents(job, source=str(job_file))
         print_warnings(job, found)

@@ -100,7 +100,7 @@ class ConfigError(ArealError):
     """A job file that cannot be run. Holds the mistakes that were found, not only the first; of very many
     `MOST_MISTAKES`, and how many there are."""
 
-    def __init__(self, source: str, mistakes: Iterable[Mistake]) -> None:
+    def __init__(self, source: str, mistakes: Iterable[Mistake], *, then: str = "") -> None:
         self.source = source
         found = iter(mistakes)
         self.mistakes = tuple(islice(found, MOST_MISTAKES + 1))
@@ -108,4 +108,5 @@ class ConfigError(ArealError):
         if more := sum(1 for _ in found):
             number, those = number + more, f", of which these are the first {number}"
         text = f" has {number} mistakes{those}:" + "".join(f"\n  - {each}" for each in self.mistakes)
-        super().__init__(source + (text if len(self.mistakes) != 1 else f": {self.mistakes[0]}"))
+        text = text if len(self.mistakes) != 1 else f": {self.mistakes[0]}"
+        super().__init__(source + text + (f"\n{then}" if then else ""))

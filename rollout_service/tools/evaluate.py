@@ -138,7 +138,7 @@ async def evaluated(
             with told as evaluator.on_answered:
                 done = await evaluator.evaluate(ModelFolder(model, job.policy), tasks)
             if cut:
-                _note(f"note: {cut} of {asked} answers were cut at {limit_text}")
+                _note(f"note: {cut} of {asked} answers ended at the limit, {limit_text}")
             return done
     finally:
         await gateway.close()

@@ -30,14 +30,16 @@ from areal_async.launch.here import write_whole
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.runs import Run
+from areal_async.modelfiles import no_folder
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
+from areal_async.storage.urls import is_url
 
 MOST_TOKENS = 8192
 """Length of prompt and answer together that engines reserve room for, where the model has so many positions;
 `--set rollout.max_model_len=N` changes it."""
 MOST_NEW_TOKENS = 512
-"""Tokens of an answer that is evaluated, where no run says how many and half of the model's length is more."""
+"""Most tokens of an answer that is evaluated, if neither a run nor an option says how many."""
 OPTIONS = {
     "evaluation.sampling.temperature": "--temperature",
     "evaluation.sampling.max_new_tokens": "--max-new-tokens",
@@ -90,6 +92,9 @@ def target_of(name: str) -> Iterator[Target]:
     try:
         run = Run.open(run_name)
     except RunFolderError as error:
+        if not given.exists() and "@" not in name and not is_url(name):
+            problem = f"there is no run {name}, and {no_folder(given)}"
+            raise RunFolderError(f"{problem}. Give a run, or a model's folder.") from error
         if "@" in name or not given.is_dir():
             raise
         raise RunFolderError(
@@ -150,9 +155,8 @@ def lone_evaluator(
             job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
         except ConfigError as error:
             typed = as_typed(error.mistakes, "--set {}=VALUE".format)
-            raise ConfigError(
-                error.source, [replace(each, fix=_by_option(each.fix)) for each in typed]
-            ) from error
+            here = [replace(each, field=_by_option(each.field), fix=_by_option(each.fix)) for each in typed]
+            raise ConfigError(error.source, here) from error
         folders = claim_folders(job, overwrite=True)
         try:
             told = job.model_dump(mode="json")

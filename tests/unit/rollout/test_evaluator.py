@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer
 
 from areal_async.answers import Detokenizer
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
+from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.errors import RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task
