@@ -196,7 +196,7 @@ def _list(value: object) -> list[Any]:
 
 
 def no_folder(path: Path) -> str:
-    """Return a statement that the folder `path` does not exist, with names like it that exist in its place."""
+    """Return that the folder `path` does not exist, with folders that have a name like it."""
     there = next(each for each in path.absolute().parents if each.is_dir())
     missing = path.absolute().relative_to(there).parts[0]
     names = [each.name for each in there.iterdir() if each.is_dir()]

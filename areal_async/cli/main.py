@@ -214,7 +214,7 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
 
 
 def _read_job(job_file: Path, overrides: Sequence[str]) -> JobConfig:
-    """Read a job file before what it names is tried. Raises `ConfigError`, which says that more is to come."""
+    """Read a job file. Raises `ConfigError`, which says that what the file names is tried later."""
     from areal_async.config.errors import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
 
@@ -223,9 +223,7 @@ def _read_job(job_file: Path, overrides: Sequence[str]) -> JobConfig:
     except ConfigError as error:
         if any(each.field == WHOLE_FILE for each in error.mistakes):
             raise
-        then = (
-            "More is checked once this is mended: your code, the tokenizer and weights, the prompts, servers."
-        )
+        then = "More is checked once this is mended: your code, tokenizer, weights, prompts and servers."
         raise ConfigError(error.source, error.mistakes, then=then) from error
 
 

@@ -158,7 +158,11 @@ def score(given: RewardInput) -> Score | Abstain:
     return Score(1.0 if exact else share / 2, {"exact": exact, "share": share})
 '''
 
-TEST = '''"""`python -m pytest` runs these; a reward is a plain function."""
+TEST = '''"""Tests of the example's reward; `python -m pytest` runs them.
+
+They fail once reward.py scores in another way. Replace them then: for an answer that is right, one that is
+wrong and an empty one, write what your reward is to return.
+"""
 
 from pathlib import Path
 

@@ -98,6 +98,8 @@ def test_a_mistake_in_the_job_file_is_status_2_and_no_traceback(job_file, comman
     result = call(command, job_file, "buffer.max_stale=1")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Did you mean buffer.max_staleness?" in result.stderr
+    assert "More is checked once this is mended" in result.stderr
+    assert "More is checked" not in call(command, "nowhere.yaml").stderr, "there is nothing to mend"
     assert "Traceback" not in result.output
     assert not (job_file.parent / "runs").exists(), "nothing has started"
 
