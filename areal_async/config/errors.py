@@ -109,4 +109,5 @@ class ConfigError(ArealError):
             number, those = number + more, f", of which these are the first {number}"
         text = f" has {number} mistakes{those}:" + "".join(f"\n  - {each}" for each in self.mistakes)
         text = text if len(self.mistakes) != 1 else f": {self.mistakes[0]}"
-        super().__init__(source + text + (f"\n{then}" if then else ""))
+        before = "\n" if len(self.mistakes) != 1 else " "
+        super().__init__(source + text + (f"{before}{then}" if then else ""))

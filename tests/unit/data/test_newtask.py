@@ -94,7 +94,7 @@ def test_a_model_of_ones_own_is_asked_in_messages(tmp_path, chat_model):
     for wrong in (near, "./nowhere", "runs/sums/modle", "~/nowhere"):
         refused = CliRunner().invoke(app, ["init", str(tmp_path / "none"), "--model", wrong])
         said = " ".join(refused.stderr.split())
-        assert (refused.exit_code, "does not exist" in said) == (1, True)
+        assert (refused.exit_code, "does not exist" in said) == (2, True)
         assert (f"has {chat_model.name}" in said) == (wrong == near)
         assert not (tmp_path / "none").exists()
     named = CliRunner().invoke(app, ["init", str(tmp_path / "hub"), "--model", "Qwen/Qwen2.5-0.5B"])
