@@ -233,8 +233,8 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[M
     while left:
         if words := _split_by_shell(left):
             quoted = shlex.quote(" ".join(words))
-            problem = "the shell split this override at a blank"
-            mistakes.append(Mistake(words[0].partition("=")[0], problem, f"Quote it: {quoted}"))
+            split = "the shell split this override at a blank"
+            mistakes.append(Mistake(words[0].partition("=")[0], split, f"Quote it: {quoted}"))
             del left[: len(words)]
             continue
         override = left.pop(0)
