@@ -7,6 +7,7 @@ counts are those that transformers loads. Needs no torch.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import struct
@@ -192,6 +193,16 @@ def _list(value: object) -> list[Any]:
     if isinstance(value, dict):
         return [*value.values()]
     return value if isinstance(value, list) else []
+
+
+def no_folder(path: Path) -> str:
+    """Return that the folder `path` does not exist, with folders that have a name like it."""
+    there = next(each for each in path.absolute().parents if each.is_dir())
+    missing = path.absolute().relative_to(there).parts[0]
+    names = [each.name for each in there.iterdir() if each.is_dir()]
+    near = difflib.get_close_matches(missing, names, n=3, cutoff=0.5)
+    hint = f"; {there} has {' and '.join(near)}" if near else ""
+    return f"{path} is a file, not a folder" if path.exists() else f"the folder {path} does not exist{hint}"
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -41,7 +41,14 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from areal_async.config.base import Section
-from areal_async.config.errors import MOST_MISTAKES, Mistake, blank_after_colon, in_words, value_in_words
+from areal_async.config.errors import (
+    ADD_IT,
+    MOST_MISTAKES,
+    Mistake,
+    blank_after_colon,
+    in_words,
+    value_in_words,
+)
 from areal_async.errors import ArealError
 from areal_async.ownfiles import read_regular
 from areal_async.secrecy import is_secret
@@ -60,7 +67,8 @@ class Registry:
     `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
     that it fills; `coroutine` says that a part which is a function is an `async def`. `signatures` are those
     of other frameworks' functions, which have no decorator: a parameter that tells one, and those that the
-    caller fills there; with none named, any that no argument gives.
+    caller fills there; with none named, any that no argument gives. `mark` is how to mark a function of one's
+    own, if that is needed.
     """
 
     def __init__(
@@ -72,12 +80,14 @@ class Registry:
         filled: tuple[str, ...] = (),
         coroutine: bool = False,
         signatures: Mapping[str, Collection[str]] | None = None,
+        mark: str = "",
     ) -> None:
         self.kind = kind
         self.leading = leading
         self.filled = filled
         self.coroutine = coroutine
         self.signatures = signatures or {}
+        self.mark = mark
         self._own_parts: dict[str, Any] = {}
         self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
         self._table = built_in
@@ -231,6 +241,9 @@ class Registry:
             optional |= {argument.arg for argument, default in keywords if default is not None}
             named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
             foreign = [name for name in self.signatures if name in (*positional, *named)]
+            if self.mark and not (foreign or node.decorator_list or _is_passed(attribute, tree)):
+                yield Mistake(field, f"{attribute} in {path} is not marked", self.mark)
+                return
             if foreign and not node.decorator_list:
                 leading, filled = 0, {*self.signatures[foreign[0]]}
                 optional |= {*positional, *named} if not filled else set()
@@ -256,6 +269,12 @@ def _defined(tree: ast.Module) -> dict[str, ast.AST]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     return found
+
+
+def _is_passed(attribute: str, tree: ast.Module) -> bool:
+    """Return whether a file calls something with what it calls so, which may mark it."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(isinstance(each, ast.Name) and each.id == attribute for call in calls for each in call.args)
 
 
 def _meant(attribute: str, defined: Collection[str]) -> str:
@@ -292,7 +311,7 @@ def section_mistakes(
             return Mistake(where, f"{owner} has no argument {name!r}", fix)
         if detail["type"] == "missing":
             about = section.model_fields[name].description if name in section.model_fields else ""
-            fix = " ".join(f"Add it. {about or ''}".split()).rstrip(". ")
+            fix = " ".join(f"{ADD_IT}. {about or ''}".split()).rstrip(". ")
             return Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
         return _value_mistake(where, name, detail, owner, secret=secret)
 
@@ -353,9 +372,14 @@ def _keyword_mistakes(
             yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", fix)
     for name in needed:
         if name not in given:
-            yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", "Add it")
+            yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", ADD_IT)
 
 
+MARK_REWARD = (
+    "Put `@reward` (from areal_async import reward) above it: it then takes one RewardInput, `given`, with "
+    "given.response and given.ground_truth. Functions of verl, with a parameter `solution_str`, and of TRL, "
+    "with one `completions`, need no mark"
+)
 ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
 WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2, coroutine=True)
 ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
@@ -368,6 +392,7 @@ REWARDS = Registry(
         "solution_str": ("data_source", "solution_str", "ground_truth", "extra_info"),
         "completions": (),
     },
+    mark=MARK_REWARD,
 )
 ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=1)
 LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)

@@ -115,7 +115,7 @@ def NAME(given: RewardInput, *, longest: int = 20) -> Score | Abstain:
     return Score(float(right and short), {"right": right, "short": short})
 '''
 
-TEST = '''"""`python -m pytest` runs these; a reward is a plain function."""
+TEST = '''"""Tests of the reward as it was made; `python -m pytest` runs them. Change them with the reward."""
 
 from pathlib import Path
 

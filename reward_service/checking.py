@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import math
 import os
+import sysconfig
 import traceback
 from numbers import Real
 
+import areal_async
 from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
+from reward_service import signatures
 from reward_service.sdk import RewardInput
 
 LONGEST_MESSAGE = 1000  # Characters of an error's text that travel
 LONGEST_NAME = 100  # Characters of the name of a component, an agent, a kind or a sandbox
 MOST_COMPONENTS = 64
+LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
+    f"{os.path.dirname(__file__)}/",
+    f"{os.path.dirname(areal_async.__file__)}/",
+    "<frozen ",
+)
+"""Where code lies that is not the user's."""
 
 
 class NoVerdict(Exception):
@@ -136,13 +146,17 @@ def _kind(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: text (line 12 of reward.py)`, of bounded length even if the error's own text fails."""
+    """Return `ValueError: text (line 12 of reward.py)`, of bounded length even if the error's own text fails.
+    The line is the last that ran of the user's own code, not of a library that it called."""
     try:
         text = str(error)
     except Exception as second:
         text = f"<no text: {type(second).__name__}>"
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames[1:] else ""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    if not own and frames and frames[-1].filename != signatures.__file__:
+        own = frames  # a reward of ours
+    where = f" (line {own[-1].lineno} of {os.path.basename(own[-1].filename)})" if own else ""
     return clip(f"{type(error).__name__}: {text}" if text else type(error).__name__) + where
 
 

@@ -28,9 +28,9 @@ import msgspec
 
 from areal_async.answers import opens_thought, spoken
 from areal_async.errors import ArealError
-from areal_async.registry import run_user_file
+from areal_async.registry import MARK_REWARD, run_user_file
 from areal_async.rpc.verdicts import Abstain, Parts, Score
-from reward_service.signatures import HOW, adapted
+from reward_service.signatures import adapted
 
 if TYPE_CHECKING:
     from areal_async.config.base import Section
@@ -235,7 +235,7 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
         raise RewardLoadError(f"the reward {name!r}: {path_text} defines no {attribute!r}. {choice}")
     if not isinstance(getattr(found, MARK, None), Mark) and (found := adapted(found)) is None:
         raise RewardLoadError(
-            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. {HOW} {choice}"
+            f"the reward {name!r}: {attribute!r} in {path_text} is not marked. {MARK_REWARD}. {choice}"
         )
     loaded: RewardFunction = found
     return loaded

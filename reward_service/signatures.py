@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 ANSWER_COLUMNS = ("ground_truth", "solution", "answer", "final_answer", "target", "label")
 OWN_COLUMNS = ("data_source", "ability", "reward_style", "extra_info")
-HOW = (
-    "Put `@reward` (from areal_async import reward) above it if it takes a RewardInput. Functions of verl, "
-    "with a parameter `solution_str`, and of TRL, with one `completions`, need no mark."
-)
 
 
 def adapted(function: Any) -> Callable[..., Any] | None:
@@ -56,24 +52,25 @@ def adapted(function: Any) -> Callable[..., Any] | None:
     else:
         return None
 
+    called = f"the reward {getattr(function, '__name__', function)!r}"
+
     def reward(given: RewardInput | list[RewardInput], **arguments: Any) -> Any:
         values = fill(given if isinstance(given, list) else [given])
         taken = {name: each for name, each in values.items() if free or name in known} | arguments
         if missing := [name for name in needed if name not in taken]:
             raise ValueError(
-                f"the reward needs {missing[0]!r}, which is no column of the task's extra_info. Put it "
+                f"{called} needs {missing[0]!r}, which is no column of the task's extra_info. Put it "
                 f"there, or give it as reward.args.{missing[0]}."
             )
         result = function(**taken)
-        outcomes = _outcomes if fill is _trl and isinstance(given, list) else of_one
-        return _awaited(result, outcomes) if isinstance(result, Awaitable) else outcomes(result)
 
-    def of_one(result: Any) -> Any:
-        if not isinstance(result, list | tuple):
-            return _outcome(result)
-        if fill is _trl and len(result) != 1:
-            raise ValueError(f"the reward returned {len(result)} scores for one completion")
-        return _outcome(result[0])  # verl, too, takes the first
+        def outcomes(result: Any) -> Any:
+            if fill is _trl:
+                found = _of_list(result, len(values["completions"]), called)
+                return found if isinstance(given, list) else found[0]
+            return _outcome(result[0] if isinstance(result, list | tuple) else result)  # as verl does
+
+        return _awaited(result, outcomes) if isinstance(result, Awaitable) else outcomes(result)
 
     first = inspect.Parameter("given", inspect.Parameter.POSITIONAL_ONLY)
     rest = [
@@ -111,7 +108,15 @@ async def _awaited(result: Awaitable[Any], outcomes: Callable[[Any], Any]) -> An
     return outcomes(await result)
 
 
-def _outcomes(results: Sequence[Any]) -> list[Any]:
+def _of_list(results: Any, wanted: int, called: str) -> list[Any]:
+    """Return what a reward of TRL gave each completion. Raises ValueError for what is no list of as many."""
+    if not isinstance(results, list | tuple) or len(results) != wanted:
+        is_list = isinstance(results, list | tuple)
+        got = f"{len(results)} scores" if is_list else f"{results!r:.80}, which is no list"
+        raise ValueError(
+            f"{called} returned {got} for {wanted} completion{'s' if wanted > 1 else ''}. A reward with a "
+            "parameter `completions` returns a list with one number for each, as TRL wants it."
+        )
     return [_outcome(result) for result in results]
 
 

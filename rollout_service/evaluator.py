@@ -172,7 +172,7 @@ class Evaluator:
         self._gateway = gateway
         self._sampling = sampling_of(job.evaluation_sampling)
         self._started = False
-        self._asked, self._answered, self._begun_s = 0, 0, 0.0
+        self._asked, self._answered, self.begun_s = 0, 0, 0.0
         self.samples = job.evaluation.samples  # Answers to each task
         self.on_verdict: Callable[[Task, int, RewardInput, Verdict], None] | None = None
         """Called with each task, the number of the sample, the answer and its verdict."""
@@ -187,7 +187,7 @@ class Evaluator:
             return f"scoring {asked} answers" if asked else ""
         left = ""
         if done:
-            left = f", left {clock_text((time.monotonic() - self._begun_s) / done * (asked - done))}"
+            left = f", left {clock_text((time.monotonic() - self.begun_s) / done * (asked - done))}"
         return f"{done} of {asked} answers{left}"
 
     async def evaluate(self, snapshot: Weights, tasks: Sequence[Task]) -> Evaluation:
@@ -205,7 +205,7 @@ class Evaluator:
         answers: list[_Answer] = []
         failures: list[str] = []
         samples = self.samples
-        self._asked, self._answered, self._begun_s = len(tasks) * samples, 0, time.monotonic()
+        self._asked, self._answered, self.begun_s = len(tasks) * samples, 0, time.monotonic()
         queue = iter([(number, sample) for number in range(len(tasks)) for sample in range(samples)])
 
         async def work() -> None:

@@ -66,7 +66,7 @@ def write(
 
         written = write_files(folder, runs, prometheus)
         lines = [
-            f"{folder}/ has {len(written)} files:",
+            f"{folder}/ has {len(written)} file{'s' * (len(written) > 1)}:",
             "  grafana/        dashboards, to be imported or provisioned",
             "  provisioning/   of Grafana, by which it finds Prometheus and the dashboards",
             "  rules/          recording and alert rules of Prometheus",

@@ -223,11 +223,14 @@ def _expected(
 def _model_folder(text: str) -> Path:
     """A folder, or the one in the cache of a model of the hub."""
     from areal_async.data.sources import DataError
+    from areal_async.modelfiles import no_folder
     from areal_async.storage.hub import hub_url, model_folder
     from areal_async.storage.remote import StorageError
 
-    if Path(text).is_dir() or hub_url(text, Path(), is_data=False) is None:
+    if Path(text).is_dir():
         return Path(text)
+    if hub_url(text, Path(), is_data=False) is None:
+        raise DataError(f"--model: {no_folder(Path(text))}. Give a model's folder, or owner/name of the hub.")
     try:
         return model_folder(text, lambda: print(f"fetching {text}", file=sys.stderr, flush=True))
     except StorageError as error:
@@ -303,7 +306,7 @@ def _checked(report: DataReport) -> Iterator[str]:
     problems = [*(each for file in report.files for each in file.problems), *report.problems]
     yield from (f"remark: {each}" for each in report.remarks)
     yield from (f"problem: {each}" for each in problems)
-    yield f"{len(problems)} problems would stop a job" if problems else "ok"
+    yield f"{len(problems)} problem{'s' * (len(problems) > 1)} would stop a job" if problems else "ok"
 
 
 def _file_lines(file: FileReport) -> Iterator[str]:

@@ -54,6 +54,8 @@ OTHER_COMMANDS = {
     **dict.fromkeys(("chat", "sample", "infer", "talk"), "generate"),
 }
 """Name of a command in other programs → its name here."""
+OTHER_OVERRIDES = ("--override", "--overrides", "--set", "--config", "--cfg", "--opt", "--param", "-o", "-c")
+"""Options of other programs before a field that is changed."""
 PANELS = {
     "Start": (
         "quickstart",
@@ -94,6 +96,23 @@ def _without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+UsageError: Any = typer.BadParameter.__base__
+
+
+def _how_to_change_fields(ctx: Any, option: str) -> str | None:
+    """Return how the command of `ctx` takes a field of the job, which `option` changes in other programs.
+    None for another option, and for a command that changes no field."""
+    field = option.lstrip("-") if "." in option else "trainer.steps"
+    if field == "trainer.steps" and option not in OTHER_OVERRIDES:
+        return None
+    for each in ctx.command.params:
+        if "KEY=VALUE" in (each.metavar or ""):
+            before = f"{each.opts[0]} " if each.param_type_name == "option" else ""
+            what = f"by {before}KEY=VALUE" if before else "by KEY=VALUE alone, without an option"
+            return f"Change a field of the job {what}: {before}{field}=5"
+    return None
+
+
 class CommandGroup(TyperGroup):
     """The commands in the order of use, found also by the names that other programs have for them."""
 
@@ -107,6 +126,15 @@ class CommandGroup(TyperGroup):
         if (meant := OTHER_COMMANDS.get(args[0])) is not None and args[0] not in self.commands:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            option = getattr(error, "option_name", "")
+            if not option or (how := _how_to_change_fields(error.ctx, option)) is None:
+                raise
+            error.ctx.fail(f"No such option: {option}. {how}")
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (found := super().get_command(ctx, cmd_name)) is not None:
@@ -185,6 +213,20 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
         console.print(str(warning), markup=False, highlight=False)
 
 
+def _read_job(job_file: Path, overrides: Sequence[str]) -> JobConfig:
+    """Read a job file. Raises `ConfigError`, which says that what the file names is tried later."""
+    from areal_async.config.errors import WHOLE_FILE, ConfigError
+    from areal_async.config.load import load_job
+
+    try:
+        return load_job(job_file, overrides)
+    except ConfigError as error:
+        if any(each.field == WHOLE_FILE for each in error.mistakes):
+            raise
+        then = "More is checked once this is mended: your code, tokenizer, weights, prompts and servers."
+        raise ConfigError(error.source, error.mistakes, then=then) from error
+
+
 @app.command()
 def run(
     job_file: JobFile,
@@ -200,11 +242,10 @@ def run(
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
-        from areal_async.config.load import load_job
         from areal_async.launch.preflight import check_contents
         from areal_async.status.progress import progress
 
-        job = load_job(job_file, overrides or ())
+        job = _read_job(job_file, overrides or ())
         with progress("checking the job"):
             found = check_contents(job, source=str(job_file))
         if dry_run:
@@ -277,11 +318,11 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
     """Check a job file, what it names and what it needs, and print it with every field resolved."""
     with readable_errors():
         from areal_async.config.advice import explain
-        from areal_async.config.load import dump_job, load_job
+        from areal_async.config.load import dump_job
         from areal_async.launch.preflight import check_contents
         from areal_async.status.progress import progress
 
-        job = load_job(job_file, overrides or ())
+        job = _read_job(job_file, overrides or ())
         with progress("checking the job"):
             found = check_contents(job, source=str(job_file))
         print_warnings(job, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -13,6 +13,9 @@ MOST_MISTAKES = 100
 """Mistakes of one file that are put into words."""
 MOST_CHARS = 2000
 """Longest text of a mistake: what it quotes may be anything."""
+ADD_IT = "Add it"  # The fix for a field that is missing
+WHOLE_FILE = "file"
+"""Field of a mistake in a file as a whole."""
 Detail = TypeVar("Detail", bound=Mapping[str, Any])
 
 _BOUNDS = {
@@ -82,14 +85,22 @@ class Mistake:
 
     def __str__(self) -> str:
         end = "" if self.fix.endswith(("?", ".")) else "."
-        return f"{self.field}: {self.problem}. {self.fix}{end}"
+        where = "" if self.field == WHOLE_FILE else f"{self.field}: "
+        return f"{where}{self.problem}. {self.fix}{end}"
+
+
+def as_typed(mistakes: Iterable[Mistake], form: Callable[[str], str]) -> Iterator[Mistake]:
+    """Yield mistakes with what is to be added in the `form` in which the command at hand takes a field."""
+    for each in mistakes:
+        added = each.fix == ADD_IT or each.fix.startswith(f"{ADD_IT}. ")
+        yield replace(each, fix=f"Add {form(each.field)}{each.fix.removeprefix(ADD_IT)}") if added else each
 
 
 class ConfigError(ArealError):
     """A job file that cannot be run. Holds the mistakes that were found, not only the first; of very many
     `MOST_MISTAKES`, and how many there are."""
 
-    def __init__(self, source: str, mistakes: Iterable[Mistake]) -> None:
+    def __init__(self, source: str, mistakes: Iterable[Mistake], *, then: str = "") -> None:
         self.source = source
         found = iter(mistakes)
         self.mistakes = tuple(islice(found, MOST_MISTAKES + 1))
@@ -97,4 +108,6 @@ class ConfigError(ArealError):
         if more := sum(1 for _ in found):
             number, those = number + more, f", of which these are the first {number}"
         text = f" has {number} mistakes{those}:" + "".join(f"\n  - {each}" for each in self.mistakes)
-        super().__init__(source + (text if len(self.mistakes) != 1 else f": {self.mistakes[0]}"))
+        text = text if len(self.mistakes) != 1 else f": {self.mistakes[0]}"
+        before = "\n" if len(self.mistakes) != 1 else " "
+        super().__init__(source + text + (f"{before}{then}" if then else ""))

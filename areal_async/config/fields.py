@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake, blank_after_colon, value_in_words
+from areal_async.config.errors import ADD_IT, Mistake, blank_after_colon, value_in_words
 from areal_async.config.job import JobConfig
 from areal_async.config.presets import PRESETS
 from areal_async.config.trainings import PreferenceSection
@@ -94,6 +94,8 @@ def section_of(path: str) -> type[Section] | None:
     """The model of the section at a dotted path ("" is the whole file); None when it is no section."""
     model: type[Section] = JobConfig
     for name in path.split(".") if path else ():
+        if name.isdecimal():
+            continue  # of a list of sections
         info = model.model_fields.get(name)
         inner = _section_type(info.annotation) if info is not None else None
         if inner is None:
@@ -113,9 +115,14 @@ def leaves_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def suggest(section: str, key: str) -> str | None:
-    """The dotted path that an unknown `key` inside `section` was most likely meant to be."""
+    """The dotted path that an unknown `key` inside `section` was most likely meant to be; inside a section
+    with `args`, which has the arguments of its part, only one of its own fields."""
     model = section_of(section)
     prefix = f"{section}." if section else ""
+    if model is not None and "args" in model.model_fields:
+        found = difflib.get_close_matches(key, list(model.model_fields), n=1, cutoff=0.65)
+        known = OTHER_NAMES.get(key, "").startswith(prefix)
+        return OTHER_NAMES[key] if known else prefix + found[0] if found else None
     beside = difflib.get_close_matches(key, list(model.model_fields) if model else [], n=1, cutoff=0.65)
     if key in OTHER_NAMES and not (beside and beside[0].startswith(key)):
         return OTHER_NAMES[key]
@@ -169,15 +176,16 @@ def _in_union(detail: Mapping[str, Any]) -> bool:
     return bool(detail["type"] == "literal_error" and str(detail["loc"][-1]).startswith("literal["))
 
 
-def explain(detail: Mapping[str, Any]) -> Mistake:
-    """The mistake behind one entry of `ValidationError.errors()`."""
+def explain(detail: Mapping[str, Any], within: str = "") -> Mistake:
+    """Return the mistake behind one entry of `ValidationError.errors()`. Only a field whose path begins with
+    `within` is suggested."""
     location = [str(part) for part in detail["loc"]]
     field = ".".join(location)
     kind, found = detail["type"], detail.get("input")
     if kind == "missing":
-        return Mistake(field, "this field is missing", f"Add it. {_about(field)}".rstrip(". "))
+        return Mistake(field, "this field is missing", f"{ADD_IT}. {_about(field)}".rstrip(". "))
     if kind == "extra_forbidden":
-        return _unknown(location, found)
+        return _unknown(location, found, within)
     if kind == "url":
         return Mistake(field, detail["ctx"]["problem"], detail["ctx"]["fix"])
     if kind == "string_pattern_mismatch":
@@ -227,7 +235,7 @@ def _kind_of(name: str) -> str | None:
     return f"kind: rl with trainer.objective.preset: {name}" if name in PRESETS else None
 
 
-def _unknown(location: list[str], found: Any) -> Mistake:
+def _unknown(location: list[str], found: Any, within: str) -> Mistake:
     field, section, key = ".".join(location), ".".join(location[:-1]), location[-1]
     if key == "trust_remote_code":
         problem = "code that comes with a model is never run: it would have the rights of the job"
@@ -243,10 +251,13 @@ def _unknown(location: list[str], found: Any) -> Mistake:
     if suggestion is None and (names := [*dict.fromkeys(_other_names(found))]):
         # A section of another trainer
         suggestion = ", ".join(names)
-    if suggestion is not None:
+    if suggestion is not None and suggestion.startswith(within):
         return Mistake(field, "there is no such field", f"Did you mean {suggestion}?")
     model = section_of(section)
     known = ", ".join(model.model_fields) if model is not None else ""
+    if model is not None and "args" in model.model_fields:
+        fix = f"Write {section}.args.{key} if the part takes it; the fields here are {known}"
+        return Mistake(field, "there is no such field", fix)
     return Mistake(field, "there is no such field", f"Remove it; the fields here are {known}")
 
 

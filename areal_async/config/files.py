@@ -29,6 +29,7 @@ from areal_async.modelfiles import (
     looks_beyond_tokens,
     mixture_of,
     most_positions,
+    no_folder,
     stored_tensors,
 )
 from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
@@ -96,11 +97,10 @@ def _check_secret_files(job: JobConfig) -> Iterator[Mistake]:
 def _check_model(job: JobConfig, *, weights: bool = True) -> Iterator[Mistake]:
     model = job.model
     if not model.is_dir():
-        found = "is a file" if model.exists() else "does not exist"
         fix = (
             "Give a Hugging Face model directory; `hf download NAME --local-dir DIR` makes one of a hub model"
         )
-        yield Mistake("model", f"{model} {found}", fix)
+        yield Mistake("model", no_folder(model), fix)
         return
     config = json_in(model / "config.json")
     if weights or config is None:
@@ -116,7 +116,7 @@ def _check_further_models(job: JobConfig) -> Iterator[Mistake]:
         if model is None:
             continue
         if not model.is_dir():
-            yield Mistake(field, f"{model} is no folder", "Give a Hugging Face model directory")
+            yield Mistake(field, no_folder(model), "Give a Hugging Face model directory")
             continue
         config = json_in(model / "config.json")
         yield from model_mistakes(model, config, field)

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from areal_async.config.base import Overrides, Section
+from areal_async.config.errors import ConfigError, Mistake, in_words
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
 from areal_async.config.parallel import ParallelSection
 from areal_async.config.reward import RewardSection
@@ -470,20 +471,41 @@ class JobConfig(Section):
     observe: ObserveSection = ObserveSection()
     supervisor: SupervisorSection = SupervisorSection()
 
+    def __new__(cls, *given: Any, **fields: Any) -> "JobConfig":
+        if given:
+            fix = "Write Job(job=…, model=…, tasks=…), or Job.load(path or mapping)"
+            raise ConfigError("Job", [Mistake("job", f"{given[0]!r:.80} has no field's name before it", fix)])
+        return super().__new__(cls)
+
+    @model_validator(mode="wrap")
     @classmethod
-    def load(cls, path: str | Path, overrides: Overrides = ()) -> "JobConfig":
-        """The checked job of a job file; `overrides` are a `key=value`, several, or `{"a.b": value}`. Raises
+    def _in_words(cls, content: Any, handler: ModelWrapValidatorHandler["JobConfig"]) -> "JobConfig":
+        """Raises `ConfigError`, with pydantic's error as its cause."""
+        from areal_async.config.fields import explain, numbers_or_words  # which read this module
+
+        try:
+            return handler(content)
+        except ValidationError as error:
+            details = numbers_or_words(error.errors(include_url=False))
+            raise ConfigError("the job", in_words(details, explain)) from error
+
+    @classmethod
+    def load(
+        cls, path: str | Path | Mapping[str, Any], overrides: Overrides = (), **others: Any
+    ) -> "JobConfig":
+        """Return the checked job of a job file, or of the fields of one as a mapping, whose relative paths
+        begin at the working directory. `overrides` are a `key=value`, several, or `{"a.b": value}`. Raises
         `ConfigError`."""
-        from areal_async.config.load import load_job, overrides_of  # which read this module
+        from areal_async.config.load import job_of, overrides_of  # which read this module
 
-        return load_job(Path(path), overrides_of(overrides))
+        return job_of(path, overrides_of(overrides, others))[1]
 
-    def changed(self, overrides: Overrides) -> "JobConfig":
+    def changed(self, overrides: Overrides = (), **others: Any) -> "JobConfig":
         """Return a copy with these fields changed, as `load` takes them, and checked. Relative paths are
         relative to the working directory. Raises `ConfigError`."""
         from areal_async.config.load import job_from_mapping, overrides_of  # which read this module
 
-        content, changes = self.model_dump(mode="json"), overrides_of(overrides)
+        content, changes = self.model_dump(mode="json"), overrides_of(overrides, others)
         return job_from_mapping(content, changes, source=f"job {self.job}", base=Path.cwd())
 
     def of(self, policy: str) -> "JobConfig":

@@ -9,8 +9,10 @@ import copy
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,12 +22,12 @@ from pydantic import ValidationError
 from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
-from areal_async.config.errors import ConfigError, Mistake, in_words
-from areal_async.config.fields import explain, job_fields, numbers_or_words
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.fields import job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
 from areal_async.config.job import JobConfig, merged
 from areal_async.config.parts import PART_FIELDS, arguments_of
-from areal_async.config.presets import fill_preset
+from areal_async.config.presets import OBJECTIVE, fill_preset
 from areal_async.config.reward import FOLDER_OR_NAME
 from areal_async.config.yamlfile import (
     MOST_LEVELS,
@@ -68,6 +70,7 @@ OF_EACH: dict[str, tuple[str, ...]] = {
 MOST_POLICIES = 64
 OF_MEMORY = ("model.", "trainer.", "rollout.max_model_len.", "weights.")
 """Fields and sections that the trainer's memory depends on, each with a dot behind it."""
+OVERRIDE = re.compile(r"[\w.-]+=")
 TOO_NESTED = f"it is nested more than {MOST_LEVELS} levels deep, or holds more than {MOST_NODES} values"
 
 
@@ -176,9 +179,28 @@ def dump_job(job: JobConfig) -> str:
     return dump_yaml(job.model_dump(mode="json"))
 
 
-def overrides_of(given: Overrides) -> list[str]:
+def job_of(
+    given: JobConfig | Mapping[str, Any] | str | os.PathLike[str], overrides: Sequence[str] = ()
+) -> tuple[str, JobConfig]:
+    """Return the name of a job in errors, and the checked job: of a job file, of the fields of one, whose
+    relative paths begin at the working directory, or of a job. Raises `ConfigError`."""
+    if isinstance(given, JobConfig):
+        return f"job {given.job}", given.changed(overrides)
+    if isinstance(given, Mapping):
+        return "the job", job_from_mapping(dict(given), overrides, source="the job", base=Path.cwd())
+    if not isinstance(given, str | os.PathLike):
+        problem = f"{given!r:.80} is neither a path nor a mapping"
+        raise ConfigError("the job", [Mistake("path", problem, "Give the path of a job file, or its fields")])
+    return str(given), load_job(Path(given), overrides)
+
+
+def overrides_of(given: Overrides, others: Mapping[str, Any] | None = None) -> list[str]:
     """Return overrides as `key=value`, the values in YAML. A mapping in a mapping changes the fields that it
-    names and keeps the others of their section. Raises `ConfigError` for what is none."""
+    names and keeps the others of their section. Raises `ConfigError` for what is none, and for `others`,
+    keywords that the caller does not know."""
+    if others:
+        fix = f"Give fields as a mapping behind the job: {{{', '.join(f'{name!r}: …' for name in others)}}}"
+        raise ConfigError("the overrides", [Mistake(name, "it is no argument", fix) for name in others])
     if isinstance(given, str):
         return [given]
     if isinstance(given, Mapping) and (where := too_nested(given)) is not None:
@@ -207,11 +229,19 @@ def _fields(given: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
     """Set each `dotted.key=value` in `content`; those that cannot be are returned as mistakes."""
     mistakes = []
-    for override in overrides:
+    left = list(overrides)
+    while left:
+        if words := _split_by_shell(left):
+            quoted = shlex.quote(" ".join(words))
+            split = "the shell split this override at a blank"
+            mistakes.append(Mistake(words[0].partition("=")[0], split, f"Quote it: {quoted}"))
+            del left[: len(words)]
+            continue
+        override = left.pop(0)
         key, equals, text = override.partition("=")
         names = key.strip().split(".")
         if not equals or not all(names):
-            fix = "Write it as key=value, for example buffer.max_staleness=4"
+            fix = "Write it as key=value, for example buffer.max_staleness=4; quote a value with blanks"
             mistakes.append(Mistake(override, "this override is not key=value", fix))
             continue
         if len(names) > MOST_LEVELS:
@@ -238,12 +268,34 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[M
     return mistakes
 
 
+def _split_by_shell(words: Sequence[str]) -> Sequence[str]:
+    """Return the first of the `words` that were one override before the shell split it at its blanks; none if
+    the first word is whole."""
+    key, equals, text = words[0].partition("=")
+    if equals and text.strip() and not _is_yaml(text):  # a list or mapping that goes on
+        ends = (n for n in range(2, len(words) + 1) if _is_yaml(" ".join(words[:n]).partition("=")[2]))
+        return words[: next(ends, 0)]
+    rest = [*takewhile(lambda word: not OVERRIDE.match(word), words[1:])]
+    is_split = bool(rest) and bool(OVERRIDE.match(f"{key}=")) and not text.strip()
+    return words[: 1 + len(rest)] if is_split and (equals or rest[0].startswith("=")) else ()
+
+
+def _is_yaml(text: str) -> bool:
+    try:
+        parse_yaml(text)
+    except yaml.YAMLError:
+        return False
+    return True
+
+
 def _set(content: dict[str, Any], names: Sequence[str], value: Any) -> str | None:
     inner = content
     for depth, name in enumerate(names[:-1], start=1):
         following = inner.get(name)
         if following is None:
             following = inner[name] = {}
+        if isinstance(following, str) and names[:depth] == OBJECTIVE.split(".")[:-1]:
+            following = inner[name] = {"preset": following}
         if not isinstance(following, dict):
             return f"the override goes through {'.'.join(names[:depth])}, which is not a section"
         inner = following
@@ -256,14 +308,13 @@ def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]
     the file makes, so that the other checks can be reported in the same go."""
     try:
         return JobConfig.model_validate(content), []
-    except ValidationError as error:
-        details = numbers_or_words(error.errors(include_url=False))
-    mistakes = [*in_words(details, explain)]
-    for detail in details:
+    except ConfigError as error:
+        refused, mistakes = error.__cause__, [*error.mistakes]
+    for detail in numbers_or_words(refused.errors()) if isinstance(refused, ValidationError) else ():
         _remove(content, detail["loc"])
     try:
         return JobConfig.model_validate(content), mistakes
-    except ValidationError:
+    except ConfigError:
         return None, mistakes
 
 

@@ -107,7 +107,9 @@ PRESETS: Mapping[str, Preset] = {
 
 def fill_preset(content: dict[str, Any]) -> list[Mistake]:
     """Set in the flat form of a job's mapping what its preset says and it does not; a name that no preset has
-    is returned as a mistake."""
+    is returned as a mistake. A word as the objective is the name of a preset."""
+    if isinstance(word := _get(content, OBJECTIVE[:-1]), str):
+        content["trainer"]["objective"] = {"preset": word}
     name = _get(content, FIELD)
     if name is None:
         return []

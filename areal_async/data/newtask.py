@@ -13,6 +13,9 @@ import string
 from pathlib import Path
 
 from areal_async.data.sources import DataError
+from areal_async.modelfiles import no_folder
+from areal_async.storage.hub import hub_url
+from areal_async.storage.urls import is_url
 
 MAKER = "make_data.py"
 BASE, WARM, RL = "base", "warm_start.yaml", "job.yaml"
@@ -26,6 +29,10 @@ SPACES = {" ": "Ġ", "\n": "Ċ", "\t": "ĉ"}  # As the pre-tokenizer of Qwen2 wr
 def write_task_files(folder: Path, model: str | None) -> list[str]:
     """Make the folder; returns what to do next, as commands. Raises `DataError` where something is there."""
     local = model is not None and Path(model).expanduser().is_dir()
+    if not (model is None or local or is_url(model) or hub_url(model, Path(), is_data=False)):
+        raise DataError(
+            f"--model: {no_folder(Path(model))}. Give a model's folder, or owner/name of the hub."
+        )
     named = Path(os.path.relpath(Path(model).expanduser(), folder)).as_posix() if model and local else model
     texts = {
         MAKER: DATA.replace("PROMPT", TINY_PROMPT if model is None else CHAT_PROMPT),
@@ -151,7 +158,11 @@ def score(given: RewardInput) -> Score | Abstain:
     return Score(1.0 if exact else share / 2, {"exact": exact, "share": share})
 '''
 
-TEST = '''"""`python -m pytest` runs these; a reward is a plain function."""
+TEST = '''"""Tests of the example's reward; `python -m pytest` runs them.
+
+They fail once reward.py scores in another way. Replace them then: for an answer that is right, one that is
+wrong and an empty one, write what your reward is to return.
+"""
 
 from pathlib import Path
 

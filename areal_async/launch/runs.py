@@ -27,7 +27,7 @@ import msgspec
 
 from areal_async.config.base import Overrides
 from areal_async.config.job import JobConfig
-from areal_async.config.load import apply_overrides, job_from_mapping, load_job, overrides_of
+from areal_async.config.load import apply_overrides, job_of, load_job, overrides_of
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.config.yamlfile import read_mapping
 from areal_async.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
@@ -200,6 +200,7 @@ def run(
     overwrite: bool = False,
     resume: bool = False,
     inline: bool = False,
+    **others: Any,
 ) -> Run:
     """Start a job in processes of its own, and return its run as soon as it has its folder.
 
@@ -211,14 +212,7 @@ def run(
     `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
     user's code raises is raised here.
     """
-    changes = overrides_of(overrides)
-    if isinstance(job, JobConfig):
-        source, job = f"job {job.job}", job.changed(changes)
-    elif isinstance(job, Mapping):
-        source = "the job"
-        job = job_from_mapping(dict(job), changes, source=source, base=Path.cwd())
-    else:
-        source, job = str(job), load_job(Path(job), changes)
+    source, job = job_of(job, overrides_of(overrides, others))
     check_contents(job, source=source)
     if not inline:
         return start(job, overwrite=overwrite, resume=resume)
@@ -289,11 +283,11 @@ def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequen
 
     Raises `RunFolderError` where there is none, `ConfigError` when its job cannot be read or an override does
     not fit it."""
-    own = Path(target)
+    own = run_at(target)
     if own.parent.name == "policies" and own.is_dir():
         run = find_run(own.parents[1], overrides, kinds=kinds)
         return replace(run, folder=own.resolve(), job=run.job.of(own.name))
-    folder = _run_folder(run_at(target))
+    folder = _run_folder(own)
     # The folder may have been moved since.
     job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
     if job.kind not in kinds:

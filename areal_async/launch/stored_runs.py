@@ -124,6 +124,8 @@ def _end(mirror: Mirror, run_dir: Path, finished: bool) -> None:
 def run_at(target: str | Path) -> Path:
     """The run folder or job file that a command names: of a URL, the folder here into which what is there
     was brought. Raises `RunFolderError`."""
+    if not isinstance(target, str | Path):
+        raise RunFolderError(f"{target!r:.80} is no run: give the path of its folder or its job file.")
     if isinstance(target, Path) or not is_url(target):
         return Path(target)
     if (problem := url_problem(target)) is not None:

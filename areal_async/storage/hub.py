@@ -30,8 +30,9 @@ SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})(\..*)")
 
 def hub_url(text: str, base: Path, *, is_data: bool) -> str | None:
     """The URL of what has this name on the hub; None where it can only be a path: something is there that it
-    begins with, seen from `base`, or it ends as a file does."""
-    if not HUB_NAME.fullmatch(text) or (base / text.partition("/")[0]).exists():
+    begins with, seen from `base` or from the working directory, or it ends as a file does."""
+    first = text.partition("/")[0]
+    if not HUB_NAME.fullmatch(text) or (base / first).exists() or os.path.exists(first):
         return None
     if is_data and text.endswith(DATA_SUFFIXES):
         return None

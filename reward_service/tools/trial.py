@@ -9,10 +9,12 @@ import asyncio
 import json
 import logging
 import math
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.tools import TrialRequest, plain, print_json, run_tool
-from areal_async.config.errors import ConfigError, Mistake, in_words
+from areal_async.config.errors import ConfigError, Mistake, as_typed, in_words
 from areal_async.config.fields import explain
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
@@ -39,9 +41,11 @@ from reward_service.processes import on_print
 from reward_service.sdk import RewardInput
 
 COMMAND_LINE = "the command line"
+OF_JOB = "reward."  # Before these fields in a job file; it may be left out here
 KINDS = ("score", "timeout", "error", "abstain")
 STYLES = {"timeout": "bold red", "error": "bold red", "abstain": "yellow"}
 MOST_SHOWN = 8
+MOST_COMPONENTS = 4  # Columns beside an answer; the table of components has all of them
 SLOWEST = 5
 
 
@@ -80,7 +84,8 @@ def main(request: TrialRequest) -> int:
     console = Console(highlight=False)
     workers = f"{section.workers} worker{'s' if section.workers > 1 else ''}"
     console.print(Text(f"{Path(section.name).name}, {len(judged)} answers from {source}, {workers}\n"))
-    for table in (by_source(judged), shown(judged), problems(judged), details(judged), slowest(judged)):
+    for make in (by_source, components, shown, problems, details, slowest):
+        table = make(judged)
         if table.row_count:
             console.print(table)
             console.print()
@@ -92,7 +97,11 @@ def answer_of(one: JudgedAnswer) -> dict[str, Any]:
     """What `--json` prints of an answer."""
     score = one.verdict.value if isinstance(one.verdict, Score) else None
     told = {"row": one.sample.row, "verdict": kind_of(one.verdict), "score": score}
-    return told | {"message": message_of(one.verdict), "elapsed_ms": one.elapsed_ms}
+    return told | {
+        "components": components_of(one),
+        "message": message_of(one.verdict),
+        "elapsed_ms": one.elapsed_ms,
+    }
 
 
 def target(request: TrialRequest) -> tuple[RewardSection, Path]:
@@ -103,7 +112,7 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
         job = load_job(Path(request.reward), files=False)
         content = job.reward.model_dump(mode="json")
         data = data or str(job.tasks.train)
-    mistakes = apply_overrides(content, request.fields or ())
+    mistakes = apply_overrides(content, [each.removeprefix(OF_JOB) for each in request.fields or ()])
     if not data:
         fix = "Name a task file with --data; a job file brings its own"
         mistakes.append(Mistake("--data", "nothing says what is to be judged", fix))
@@ -115,11 +124,20 @@ def target(request: TrialRequest) -> tuple[RewardSection, Path]:
         section = RewardSection.model_validate(content)
     except ValidationError as error:
         details = [detail | {"loc": ("reward", *detail["loc"])} for detail in error.errors(include_url=False)]
-        raise ConfigError(COMMAND_LINE, [*mistakes, *in_words(details, explain)]) from error
+        found = in_words(details, partial(explain, within=OF_JOB))
+        raise ConfigError(COMMAND_LINE, _here([*mistakes, *found])) from error
     mistakes += [*section_mistakes(section), *reward_file_mistakes(section)]
     if mistakes:
-        raise ConfigError(COMMAND_LINE, mistakes)
+        raise ConfigError(COMMAND_LINE, _here(mistakes))
     return section, Path(data)
+
+
+def _here(mistakes: Sequence[Mistake]) -> Iterator[Mistake]:
+    """Yield mistakes with fields as this command takes them, without the section of the job file."""
+    own = re.compile(rf"\b{re.escape(OF_JOB)}(?=({'|'.join(RewardSection.model_fields)})\b)")
+    for each in as_typed(mistakes, "{}=VALUE".format):
+        field, problem, fix = (own.sub("", text) for text in (each.field, each.problem, each.fix))
+        yield Mistake(field.removeprefix(OF_JOB), problem, fix)
 
 
 def read_samples(tasks: Path, column: str, limit: int) -> tuple[list[AnswerSample], str]:
@@ -235,13 +253,34 @@ def by_source(judged: Sequence[JudgedAnswer]) -> Table:
     return table
 
 
+def components_of(one: JudgedAnswer) -> dict[str, float]:
+    """Return the components of a score, the numbers beside it."""
+    return dict(one.verdict.components) if isinstance(one.verdict, Score) else {}
+
+
+def components(judged: Sequence[JudgedAnswer]) -> Table:
+    """Each component of the reward, over the scores that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in (pair for one in judged for pair in components_of(one).items()):
+        values[name].append(value)
+    table = _table("component", "scores", "mean", "low", "high")
+    for name, found in values.items():
+        figures = (math.fsum(found) / len(found), min(found), max(found))
+        table.add_row(short(name), str(len(found)), *(f"{one:.4g}" for one in figures))
+    return table
+
+
 def shown(judged: Sequence[JudgedAnswer]) -> Table:
-    """The verdicts on the first answers."""
-    table = _table("row", "verdict", "answer")
-    for one in judged[:MOST_SHOWN]:
-        kind = kind_of(one.verdict)
+    """The verdicts on the first answers, with the components of each score."""
+    first = judged[:MOST_SHOWN]
+    names = list(dict.fromkeys(name for one in first for name in components_of(one)))[:MOST_COMPONENTS]
+    table = _table("row", "verdict", *map(short, names), "answer")
+    for one in first:
+        kind, parts = kind_of(one.verdict), components_of(one)
         said = f"{one.verdict.value:.4g}" if isinstance(one.verdict, Score) else kind
-        table.add_row(str(one.sample.row), Text(said, STYLES.get(kind, "")), short(one.sample.given.response))
+        beside = (f"{parts[name]:.4g}" if name in parts else "" for name in names)
+        answer = short(one.sample.given.response)
+        table.add_row(str(one.sample.row), Text(said, STYLES.get(kind, "")), *beside, answer)
     return table
 
 

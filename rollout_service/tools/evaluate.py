@@ -6,6 +6,7 @@ Answers and figures are those of a run's evaluator (`rollout_service/evaluator.p
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,8 @@ def main(request: EvaluateRequest) -> None:
     samples = ctx.job.evaluation.samples
     if request.as_json:
         known = {"target": target.said, "data": str(tasks), "reward": ctx.job.reward.name, "samples": samples}
+        sampling = ctx.job.evaluation_sampling
+        known |= {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
         print_json(known | figures_of(done) | {"wall_s": round(wall_s, 2)})
         return
     console = Console(highlight=False)
@@ -118,13 +121,32 @@ async def evaluated(
             evaluator = Evaluator(
                 engine, scorer, workflow_of(job), renders[job.policy], job=job, gateway=gateway
             )
-            if out is not None:
-                evaluator.on_verdict = out.write
-            with progress("answering", len(tasks) * job.evaluation.samples) as evaluator.on_answered:
-                return await evaluator.evaluate(ModelFolder(model, job.policy), tasks)
+            cut = 0
+
+            def take(task: Task, sample: int, given: RewardInput, verdict: Verdict) -> None:
+                nonlocal cut
+                cut += given.truncated
+                if out is not None:
+                    out.write(task, sample, given, verdict)
+
+            evaluator.on_verdict = take
+            asked, sampling = len(tasks) * job.evaluation.samples, job.evaluation_sampling
+            how = f"temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+            limit_text = f"at most {sampling.max_new_tokens} tokens (--max-new-tokens)"
+            _note(f"answers: {asked}, sampling: {how} (--temperature), {limit_text}")
+            told = progress("answering", asked, since=lambda: evaluator.begun_s)
+            with told as evaluator.on_answered:
+                done = await evaluator.evaluate(ModelFolder(model, job.policy), tasks)
+            if cut:
+                _note(f"note: {cut} of {asked} answers ended at the limit, {limit_text}")
+            return done
     finally:
         await gateway.close()
         await engine.stop()
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def figures_of(done: Evaluation) -> dict[str, Any]:

@@ -7,11 +7,13 @@ job, as a job file says it: of a run its own, of a folder one with defaults.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import msgspec
 
 from areal_async.cli.tools import AnswersRequest, CheckpointRequest, EvaluateRequest, module_of
 from areal_async.config.engines import engine_part, evaluation_engine
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError, Mistake, as_typed
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping
 from areal_async.errors import RunFolderError
@@ -28,12 +30,23 @@ from areal_async.launch.here import write_whole
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.runs import Run
+from areal_async.modelfiles import no_folder
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
+from areal_async.storage.urls import is_url
 
 MOST_TOKENS = 8192
 """Length of prompt and answer together that engines reserve room for, where the model has so many positions;
 `--set rollout.max_model_len=N` changes it."""
+MOST_NEW_TOKENS = 512
+"""Most tokens of an answer that is evaluated, if neither a run nor an option says how many."""
+OPTIONS = {
+    "evaluation.sampling.temperature": "--temperature",
+    "evaluation.sampling.max_new_tokens": "--max-new-tokens",
+    "evaluation.samples": "--samples",
+    "samples": "--samples",
+}
+"""Fields of a job that these commands have options for."""
 TRAINED_HERE = 1
 """Steps of the job that stands for a model: it is never trained, and a job needs one."""
 
@@ -79,6 +92,9 @@ def target_of(name: str) -> Iterator[Target]:
     try:
         run = Run.open(run_name)
     except RunFolderError as error:
+        if not given.exists() and "@" not in name and not is_url(name):
+            problem = f"there is no run {name}, and {no_folder(given)}"
+            raise RunFolderError(f"{problem}. Give a run, or a model's folder.") from error
         if "@" in name or not given.is_dir():
             raise
         raise RunFolderError(
@@ -113,13 +129,14 @@ def lone_evaluator(
     """Make the context of an evaluator whose run has nothing else, in a folder of its own that goes with it.
 
     `sections` are laid over those of the target's job where they are not None, then the request's sampling
-    and fields; several samples are drawn at temperature 1 unless another is given. Raises `ConfigError` with
-    every mistake in them."""
+    and fields. Without a temperature in either, several samples are drawn at the rollout's, or at 1. Raises
+    `ConfigError` with every mistake in them."""
     sampling = {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
     with tempfile.TemporaryDirectory(prefix="areal-evaluate-") as folder:
         nothing = Path(folder, "nothing.jsonl")  # A job names a file to train on
         nothing.write_bytes(msgspec.json.encode({"prompt": "?", "reward_model": {"ground_truth": "?"}}))
-        content: dict[str, Any] = target.content or _untrained(target.model)
+        most = MOST_NEW_TOKENS if isinstance(request, EvaluateRequest) else MOST_TOKENS
+        content: dict[str, Any] = target.content or _untrained(target.model, most)
         content |= {"job": "evaluate", "kind": "rl", "model": str(target.model), "run_dir": folder}
         content["tasks"] = {"train": str(nothing), "evaluation": str(tasks) if tasks else None}
         content["trainer"] = content.get("trainer", {"steps": TRAINED_HERE}) | {"device": "cpu", "ranks": 1}
@@ -129,9 +146,17 @@ def lone_evaluator(
             content[section] = content.get(section, {}) | _given(fields)
         evaluation = content["evaluation"]
         several = request.n if isinstance(request, AnswersRequest) else request.samples or 1
-        drawn = {"temperature": 1.0} if several > 1 else {}
-        evaluation["sampling"] = evaluation.get("sampling", {}) | drawn | _given(sampling)
-        job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
+        own = evaluation.get("sampling", {})
+        if several > 1 and not own.get("temperature"):
+            trained_at = content.get("rollout", {}).get("sampling", {}).get("temperature")
+            own = own | {"temperature": trained_at or 1.0}
+        evaluation["sampling"] = own | _given(sampling)
+        try:
+            job = job_from_mapping(content, request.fields or (), source="the command line", base=Path.cwd())
+        except ConfigError as error:
+            typed = as_typed(error.mistakes, "--set {}=VALUE".format)
+            here = [replace(each, field=_by_option(each.field), fix=_by_option(each.fix)) for each in typed]
+            raise ConfigError(error.source, here) from error
         folders = claim_folders(job, overwrite=True)
         try:
             told = job.model_dump(mode="json")
@@ -142,14 +167,24 @@ def lone_evaluator(
             folders.release()
 
 
-def _untrained(model: Path) -> dict[str, Any]:
-    """A job for a model that belongs to no run."""
+def _untrained(model: Path, most: int) -> dict[str, Any]:
+    """Return a job for a model that belongs to no run, with answers of at most `most` tokens."""
     positions = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
     content: dict[str, Any] = {"reward": {"name": "exact_match"}, "rollout": {"workers": 1}}
     if isinstance(positions, int):
         length = min(positions, MOST_TOKENS)
-        content["rollout"] |= {"max_model_len": length, "sampling": {"max_new_tokens": max(1, length // 2)}}
+        content["rollout"] |= {
+            "max_model_len": length,
+            "sampling": {"max_new_tokens": max(1, min(most, length // 2))},
+        }
     return content
+
+
+def _by_option(text: str) -> str:
+    """Return the fix of a mistake with the options of the command in place of fields."""
+    for field, option in OPTIONS.items():
+        text = re.sub(rf"(?<!--set )\b{re.escape(field)}\b", option, text)
+    return text
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,6 +98,8 @@ def test_a_mistake_in_the_job_file_is_status_2_and_no_traceback(job_file, comman
     result = call(command, job_file, "buffer.max_stale=1")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Did you mean buffer.max_staleness?" in result.stderr
+    assert "More is checked once this is mended" in result.stderr
+    assert "More is checked" not in call(command, "nowhere.yaml").stderr, "there is nothing to mend"
     assert "Traceback" not in result.output
     assert not (job_file.parent / "runs").exists(), "nothing has started"
 
@@ -218,6 +220,26 @@ def test_help_shows_no_type_for_flags(arguments):
 )
 def test_the_name_of_another_program_leads_to_the_command(said, meant):
     assert f"Did you mean {meant!r}?" in " ".join(call(said, "job.yaml").stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("run", "--override", "trainer.steps=5"), "by KEY=VALUE alone, without an option: trainer.steps=5"),
+        (("validate", "--set", "a=5"), "by KEY=VALUE alone, without an option: trainer.steps=5"),
+        (("submit", "--trainer.lr", "5"), "by KEY=VALUE alone, without an option: trainer.lr=5"),
+        (("reward", "test", "--override=workers=2"), "KEY=VALUE alone"),
+        (("evaluate", "--override", "a=5"), "by --set KEY=VALUE: --set trainer.steps=5"),
+        (("run", "--overwrit"), "Possible options: --overwrite"),
+        (("down", "--override"), "No such option: --override"),
+    ],
+)
+def test_an_option_of_another_program_leads_to_how_a_field_is_changed(words, says):
+    done = call(*words, "job.yaml")
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert says in said
+    assert ("--overwrite" in said) == (says == "Possible options: --overwrite")
 
 
 @pytest.mark.parametrize("runs", [("a",), ("a", "a")])

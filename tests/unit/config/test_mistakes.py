@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from areal_async.config.errors import ConfigError
+from areal_async.config.errors import WHOLE_FILE, ConfigError
 from areal_async.config.files import advise_on_lora
 from areal_async.config.load import load_job
 
@@ -107,7 +107,8 @@ def test_a_mistake_names_its_field_and_the_fix(folder, case):
     assert {mistake.field for mistake in caught.value.mistakes} == {case.field}
     assert all(mistake.fix for mistake in caught.value.mistakes)
     assert text.startswith(str(folder / "job.yaml"))
-    assert [words for words in (case.field, case.says, case.fix) if words not in text] == []
+    where = "" if case.field == WHOLE_FILE else f"{case.field}: "
+    assert [words for words in (f".yaml: {where}", case.says, case.fix) if words not in text] == []
     assert "\n" not in text, "one mistake is one paragraph"
 
 

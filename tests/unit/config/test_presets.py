@@ -26,6 +26,25 @@ def test_every_preset_is_a_job_that_trains_and_loads_as_it_was_dumped(folder, na
     assert again == job
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "loss"),
+    [
+        ("trainer: {objective: grpo}\n", [], "ppo"),
+        ("", ["trainer.objective=gspo"], "gspo"),
+        ("trainer: {objective: grpo}\n", ["trainer.objective=sapo"], "sapo"),
+        ("trainer: {objective: grpo}\n", ["trainer.objective.loss=gspo"], "gspo"),
+        ("", ["trainer.objective=grpo", "trainer.objective.loss=gspo"], "gspo"),
+    ],
+)
+def test_a_word_as_the_objective_is_the_name_of_a_preset(folder, text, overrides, loss):
+    path = folder / "job.yaml"
+    path.write_text(path.read_text() + text)
+    job = load_job(path, overrides)
+    word = overrides[0].partition("objective=")[2] if overrides and text == "" else "grpo"
+    assert job.trainer.objective.loss == loss
+    assert job.trainer.objective.preset == ("sapo" if loss == "sapo" else word)
+
+
 def test_what_the_job_file_and_its_overrides_say_stays(folder):
     (folder / "job.yaml").write_text(
         (folder / "job.yaml").read_text()

@@ -71,8 +71,34 @@ def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_i
         job.trainer.steps = 3
     with pytest.raises(ConfigError, match=r"(?s)the job.*model: this field is missing"):
         areal_async.run({"job": "sums"})
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: file: there is no such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: there is no such file"):
         areal_async.run("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda file: Job(job="x"), "the job has 2 mistakes:.*model: this field is missing. Add it"),
+        (lambda file: Job(job="X y", model="m", tasks={"train": "t"}), "job: 'X y' does not have the right"),
+        (lambda file: Job({"job": "x"}), "Write Job\\(job=…, model=…, tasks=…\\)"),
+        (lambda file: Job.model_validate({"job": "x", "modle": "m"}), "modle: .* Did you mean model"),
+        (lambda file: Job.load({"job": "x"}), "the job has 2 mistakes:.*tasks: this field is missing"),
+        (lambda file: Job.load(3), "3 is neither a path nor a mapping. Give the path of a job file"),
+        (lambda file: Job.load(file, trainer={"steps": 3}), "trainer: it is no argument.*{'trainer': …}"),
+        (lambda file: Job.load(file).changed(seed=3), "seed: it is no argument"),
+        (lambda file: areal_async.run(file, trainer={}), "trainer: it is no argument"),
+        (lambda file: areal_async.run(None), "None is neither a path nor a mapping"),
+        (lambda file: Run.open(3), "3 is no run: give the path of its folder"),
+    ],
+)
+def test_what_python_gives_wrongly_is_an_error_of_ours_with_the_words_of_the_cli(job_file, call, says):
+    with pytest.raises(areal_async.ArealError, match=f"(?s){says}"):
+        call(job_file)
+
+
+def test_a_job_is_loaded_from_its_fields_too(job_file):
+    job = Job.load(job_file)
+    assert Job.load(job.model_dump(mode="json"), "trainer.steps=3").trainer.steps == 3
 
 
 KINDS = [kind for kind in vars(registry).values() if isinstance(kind, registry.Registry)]

@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import re
 import sys
 import textwrap
 
@@ -11,6 +12,7 @@ from areal_async.errors import ArealError
 from areal_async.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from areal_async.trajectory import TrajectoryError
+from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward
 from tests.scoring import episode_blob
 
@@ -147,13 +149,65 @@ def test_a_function_of_trl_may_judge_groups(file):
     ("text", "says"),
     [
         ("def f(completions, level): return [1.0]", "needs 'level', which is no column"),
-        ("def f(completions): return [1.0, 2.0]", "2 scores for one completion"),
+        ("def f(completions): return [1.0, 2.0]", "'f' returned 2 scores for 1 completion"),
+        ("def f(completions): return 0.5", "'f' returned 0.5, which is no list for 1 completion"),
+        ("def bare(completions, **columns): return None\nf = bare", "'bare' returned None, which is no list"),
+        ("import numpy\ndef f(completions): return numpy.float64(2)", "'f' returned .*2.0.*no list"),
+        ("async def f(completions): return True", "'f' returned True, which is no list"),
         ("def f(solution_str): return {'acc': 1}", "a mapping without `score`"),
     ],
 )
 def test_a_function_of_another_framework_that_cannot_be_called_says_why(file, text, says):
+    async def called():
+        result = load_reward(f"{file(text)}:f")(RewardInput(response="4"))
+        return await result if inspect.isawaitable(result) else result
+
     with pytest.raises(ValueError, match=says):
-        load_reward(f"{file(text)}:f")(RewardInput(response="4"))
+        asyncio.run(called())
+
+
+def test_a_group_of_which_a_function_of_trl_judges_all_at_once_gets_no_bare_number(file):
+    with pytest.raises(ValueError, match=r"'f' returned 0\.5, which is no list for 2 completions"):
+        load_reward(f"{file('def f(completions): return 0.5')}:f")([RewardInput(), RewardInput()])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "def two(response, ground_truth): return 1.0",
+        "def two(response, *, ground_truth=''): return 1.0",
+        "async def two(given, *, longest): return 1.0",
+        "def two(text): return print(text)",
+    ],
+)
+def test_a_function_that_is_not_marked_is_told_how_before_anything_of_its_parameters(file, function):
+    (mistake,) = section_mistakes(RewardSection(name=f"{file(function)}:two"))
+    assert (mistake.field, mistake.fix[:13]) == ("reward.name", "Put `@reward`")
+    with pytest.raises(RewardLoadError, match="Put `@reward`"):
+        load_reward(f"{file(function)}:two")
+
+
+def test_a_function_may_be_marked_below_itself(file):
+    path = file("from reward_service.sdk import reward\ndef two(given): return 1.0\nreward(two)")
+    assert list(section_mistakes(RewardSection(name=f"{path}:two"))) == []
+    assert load_reward(f"{path}:two")(RewardInput()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("import json; return json.loads(response)", "JSONDecodeError: .* \\(line 2 of my_reward.py\\)"),
+        ("import numpy; return numpy.zeros(2) @ numpy.zeros(3)", "\\(line 2 of my_reward.py\\)"),
+        ("from areal_async import within\n    return within(3, 4, 5)", "\\(line 3 of my_reward.py\\)"),
+        ("return [1.0, 2.0]", "returned 2 scores for 1 completion[^(]*$"),
+        ("return 0.5", "as TRL wants it.$"),
+    ],
+)
+def test_an_error_cites_the_line_of_the_users_file_and_never_one_of_a_library(file, body, says):
+    path = file(f"def f(completions, response='no'):\n    {body}\n")
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it raises
+        load_reward(f"{path}:f")(RewardInput(response="four"))
+    assert re.search(says, describe(caught.value))
 
 
 def test_what_a_function_of_verl_needs_beside_is_an_argument(file):

@@ -98,6 +98,10 @@ def test_errors_and_timeouts_fail_and_say_why(run, tasks):
     page = [" ".join(line) for line in lines]
     assert "abstain 1 3 no opinion" in page
     assert "timeout 1 2 no answer within 0.3 s" in page
+    assert ["component", "scores", "mean", "low", "high"] in lines
+    assert ["length", "1", "4", "4", "4"] in lines
+    assert ["row", "verdict", "length", "answer"] in lines
+    assert ["0", "0.5", "4", "fine"] in lines
     assert any(line.startswith("error: exception 1 1 ") and "ValueError: on purpose" in line for line in page)
 
 
@@ -118,6 +122,13 @@ def test_the_page_fits_a_narrow_terminal_and_obeys_no_text(tasks, capsys, monkey
     assert "on purpose\\x1b[2J" in page
     assert short("a\nb\x1b[31m  c") == "a b\\x1b[31m c"
     assert len(short("x" * 1000)) == 60
+
+
+def test_a_script_reads_the_components_of_each_answer(tasks, capsys):
+    path = tasks(row("fine"), row("abstain"))
+    main(TrialRequest(f"{FILE}:behave", str(path), fields=["timeout_s=20"], as_json=True))
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [one["components"] for one in answers] == [{"length": 4}, {}]
 
 
 def test_what_a_reward_prints_is_shown(tasks, capsys):
@@ -143,9 +154,15 @@ def test_a_job_file_brings_its_reward_and_its_tasks(run, tasks, tmp_path):
     ("reward", "data", "fields", "words"),
     [
         ("exact_match", "", [], "--data"),
-        ("exact_match", "t.jsonl", ["workers=0"], "reward.workers"),
-        ("exact_match", "t.jsonl", ["worker=2"], "reward.workers?"),
+        ("exact_match", "t.jsonl", ["workers=0"], "line: workers: 0 is too small"),
+        ("exact_match", "t.jsonl", ["reward.workers=0"], "line: workers: 0 is too small"),
+        ("exact_match", "t.jsonl", ["worker=2"], "Did you mean workers?"),
         ("exact_match", "t.jsonl", ["args"], "not key=value"),
+        ("exact_match", "t.jsonl", ["model=m"], "Write args.model if the part takes it"),
+        ("exact_match", "t.jsonl", ["on_error.model=m"], "on_error.model: there is no such field. Remove it"),
+        ("gsm8k", "t.jsonl", ["args.most=3"], "line: args.most: gsm8k has no argument 'most'"),
+        (f"{FILE}:needs", "t.jsonl", [], "line: args.word: the reward needs in"),
+        (f"{FILE}:needs", "t.jsonl", ["reward.args.wrd=3"], "and it is missing. Add args.word=VALUE."),
     ],
 )
 def test_mistakes_of_the_command_line_are_found_first(reward, data, fields, words):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer
 
 from areal_async.answers import Detokenizer
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
+from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.errors import RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task
@@ -321,24 +324,64 @@ async def test_answers_to_one_prompt_are_samples_of_their_own_and_a_seed_repeats
 
 
 @pytest.mark.parametrize(
-    ("asked", "temperature"),
+    ("asked", "of_run", "temperature"),
     [
-        (EvaluateRequest("MODEL"), 0.0),
-        (EvaluateRequest("MODEL", samples=4), 1.0),
-        (EvaluateRequest("MODEL", samples=4, temperature=0.5), 0.5),
-        (AnswersRequest("MODEL", n=2), 1.0),
-        (AnswersRequest("MODEL", n=2, temperature=0.0), 0.0),
+        (EvaluateRequest("MODEL"), {}, 0.0),
+        (EvaluateRequest("MODEL", samples=4), {}, 1.0),
+        (EvaluateRequest("MODEL", samples=4, temperature=0.5), {}, 0.5),
+        (EvaluateRequest("MODEL", samples=4), {"rollout": {"sampling": {"temperature": 0.7}}}, 0.7),
+        (EvaluateRequest("MODEL", samples=4), {"evaluation": {"sampling": {"temperature": 0.3}}}, 0.3),
+        (EvaluateRequest("MODEL"), {"rollout": {"sampling": {"temperature": 0.7}}}, 0.0),
+        (AnswersRequest("MODEL", n=2), {}, 1.0),
+        (AnswersRequest("MODEL", n=2), {"evaluation": {"sampling": {"temperature": 0.3}}}, 0.3),
+        (AnswersRequest("MODEL", n=2, temperature=0.0), {}, 0.0),
     ],
     ids=str,
 )
-def test_several_answers_are_drawn_unless_a_temperature_is_given(endless, tmp_path, asked, temperature):
+def test_several_answers_are_drawn_at_the_runs_temperature_unless_another_is_given(
+    endless, tmp_path, asked, of_run, temperature
+):
     tasks = None
     if isinstance(asked, EvaluateRequest):
         tasks = tmp_path / "e.jsonl"
         tasks.write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}')
     sections = {"evaluation": {"samples": getattr(asked, "samples", None)}}
-    with (
-        target_of(str(endless.directory)) as target,
-        lone_evaluator(target, asked, sections, tasks=tasks) as ctx,
+    with target_of(str(endless.directory)) as target:
+        target.content.update(copy.deepcopy(of_run))
+        with lone_evaluator(target, asked, sections, tasks=tasks) as ctx:
+            assert ctx.job.evaluation_sampling.temperature == temperature
+
+
+def test_greedy_samples_and_a_bad_field_are_refused_by_the_names_of_options(endless, tmp_path):
+    tasks = tmp_path / "e.jsonl"
+    tasks.write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}')
+    for asked, says in (
+        (EvaluateRequest("M", samples=4, temperature=0.0), "Set --temperature above 0, or --samples to 1"),
+        (EvaluateRequest("M", fields=["reward.model=m"]), "Write reward.args.model if the part takes it"),
     ):
-        assert ctx.job.evaluation_sampling.temperature == temperature
+        sections = {"evaluation": {"samples": asked.samples}}
+        with (
+            target_of(str(endless.directory)) as target,
+            pytest.raises(ConfigError, match=says),
+            lone_evaluator(target, asked, sections, tasks=tasks),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "tokens"),
+    [
+        (EvaluateRequest("M"), 100_000, 512),
+        (EvaluateRequest("M"), 64, 32),
+        (EvaluateRequest("M", max_new_tokens=900), 100_000, 900),
+        (AnswersRequest("M"), 100_000, 4096),
+    ],
+    ids=str,
+)
+def test_answers_of_a_model_have_a_length_that_ends(endless, tmp_path, asked, positions, tokens):
+    model = tmp_path / "model"
+    shutil.copytree(endless.directory, model)
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": positions}
+    (model / "config.json").write_text(json.dumps(config))
+    with target_of(str(model)) as target, lone_evaluator(target, asked, {"evaluation": {}}) as ctx:
+        assert ctx.job.evaluation_sampling.max_new_tokens == tokens

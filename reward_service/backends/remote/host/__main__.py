@@ -15,9 +15,10 @@ import yaml
 from rich.console import Console
 
 from areal_async.cli.tools import ServeRequest, print_json, run_tool
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.errors import ConfigError, Mistake, as_typed
 from areal_async.config.yamlfile import parse_yaml
 from areal_async.errors import ArealError
+from areal_async.registry import REWARDS
 from areal_async.runtime.log import setup_logging
 from reward_service import metrics
 from reward_service.backends.remote import read_token
@@ -40,7 +41,13 @@ def main(request: ServeRequest) -> None:
 async def serve(request: ServeRequest) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ArealError` for what is wrong before anything is served."""
     wants: tuple[Extra, ...] = ("blob",) if request.episodes else ()
-    offers = read_offers(request.rewards, wants, arguments_in(request.args), request.timeout_s)
+    args = arguments_in(request.args)
+    offers = read_offers(request.rewards, wants, args, request.timeout_s)
+    for offer in offers:
+        wrong = [*REWARDS.mistakes(offer.spec.name, args, field="REWARD", args_field="--args")]
+        if wrong:
+            add = as_typed(wrong, lambda field: f"--args '{{{field.removeprefix('--args.')}: VALUE}}'")
+            raise ConfigError("the command line", add)
     try:
         token = token_in(Path(request.token_file)) if request.token_file else ""
         key = Path(request.tls_key) if request.tls_key else None
