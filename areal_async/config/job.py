@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
 
 from areal_async.config.base import Overrides, Section
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
@@ -435,6 +435,9 @@ class TrainerSection(Section):
     """Number type of the computation and of the published weights."""
 
 
+AS_DETAILS = "details"
+
+
 class JobConfig(Section):
     """The whole of one training job. Relative paths are relative to the job file."""
 
@@ -470,13 +473,30 @@ class JobConfig(Section):
     observe: ObserveSection = ObserveSection()
     supervisor: SupervisorSection = SupervisorSection()
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refused_in_words(
+        cls, content: Any, handler: ModelWrapValidatorHandler["JobConfig"], info: ValidationInfo
+    ) -> "JobConfig":
+        """Raise `ConfigError` for what is no job. With context `AS_DETAILS` the error is that of pydantic."""
+        try:
+            return handler(content)
+        except ValidationError as error:
+            if info.context == AS_DETAILS:
+                raise
+            details = error.errors(include_url=False)
+        from areal_async.config.errors import ConfigError, in_words
+        from areal_async.config.fields import explain, numbers_or_words  # which read this module
+
+        raise ConfigError("the job", in_words(numbers_or_words(details), explain))
+
     @classmethod
     def load(cls, path: str | Path, overrides: Overrides = ()) -> "JobConfig":
         """The checked job of a job file; `overrides` are a `key=value`, several, or `{"a.b": value}`. Raises
         `ConfigError`."""
         from areal_async.config.load import load_job, overrides_of  # which read this module
 
-        return load_job(Path(path), overrides_of(overrides))
+        return load_job(path, overrides_of(overrides))
 
     def changed(self, overrides: Overrides) -> "JobConfig":
         """Return a copy with these fields changed, as `load` takes them, and checked. Relative paths are

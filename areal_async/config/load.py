@@ -23,7 +23,7 @@ from areal_async.config.compose import read_composed
 from areal_async.config.errors import ConfigError, Mistake, in_words
 from areal_async.config.fields import explain, job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
-from areal_async.config.job import JobConfig, merged
+from areal_async.config.job import AS_DETAILS, JobConfig, merged
 from areal_async.config.parts import PART_FIELDS, arguments_of
 from areal_async.config.presets import fill_preset
 from areal_async.config.reward import FOLDER_OR_NAME
@@ -72,7 +72,7 @@ TOO_NESTED = f"it is nested more than {MOST_LEVELS} levels deep, or holds more t
 
 
 def load_job(
-    path: Path, overrides: Sequence[str] = (), *, files: bool = True, memory: bool = False
+    path: str | Path, overrides: Sequence[str] = (), *, files: bool = True, memory: bool = False
 ) -> JobConfig:
     """Read, override, resolve and check a job file; nothing is started and no user code is imported.
 
@@ -82,6 +82,10 @@ def load_job(
     memory depends on must hold, and of all files the model's config.json alone. Raises `ConfigError` with
     every mistake found.
     """
+    if not isinstance(path, str | os.PathLike):
+        fix = "Give the path of one. `Job(...)` and `run({...})` take the fields themselves"
+        raise ConfigError("the job", [Mistake("file", f"{path!r:.80} is no path of a job file", fix)])
+    path = Path(path)
     content, base = read_composed(path), path.resolve().parent
     return job_from_mapping(content, overrides, source=str(path), base=base, files=files, memory=memory)
 
@@ -255,14 +259,14 @@ def _validate(content: dict[str, Any]) -> tuple[JobConfig | None, list[Mistake]]
     """The model and no mistakes; or the structural mistakes and, where possible, the model that the rest of
     the file makes, so that the other checks can be reported in the same go."""
     try:
-        return JobConfig.model_validate(content), []
+        return JobConfig.model_validate(content, context=AS_DETAILS), []
     except ValidationError as error:
         details = numbers_or_words(error.errors(include_url=False))
     mistakes = [*in_words(details, explain)]
     for detail in details:
         _remove(content, detail["loc"])
     try:
-        return JobConfig.model_validate(content), mistakes
+        return JobConfig.model_validate(content, context=AS_DETAILS), mistakes
     except ValidationError:
         return None, mistakes
 

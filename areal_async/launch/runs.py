@@ -218,7 +218,7 @@ def run(
         source = "the job"
         job = job_from_mapping(dict(job), changes, source=source, base=Path.cwd())
     else:
-        source, job = str(job), load_job(Path(job), changes)
+        source, job = str(job), load_job(job, changes)
     check_contents(job, source=source)
     if not inline:
         return start(job, overwrite=overwrite, resume=resume)

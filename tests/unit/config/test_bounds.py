@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from areal_async.config.base import Section
 from areal_async.config.errors import ConfigError
-from areal_async.config.job import JobConfig
+from areal_async.config.job import AS_DETAILS, JobConfig
 from areal_async.config.load import job_from_mapping, load_job, overrides_of
 from areal_async.config.reward import RouteSection
 from areal_async.config.yamlfile import MOST_LEVELS, too_nested
@@ -60,7 +60,7 @@ def test_a_number_that_nobody_means_is_refused_with_its_field_and_bound(name, pa
         inner = inner.setdefault(key, {})
     inner[path[-1]] = HUGE
     with pytest.raises(ValidationError) as caught:
-        MODELS[name].model_validate(content)
+        MODELS[name].model_validate(content, context=AS_DETAILS)
     found = [detail for detail in caught.value.errors() if detail["loc"][: len(path)] == path]
     assert found
     assert found[0]["type"] in ("less_than_equal", "less_than"), found
