@@ -241,9 +241,6 @@ class Registry:
             optional |= {argument.arg for argument, default in keywords if default is not None}
             named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
             foreign = [name for name in self.signatures if name in (*positional, *named)]
-            if self.mark and not (foreign or node.decorator_list or _is_passed(attribute, tree)):
-                yield Mistake(field, f"{attribute} in {path} is not marked", self.mark)
-                return
             if foreign and not node.decorator_list:
                 leading, filled = 0, {*self.signatures[foreign[0]]}
                 optional |= {*positional, *named} if not filled else set()
@@ -251,7 +248,12 @@ class Registry:
             needed = [each for each in takes if each not in optional]
             owner = f"the {self.kind} {attribute} in {path}"
             free = a.kwarg is not None
-            yield from _keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)
+            mistakes = [*_keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)]
+            marked = foreign or node.decorator_list or _is_passed(attribute, tree)
+            # Loading a reward tells of a missing mark too, together with what is wrong in other files.
+            if mistakes and self.mark and not marked:
+                mistakes = [Mistake(field, f"{attribute} in {path} is not marked", self.mark)]
+            yield from mistakes
         elif node is None:
             yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
 

@@ -194,15 +194,20 @@ def _checkpoint_interval_fits(job: JobConfig) -> Iterator[Mistake]:
         involved += ("buffer.max_reuse",)
         reuse = f" + max_staleness {job.buffer.max_staleness} for reuse"
     if groups > job.buffer.max_groups:
-        fewer = f", or checkpoint.every_steps to {room} or less" if room >= 1 else ""
-        yield Mistake(
-            "buffer.max_groups",
+        kept = (
             f"{job.buffer.max_groups} groups cannot hold what one checkpoint interval keeps: "
             f"({checkpoint_interval(job)} steps + max_staleness "
-            f"{job.buffer.max_staleness} + 1{reuse}) × batch_groups {batch} = {groups}",
-            f"Set it to {groups} or more{fewer}",
-            involved,
+            f"{job.buffer.max_staleness} + 1{reuse}) × batch_groups {batch} = {groups}"
         )
+        most = job.buffer.max_groups * batch // groups
+        if room >= 1:
+            fix = f"Set it to {groups} or more, or checkpoint.every_steps to {room} or less"
+            yield Mistake("buffer.max_groups", kept, fix, involved)
+        elif most >= 1:  # the batch is too large for any interval
+            fix = f"Set it to {most} or less, or buffer.max_groups to {groups} or more"
+            yield Mistake("buffer.batch_groups", f"{batch} is too large: {kept}", fix, involved)
+        else:
+            yield Mistake("buffer.max_groups", kept, f"Set it to {groups} or more", involved)
         return
     weight = groups * job.rollout.group_size * episode_limit_bytes(job)
     if weight > job.buffer.max_bytes:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from areal_async.errors import RunFolderError
 from areal_async.trajectory import Episode
 from areal_async.trajectory.layout import SegmentKind
 
@@ -151,8 +152,13 @@ def sample_files(folder: Path) -> list[tuple[SampleKind, int, Path]]:
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """The episodes of a file of samples. Raises OSError, and `msgspec.DecodeError` for another file."""
-    return [msgspec.json.decode(line, type=dict) for line in Path(path).read_bytes().splitlines() if line]
+    """Return the episodes of a file of samples. Raises `RunFolderError` for what is none."""
+    try:
+        return [msgspec.json.decode(line, type=dict) for line in Path(path).read_bytes().splitlines() if line]
+    except (OSError, TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"no samples can be read from {path}: {error}. Name a file in the folder samples of a run."
+        ) from error
 
 
 def short_text(sample: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import fcntl
 import math
 import os
 import secrets
+import shlex
 import shutil
 from pathlib import Path
 
@@ -130,7 +131,7 @@ class EmbeddedRedis:
             )
         finally:
             os.close(lock_fd)
-        await self._wait_until_it_answers()
+        await self._wait_until_it_answers(binary)
         return self._log_bytes() < found_bytes
 
     def _log_bytes(self) -> int:
@@ -201,7 +202,7 @@ class EmbeddedRedis:
                     ) from None
                 await asyncio.sleep(0.02)
 
-    async def _wait_until_it_answers(self) -> None:
+    async def _wait_until_it_answers(self, binary: Path) -> None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + START_LIMIT_S
         while True:
@@ -209,7 +210,7 @@ class EmbeddedRedis:
                 said = f"redis-server ended at once: {self._last_words()}"
                 if any(os.strerror(number) in said for number in DISK_TROUBLE):
                     raise StoreUnavailable(said, "disk")
-                raise StoreUnusable(said)
+                raise StoreUnusable(said + (self._how_to_mend(binary) if "check-aof" in said else ""))
             try:
                 redis = await RedisConnection.open(self.url)
                 try:
@@ -223,6 +224,17 @@ class EmbeddedRedis:
                 elif loop.time() > deadline_s:
                     raise StoreUnavailable(f"redis-server does not answer: {error}", "gone") from error
             await asyncio.sleep(0.01)
+
+    def _how_to_mend(self, binary: Path) -> str:
+        """Return the command that cuts a damaged log where the damage begins, as words to append to an error.
+        The server becomes the checker of its log when it is started under that name."""
+        manifest = self.data_dir / "appendonlydir" / "appendonly.aof.manifest"
+        path = manifest if manifest.exists() else self.data_dir / "appendonly.aof"
+        command = f"exec -a redis-check-aof {shlex.quote(str(binary))} --fix {shlex.quote(str(path))}"
+        return (
+            f". The server itself is that program: copy {self.data_dir}, then run "
+            f"`bash -c {shlex.quote(command)}`, which drops what was written after the damage"
+        )
 
     def _last_words(self) -> str:
         log = self.data_dir / "redis.log"

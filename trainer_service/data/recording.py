@@ -130,9 +130,10 @@ def _verify(batch: Batch, entry: BatchEpisode, blob: bytes) -> None:
         raise BatchError(f"{damaged} its manifest says {named} of an episode that is {held}")
 
 
-def read_step(root: Path, step: int) -> RecordedStep:
-    """A recorded step with the blobs of all ranks, as it was written. Raises `BatchError`."""
-    folder = root / f"step-{step:06d}"
+def read_step(root: str | Path, step: int) -> RecordedStep:
+    """Return a recorded step with the blobs of all ranks, as it was written. `root` is the folder
+    `batches` of a run. Raises `BatchError`."""
+    folder = Path(root) / f"step-{step:06d}"
     blobs: dict[str, bytes] = {}
     routes: dict[str, bytes] = {}
     records = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +24,7 @@ from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis
 from tests.processes import is_gone
 from tests.redis_client import connect
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -260,3 +262,24 @@ def test_a_server_that_ends_at_once_gives_its_last_words(folder):
     (folder / "data" / "appendonly.aof").write_text("this is no append-only file")
     with pytest.raises(StoreUnusable, match="Bad file format"):
         asyncio.run(EmbeddedRedis(folder / "data", folder / "redis", "everysec").start())
+
+
+async def test_a_damaged_log_is_mended_by_the_command_of_its_error(folder):
+    async with running(folder) as server:
+        redis = connect(server.url)
+        for n in range(50):
+            await redis.set(f"key{n}", "text" * 20)
+        await redis.aclose()
+    (log,) = [*folder.glob("data/appendonlydir/*.incr.aof"), *folder.glob("data/appendonly.aof")]
+    content = log.read_bytes()
+    log.write_bytes(content[: len(content) // 2] + b"?" * 40 + content[len(content) // 2 + 40 :])
+    with pytest.raises(StoreUnusable, match="Bad file format") as refused:
+        async with running(folder):
+            pass
+    (command,) = re.findall(r"run `(.*)`, which drops", str(refused.value))
+    subprocess.run(shlex.split(command), input=b"y\n", check=True, capture_output=True, timeout=LIMIT_S)
+    async with running(folder) as server:
+        redis = connect(server.url)
+        assert await redis.get("key0") == b"text" * 20
+        assert 10 < await redis.dbsize() < 50
+        await redis.aclose()

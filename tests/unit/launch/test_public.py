@@ -18,7 +18,7 @@ from areal_async.cli.jobs import is_run
 from areal_async.cli.main import app
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import dump_job
-from areal_async.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.errors import ArealError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
 from areal_async.launch.runs import start
@@ -73,6 +73,34 @@ def test_a_job_takes_its_changes_as_a_text_a_list_or_a_mapping_and_says_how_it_i
         areal_async.run({"job": "sums"})
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: there is no such file"):
         areal_async.run("nowhere.yaml")
+    for nothing in (None, 3, [job_file]):
+        with pytest.raises(ConfigError, match=r"is neither a path nor a mapping\. Give the path"):
+            Job.load(nothing)
+    with pytest.raises(ConfigError, match="3 is neither a path nor a mapping"):
+        areal_async.run(3)
+    known = {"job": "sums", "model": job.model, "tasks": {"train": job.tasks.train}}
+    assert Job(**known).job == "sums"
+    for wrong, said in (
+        ({"trainer": {"stps": 3}}, r"trainer\.stps: there is no such field. Did you mean trainer\.steps"),
+        ({"seed": None}, r"seed: null is not a whole number"),
+        ({"job": "Sums"}, r"job: 'Sums' does not have the right form"),
+        ({"reward": [1]}, r"reward: \[1\] is not a section"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Job(**known | wrong)
+    with pytest.raises(ConfigError, match=r"(?s)model: this field is missing. Add it"):
+        Job(job="sums")
+
+
+@pytest.mark.parametrize("name", ["", "none.jsonl", "other.txt", 3])
+def test_what_holds_no_samples_or_steps_is_refused_with_what_does(tmp_path, name):
+    (tmp_path / "other.txt").write_text("no JSON")
+    place = str(tmp_path / name) if isinstance(name, str) else name
+    with pytest.raises(RunFolderError, match="Name a file in the folder samples of a run"):
+        areal_async.read_samples(place)
+    if isinstance(place, str):
+        with pytest.raises(ArealError, match="no step is recorded in"):
+            areal_async.read_step(place, 1)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,9 @@ def test_a_training_on_a_file_is_listed_with_its_steps_and_its_last_accuracy(
     )
     told = reading.told_of(folder)
     assert (told["step"], told["accuracy"]) == (4, 0.5)
+    assert reading.overview(folder)["waits"] == ""
+    (folder / "summary.json").write_text('{"stopped": "held-out accuracy 0.5 lies within sft.stop_between"}')
+    assert reading.overview(folder)["waits"] == "held-out accuracy 0.5 lies within sft.stop_between"
 
 
 def test_runs_are_those_with_a_lock_that_are_ours_and_have_a_name(tmp_path: Path) -> None:
