@@ -299,6 +299,11 @@ def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a task, with the messages of its prompt as a chat template takes them. Raises
     `TaskFileError` for a row, named by `where`, that is no task."""
     prompt = row.get("prompt")
+    if "prompt" not in row:
+        raise TaskFileError(
+            f"{where}: column `prompt` {_NO_TEXT}; it is not there. Name the column that it is to be made of: "
+            "`areal-async data prepare --map prompt=COLUMN`."
+        )
     if not prompt:
         raise TaskFileError(f"{where}: column `prompt` {_NO_TEXT}; found {prompt!r:.80}.")
     reward = row.get("reward_model")

@@ -100,6 +100,8 @@ def _check_model(job: JobConfig, *, weights: bool = True) -> Iterator[Mistake]:
         fix = (
             "Give a Hugging Face model directory; `hf download NAME --local-dir DIR` makes one of a hub model"
         )
+        if model.name == "model" and model.parent.parent == job.run_dir:
+            fix = f"Run the job {model.parent.name} first, whose run makes it; or g{fix[1:]}"
         yield Mistake("model", no_folder(model), fix)
         return
     config = json_in(model / "config.json")

@@ -11,6 +11,7 @@ import os
 import runpy
 import string
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from areal_async.data.sources import DataError
 from areal_async.modelfiles import no_folder
@@ -48,11 +49,16 @@ def write_task_files(folder: Path, model: str | None) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         if there := sorted(each.name for each in folder.iterdir()):
             raise DataError(f"{folder} holds {there[0]} already. Name a folder that is new or empty.")
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        runpy.run_path(str(folder / MAKER), run_name="__main__")
-        if model is None:
-            _write_tiny(folder / BASE)
+        # Made elsewhere first: what is interrupted leaves no half of it there.
+        with TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as place:
+            made = Path(place, "made")
+            made.mkdir()
+            for name, text in texts.items():
+                (made / name).write_text(text, encoding="utf-8")
+            runpy.run_path(str(made / MAKER), run_name="__main__")
+            if model is None:
+                _write_tiny(made / BASE)
+            made.replace(folder.absolute())
     except OSError as error:
         raise DataError(f"{folder} cannot be made: {error.strerror}. Name another.") from error
     shown = folder.as_posix()

@@ -86,7 +86,8 @@ class PlainLines:
         self._next_s = 0.0
         self._news = ""  # What was said last: a message, or the edge of a stall
         self._again_s = 0.0
-        self._self_check = self._warned = ""
+        self._self_check = ""
+        self._warned: tuple[bool, int | None] = (False, None)
         self._no_scores: set[str] = set()  # Their kinds that were told
 
     def record(self, line: bytes) -> None:
@@ -129,8 +130,10 @@ class PlainLines:
             if note.kind not in self._no_scores:
                 self._no_scores.add(note.kind)
                 self._say(f"no_score={_quoted(no_score_text(note))}")
-        if status.warning != self._warned:
-            self._warned = status.warning
+        # Its figures move with each step: it is said again where an evaluation has come.
+        warned = (bool(status.warning), status.accuracy_version)
+        if warned != self._warned:
+            self._warned = warned
             if status.warning:
                 self._say(f"warning={_quoted(status.warning)}")
         if status.self_check != self._self_check:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
 from areal_async.data.newtask import job_name
 from areal_async.launch.prompt_trial import tokenizer_mistakes
@@ -49,6 +50,23 @@ def test_every_file_of_the_folder_works_as_it_is(made):
     checked = CliRunner().invoke(app, ["data", "check", str(folder / "job.yaml"), "--json"])
     assert checked.exit_code == 0, checked.output
     assert json.loads(checked.stdout)["overlap"] == 0
+
+
+def test_one_that_is_interrupted_leaves_nothing_and_can_be_made_again(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("areal_async.data.newtask._write_tiny", interrupted)
+        CliRunner().invoke(app, ["init", str(tmp_path / "own")])
+    assert list(tmp_path.rglob("*")) == [tmp_path / "own"]
+    assert CliRunner().invoke(app, ["init", str(tmp_path / "own")]).exit_code == 0
+
+
+def test_before_the_warm_start_the_job_names_it(made):
+    folder, _ = made
+    with pytest.raises(ConfigError, match="Run the job my-task-warm first, whose run makes it; or give"):
+        load_job(folder / "job.yaml")
 
 
 def test_the_tiny_model_takes_a_chat_file_too_and_writes_every_character_of_a_task(made, tmp_path):

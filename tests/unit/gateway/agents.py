@@ -85,7 +85,12 @@ def assert_a_tool_agent_was_recorded(episode: Any, log: list[Any]) -> None:
     """Its one row is what the engine was asked and said."""
     assert_recorded_is_what_the_engine_said(episode, log)
     assert len(log) == TURNS
-    (row,) = training_rows(episode)
+    row, *others = training_rows(episode)
+    said = [
+        ("".join(VOCAB[each] for each in ids), why)
+        for ids, why in ((r.token_ids, r.finish_reason) for _, r in log)
+    ]
+    assert not others, (said, episode.header.metadata)
     request, result = log[-1]
     assert row.token_ids.tolist() == [*request.prompt_ids, *result.token_ids]
     assert row.mask.sum() == sum(len(result.token_ids) for _, result in log)
