@@ -33,6 +33,7 @@ from areal_async.launch.runs import Run
 from areal_async.modelfiles import no_folder
 from areal_async.rpc.schema import VersionTag
 from areal_async.runtime.context import ServiceContext
+from areal_async.status.progress import progress
 from areal_async.storage.urls import is_url
 
 MOST_TOKENS = 8192
@@ -106,16 +107,22 @@ def target_of(name: str) -> Iterator[Target]:
         return
     with tempfile.TemporaryDirectory(prefix="areal-model-") as folder:
         out = Path(folder, "model")
-        _export(CheckpointRequest(run=str(run.folder), out=str(out), step=step or "newest", as_json=True))
-        yield Target(out, content, f"{run_name}, step {step or 'newest'}")
+        asked = CheckpointRequest(run=str(run.folder), out=str(out), step=step or "newest", as_json=True)
+        with progress(f"making a model of a checkpoint ({asked.step}) of {run_name}"):
+            found = _export(asked)
+        yield Target(out, content, f"{run_name}, step {found}")
 
 
-def _export(request: CheckpointRequest) -> None:
+def _export(request: CheckpointRequest) -> int:
+    """Write the model of a checkpoint, in a process of its own, and return its step. Raises
+    `RunFolderError`."""
     command = [sys.executable, "-P", "-m", module_of(request), msgspec.json.encode(request).decode()]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         said = ended.stderr.strip().removeprefix("error:").strip().replace("--step: ", "")
         raise RunFolderError(said or f"the checkpoint could not be exported: status {ended.returncode}")
+    step: int = json.loads(ended.stdout)["step"]
+    return step
 
 
 @contextmanager
