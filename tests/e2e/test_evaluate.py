@@ -31,6 +31,7 @@ def test_a_model_evaluated_afterwards_has_the_figures_of_the_runs_own_evaluator(
     assert sum(answer["reward"] for answer in answers) / len(answers) == pytest.approx(last["accuracy"])
     few = evaluated(f"{run.folder}@newest", "--limit", 8, "--samples", 2, "--temperature", 1)
     assert (few["n"], few["samples"]) == (8, 2)
+    assert few["target"] == f"{run.folder}, step {run.records('step')[-1]['step'] + 1}"
     folder = run.workspace.folder
     data, reward = folder / "held_out.jsonl", f"{folder / 'reward.py'}:share_of_ones"
     of_run = ("rollout.max_model_len=192", f"rollout.workflow={folder / 'workflow.py'}:four_turns")
