@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from against_trl import variants
+from against_trl import MODELS, variants
 from against_trl_report import crossed_at, draw, first_at, learned_better, tables
 from against_trl_runs import CpuMeter, Run, followed
 
 CURVE = [(0, 0.0, 0.45), (25, 10.0, 0.65), (50, 20.0, 0.75), (75, 30.0, 0.72), (100, 40.0, 0.81)]
+
+THRESHOLDS = MODELS["quickstart"].thresholds
 
 
 def run_of(system: str, seed: int, pace: float, reaches: float = 0.81) -> Run:
@@ -35,12 +37,13 @@ def test_a_threshold_counts_from_the_first_checkpoint_above_it_or_from_an_even_r
 def test_the_better_learning_rate_comes_farther_and_then_sooner() -> None:
     soon_but_low = [(0, 0.0, 0.45), (25, 10.0, 0.79)]
     late = [(0, 0.0, 0.45), (100, 40.0, 0.69), (125, 50.0, 0.81)]
-    assert max([soon_but_low, late, CURVE], key=learned_better) is CURVE
+    assert max([soon_but_low, late, CURVE], key=lambda points: learned_better(points, THRESHOLDS)) is CURVE
 
 
 def test_ratios_are_of_the_means_and_of_each_seed() -> None:
     text = tables(
-        [run_of("eta=4", 0, 1.0), run_of("trl", 0, 2.0), run_of("trl", 1, 4.0), run_of("eta=4", 1, 2.0)]
+        [run_of("eta=4", 0, 1.0), run_of("trl", 0, 2.0), run_of("trl", 1, 4.0), run_of("eta=4", 1, 2.0)],
+        THRESHOLDS,
     )
     assert row_of(text, "0.70", "interpolated")[2:] == ["22.5", "45.0", "0.50 (0.50, 0.50)"]
     assert row_of(text, "0.70", "at the first checkpoint")[2:] == ["30.0", "60.0", "0.50 (0.50, 0.50)"]
@@ -48,18 +51,20 @@ def test_ratios_are_of_the_means_and_of_each_seed() -> None:
 
 
 def test_a_system_of_which_a_run_fell_short_has_no_mean() -> None:
-    text = tables([run_of("eta=4", 0, 1.0), run_of("eta=4", 1, 1.0, reaches=0.78), run_of("trl", 0, 1.0)])
+    text = tables(
+        [run_of("eta=4", 0, 1.0), run_of("eta=4", 1, 1.0, reaches=0.78), run_of("trl", 0, 1.0)], THRESHOLDS
+    )
     assert row_of(text, "0.80", "interpolated")[2:] == ["1 of 2 came there", "38.9", "–"]
 
 
 def test_steps_are_compared_with_synchronous_training_where_it_ran() -> None:
-    text = tables([run_of("eta=4", 0, 1.0), run_of("eta=0", 0, 1.0)])
+    text = tables([run_of("eta=4", 0, 1.0), run_of("eta=0", 0, 1.0)], THRESHOLDS)
     assert "| held-out accuracy | steps | eta=4 | eta=0 | eta=4 over eta=0 |" in text
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "images" / "against.png"
-    draw([run_of("eta=4", 0, 1.0), run_of("eta=0", 0, 1.5), run_of("trl", 0, 2.0)], picture)
+    draw([run_of("eta=4", 0, 1.0), run_of("eta=0", 0, 1.5), run_of("trl", 0, 2.0)], THRESHOLDS, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
