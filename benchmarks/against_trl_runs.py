@@ -36,12 +36,11 @@ from areal_async.config.load import load_job
 from areal_async.prompts import prompt_ids
 from areal_async.status.record import as_it_became, read_run_log
 from areal_async.weights.adapter import PREFIX, BaseWeights
+from trainer_service.backends.base import learning_rate
 from trainer_service.backends.fsdp.lora import published_name
 
 ROOT = Path(__file__).parent.parent
 TRL_PYTHON = ROOT / ".trl-env" / "bin" / "python"
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-"""The job file's name of a schedule, and that of transformers."""
 LIMIT_S = 3600.0
 SAMPLE_S = 1.0
 
@@ -211,7 +210,8 @@ def run_ours(setting: Setting, run: Run, overrides: Sequence[str]) -> tuple[Run,
 
 def trl_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str, int]) -> dict[str, Any]:
     """What `against_trl_trainer.py` is given: the job file's step, and how TRL computes it (`chosen`)."""
-    optimizer, lora = job.trainer.optimizer, job.trainer.lora
+    lora = job.trainer.lora
+    optimizer = job.trainer.optimizer.model_copy(update={"lr": run.lr})
     episodes = job.buffer.batch_groups * job.rollout.group_size
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     rows = rows_of(job.tasks.train)
@@ -223,6 +223,7 @@ def trl_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str
         "out": str(setting.work / "trl"),
         "threads": chosen["threads"],
         "every_steps": setting.every_steps,
+        "rates": [learning_rate(optimizer, update, setting.steps) for update in range(setting.steps)],
         # Values of peft's LoraConfig. Its defaults begin as ours does: A uniform in ± 1/sqrt(in), B zero.
         "lora": lora.rank
         and {
@@ -247,14 +248,12 @@ def trl_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str
             "loss_type": "dapo",
             "scale_rewards": "group",
             "beta": 0.0,
-            "learning_rate": run.lr,
+            "learning_rate": optimizer.lr,
             "adam_beta1": optimizer.betas[0],
             "adam_beta2": optimizer.betas[1],
             "adam_epsilon": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
             "max_grad_norm": optimizer.clip_grad_norm,
-            "lr_scheduler_type": SCHEDULES[optimizer.schedule],
-            "warmup_steps": optimizer.warmup_steps,
         },
     }
 
@@ -301,6 +300,7 @@ class HeldOut:
         assert job.tasks.evaluation is not None
         self._rows = rows_of(job.tasks.evaluation)
         self._tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
+        self.prompt_ids = [prompt_ids(self._tokenizer, row["prompt"]) for row in self._rows]
         self._judge = Judge(self._tokenizer, job.reward.name, job.reward.args)
         self._job = job
         self._model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32).eval()
@@ -308,12 +308,11 @@ class HeldOut:
     def accuracy(self, weights: Path) -> float:
         """Share of right answers with the weights in a safetensors file: adapters, or the whole model, of
         which a tied output layer may be left out. It names tensors as the model does, or as peft."""
-        loaded = self._model.load_state_dict(self._whole(load_file(weights)), strict=False)
+        loaded = self._model.load_state_dict(whole(self._job, load_file(weights)), strict=False)
         if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
             raise SystemExit(f"{weights} is of another model: {loaded}")
         self._model.tie_weights()
-        ids = [prompt_ids(self._tokenizer, row["prompt"]) for row in self._rows]
-        given = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt")
+        given = self._tokenizer.pad({"input_ids": self.prompt_ids}, return_tensors="pt")
         with torch.inference_mode():
             answered = self._model.generate(
                 input_ids=given["input_ids"],
@@ -329,13 +328,15 @@ class HeldOut:
             self._judge(row["prompt"], answer, row["reward_model"]["ground_truth"]) for row, answer in scored
         )
 
-    def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        lora = self._job.trainer.lora
-        if not any(".lora_A." in name for name in tensors):
-            return tensors
-        adapter = {published_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
-        base = BaseWeights(Path(self._job.model), torch.float32)
-        try:
-            return dict(base.merged(adapter, lora.alpha / lora.rank))
-        finally:
-            base.close()
+
+def whole(job: JobConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """`tensors`, or where they are adapters the job's model merged with them, in fp32."""
+    lora = job.trainer.lora
+    if not any(".lora_A." in name for name in tensors):
+        return tensors
+    adapter = {published_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    base = BaseWeights(Path(job.model), torch.float32)
+    try:
+        return dict(base.merged(adapter, lora.alpha / lora.rank))
+    finally:
+        base.close()

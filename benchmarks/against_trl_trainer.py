@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from areal_async.prompts import prompt_text
@@ -48,6 +49,20 @@ def rewards_of(judge: Judge) -> Callable[..., list[float]]:
         return [judge(*each) for each in zip(prompts, answers, truth, strict=True)]
 
     return rewards
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> LambdaLR:
+    """Gives every update the job's rate; TRL's own schedules warm up one update later."""
+    peak = optimizer.param_groups[0]["lr"]
+    return LambdaLR(optimizer, lambda update: rates[min(update, len(rates) - 1)] / peak)
+
+
+def require_same_prompts(trainer: Any, settings: Mapping[str, Any]) -> None:
+    """Raise SystemExit unless `trainer` gives its model the token ids that our side gives."""
+    ids, *_ = trainer._tokenize_prompts([task["prompt"] for task in settings["tasks"]])
+    for task, theirs, ours in zip(settings["tasks"], ids, settings["prompt_ids"], strict=True):
+        if theirs != ours:
+            raise SystemExit(f"TRL's tokens of {task['prompt']!r} are {theirs}, and ours are {ours}")
 
 
 class Record(TrainerCallback):
@@ -108,12 +123,10 @@ def main() -> None:
         peft_config=LoraConfig(**settings["lora"]) if settings["lora"] else None,
         callbacks=[record],
     )
+    trainer.lr_scheduler = scheduler_of(trainer.create_optimizer(), settings["rates"])
     record.began_s = time.time()
     trainer.train()
-    # When nothing is timed any more: the prompts that TRL gives its model are those that ours gives.
-    ids, *_ = trainer._tokenize_prompts([task["prompt"] for task in settings["tasks"]])
-    if ids != settings["prompt_ids"]:
-        raise SystemExit("TRL's prompts have other tokens than ours")
+    require_same_prompts(trainer, settings)  # on nobody's clock
     record.write()
 
 
