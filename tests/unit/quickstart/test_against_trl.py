@@ -107,16 +107,16 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant={% endif %}"
 )
 CHATS: list[Any] = [
-    [{"role": "user", "content": "7 + 6 ="}],
-    [{"role": "system", "content": "add"}, {"role": "user", "content": "11 - 2 ="}],
-    "1 + 1 =",  # a text has no template
+    [{"role": "user", "content": "7+6="}],
+    [{"role": "system", "content": "add"}, {"role": "user", "content": "11-2="}],
+    "1+1=",  # a text has no template
 ]
 
 
 @pytest.fixture
 def chats(tmp_path: Path, job: JobConfig) -> JobConfig:
     """A job with chats, adapters and a warm-up."""
-    tokenizer = make_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+-=; ")
+    tokenizer = make_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+-=;")
     tokenizer.chat_template = TEMPLATE
     write_model(tmp_path / "model", 0, tokenizer)
     rows = [{"prompt": prompt, "reward_model": {"ground_truth": "13"}} for prompt in CHATS]
@@ -142,7 +142,7 @@ def test_both_systems_and_the_evaluation_give_the_model_the_same_prompts(chats: 
     settings = settings_of(chats)
     tokenizer = AutoTokenizer.from_pretrained(chats.model)
     texts = [tokenizer.decode(ids) for ids in settings["prompt_ids"]]
-    assert texts == ["user=7 + 6 =;assistant=", "system=add;user=11 - 2 =;assistant=", "1 + 1 ="]
+    assert texts == ["user=7+6=;assistant=", "system=add;user=11-2=;assistant=", "1+1="]
     assert HeldOut(chats).prompt_ids == settings["prompt_ids"]
 
 
