@@ -124,6 +124,7 @@ def chats(tmp_path: Path, job: JobConfig) -> JobConfig:
     changed = {
         **job.model_dump(),
         "tasks": {"train": tmp_path / "train.jsonl", "evaluation": tmp_path / "train.jsonl"},
+        "rollout": {"sampling": {"max_new_tokens": 4}},
         "reward": {"name": "gsm8k", "args": {"flexible": True}},
         "trainer": {
             "lora": {"rank": 4, "alpha": 12},
