@@ -63,8 +63,9 @@ class Model:
     """Left out of seconds and CPU per step."""
     rates: str
     """Learning rates of the sweep; none keeps the job file's."""
+    threads: tuple[int, ...]
     batches: tuple[int, ...]
-    """Episodes of a pass of TRL that are tried; the last where no sweep has found another."""
+    """Threads of TRL and episodes of its passes that are tried; the last where no sweep has found others."""
     timed_steps: int
     """Of a run that only times TRL's settings."""
 
@@ -79,6 +80,7 @@ MODELS = {
         every=25,
         warmup_steps=10,
         rates="6e-5,9e-5,1.2e-4,1.8e-4",
+        threads=tuple(sorted({1, CORES})),
         batches=(128, 256, 512),
         timed_steps=30,
     ),
@@ -91,8 +93,9 @@ MODELS = {
         every=10,
         warmup_steps=2,
         rates="",
-        batches=(16, 64),
-        timed_steps=5,
+        threads=(CORES,),
+        batches=(16, 32, 64),
+        timed_steps=4,
     ),
 }
 
@@ -149,7 +152,7 @@ class Measurement:
         self.wait_for_quiet()
         run = Run(system.name, seed, lr)
         if system.is_trl:
-            untried = {"threads": CORES, "batch": self.model.batches[-1]}
+            untried = {"threads": self.model.threads[-1], "batch": self.model.batches[-1]}
             chosen = self.results.get("sweep", {}).get("trl", {}).get("fastest", untried)
             run, saved = run_trl(self.setting, run, chosen)
         else:
@@ -208,7 +211,7 @@ class Measurement:
         """Which threads and passes give TRL the shortest step."""
         tried = [
             {"threads": threads, "batch": batch}
-            for threads in sorted({1, CORES})
+            for threads in self.model.threads
             for batch in self.model.batches
         ]
         steps = self.model.timed_steps
