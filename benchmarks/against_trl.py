@@ -182,13 +182,14 @@ class Measurement:
         self.begun = True
 
     def save(self, **found: Any) -> None:
-        kind = "sweep" if self.options.sweep else "runs"
-        commands = {**self.results.get("commands", {}), kind: shlex.join(["python", *sys.argv])}
-        self.results.update(found, steps=self.setting.steps, start=self.start, commands=commands)
+        commands = dict.fromkeys([*self.results.get("commands", []), shlex.join(["python", *sys.argv])])
+        self.results.update(found, steps=self.setting.steps, start=self.start, commands=list(commands))
         self.options.out.write_text(json.dumps(rounded(self.results), indent=1) + "\n")
 
     def measure(self, systems: Sequence[System], seeds: Sequence[int]) -> None:
-        runs: list[Run] = []
+        """Beside what is measured, the results keep the runs of systems that are left out."""
+        named = {system.name for system in systems}
+        runs = [Run(**row) for row in self.results.get("runs", []) if row["system"] not in named]
         for turn, seed in enumerate(seeds):
             for system in systems if turn % 2 == 0 else reversed(systems):
                 runs.append(self.run(system, seed, self.rate(system)))
