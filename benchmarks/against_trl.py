@@ -90,7 +90,7 @@ MODELS = {
         picture=None,
         ours="eta=2",
         thresholds=(0.60, 0.70, 0.80),
-        every=10,
+        every=5,
         warmup_steps=2,
         rates="",
         threads=(CORES,),
