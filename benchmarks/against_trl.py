@@ -5,10 +5,12 @@
     python benchmarks/against_trl.py                 three seeds of each in turns: tables and picture
     python benchmarks/against_trl.py --ours-only --ours eta=0,eta=1,eta=4 --pacing full
     python benchmarks/against_trl.py --report        the tables and the picture of the results that are there
+    python benchmarks/against_trl.py --model smollm2 with another row of `MODELS`; --sweep first
 
-Needs a warm start: run `make quickstart` first. Both start from that model, train on that job file's tasks
-with its reward, group and batch sizes, temperature, optimizer, schedule and loss, in fp32, and differ in who
-computes them. Their learning rates come from one sweep; TRL's threads and passes are those found fastest.
+Needs the row's files: run `make quickstart` or `make smollm2` first. Both start from the job file's model,
+train on its tasks with its chat template, reward, group and batch sizes, temperature, optimizer, schedule,
+loss and adapters, in fp32, and differ in who computes them. Their learning rates come from one sweep, or are
+the job file's where the row has no rates; TRL's threads and passes are those found fastest.
 One run at a time; the order changes with every seed. Weights saved every `--every` steps are evaluated after
 the run by one function, so evaluation is on nobody's clock: ours runs without its evaluator.
 
@@ -21,9 +23,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +39,65 @@ from areal_async.config.load import load_job
 
 SWEEP_SEED = 1000
 """Of the sweep, so that no measured seed has chosen its own learning rate."""
-TIMED_STEPS = 30
-"""Of a run that only times TRL's settings."""
 MOST_BUSY = 0.3
 """Cores that other programs may have before a run."""
-FASTEST = {"threads": 2, "batch": 512}
-"""TRL's settings where no sweep has found others."""
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is specific to one of the trainings that are compared."""
+
+    job: Path
+    out: str
+    """Its results, in `results`."""
+    picture: str | None
+    """In docs/images."""
+    ours: str
+    """Variants of ours."""
+    thresholds: tuple[float, ...]
+    """Held-out accuracies to which seconds and steps are counted."""
+    every: int
+    """Steps between two evaluated weights."""
+    warmup_steps: int
+    """Left out of seconds and CPU per step."""
+    rates: str
+    """Learning rates of the sweep; none keeps the job file's."""
+    threads: tuple[int, ...]
+    batches: tuple[int, ...]
+    """Threads of TRL and episodes of its passes that are tried; the last where no sweep has found others."""
+    timed_steps: int
+    """Of a run that only times TRL's settings."""
+
+
+MODELS = {
+    "quickstart": Model(
+        job=Path("runs/quickstart-files/train.yaml"),
+        out="against_trl.json",
+        picture="against_trl.png",
+        ours="eta=4",
+        thresholds=(0.70, 0.80, 0.88),
+        every=25,
+        warmup_steps=10,
+        rates="6e-5,9e-5,1.2e-4,1.8e-4",
+        threads=tuple(sorted({1, CORES})),
+        batches=(128, 256, 512),
+        timed_steps=30,
+    ),
+    "smollm2": Model(
+        job=Path("recipes/smollm2/job.yaml"),
+        out="against_trl_smollm2.json",
+        picture=None,
+        ours="eta=2",
+        thresholds=(0.60, 0.70, 0.80),
+        every=5,
+        warmup_steps=2,
+        rates="",
+        threads=(CORES,),
+        batches=(16, 32, 64),
+        timed_steps=4,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -69,16 +126,16 @@ def variants(text: str, pacing: str, overrides: Sequence[str]) -> list[System]:
 class Measurement:
     """Runs, evaluates and keeps the results in their file, which is whole after every run."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, model: Model) -> None:
+        self.options, self.model = options, model
         job = load_job(options.job)
         steps = options.steps or job.trainer.steps
-        self.setting = Setting(options.job.resolve(), options.work.resolve(), steps, options.every)
+        self.setting = Setting(
+            options.job.resolve(), options.work.resolve(), steps, options.every, model.warmup_steps
+        )
         self.setting.work.mkdir(parents=True, exist_ok=True)
-        if job.reward.name != "arithmetic":
-            raise SystemExit(
-                f"TRL's side scores by `arithmetic`, and the job file's reward is {job.reward.name}"
-            )
+        if job.trainer.dtype != "float32":
+            raise SystemExit(f"TRL's side trains in fp32, and the job file in {job.trainer.dtype}")
         self.begun = False
         self.job_rate = job.trainer.optimizer.lr
         self.held_out = HeldOut(job)
@@ -95,7 +152,8 @@ class Measurement:
         self.wait_for_quiet()
         run = Run(system.name, seed, lr)
         if system.is_trl:
-            chosen = self.results.get("sweep", {}).get("trl", {}).get("fastest", FASTEST)
+            untried = {"threads": self.model.threads[-1], "batch": self.model.batches[-1]}
+            chosen = self.results.get("sweep", {}).get("trl", {}).get("fastest", untried)
             run, saved = run_trl(self.setting, run, chosen)
         else:
             run, saved = run_ours(self.setting, run, system.overrides)
@@ -124,11 +182,14 @@ class Measurement:
         self.begun = True
 
     def save(self, **found: Any) -> None:
-        self.results.update(found, steps=self.setting.steps, start=self.start)
+        commands = dict.fromkeys([*self.results.get("commands", []), shlex.join(["python", *sys.argv])])
+        self.results.update(found, steps=self.setting.steps, start=self.start, commands=list(commands))
         self.options.out.write_text(json.dumps(rounded(self.results), indent=1) + "\n")
 
     def measure(self, systems: Sequence[System], seeds: Sequence[int]) -> None:
-        runs: list[Run] = []
+        """Beside what is measured, the results keep the runs of systems that are left out."""
+        named = {system.name for system in systems}
+        runs = [Run(**row) for row in self.results.get("runs", []) if row["system"] not in named]
         for turn, seed in enumerate(seeds):
             for system in systems if turn % 2 == 0 else reversed(systems):
                 runs.append(self.run(system, seed, self.rate(system)))
@@ -140,22 +201,22 @@ class Measurement:
         if any(system.is_trl for system in systems):
             sweep["trl"] = self.fastest()
             self.save()
-        for system in systems:
+        for system in systems if rates else ():
             runs = [self.run(system, SWEEP_SEED, lr) for lr in rates]
-            best = max(runs, key=lambda run: learned_better(run.points))
+            best = max(runs, key=lambda run: learned_better(run.points, self.model.thresholds))
             sweep["rates"][system.name] = {"lr": best.lr, "runs": [asdict(run) for run in runs]}
             self.save()
             print(f"{system.name}: {best.lr:g} learned best", flush=True)
 
     def fastest(self) -> dict[str, Any]:
         """Which threads and passes give TRL the shortest step."""
-        cores = len(os.sched_getaffinity(0))
         tried = [
             {"threads": threads, "batch": batch}
-            for threads in sorted({1, cores})
-            for batch in (128, 256, 512)
+            for threads in self.model.threads
+            for batch in self.model.batches
         ]
-        short = Setting(self.setting.job_file, self.setting.work, TIMED_STEPS, TIMED_STEPS)
+        steps = self.model.timed_steps
+        short = replace(self.setting, steps=steps, every_steps=steps)
         timed = []
         for chosen in tried:
             self.wait_for_quiet()
@@ -166,13 +227,14 @@ class Measurement:
         return {"fastest": tried[best], "timed": timed}
 
 
-def report(out: Path, picture: Path) -> None:
+def report(model: Model, out: Path, picture: Path | None) -> None:
     """Print the tables of the results in `out`, write them beside it and draw the picture."""
     runs = [Run(**row) for row in json.loads(out.read_text())["runs"]]
-    text = tables(runs)
+    text = tables(runs, model.thresholds)
     print(text)
     out.with_suffix(".md").write_text(text)
-    draw(runs, picture)
+    if picture:
+        draw(runs, model.thresholds, picture)
 
 
 def rounded(value: Any) -> Any:
@@ -186,11 +248,12 @@ def rounded(value: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--job", type=Path, default=Path("runs/quickstart-files/train.yaml"))
+    parser.add_argument("--model", choices=MODELS, default="quickstart", help="which of `MODELS`")
+    parser.add_argument("--job", type=Path, help="instead of the model's")
     parser.add_argument("--steps", type=int, help="of every run, and of its schedule; else the job file's")
-    parser.add_argument("--every", type=int, default=25, help="steps between two evaluated weights")
+    parser.add_argument("--every", type=int, help="steps between two evaluated weights")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--ours", default="eta=4", help="variants of ours, such as eta=0,eta=4:full")
+    parser.add_argument("--ours", help="variants of ours, such as eta=0,eta=4:full")
     parser.add_argument("--pacing", default="", help="of all variants that name none; else the job file's")
     parser.add_argument(
         "--set", action="append", default=[], help="key=value for our job file; may be repeated"
@@ -198,24 +261,30 @@ def main() -> None:
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--trl-only", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="choose TRL's settings and the learning rates")
-    parser.add_argument("--rates", default="6e-5,9e-5,1.2e-4,1.8e-4", help="that the sweep tries")
+    parser.add_argument("--rates", help="that the sweep tries")
     parser.add_argument("--lr", type=float, help="of ours, instead of the sweep's")
     parser.add_argument("--trl-lr", type=float, help="of TRL, instead of the sweep's")
     parser.add_argument("--loaded", action="store_true", help="run though other programs are at work")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--work", type=Path, default=Path("runs/against-trl"), help="what the runs write")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "against_trl.json")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "images" / "against_trl.png")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--picture", type=Path)
+    known, _ = parser.parse_known_args()
+    model = MODELS[known.model]
+    parser.set_defaults(job=model.job, every=model.every, ours=model.ours, rates=model.rates)
+    parser.set_defaults(out=ROOT / "benchmarks" / "results" / model.out)
+    if model.picture:
+        parser.set_defaults(picture=ROOT / "docs" / "images" / model.picture)
     options = parser.parse_args()
     systems = [] if options.trl_only else variants(options.ours, options.pacing, options.set)
     systems += [] if options.ours_only else [System("trl")]
     if not options.report:
-        measurement = Measurement(options)
+        measurement = Measurement(options, model)
         if options.sweep:
-            measurement.sweep(systems, [float(rate) for rate in options.rates.split(",")])
+            measurement.sweep(systems, [float(rate) for rate in options.rates.split(",") if rate])
             return
         measurement.measure(systems, [int(seed) for seed in options.seeds.split(",")])
-    report(options.out, options.picture)
+    report(model, options.out, options.picture)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 BLUE, GREEN, PURPLE, ORANGE, GREY = "#2f6db3", "#2f9160", "#8458a8", "#d9781e", "#6b7280"
-THRESHOLDS = (0.70, 0.80, 0.88)
 
 Point = tuple[int, float, float]
 """(steps, seconds, held-out accuracy)."""
@@ -36,19 +35,19 @@ def crossed_at(points: Sequence[Point], threshold: float) -> tuple[float, float]
     return None
 
 
-def learned_better(points: Sequence[Point]) -> tuple[int, float, float]:
+def learned_better(points: Sequence[Point], thresholds: Sequence[float]) -> tuple[int, float, float]:
     """A key by which the larger learned better: more thresholds reached, the highest of them after fewer
     steps, a higher accuracy at the end. Steps and not seconds: a learning rate changes no step's time."""
-    crossed = [found for threshold in THRESHOLDS if (found := crossed_at(points, threshold))]
+    crossed = [found for threshold in thresholds if (found := crossed_at(points, threshold))]
     return len(crossed), -crossed[-1][0] if crossed else 0.0, points[-1][2]
 
 
-def tables(runs: Sequence[Run]) -> str:
+def tables(runs: Sequence[Run], thresholds: Sequence[float]) -> str:
     """Markdown: seconds and steps to each threshold, what a step costs, and each run."""
     systems = list(dict.fromkeys(run.system for run in runs))
     synchronous = next((name for name in systems if name.startswith("eta=0")), "trl")
     seconds, steps = [], []
-    for threshold in THRESHOLDS:
+    for threshold in thresholds:
         first = [first_at(run.points, threshold) or (None, None) for run in runs]
         crossed = [crossed_at(run.points, threshold) or (None, None) for run in runs]
         with_start = [
@@ -70,7 +69,10 @@ def tables(runs: Sequence[Run]) -> str:
         _table(["held-out accuracy", "seconds", *_heads(systems, "trl")], seconds),
         _table(["held-out accuracy", "steps", *_heads(systems, synchronous)], steps),
         _table(["", *systems], _costs(runs)),
-        _table(["", "seed", "learning rate", *(f"{to:.2f}" for to in THRESHOLDS), "last"], _each(runs)),
+        _table(
+            ["", "seed", "learning rate", *(f"{to:.2f}" for to in thresholds), "last"],
+            _each(runs, thresholds),
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -89,7 +91,7 @@ def _costs(runs: Sequence[Run]) -> list[list[str]]:
     return [[name, *_beside(runs, values, ".3f", over="")] for name, values in figures.items()]
 
 
-def _each(runs: Sequence[Run]) -> list[list[str]]:
+def _each(runs: Sequence[Run], thresholds: Sequence[float]) -> list[list[str]]:
     """Every run: interpolated seconds and steps to each threshold."""
     return [
         [
@@ -98,7 +100,7 @@ def _each(runs: Sequence[Run]) -> list[list[str]]:
             f"{run.lr:g}",
             *(
                 f"{crossed[1]:.1f} s, {crossed[0]:.0f} steps" if crossed else "–"
-                for threshold in THRESHOLDS
+                for threshold in thresholds
                 for crossed in [crossed_at(run.points, threshold)]
             ),
             f"{run.points[-1][2]:.3f}, {run.points[-1][1]:.1f} s",
@@ -143,7 +145,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[Run], thresholds: Sequence[float], path: Path) -> None:
     """Held-out accuracy over seconds of training: every run thin, the mean of a system's runs thick."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
@@ -160,7 +162,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         ]
         label = "TRL GRPOTrainer" if system == "trl" else f"areal-async, {system}"
         axes.plot(*_xy(mean), color=color, linewidth=2.2, label=f"{label} (mean of {len(mine)})")
-    for threshold in THRESHOLDS:
+    for threshold in thresholds:
         axes.axhline(threshold, color=GREY, linewidth=0.6, linestyle=":")
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("held-out accuracy")

@@ -21,23 +21,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
 import torch
+from against_trl_trainer import Judge
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
+from areal_async.prompts import prompt_ids
 from areal_async.status.record import as_it_became, read_run_log
-from reward_service.sdk import RewardInput
-from reward_service.verifiers.arithmetic import arithmetic
+from areal_async.weights.adapter import PREFIX, BaseWeights
+from trainer_service.backends.base import learning_rate
+from trainer_service.backends.fsdp.lora import published_name
 
 ROOT = Path(__file__).parent.parent
 TRL_PYTHON = ROOT / ".trl-env" / "bin" / "python"
-WARMUP_STEPS = 10
-"""Left out of seconds and CPU per step."""
 LIMIT_S = 3600.0
 SAMPLE_S = 1.0
 
@@ -78,6 +81,8 @@ class Setting:
     work: Path
     steps: int
     every_steps: int
+    warmup_steps: int
+    """Left out of seconds and CPU per step."""
 
 
 class CpuMeter(threading.Thread):
@@ -133,9 +138,12 @@ class CpuMeter(threading.Thread):
         return {name: before.get(name, 0.0) + share * (after[name] - before.get(name, 0.0)) for name in after}
 
 
-def measured(run: Run, meter: CpuMeter, started_s: float, began_s: float, ended_s: Sequence[float]) -> Run:
+def measured(
+    setting: Setting, run: Run, meter: CpuMeter, started_s: float, began_s: float, ended_s: Sequence[float]
+) -> Run:
     """Fill in what the times of a training (unix seconds, `ended_s` of its steps) and its CPU say."""
-    first_s, last_s, steps = ended_s[WARMUP_STEPS - 1], ended_s[-1], len(ended_s) - WARMUP_STEPS
+    first_s, last_s = ended_s[setting.warmup_steps - 1], ended_s[-1]
+    steps = len(ended_s) - setting.warmup_steps
     used = meter.between(first_s, last_s)
     machine_s = used.pop("machine")
     run.start_s = began_s - started_s
@@ -191,33 +199,67 @@ def run_ours(setting: Setting, run: Run, overrides: Sequence[str]) -> tuple[Run,
     records = [r for r in as_it_became(read_run_log(folder / "metrics.jsonl")) if r["kind"] == "step"]
     ended_s = [record["time_s"] for record in records]
     began_s = ended_s[0] - records[0]["step_s"]
-    run.staleness_mean = sum(r["staleness_mean"] for r in records[WARMUP_STEPS:]) / len(
-        records[WARMUP_STEPS:]
-    )
+    run.staleness_mean = fmean(record["staleness_mean"] for record in records[setting.warmup_steps :])
     saved = [
         Saved(step, ended_s[step - 1] - began_s, weights)
         for weights in sorted((folder / "checkpoints").glob("step-*/policy-00000-of-00001.safetensors"))
         for step in [int(weights.parent.name.removeprefix("step-"))]
     ]
-    return measured(run, meter, started_s, began_s, ended_s), saved
+    return measured(setting, run, meter, started_s, began_s, ended_s), saved
 
 
 def trl_settings(setting: Setting, job: JobConfig, run: Run, chosen: Mapping[str, int]) -> dict[str, Any]:
     """What `against_trl_trainer.py` is given: the job file's step, and how TRL computes it (`chosen`)."""
+    lora = job.trainer.lora
+    optimizer = job.trainer.optimizer.model_copy(update={"lr": run.lr})
+    episodes = job.buffer.batch_groups * job.rollout.group_size
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    rows = rows_of(job.tasks.train)
     return {
         "model": str(job.model),
-        "tasks": str(job.tasks.train),
+        "tasks": [{"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]} for row in rows],
+        "prompt_ids": [prompt_ids(tokenizer, row["prompt"]) for row in rows],
+        "reward": {"name": job.reward.name, "args": job.reward.args},
         "out": str(setting.work / "trl"),
-        "seed": run.seed,
-        "steps": setting.steps,
+        "threads": chosen["threads"],
         "every_steps": setting.every_steps,
-        "groups": job.buffer.batch_groups,
-        "group_size": job.rollout.group_size,
-        "temperature": job.rollout.sampling.temperature,
-        "max_new_tokens": job.rollout.sampling.max_new_tokens,
-        "optimizer": {**job.trainer.optimizer.model_dump(), "lr": run.lr},
-        **chosen,
+        "rates": [learning_rate(optimizer, update, setting.steps) for update in range(setting.steps)],
+        # Values of peft's LoraConfig. Its defaults begin as ours does: A uniform in ± 1/sqrt(in), B zero.
+        "lora": lora.rank
+        and {
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "target_modules": list(lora.targets) or "all-linear",
+            "task_type": "CAUSAL_LM",
+        },
+        # Values of TRL's GRPOConfig.
+        "config": {
+            "seed": run.seed,
+            "max_steps": setting.steps,
+            # One update a step on fresh samples of the whole batch.
+            "num_generations": job.rollout.group_size,
+            "generation_batch_size": episodes,
+            "per_device_train_batch_size": chosen["batch"],
+            "gradient_accumulation_steps": episodes // chosen["batch"],
+            "num_iterations": 1,
+            "max_completion_length": job.rollout.sampling.max_new_tokens,
+            "temperature": job.rollout.sampling.temperature,
+            # The clipped ratio loss, averaged over the tokens of the update; no reference model.
+            "loss_type": "dapo",
+            "scale_rewards": "group",
+            "beta": 0.0,
+            "learning_rate": optimizer.lr,
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "adam_epsilon": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "max_grad_norm": optimizer.clip_grad_norm,
+        },
     }
+
+
+def rows_of(tasks: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(tasks).read_text().splitlines()]
 
 
 def run_trl(setting: Setting, run: Run, chosen: Mapping[str, int]) -> tuple[Run, list[Saved]]:
@@ -247,7 +289,7 @@ def run_trl(setting: Setting, run: Run, chosen: Mapping[str, int]) -> tuple[Run,
         for weights in sorted(out.glob("step-*.safetensors"))
         for step in [int(weights.stem.removeprefix("step-"))]
     ]
-    return measured(run, meter, started_s, began_s, ended_s), saved
+    return measured(setting, run, meter, started_s, began_s, ended_s), saved
 
 
 class HeldOut:
@@ -256,34 +298,45 @@ class HeldOut:
 
     def __init__(self, job: JobConfig) -> None:
         assert job.tasks.evaluation is not None
-        rows = [json.loads(line) for line in Path(job.tasks.evaluation).read_text().splitlines()]
-        self._prompts = [row["prompt"] for row in rows]
-        self._truths = [row["reward_model"]["ground_truth"] for row in rows]
-        self._max_new_tokens = job.rollout.sampling.max_new_tokens
+        self._rows = rows_of(job.tasks.evaluation)
         self._tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
+        self.prompt_ids = [prompt_ids(self._tokenizer, row["prompt"]) for row in self._rows]
+        self._judge = Judge(self._tokenizer, job.reward.name, job.reward.args)
+        self._job = job
         self._model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32).eval()
 
     def accuracy(self, weights: Path) -> float:
-        """Share of right answers with the weights in a safetensors file that names tensors as the model
-        does; a tied output layer may be left out."""
-        loaded = self._model.load_state_dict(load_file(weights), strict=False)
+        """Share of right answers with the weights in a safetensors file: adapters, or the whole model, of
+        which a tied output layer may be left out. It names tensors as the model does, or as peft."""
+        loaded = self._model.load_state_dict(whole(self._job, load_file(weights)), strict=False)
         if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
             raise SystemExit(f"{weights} is of another model: {loaded}")
         self._model.tie_weights()
-        given = self._tokenizer(self._prompts, return_tensors="pt", padding=True)
+        given = self._tokenizer.pad({"input_ids": self.prompt_ids}, return_tensors="pt")
         with torch.inference_mode():
             answered = self._model.generate(
                 input_ids=given["input_ids"],
                 attention_mask=given["attention_mask"],
                 do_sample=False,
-                max_new_tokens=self._max_new_tokens,
+                max_new_tokens=self._job.rollout.sampling.max_new_tokens,
             )
         answers = self._tokenizer.batch_decode(
             answered[:, given["input_ids"].shape[1] :], skip_special_tokens=True
         )
-        scored = zip(self._prompts, answers, self._truths, strict=True)
-        right = sum(
-            arithmetic(RewardInput(prompt=prompt, response=answer, ground_truth=truth))
-            for prompt, answer, truth in scored
+        scored = zip(self._rows, answers, strict=True)
+        return fmean(
+            self._judge(row["prompt"], answer, row["reward_model"]["ground_truth"]) for row, answer in scored
         )
-        return right / len(answers)
+
+
+def whole(job: JobConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """`tensors`, or where they are adapters the job's model merged with them, in fp32."""
+    lora = job.trainer.lora
+    if not any(".lora_A." in name for name in tensors):
+        return tensors
+    adapter = {published_name(name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    base = BaseWeights(Path(job.model), torch.float32)
+    try:
+        return dict(base.merged(adapter, lora.alpha / lora.rank))
+    finally:
+        base.close()

