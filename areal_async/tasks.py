@@ -301,8 +301,8 @@ def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     prompt = row.get("prompt")
     if "prompt" not in row:
         raise TaskFileError(
-            f"{where}: column `prompt` {_NO_TEXT}; it is not there. Name the column that it is to be made of: "
-            "`areal-async data prepare --map prompt=COLUMN`."
+            f"{where}: column `prompt` {_NO_TEXT}; it is not there. Name the column that it is to be "
+            "made of: `areal-async data prepare --map prompt=COLUMN`."
         )
     if not prompt:
         raise TaskFileError(f"{where}: column `prompt` {_NO_TEXT}; found {prompt!r:.80}.")
