@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from areal_async.answers import Detokenizer
 from areal_async.cli.tools import AnswersRequest, EvaluateRequest
 from areal_async.config.errors import ConfigError
-from areal_async.config.job import JobConfig
+from areal_async.config.job import JobConfig, merged
 from areal_async.errors import RpcTimeout, SnapshotError
 from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Abstain, Score, Verdict
@@ -323,6 +323,9 @@ async def test_answers_to_one_prompt_are_samples_of_their_own_and_a_seed_repeats
     assert again == first != other
 
 
+FITTING = {"rollout": {"max_model_len": 64, "sampling": {"max_new_tokens": 8}}}
+
+
 @pytest.mark.parametrize(
     ("asked", "of_run", "temperature"),
     [
@@ -347,7 +350,8 @@ def test_several_answers_are_drawn_at_the_runs_temperature_unless_another_is_giv
         tasks.write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}')
     sections = {"evaluation": {"samples": getattr(asked, "samples", None)}}
     with target_of(str(endless.directory)) as target:
-        target.content.update(copy.deepcopy(of_run))
+        if of_run:
+            target.content.update(merged(FITTING, copy.deepcopy(of_run)))
         with lone_evaluator(target, asked, sections, tasks=tasks) as ctx:
             assert ctx.job.evaluation_sampling.temperature == temperature
 
