@@ -101,7 +101,7 @@ def _check_model(job: JobConfig, *, weights: bool = True) -> Iterator[Mistake]:
             "Give a Hugging Face model directory; `hf download NAME --local-dir DIR` makes one of a hub model"
         )
         if model.name == "model" and model.parent.parent == job.run_dir:
-            fix = f"Run the job {model.parent.name} first, whose run makes it; or g{fix[1:]}"
+            fix += f". If the run {model.parent.name} is to make it, run its job first"
         yield Mistake("model", no_folder(model), fix)
         return
     config = json_in(model / "config.json")

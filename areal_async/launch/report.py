@@ -187,8 +187,8 @@ def summarise(
         "training_s": None if train_s is None else round(train_s, 2),
         "steps_per_s": _ratio(done, train_s),
         "tokens": tokens,
-        "reward_first": _mean(steps[: edge_of(len(steps))], "reward_mean"),
-        "reward_last": _mean(steps[-edge_of(len(steps)) :], "reward_mean"),
+        "reward_first": _edge_reward(steps, first=True),
+        "reward_last": _edge_reward(steps, first=False),
         "updates": _sum(steps, "updates"),
         "updates_planned": _sum(steps, "updates_planned"),
         "updates_left_out": next((step["skipped"] for step in steps[::-1] if step.get("skipped")), ""),
@@ -253,10 +253,17 @@ def _beside(
             "max_staleness_bound": view.buffer.max_staleness,
             "max_staleness_seen": own.max_staleness_seen if own is not None else None,
             "episodes_trained": own.episodes_trained if own is not None else None,
-            "reward_first": _mean(steps[: edge_of(len(steps))], "reward_mean"),
-            "reward_last": _mean(steps[-edge_of(len(steps)) :], "reward_mean"),
+            "reward_first": _edge_reward(steps, first=True),
+            "reward_last": _edge_reward(steps, first=False),
         }
     return {"policies": figures} if figures else {}
+
+
+def _edge_reward(steps: Sequence[Record], *, first: bool) -> float | None:
+    """Return the mean reward of the first or the last steps, of those that have one."""
+    rewarded = [step for step in steps if step.get("reward_mean") is not None]
+    edge = edge_of(len(rewarded))
+    return _mean(rewarded[:edge] if first else rewarded[-edge:], "reward_mean")
 
 
 def training_s(records: Sequence[Record], kind: str = "step") -> float | None:

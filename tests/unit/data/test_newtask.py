@@ -65,7 +65,7 @@ def test_one_that_is_interrupted_leaves_nothing_and_can_be_made_again(tmp_path, 
 
 def test_before_the_warm_start_the_job_names_it(made):
     folder, _ = made
-    with pytest.raises(ConfigError, match="Run the job my-task-warm first, whose run makes it; or give"):
+    with pytest.raises(ConfigError, match="If the run my-task-warm is to make it, run its job first"):
         load_job(folder / "job.yaml")
 
 

@@ -282,7 +282,7 @@ def test_bad_rows_may_be_left_out_and_are_counted(write, tmp_path):
         (("--map", "promt=question"), "--map promt"),
         (("--max-prompt-tokens", "9"), "Add --model"),
         (("--held-out", "40"), "leaves none of the 40 rows"),
-        (("--model", "nowhere"), "cannot read the tokenizer of nowhere"),
+        (("--model", "nowhere"), "the folder nowhere does not exist"),
     ],
 )
 def test_wrong_options_are_named(write, tmp_path, options, words):

@@ -192,7 +192,7 @@ def test_every_update_of_trl_has_the_rate_of_the_job(chats: JobConfig) -> None:
 
 
 def test_the_recipe_of_smollm2_is_given_to_trl_as_it_is(chats: JobConfig) -> None:
-    recipe = load_job(MODELS["smollm2"].job)
+    recipe = load_job(MODELS["smollm2"].job, files=False)
     settings = settings_of(recipe.model_copy(update={"model": chats.model, "tasks": chats.tasks}))
     config = settings["config"]
     assert (config["num_generations"], config["generation_batch_size"]) == (8, 64)
