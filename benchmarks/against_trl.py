@@ -46,7 +46,7 @@ CORES = len(os.sched_getaffinity(0))
 
 @dataclass(frozen=True)
 class Model:
-    """What is specific to one of the trainings that are compared."""
+    """The settings of one of the trainings that are compared."""
 
     job: Path
     out: str
@@ -67,7 +67,7 @@ class Model:
     batches: tuple[int, ...]
     """Threads of TRL and episodes of its passes that are tried; the last where no sweep has found others."""
     timed_steps: int
-    """Of a run that only times TRL's settings."""
+    """Steps of a run that only times TRL's settings."""
 
 
 MODELS = {

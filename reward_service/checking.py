@@ -25,7 +25,7 @@ LIBRARIES = (
     f"{os.path.dirname(areal_async.__file__)}/",
     "<frozen ",
 )
-"""Where code lies that is not the user's."""
+"""Folders of code that is not the user's."""
 
 
 class NoVerdict(Exception):

@@ -193,5 +193,5 @@ def test_the_commands_for_the_data_make_what_the_jobs_name(name, hub, monkeypatc
     "file", sorted(RECIPES.glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}-{file.stem}"
 )
 def test_no_recipe_is_warned_of(file):
-    """Of itself, that is: what its files hold is not looked at, and they need not be there."""
+    """Its files are not read and need not exist."""
     assert [str(each) for each in advise(load_job(file, files=False))] == []

@@ -49,7 +49,7 @@ def connected(endpoint: str) -> socket.socket:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the other side closed a connection on which it said no more than its greeting."""
+    """Return whether the other side closed a connection on which it said no more than its greeting."""
     sock.setblocking(False)
     try:
         return not sock.recv(4096)

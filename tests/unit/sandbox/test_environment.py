@@ -9,7 +9,7 @@ import pytest
 from areal_async.config.reward import RewardSection
 from areal_async.data.check import Expected, check_data
 from reward_service.sandbox import CompilerMissing, Program, RunLimits, languages
-from reward_service.sdk import RewardInput, RewardLoadError
+from reward_service.sdk import RewardInput, RewardLoadError, Score
 from reward_service.verifiers.code_rewards import code_stdio, code_tests
 
 PATIENT = {"cpu_s": 20.0, "wall_s": 60.0, "budget_s": 200.0}
@@ -62,14 +62,14 @@ def test_nothing_else_of_ours_is_there_and_nothing_there_can_be_changed(isolated
 @pytest.mark.parametrize("interpreter", ["", "/bin/python"], ids=["folder", "interpreter"])
 def test_a_job_names_the_environment_of_its_programs_and_tests(sandbox, environment, interpreter):
     named = {"environment": environment + interpreter, "sandbox": sandbox.level, **PATIENT}
-    assert code_stdio(fenced("import greeting\nprint(greeting.hello())"), **named).value == 1
     tests = ["from greeting import hello", "assert f() == hello()"]
-    assert (
-        code_tests(
-            fenced("import greeting\ndef f(): return greeting.hello()", ["\n".join(tests)]), **named
-        ).value
-        == 1
-    )
+    called = fenced("import greeting\ndef f(): return greeting.hello()", ["\n".join(tests)])
+    for verdict in (
+        code_stdio(fenced("import greeting\nprint(greeting.hello())"), **named),
+        code_tests(called, **named),
+    ):
+        assert isinstance(verdict, Score), verdict
+        assert verdict.value == 1
     limits = RunLimits(wall_s=60.0)
     program = Program(source="import greeting", environment=environment, limits=limits)
     assert sandbox.run(program).ok

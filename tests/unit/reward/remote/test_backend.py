@@ -128,7 +128,7 @@ async def test_an_answer_outside_the_protocol_is_an_error_never_zero(wrong, ask)
 async def test_an_answer_that_a_server_refuses_is_at_fault_where_a_neutral_one_is_taken(
     status, takes_neutral, scripted, backend, collect
 ):
-    """As a server of another language that limits the length of a text."""
+    """A server of another language that limits the length of a text."""
 
     def of(asked):
         refused = not takes_neutral or any("x" in one["response"] for one in asked["inputs"])
