@@ -52,7 +52,7 @@ class Model:
     out: str
     """Its results, in `results`."""
     picture: str | None
-    """In docs/images."""
+    """Its name in docs/images, if it has one."""
     ours: str
     """Variants of ours."""
     thresholds: tuple[float, ...]
