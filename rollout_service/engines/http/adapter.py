@@ -13,6 +13,7 @@ sees it.
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 from abc import ABC, abstractmethod
@@ -308,6 +309,18 @@ class AnswerReader:
     def text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
         text = self._text.text(ids)
         return trim(text, stop) if stop else text
+
+    def n_until_stop(self, ids: Sequence[int], stop: Sequence[str]) -> int:
+        """Return how many of `ids` there are up to the end of the first stop string; all of them without one.
+        A server may have sampled on by the time it finds it."""
+
+        def stopped(n: int) -> bool:
+            text = self._text.text(ids[:n])
+            return trim(text, stop) != text
+
+        if len(ids) < 2 or not stopped(len(ids) - 1):
+            return len(ids)
+        return bisect.bisect_left(range(len(ids)), True, key=stopped)
 
 
 class ServerAdapter(ABC):

@@ -60,6 +60,9 @@ class _Server:
     liveness: Liveness
 
 
+UNIT_ARRAYS = ("token_ids", "logprobs", "versions", "epochs")
+
+
 class HttpEngine:
     """One replica of the policy in a server. Implements `engines.base.Engine`."""
 
@@ -142,8 +145,14 @@ class HttpEngine:
                 result = adapter.parse(said, request.sampling)
             except EngineLost as error:
                 raise self._lose(str(error)) from error
-            text = adapter.reader.text(result.token_ids.tolist(), request.sampling.stop)
-            result = self._routed(replace(result, text=text), said, request, ids.size)
+            sampled, stop = result.token_ids.tolist(), request.sampling.stop
+            if stop and (n := adapter.reader.n_until_stop(sampled, stop)) < len(sampled):
+                cut: dict[str, Any] = {name: getattr(result, name)[:n] for name in UNIT_ARRAYS}
+                if result.finish_reason == "length":
+                    cut["finish_reason"] = "stop"
+                result = replace(result, **cut)
+            result = replace(result, text=adapter.reader.text(sampled, stop))
+            result = self._routed(result, said, request, ids.size)
             self._account.sampled(result.token_ids.size)
             if result.cached_tokens is not None:
                 metrics.PROMPT_TOKENS.inc(ids.size)

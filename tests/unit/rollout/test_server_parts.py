@@ -20,8 +20,9 @@ from areal_async.rpc.secret import RunSecret
 from areal_async.runtime.context import ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
-from rollout_service.engines.http.adapter import attached_url, read_model
+from rollout_service.engines.http.adapter import AnswerReader, attached_url, read_model
 from rollout_service.engines.http.client import VersionSpan, parse_tag, stamp
+from tests.unit.gateway.fakes import VOCAB, write_chat_model
 from tests.unit.rollout.fakes import job as make_job
 
 numbers = st.integers(0, 2**31 - 1)
@@ -102,3 +103,22 @@ def test_servers_are_given_by_the_workers_number_and_a_guest_without_one_is_refu
             urls(name)
     with pytest.raises(EngineError, match="names 6 servers"):
         urls("rollout-3")
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "kept"),
+    [
+        ("67+088777", ("77", "12"), 8),  # the server sampled on before it saw the stop
+        ("67+08877", ("77",), 8),
+        ("1277777", ("77", "12"), 2),
+        ("6+8", ("77",), 3),
+        ("7", ("7",), 1),
+        ("", ("7",), 0),
+    ],
+)
+def test_an_answer_ends_with_its_first_stop_string_however_far_the_server_sampled(
+    tmp_path: Path, said: str, stop: tuple[str, ...], kept: int
+) -> None:
+    write_chat_model(tmp_path)
+    reader = AnswerReader(tmp_path, len(VOCAB))
+    assert reader.n_until_stop([VOCAB.index(sign) for sign in said], stop) == kept
