@@ -1,8 +1,11 @@
 """Packages of programs and tests, and what is said of those that are missing."""
 
 import json
+import os
 import sys
 import sysconfig
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -21,9 +24,17 @@ def fenced(program, truth=SUM):
 
 
 @pytest.fixture
-def environment(tmp_path):
-    """A virtual environment with a package of its own, in a folder that a jail does not have."""
-    folder = tmp_path / "environment"
+def environment():
+    """A virtual environment with a package of its own, in a folder that a jail does not have.
+
+    The folder is outside pytest's: every pytest that starts on the host closes that one to other users again.
+    """
+    with tempfile.TemporaryDirectory(prefix="environment-", dir="/tmp") as place:
+        os.chmod(place, 0o755)
+        yield str(_virtual_environment(Path(place) / "environment"))
+
+
+def _virtual_environment(folder):
     packages = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (packages / "greeting").mkdir(parents=True)
     (packages / "greeting" / "__init__.py").write_text("def hello(): return 7\n")
@@ -31,9 +42,7 @@ def environment(tmp_path):
     (folder / "bin" / "python").symlink_to(f"{sys.base_prefix}/bin/python{sysconfig.get_python_version()}")
     settings = f"home = {sys.base_prefix}/bin\ninclude-system-site-packages = false\n"
     (folder / "pyvenv.cfg").write_text(settings)
-    for above in (*tmp_path.parents[:3], tmp_path):
-        above.chmod(above.stat().st_mode | 0o055)
-    return str(folder)
+    return folder
 
 
 NUMPY = "import numpy as np\nprint(int(np.array(input().split(), dtype=int).sum()))"
@@ -101,10 +110,8 @@ def test_an_environment_that_is_none_is_refused_before_the_run(best, named):
         code_stdio.preload(environment=named)
 
 
-def test_packages_that_only_their_owner_may_read_are_refused_for_another_user(
-    tmp_path, environment, monkeypatch
-):
-    monkeypatch.setattr(languages, "open_to_all", lambda path: not path.startswith(str(tmp_path)))
+def test_packages_that_only_their_owner_may_read_are_refused_for_another_user(environment, monkeypatch):
+    monkeypatch.setattr(languages, "open_to_all", lambda path: not path.startswith(environment))
     languages._python.cache_clear()
     with pytest.raises(CompilerMissing, match="only be read by its owner"):
         languages.language("python", for_others=True, environment=environment)
