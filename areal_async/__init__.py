@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from areal_async.config.engines import EnginePart, engine_part
     from areal_async.config.errors import Mistake
     from areal_async.config.job import JobConfig as Job
-    from areal_async.errors import ArealError, InfrastructureFault, SnapshotError
-    from areal_async.launch.runs import Run, run
-    from areal_async.quickstart.main import quickstart_job
-    from areal_async.quickstart.model import make_tokenizer, write_model
+    from areal_async.base.errors import ArealError, InfrastructureFault, SnapshotError
+    from areal_async.run.run_handle import Run, run
+    from areal_async.cli.quickstart.main import quickstart_job
+    from areal_async.cli.quickstart.model import make_tokenizer, write_model
     from areal_async.rpc.schema import Task, VersionTag
     from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
     from areal_async.rpc.weights_messages import SnapshotNotice
-    from areal_async.status.aggregator import RunStatus
-    from areal_async.status.samples import read_samples
+    from areal_async.run.aggregator import RunStatus
+    from areal_async.service.samples import read_samples
     from areal_async.trajectory import Episode, EpisodeBuilder, SegmentKind, pack, training_rows, unpack
     from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
     from areal_async.weights.pieces import TensorPiece
@@ -97,15 +97,15 @@ _PLACES = {
     "areal_async.config.engines": "EnginePart engine_part",
     "areal_async.config.errors": "Mistake",
     "areal_async.config.job:JobConfig": "Job",
-    "areal_async.errors": "ArealError InfrastructureFault SnapshotError",
-    "areal_async.launch.runs": "Run run",
-    "areal_async.quickstart.main": "quickstart_job",
-    "areal_async.quickstart.model": "make_tokenizer write_model",
+    "areal_async.base.errors": "ArealError InfrastructureFault SnapshotError",
+    "areal_async.run.run_handle": "Run run",
+    "areal_async.cli.quickstart.main": "quickstart_job",
+    "areal_async.cli.quickstart.model": "make_tokenizer write_model",
     "areal_async.rpc.schema": "Task VersionTag",
     "areal_async.rpc.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
-    "areal_async.status.aggregator": "RunStatus",
-    "areal_async.status.samples": "read_samples",
+    "areal_async.run.aggregator": "RunStatus",
+    "areal_async.service.samples": "read_samples",
     "areal_async.trajectory": "Episode EpisodeBuilder SegmentKind pack training_rows unpack",
     "areal_async.weights.channels": "Channel PublishingEnd ReceivingEnd",
     "areal_async.weights.pieces": "TensorPiece",

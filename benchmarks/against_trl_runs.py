@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.prompts import prompt_ids
-from areal_async.status.record import as_it_became, read_run_log
+from areal_async.models.prompts import prompt_ids
+from areal_async.service.record import as_it_became, read_run_log
 from areal_async.weights.adapter import PREFIX, BaseWeights
 from trainer_service.backends.base import learning_rate
 from trainer_service.backends.fsdp.lora import published_name

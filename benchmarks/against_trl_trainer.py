@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from areal_async.prompts import prompt_text
+from areal_async.models.prompts import prompt_text
 from reward_service.sdk import RewardInput, load_reward
 
 

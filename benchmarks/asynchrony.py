@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 from against_trl_runs import CpuMeter
 
-from areal_async.runtime.process import RUN_VARIABLE
-from areal_async.status.record import read_run_log
+from areal_async.base.processes import RUN_VARIABLE
+from areal_async.service.record import read_run_log
 
 WARMUP_STEPS = 10
 FIGURES = (

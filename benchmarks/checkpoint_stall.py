@@ -30,7 +30,7 @@ from blake3 import blake3
 from safetensors.torch import save_file
 from started_ranks import start_ranks
 
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from trainer_service.backends.fsdp.shards import HostCopies, row_range, write_shard
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.disk import FileEntry, replace_folder

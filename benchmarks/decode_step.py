@@ -35,7 +35,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from areal_async.quickstart.model import make_tokenizer, write_model
+from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local import core as core_module

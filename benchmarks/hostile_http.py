@@ -44,8 +44,8 @@ MOST_MORE = {"descriptors": 8, "threads": 4, "memory_mb": 128, "log_lines": 60, 
 
 METRICS = """
 import sys
-from areal_async.runtime.log import setup_logging
-from areal_async.runtime.metrics import start_metrics_server
+from areal_async.base.log import setup_logging
+from areal_async.base.metrics import start_metrics_server
 setup_logging("hostile", "metrics")
 print(start_metrics_server(0), flush=True)
 sys.stdin.read()

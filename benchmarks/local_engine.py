@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_async.quickstart.model import write_model
+from areal_async.cli.quickstart.model import write_model
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import GenerateRequest

@@ -34,7 +34,7 @@ from torch.profiler import record_function
 
 from areal_async.config.job import OptimizerSection
 from areal_async.config.parallel import RankGrid
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch

@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from areal_async.quickstart.main import quickstart_job
-from areal_async.status.record import read_run_log
+from areal_async.cli.quickstart.main import quickstart_job
+from areal_async.service.record import read_run_log
 from tests.megatron_jobs import ON_CPU, untie
 from tests.processes import processes_of
 

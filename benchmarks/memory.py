@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from areal_async.config.job import LoraSection, OptimizerSection
-from areal_async.registry import BACKENDS
+from areal_async.config.registry import BACKENDS
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, TrainingBackend
 from trainer_service.backends.fsdp.memory import MemoryOptions, RankMemory, rank_memory, shape_of
 from trainer_service.data.microbatch import MicroBatch, build_micro_batch

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async import RewardInput, Score, reward
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 
 ROOT = Path(__file__).resolve().parents[1]
 ETAS = (0, 1, 4, 16)

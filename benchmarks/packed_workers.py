@@ -30,12 +30,12 @@ from prometheus_client import CollectorRegistry
 from scale import Shared
 from timer_engine import OVER
 
-from areal_async.launch.here import LocalLauncher
-from areal_async.launch.launcher import Child
+from areal_async.run.local_launcher import LocalLauncher
+from areal_async.run.launcher import Child
 from areal_async.rpc.client import Client
-from areal_async.runtime import status
-from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.topology import ServicePlace
+from areal_async.service import board as status
+from areal_async.service.context import ServiceContext
+from areal_async.base.topology import ServicePlace
 
 WORKERS_EACH = 128
 STOPPED = 143

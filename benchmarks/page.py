@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import psutil
 from page_runs import run_folder, write_episodes, write_history
 
-from areal_async.status.record import RECORDS, RunLog
+from areal_async.service.record import RECORDS, RunLog
 from tests.unit.page.browser import Tab, chromium
 
 DIFFERENT = 10  # Runs of the list; the others are copies of them

@@ -41,7 +41,7 @@ from started_ranks import start_ranks
 
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher
 from areal_async.weights.tensor_file import MappedFile, in_threads

@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.yamlfile import read_mapping
-from areal_async.status.record import read_run_log
+from areal_async.base.yaml_file import read_mapping
+from areal_async.service.record import read_run_log
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"

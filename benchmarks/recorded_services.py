@@ -1,7 +1,7 @@
 """Services of a run that trains on recorded batches: the supervisor and the trainer are real, the buffer
 serves a recording and the others do nothing.
 
-    areal_async.launch.run.run_job(job, modules=MODULES | {"trainer": "trainer_service"})
+    areal_async.run.run_job.run_job(job, modules=MODULES | {"trainer": "trainer_service"})
 
 The recording's run folder is named by the environment variable `AREAL_RECORDING`.
 """
@@ -26,8 +26,8 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Peer, Server
-from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.service import run_service
+from areal_async.service.context import ServiceContext
+from areal_async.service.main import run_service
 from trainer_service.data.recording import Recording
 
 VARIABLE = "AREAL_RECORDING"

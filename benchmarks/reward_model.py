@@ -32,8 +32,8 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from areal_async.config.reward import RewardSection
-from areal_async.quickstart.model import CHARACTERS, make_tokenizer
-from areal_async.rewards import RewardSpec
+from areal_async.cli.quickstart.model import CHARACTERS, make_tokenizer
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.backend import RewardModel

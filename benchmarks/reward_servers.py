@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.verdicts import Score, Verdict
 from reward_service.backends import ScoringBackend
 from reward_service.backends.remote.client import RemoteBackend

@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 import yaml
 
-from areal_async.quickstart.main import prepare
-from areal_async.status.record import read_run_log
+from areal_async.cli.quickstart.main import prepare
+from areal_async.service.record import read_run_log
 from tests.forks import CLEAN_VARIABLE, start_command
 
 CLI = ("-m", "areal_async.cli.main")

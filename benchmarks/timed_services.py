@@ -1,6 +1,6 @@
 """The trainer and the scorer of a run that measures the rest: a step takes its time, and every score is 1.
 
-    areal_async.launch.run.run_job(job, modules=MODULES | {"trainer": "timed_services", …})
+    areal_async.run.run_job.run_job(job, modules=MODULES | {"trainer": "timed_services", …})
 
 The trainer opens its buffer, publishes a tiny model through the product's publisher, takes batches, fetches
 them, commits and records its steps. It ends, and the run with it, when the measurement is over.
@@ -20,7 +20,7 @@ import torch
 from scale import CHECKPOINT_STEPS, CLAIM_EPISODES, FETCH_EPISODES, Shared
 from timer_engine import OVER, STEP_S
 
-from areal_async.errors import FaultError, RpcTimeout
+from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
@@ -35,10 +35,10 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.service import run_service
-from areal_async.runtime.topology import Role
-from areal_async.status.record import open_records
+from areal_async.service.context import ServiceContext
+from areal_async.service.main import run_service
+from areal_async.base.topology import Role
+from areal_async.service.record import open_records
 from areal_async.weights.publisher import make_publisher
 
 WAIT_MS = 500

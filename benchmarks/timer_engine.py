@@ -18,7 +18,7 @@ from areal_async.config.base import Section
 from areal_async.config.engines import EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, Tell, Weights
 
 RUNS, HELD, OVER = range(3)

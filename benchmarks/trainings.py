@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TEMPLATE = (

@@ -20,13 +20,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from areal_async.errors import FaultError
+from areal_async.base.errors import FaultError
 from areal_async.rpc.by_file import FilePart
 from areal_async.rpc.messages import Arrived, Lease, Leases, PutAck
 from areal_async.rpc.schema import Message, Task
-from areal_async.runtime.events import failpoint, record, recording
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.metrics import busy
+from areal_async.base.events import failpoint, record, recording
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import busy
 from replay_buffer.ledger.decide import (
     BufferStarted,
     BytesLost,
@@ -449,7 +449,7 @@ def _unavailable(error: StoreError) -> FaultError:
     return FaultError("unavailable", str(error), RETRY_MS)
 
 
-# --- what is written to the event log (areal_async/runtime/events.py has the form) ---
+# --- what is written to the event log (areal_async/base/events.py has the form) ---
 
 
 NO_VERSIONS = Versions(-1, -1, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.verdicts import Verdict
 from reward_service.backends import Call, OnVerdicts
 from reward_service.router import Router

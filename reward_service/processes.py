@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.process import ChildProcess
+from areal_async.base.log import get_logger
+from areal_async.base.processes import ChildProcess
 from reward_service.pool.protocol import FrameError, FrameReader, framed
 
 log = get_logger("pool")

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import msgspec
 
-from areal_async.answers import opens_thought, spoken
-from areal_async.errors import ArealError
-from areal_async.registry import MARK_REWARD, run_user_file
+from areal_async.models.answers import opens_thought, spoken
+from areal_async.base.errors import ArealError
+from areal_async.config.registry import MARK_REWARD, run_user_file
 from areal_async.rpc.verdicts import Abstain, Parts, Score
 from reward_service.signatures import adapted
 
@@ -199,7 +199,7 @@ def _marked(function: F, mark: Mark, arguments: type[Section] | None) -> F:
             f"the reward {getattr(function, '__name__', function)!r} must take one argument, the RewardInput"
         ) from None
     setattr(function, MARK, mark)
-    # What the checks of a job file read of a part (areal_async.registry).
+    # What the checks of a job file read of a part (areal_async.config.registry).
     function.scopes = (mark.scope,)  # type: ignore[attr-defined]
     if arguments is not None:
         function.Arguments = arguments  # type: ignore[attr-defined]
@@ -215,7 +215,7 @@ def load_reward(name: str, *, source: bytes | None = None) -> RewardFunction:
     path_text, _, attribute = name.rpartition(":")
     if not path_text.endswith(".py") or not attribute:
         # Imported here: a scoring process of a reward of one's own need not pay for it.
-        from areal_async.registry import REWARDS, PartError
+        from areal_async.config.registry import REWARDS, PartError
 
         try:
             part = REWARDS.find(name)

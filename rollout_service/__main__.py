@@ -1,10 +1,10 @@
 """`python -m rollout_service --context FILE --name rollout-0`: one rollout worker of a run."""
 
-from areal_async.runtime.spare import loading
+from areal_async.service.spare_process import loading
 
 if __name__ == "__main__":
     with loading():
-        from areal_async.runtime.service import run_service
+        from areal_async.service.main import run_service
         from rollout_service.service import main
 
     run_service("rollout", main)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from areal_async.errors import ArealError
-from areal_async.registry import ENVIRONMENTS, PartError
+from areal_async.base.errors import ArealError
+from areal_async.config.registry import ENVIRONMENTS, PartError
 from areal_async.rpc.schema import Task
 
-BUILT_IN: dict[str, str] = {}  # Name → class; found by `areal_async.registry.ENVIRONMENTS`
+BUILT_IN: dict[str, str] = {}  # Name → class; found by `areal_async.config.registry.ENVIRONMENTS`
 
 
 class EnvironmentFailure(ArealError):
@@ -90,7 +90,7 @@ class EnvironmentFactory:
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> EnvironmentFactory:
-    """Find the environment called `name` (`areal_async.registry`). One is made at once, so that a mistake
+    """Find the environment called `name` (`areal_async.config.registry`). One is made at once, so that a mistake
     shows before any episode. Raises `EnvironmentFailure`."""
     try:
         factory = EnvironmentFactory(name, ENVIRONMENTS.find(name), arguments)

@@ -26,19 +26,19 @@ from msgspec.structs import asdict
 from areal_async.config.devices import evaluation_rollout
 from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
-from areal_async.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
+from areal_async.base.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.schema import Task, VersionTag
 from areal_async.rpc.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.rpc.weights_messages import SnapshotNotice
-from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.events import record
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.status import board
-from areal_async.status.record import RunRecords, open_records
-from areal_async.status.samples import file_name, lines_of, sample_of, short_text
-from areal_async.status.view import clock_text
-from areal_async.tasks import read_tasks
+from areal_async.service.context import ServiceContext
+from areal_async.base.events import record
+from areal_async.base.log import get_logger
+from areal_async.service.board import board
+from areal_async.service.record import RunRecords, open_records
+from areal_async.service.samples import file_name, lines_of, sample_of, short_text
+from areal_async.show.view import clock_text
+from areal_async.data.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, unpack
 from areal_async.weights.receiver import make_receiver
 from reward_service.client import LocalScorer
@@ -84,7 +84,7 @@ class Evaluation:
     by_source: dict[str, Statistics]
     """Data sources of which something was scored."""
     samples: list[dict[str, Any]]
-    """Some of the answers, the same tasks each time; see `areal_async/status/samples.py`."""
+    """Some of the answers, the same tasks each time; see `areal_async/service/samples.py`."""
     unscored: dict[str, int]
     """Data source -> samples that gave no episode, or a verdict that is no score; no zeros."""
     rewards: dict[str, float]
@@ -531,6 +531,6 @@ async def main(ctx: ServiceContext) -> None:
 
 
 if __name__ == "__main__":
-    from areal_async.runtime.service import run_service
+    from areal_async.service.main import run_service
 
     run_service("evaluator", main)

@@ -49,8 +49,8 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "areal_async.cli.jobs",
-    "areal_async.launch.run",
-    "areal_async.launch.inline",
+    "areal_async.run.run_job",
+    "areal_async.run.inline",
     "replay_buffer.server",
     "reward_service.router",
     "reward_service.server",
@@ -64,7 +64,7 @@ PRELOADED = (
         for name in ("rank", "hosts", "files", "group", "names", "sequence")
     ),
 )
-LIGHT = ("areal_async.runtime.service", "areal_async.status.record", "areal_async.rpc.server")
+LIGHT = ("areal_async.service.main", "areal_async.service.record", "areal_async.rpc.server")
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 ROOM = "AREAL_ASYNC_TEST_ROOM"
 ROOM_BYTES = 16 << 10
@@ -207,8 +207,8 @@ def _fork_services() -> None:
 def _start_by(helper: socket.socket, *, beside_spares: bool = False) -> type[Any]:
     """Let the local launcher of this process have its services forked by `helper`; return what it used to
     start them with. With `beside_spares` also those of a job with spare processes, if no spare is ready."""
-    from areal_async.launch import here
-    from areal_async.launch.spares import Spares
+    from areal_async.run import local_launcher as here
+    from areal_async.run.spares import Spares
 
     class ForkedStarts(Spares):
         """Forks each service."""
@@ -227,7 +227,7 @@ def _start_by(helper: socket.socket, *, beside_spares: bool = False) -> type[Any
 def forked_services() -> Iterator[None]:
     """Let the local launcher of this process fork its services meanwhile, from a process that has imported
     what stand-ins of services need: no torch."""
-    from areal_async.launch import here
+    from areal_async.run import local_launcher as here
 
     if os.environ.get(CLEAN_VARIABLE):
         yield
@@ -275,7 +275,7 @@ class _ForkedService:
         environment: Mapping[str, str],
         descriptors: Mapping[str, int],
     ) -> None:
-        from areal_async.runtime.process import service_arguments
+        from areal_async.base.processes import service_arguments
 
         self._status: int | None = None
         self._line = b""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from areal_async.quickstart.model import CHARACTERS, make_tokenizer
+from areal_async.cli.quickstart.model import CHARACTERS, make_tokenizer
 
 POSITIONS = 128
 LONGEST = 32

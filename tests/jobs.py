@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from areal_async.quickstart.model import split_problems, write_model, write_tasks
+from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
 
 REWARD = """
 from reward_service.sdk import RewardInput, reward

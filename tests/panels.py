@@ -14,7 +14,7 @@ import yaml
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
-from areal_async.dashboards.files import HERE as FILES
+from areal_async.show.dashboards.files import HERE as FILES
 from areal_async.rpc.messages import BufferStats, PolicyStats
 from areal_async.rpc.schema import VersionTag
 from replay_buffer.ledger.rules import Rules
@@ -22,8 +22,8 @@ from replay_buffer.ledger.rules import Rules
 MODULES = [
     f"{package}.metrics"
     for package in (
-        "areal_async.controller",
-        "areal_async.launch",
+        "areal_async.cluster",
+        "areal_async.run",
         "areal_async.rpc",
         "areal_async.runtime",
         "areal_async.weights",
@@ -125,7 +125,7 @@ def labels_of(metric: MetricWrapperBase | Metric) -> tuple[str, ...]:
 
 def _collected() -> Iterator[Metric]:
     """Series that are made as they are asked for."""
-    from areal_async.runtime.metrics import busy
+    from areal_async.base.metrics import busy
     from replay_buffer.metrics import BufferCollector
     from rollout_service.metrics import EngineMetrics
 

@@ -6,7 +6,7 @@ import contextlib
 
 import psutil
 
-from areal_async.runtime.process import RUN_VARIABLE
+from areal_async.base.processes import RUN_VARIABLE
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:

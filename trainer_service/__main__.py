@@ -1,13 +1,13 @@
 """`python -m trainer_service`: the trainer, or one of its ranks, as a process of a run."""
 
-from areal_async.runtime.group import start_pulse
-from areal_async.runtime.spare import loading
+from areal_async.service.rank_group import start_pulse
+from areal_async.service.spare_process import loading
 
 if __name__ == "__main__":
     start_pulse()  # before torch, which may take long to load
 
     with loading():
-        from areal_async.runtime.service import run_service
+        from areal_async.service.main import run_service
         from trainer_service.main import main
 
     run_service("trainer", main)

@@ -42,10 +42,10 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.runtime.events import failpoint
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.metrics import busy
-from areal_async.runtime.status import board
+from areal_async.base.events import failpoint
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import busy
+from areal_async.service.board import board
 from trainer_service.background import Background
 from trainer_service.disk import FileEntry, WithSchema, hashed_in, replace_folder, room_for, write_hashed
 from trainer_service.errors import CheckpointError, DiskFull, TrainerError

@@ -15,8 +15,8 @@ import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from areal_async.errors import DISK_TROUBLE, errno_of
-from areal_async.ownfiles import NotBeneath, map_path, parts_of
+from areal_async.base.errors import DISK_TROUBLE, errno_of
+from areal_async.base.own_files import NotBeneath, map_path, parts_of
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.snapshot import MODEL_FILE
 from areal_async.weights.writing import write_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 
 
 class TrainerError(ArealError):

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal_async.rpc.endpoints import interface_of
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from trainer_service.errors import RankError
 
 COLLECTIVE_TIMEOUT_S = 600.0  # A rank that waits longer than this for another fails

@@ -25,8 +25,8 @@ import torch
 
 from areal_async.config.checks import checkpoint_interval
 from areal_async.config.job import JobConfig
-from areal_async.runtime.log import get_logger
-from areal_async.status.record import RunRecords
+from areal_async.base.log import get_logger
+from areal_async.service.record import RunRecords
 from trainer_service.backends.base import models_of
 from trainer_service.checkpoint import (
     MEASURING,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.config.objective import TeacherSection
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 from trainer_service.data.rows import TrainingRow
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # Before a request is repeated

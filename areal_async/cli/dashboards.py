@@ -31,9 +31,9 @@ def up(
 ) -> None:
     """Start Prometheus, and Grafana where it is installed, with everything found, until Ctrl-C."""
     with readable_errors():
-        from areal_async.controller.client import ControllerClient, ControllerGone
-        from areal_async.dashboards.files import ListedJobs
-        from areal_async.dashboards.serving import Ports, serve
+        from areal_async.cluster.client import ControllerClient, ControllerGone
+        from areal_async.show.dashboards.files import ListedJobs
+        from areal_async.show.dashboards.serving import Ports, serve
 
         listed, running = None, 0
         with suppress(ControllerGone):  # none is up
@@ -62,7 +62,7 @@ def write(
 ) -> None:
     """Write dashboards, rules, alerts and provisioning, for a Prometheus and a Grafana that run elsewhere."""
     with readable_errors():
-        from areal_async.dashboards.files import write_files
+        from areal_async.show.dashboards.files import write_files
 
         written = write_files(folder, runs, prometheus)
         lines = [

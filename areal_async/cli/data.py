@@ -14,7 +14,7 @@ import yaml
 from areal_async.cli.tools import AsJson, readable_errors, show
 
 if TYPE_CHECKING:
-    from areal_async.data.check import DataReport, Expected, FileReport
+    from areal_async.config.data_check import DataReport, Expected, FileReport
     from areal_async.data.prepare import Prepared
 
 data = typer.Typer(help="Make the data files of a job, and look whether one is right.", no_args_is_help=True)
@@ -91,7 +91,7 @@ def prepare(
         from areal_async.data import prepare as preparing
         from areal_async.data.sources import DataError, find_source, source_rows
         from areal_async.data.styles import TASK, Answer, DataKind, Style, kind_of
-        from areal_async.status.progress import track
+        from areal_async.show.progress import track
 
         columns = dict(_pairs("--map", mapping.split(",") if mapping else ()))
         if unknown := [name for name in columns if name not in TASK]:
@@ -166,8 +166,8 @@ def check(
     """Count rows and tokens, and find what would stop a job: broken rows, missing answers, long prompts,
     overlap with the held-out file. Status 2 where there is any."""
     with readable_errors():
-        from areal_async.data.check import check_data
-        from areal_async.status.progress import track
+        from areal_async.config.data_check import check_data
+        from areal_async.show.progress import track
 
         if target.suffix in (".yaml", ".yml"):
             files, expected = _of_job(target)
@@ -184,7 +184,7 @@ def _of_job(job_file: Path) -> tuple[list[Path], Expected]:
     """The files of a job, and what it expects of them."""
     from areal_async.config.errors import ConfigError
     from areal_async.config.load import load_job
-    from areal_async.data.check import Expected
+    from areal_async.config.data_check import Expected
     from areal_async.data.prepare import load_tokenizer
     from areal_async.storage.content import content_mistakes
 
@@ -204,7 +204,7 @@ def _expected(
     model: str | None, kind: str | None, max_model_len: int | None, template_args: Sequence[str]
 ) -> Expected:
     from areal_async.config.files import json_in
-    from areal_async.data.check import Expected
+    from areal_async.config.data_check import Expected
     from areal_async.data.prepare import load_tokenizer
     from areal_async.data.styles import DataKind
 
@@ -223,7 +223,7 @@ def _expected(
 def _model_folder(text: str) -> Path:
     """A folder, or the one in the cache of a model of the hub."""
     from areal_async.data.sources import DataError
-    from areal_async.modelfiles import no_folder
+    from areal_async.models.files import no_folder
     from areal_async.storage.hub import hub_url, model_folder
     from areal_async.storage.remote import StorageError
 
@@ -268,7 +268,7 @@ def _one_of(option: str, value: str, words: Any) -> None:
 
 
 def _prepared(done: Prepared, files: dict[Path, Any]) -> Iterator[str]:
-    from areal_async.data.check import length_figures
+    from areal_async.config.data_check import length_figures
 
     for name, counts in done.counts.items():
         out = {

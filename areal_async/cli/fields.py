@@ -21,7 +21,7 @@ Source = Annotated[
 def show_fields(source: Source, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print a job with every field resolved; what it points at need not be there."""
     with readable_errors():
-        from areal_async.config.yamlfile import dump_yaml
+        from areal_async.base.yaml_file import dump_yaml
 
         content = content_of(source, overrides or [])
         show(content, dump_yaml(content).rstrip("\n"), as_json)
@@ -38,7 +38,7 @@ def diff(
     """Print the fields in which two jobs differ. Status 1 where they do, as of `diff`."""
     with readable_errors():
         from areal_async.config.fields import job_fields, leaves_of
-        from areal_async.config.yamlfile import dump_yaml
+        from areal_async.base.yaml_file import dump_yaml
 
         first = dict(leaves_of(content_of(source, [])))
         if other is None:

@@ -19,8 +19,8 @@ from areal_async.cli.tools import AsJson, Overrides, console_for_tables, plain, 
 from areal_async.rpc.endpoints import LOOPBACK
 
 if TYPE_CHECKING:
-    from areal_async.controller.client import ControllerClient
-    from areal_async.controller.messages import JobAnswer
+    from areal_async.cluster.client import ControllerClient
+    from areal_async.cluster.messages import JobAnswer
 
 jobs = typer.Typer()
 
@@ -35,7 +35,7 @@ NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once; `ps` sh
 def job_names(incomplete: str) -> list[str]:
     """Names of the controller's jobs, for the completion of a shell."""
     try:
-        from areal_async.controller.client import ControllerClient
+        from areal_async.cluster.client import ControllerClient
 
         found = [job.name for job in ControllerClient.find().jobs(ended=True)]
     except Exception:  # a shell that completes has no place for errors
@@ -58,7 +58,7 @@ def note(text: str) -> None:
 
 def controller() -> ControllerClient:
     """The controller that answers here."""
-    from areal_async.controller.client import ControllerClient
+    from areal_async.cluster.client import ControllerClient
 
     return ControllerClient.find()
 
@@ -76,8 +76,8 @@ def up(
     """Bring a controller up, which takes jobs and runs them."""
     with readable_errors():
         from areal_async.config.cluster import DIR_VARIABLE, cluster_dir, load_cluster
-        from areal_async.controller.daemon import TAKEN_STATUS, serve, start_controller
-        from areal_async.controller.folder import ClusterFolder, ClusterFolderError
+        from areal_async.cluster.daemon import TAKEN_STATUS, serve, start_controller
+        from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
 
         cluster = load_cluster(cluster_file, queued=True) if cluster_file is not None else None
         folder = ClusterFolder(cluster_dir(cluster))
@@ -107,9 +107,9 @@ def down(
     """Stop every job that runs, in order, and then the controller."""
     with readable_errors():
         from areal_async.config.cluster import cluster_dir
-        from areal_async.controller.client import ControllerClient, ControllerGone
-        from areal_async.controller.daemon import start_controller
-        from areal_async.controller.folder import ClusterFolder
+        from areal_async.cluster.client import ControllerClient, ControllerGone
+        from areal_async.cluster.daemon import start_controller
+        from areal_async.cluster.folder import ClusterFolder
 
         folder = ClusterFolder(cluster_dir())
         if folder.controller() is None:
@@ -157,10 +157,10 @@ def submit(
     """Hand a job to the controller, which runs it when its turn has come."""
     with readable_errors():
         from areal_async.config.cluster import cluster_dir
-        from areal_async.controller.client import ControllerClient, ControllerGone, new_key
-        from areal_async.controller.daemon import start_controller
-        from areal_async.controller.folder import ClusterFolder
-        from areal_async.controller.submission import pack
+        from areal_async.cluster.client import ControllerClient, ControllerGone, new_key
+        from areal_async.cluster.daemon import start_controller
+        from areal_async.cluster.folder import ClusterFolder
+        from areal_async.cluster.submission import pack
 
         try:
             client = ControllerClient.find()
@@ -218,7 +218,7 @@ def status(
         from areal_async.cli.tables import cluster_page, job_page, run_page
 
         if job is not None and is_run(job):
-            from areal_async.launch.runs import Run
+            from areal_async.run.run_handle import Run
 
             run = Run.open(job)
             standing = run.status()
@@ -237,7 +237,7 @@ def status(
 
 def is_run(text: str) -> bool:
     """Return whether an argument names a run by its place, and no job of the controller."""
-    from areal_async.launch.folders import LOCK
+    from areal_async.run.folders import LOCK
 
     return os.sep in text or text.endswith((".yaml", ".yml")) or (Path(text) / LOCK).exists()
 
@@ -270,9 +270,9 @@ def logs(
 
 def _logs_of_run(target: str, service: str, follow: bool, names: bool, as_json: bool) -> None:
     """Show logs of a run as `logs` of a job does; `run` is the log of its supervisor."""
-    from areal_async.controller.logs import NAME, OF_THE_RUN, read_log
-    from areal_async.errors import RunFolderError
-    from areal_async.launch.runs import Run
+    from areal_async.cluster.logs import NAME, OF_THE_RUN, read_log
+    from areal_async.base.errors import RunFolderError
+    from areal_async.run.run_handle import Run
 
     run = Run.open(target)
     logs = {
@@ -337,10 +337,10 @@ def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool
     """Wait until a job has ended as it is asked to, and say how it stands. A run of this machine knows one
     end in order, from which it can be resumed."""
     with readable_errors():
-        from areal_async.controller.client import ControllerGone
+        from areal_async.cluster.client import ControllerGone
 
         if is_run(name):
-            from areal_async.launch.runs import Run
+            from areal_async.run.run_handle import Run
 
             run = Run.open(name)
             run.stop()
@@ -369,8 +369,8 @@ def told(job: JobAnswer) -> str:
 
 def of_controller(target: str | Path) -> ControllerClient | None:
     """The controller, where `target` names a job of it: no path that is there, and no path at all."""
-    from areal_async.controller.client import ControllerClient, ControllerGone
-    from areal_async.controller.states import UnknownJob
+    from areal_async.cluster.client import ControllerClient, ControllerGone
+    from areal_async.cluster.states import UnknownJob
 
     if not _is_name(target):
         return None
@@ -385,7 +385,7 @@ def of_controller(target: str | Path) -> ControllerClient | None:
 def run_target(target: str) -> str:
     """`target`, or if it names a job of the controller on this machine, the folder of that job's run."""
     from areal_async.config.cluster import cluster_dir
-    from areal_async.controller.client import URL_VARIABLE
+    from areal_async.cluster.client import URL_VARIABLE
 
     if not _is_name(target) or os.environ.get(URL_VARIABLE):
         return target

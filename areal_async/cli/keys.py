@@ -109,7 +109,7 @@ def make_keys(folder: Path, hosts: Sequence[str]) -> str:
     """Make the files in `folder`, which must be new or empty, for nodes at `hosts`: each the addresses of
     one, with commas between them. Returns the last day on which the certificates are good, as YYYY-MM-DD.
     Raises `ConfigError`, `ClusterFolderError`."""
-    from areal_async.controller.folder import TOKEN_BYTES, ClusterFolder
+    from areal_async.cluster.folder import TOKEN_BYTES, ClusterFolder
     from areal_async.rpc.secret import write_private
 
     if not hosts:
@@ -141,7 +141,7 @@ def add_hosts(folder: Path, hosts: Sequence[str]) -> str:
 
 def revoke_hosts(folder: Path, hosts: Sequence[str]) -> None:
     """`keys revoke`. Raises `ConfigError`."""
-    from areal_async.controller.folder import TOKEN_BYTES
+    from areal_async.cluster.folder import TOKEN_BYTES
 
     nodes, _ = _read_nodes(folder)
     names = [host.partition(",")[0] for host in hosts]

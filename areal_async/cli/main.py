@@ -41,7 +41,7 @@ from areal_async.cli.tools import (
 if TYPE_CHECKING:
     from areal_async.config.errors import Mistake
     from areal_async.config.job import JobConfig
-    from areal_async.controller.messages import WorkersAnswer
+    from areal_async.cluster.messages import WorkersAnswer
     from areal_async.rpc.control_messages import WorkersChanged
 
 OTHER_COMMANDS = {
@@ -200,7 +200,7 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
     from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
-    from areal_async.launch.preflight import machine_advice
+    from areal_async.run.preflight import machine_advice
 
     console = Console(stderr=True, soft_wrap=True)
     for name, view in job.views.items():
@@ -242,15 +242,15 @@ def run(
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
-        from areal_async.launch.preflight import check_contents
-        from areal_async.status.progress import progress
+        from areal_async.run.preflight import check_contents
+        from areal_async.show.progress import progress
 
         job = _read_job(job_file, overrides or ())
         with progress("checking the job"):
             found = check_contents(job, source=str(job_file))
         if dry_run:
             from areal_async.config.cluster import load_cluster
-            from areal_async.launch.run import check_start
+            from areal_async.run.run_job import check_start
 
             check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
             print_warnings(job, found)
@@ -280,7 +280,7 @@ def resume(
             queued = client.resume(str(target), overrides or ())
             show(queued, told(queued), as_json)
             return
-        from areal_async.launch.runs import job_to_resume
+        from areal_async.run.run_handle import job_to_resume
         from areal_async.storage.urls import shown
 
         job = job_to_resume(target, overrides or ())
@@ -300,8 +300,8 @@ def _run(
     **how: Any,
 ) -> None:
     from areal_async.config.cluster import load_cluster
-    from areal_async.launch.run import run_job
-    from areal_async.status.view import RunConsole
+    from areal_async.run.run_job import run_job
+    from areal_async.show.view import RunConsole
 
     print_warnings(job, found)
     cluster = load_cluster(cluster_file) if cluster_file is not None else None
@@ -319,8 +319,8 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
     with readable_errors():
         from areal_async.config.advice import explain
         from areal_async.config.load import dump_job
-        from areal_async.launch.preflight import check_contents
-        from areal_async.status.progress import progress
+        from areal_async.run.preflight import check_contents
+        from areal_async.show.progress import progress
 
         job = _read_job(job_file, overrides or ())
         with progress("checking the job"):
@@ -341,7 +341,7 @@ def objectives(
     with readable_errors():
         from areal_async.config.errors import ConfigError
         from areal_async.config.presets import PRESETS, unknown_preset
-        from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
+        from areal_async.config.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
 
         if name is not None:
             preset, text = PRESETS.get(name), ""
@@ -412,7 +412,7 @@ def _change(run: str, how: str, request: dict[str, Any], timeout_s: float, as_js
         if (client := of_controller(run)) is not None:
             done = client.change(run, how, request | {"timeout_s": timeout_s}, timeout_s)
         else:
-            from areal_async.launch.runs import change_workers
+            from areal_async.run.run_handle import change_workers
             from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 
             kind = ScaleWorkers if how == "scale" else DrainWorker
@@ -428,7 +428,7 @@ def doctor(
     """Look whether this machine is ready, and say what to do where it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
-        from areal_async.launch.one_host import volatile_roots
+        from areal_async.run.one_host import volatile_roots
 
         removed = remove_leftovers(volatile_roots()) if clean else []
         console, findings = Console(soft_wrap=True, highlight=False), []
@@ -456,8 +456,8 @@ def quickstart(
 ) -> None:
     """Make a tiny model and train it through all five services: a few minutes on two cores."""
     with readable_errors():
-        from areal_async.quickstart.main import quickstart as start
-        from areal_async.status.view import RunConsole
+        from areal_async.cli.quickstart.main import quickstart as start
+        from areal_async.show.view import RunConsole
 
         console = RunConsole(stderr=as_json)
         result = start(seed=seed, out=out, plain=plain, overrides=overrides or (), console=console)
@@ -476,7 +476,7 @@ def init(
 ) -> None:
     """Make a folder for a task of your own: data, a reward with its test, and a job that learns."""
     with readable_errors():
-        from areal_async.data.newtask import write_task_files
+        from areal_async.cli.new_task import write_task_files
 
         steps = write_task_files(folder, model)
         lines = [f"{folder.as_posix()}/ has a task to change into yours (docs/your-task.md). What next:"]
@@ -492,7 +492,7 @@ def new(
 ) -> None:
     """Make a folder with a reward that works, its test, a few tasks and a job file."""
     with readable_errors():
-        from areal_async.rewardfiles import write_reward_files
+        from areal_async.cli.new_reward import write_reward_files
 
         shown = write_reward_files(name, parent).as_posix()
         lines = (

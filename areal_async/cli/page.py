@@ -26,11 +26,11 @@ def view(
 ) -> None:
     """Show runs in the browser, those that go on as they go on, until Ctrl-C; or write one file to send."""
     with readable_errors():
-        from areal_async.page.folder import runs_in
+        from areal_async.show.page.folder import runs_in
 
         found = runs_in(target) if target.is_dir() else []
         if not found:
-            from areal_async.launch.runs import Run
+            from areal_async.run.run_handle import Run
 
             target = Run.open(target).folder  # a job file or a URL, or the error that says what there is
         if report is not None:
@@ -55,8 +55,8 @@ def compare(
 
 
 def _write(targets: list[Path], out: Path, as_json: bool) -> None:
-    from areal_async.launch.runs import Run
-    from areal_async.page.report import write_report
+    from areal_async.run.run_handle import Run
+    from areal_async.show.page.report import write_report
 
     write_report([Run.open(target).folder.resolve() for target in targets], out)
     show({"report": str(out), "size_bytes": out.stat().st_size}, f"written: {out}", as_json)
@@ -67,10 +67,10 @@ def _serve(folder: Path, port: int, no_open: bool, as_json: bool) -> None:
     import signal
     import webbrowser
 
-    from areal_async.errors import EndpointError
-    from areal_async.page.app import new_token, view_app
+    from areal_async.base.errors import EndpointError
+    from areal_async.show.page.app import new_token, view_app
     from areal_async.rpc.endpoints import LOOPBACK
-    from areal_async.runtime.http_server import HttpLimits, HttpServer, listen
+    from areal_async.base.http_server import HttpLimits, HttpServer, listen
 
     async def serve() -> None:
         token = new_token()

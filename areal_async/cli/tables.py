@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.tools import plain
-from areal_async.controller.messages import ClusterAnswer, FiguresAnswer, JobAnswer, JobDetailAnswer
-from areal_async.controller.resources import Resources
-from areal_async.errors import ArealError
-from areal_async.status.view import clock_text
+from areal_async.cluster.messages import ClusterAnswer, FiguresAnswer, JobAnswer, JobDetailAnswer
+from areal_async.cluster.resources import Resources
+from areal_async.base.errors import ArealError
+from areal_async.show.view import clock_text
 
 if TYPE_CHECKING:
-    from areal_async.controller.client import ControllerClient
-    from areal_async.launch.runs import Run
-    from areal_async.status.aggregator import RunStatus
+    from areal_async.cluster.client import ControllerClient
+    from areal_async.run.run_handle import Run
+    from areal_async.run.aggregator import RunStatus
 
 COLORS = {
     "PENDING": "yellow",

@@ -8,7 +8,7 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from areal_async.secrecy import types_of
+from areal_async.base.secrecy import types_of
 
 LARGEST = 1_000_000_000
 """The largest number where a field sets no bound of its own: more seconds or tokens than anybody means."""

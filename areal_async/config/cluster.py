@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from areal_async.config.base import Section
 from areal_async.config.errors import ConfigError, Mistake, blank_after_colon, in_words, value_in_words
-from areal_async.config.yamlfile import dump_yaml, read_mapping
+from areal_async.base.yaml_file import dump_yaml, read_mapping
 from areal_async.rpc.endpoints import LOOPBACK
 
 DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"

@@ -16,8 +16,8 @@ import yaml
 
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.config.job import merged
-from areal_async.config.yamlfile import parse_yaml, read_mapping
-from areal_async.secrecy import is_secret
+from areal_async.base.yaml_file import parse_yaml, read_mapping
+from areal_async.base.secrecy import is_secret
 
 VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::-([^}]*))?\}")
 """In the name of a variable whose value must not be written into job files, which are copied and shown."""

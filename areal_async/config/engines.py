@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
-from areal_async.errors import ArealError
-from areal_async.registry import ENGINES
+from areal_async.base.errors import ArealError
+from areal_async.config.registry import ENGINES
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
     from areal_async.config.rollout import RolloutSection
-    from areal_async.runtime.context import ServiceContext
+    from areal_async.service.context import ServiceContext
 
 VARIABLE = "AREAL_ASYNC_ENGINES"  # Environment variable: a folder with one environment for each engine
 PROJECT_FOLDER = Path(__file__).resolve().parents[2]
@@ -187,7 +187,7 @@ def engine_part(name: str) -> EnginePart:
 
 def declared_engine(name: str) -> EnginePart | None:
     """As `engine_part`, but runs no file of the user's: None for an engine in one that this process has not
-    run, or that is not there. Such a one is asked before the job starts (`areal_async.launch.preflight`)."""
+    run, or that is not there. Such a one is asked before the job starts (`areal_async.run.preflight`)."""
     part: EnginePart | None = ENGINES.known(name)
     return part
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 
 MOST_MISTAKES = 100
 """Mistakes of one file that are put into words."""

@@ -20,8 +20,8 @@ from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
 from areal_async.config.rewardcheck import part_of, reward_file_mistakes
-from areal_async.examples import FORMS, Form, read_examples
-from areal_async.modelfiles import (
+from areal_async.data.examples import FORMS, Form, read_examples
+from areal_async.models.files import (
     INDEX,
     ONE_FILE,
     cannot_be_packed,
@@ -32,11 +32,11 @@ from areal_async.modelfiles import (
     no_folder,
     stored_tensors,
 )
-from areal_async.registry import CHANNELS, TOOLS, WORKFLOWS
-from areal_async.rewards import Routing
+from areal_async.config.registry import CHANNELS, TOOLS, WORKFLOWS
+from areal_async.config.reward_routing import Routing
 from areal_async.rpc.schema import Task
 from areal_async.storage.content import OF_TRAINER
-from areal_async.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
+from areal_async.data.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""

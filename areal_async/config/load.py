@@ -29,7 +29,7 @@ from areal_async.config.job import JobConfig, merged
 from areal_async.config.parts import PART_FIELDS, arguments_of
 from areal_async.config.presets import OBJECTIVE, fill_preset
 from areal_async.config.reward import FOLDER_OR_NAME
-from areal_async.config.yamlfile import (
+from areal_async.base.yaml_file import (
     MOST_LEVELS,
     MOST_NODES,
     dump_yaml,
@@ -38,7 +38,7 @@ from areal_async.config.yamlfile import (
     syntax_problem,
     too_nested,
 )
-from areal_async.registry import LOGGERS, REWARDS, Registry
+from areal_async.config.registry import LOGGERS, REWARDS, Registry
 from areal_async.rpc.schema import POLICY_NAME
 from areal_async.storage.content import CONTENT, content_mistakes, in_urls
 from areal_async.storage.hub import hub_url

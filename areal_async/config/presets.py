@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_async.config.errors import Mistake
 from areal_async.config.rollout import SamplingSection
-from areal_async.config.yamlfile import dump_yaml
+from areal_async.base.yaml_file import dump_yaml
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig

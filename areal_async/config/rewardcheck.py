@@ -1,7 +1,7 @@
 """Rules about `reward`: what a reward takes, how it is asked, and what its groups do is known before anything
 is started.
 
-A built-in reward, or one of an installed package, says itself what it takes (`areal_async.registry`). It may
+A built-in reward, or one of an installed package, says itself what it takes (`areal_async.config.registry`). It may
 also have `scopes`, what it judges, and `check_files(arguments, field)`, which yields mistakes in the files
 that its arguments name. Its `Arguments` may have `budget_s`, the most time that judging takes;
 `programs_isolated(arguments)`, where it runs programs; and `rewards_inside(arguments)`, where it is made of
@@ -19,8 +19,8 @@ from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import RewardSection, RouteSection
-from areal_async.ownfiles import read_regular
-from areal_async.registry import REWARDS, PartError
+from areal_async.base.own_files import read_regular
+from areal_async.config.registry import REWARDS, PartError
 
 BUDGET_GRACE_S = 1.0  # Time to make and end jails, and to compare
 

@@ -1,6 +1,6 @@
 """The sections of trainings that learn from files: `kind: sft | preference | reward_model`.
 
-Each kind has a section of its name. Which columns its files have is said in `areal_async/examples.py`.
+Each kind has a section of its name. Which columns its files have is said in `areal_async/data/examples.py`.
 """
 
 from typing import Annotated, Literal

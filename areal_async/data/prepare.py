@@ -19,9 +19,9 @@ from typing import Any
 from areal_async.data.questions import BadRow, SourceRow
 from areal_async.data.sources import DataError, Source, source_rows
 from areal_async.data.styles import NO_MARK, TAKE_WHOLE, Style
-from areal_async.examples import split_prompt, tools_of
-from areal_async.prompts import prompt_ids
-from areal_async.tasks import TaskFileError, without_fillers
+from areal_async.data.examples import split_prompt, tools_of
+from areal_async.models.prompts import prompt_ids
+from areal_async.data.tasks import TaskFileError, without_fillers
 
 Row = dict[str, Any]
 Track = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -337,7 +337,7 @@ def load_tokenizer(model: Path, template_args: Mapping[str, Any]) -> Any:
     """The tokenizer of a model directory, its chat template given `template_args`. Raises `DataError`."""
     from transformers import AutoTokenizer  # seconds, which no other step pays
 
-    from areal_async.prompts import with_template_args
+    from areal_async.models.prompts import with_template_args
 
     try:
         load = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)

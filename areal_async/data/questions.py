@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from areal_async.data.sources import DataError
-from areal_async.prompts import message_texts
+from areal_async.models.prompts import message_texts
 
 ALONE = ("instruction", "input", "inputs")
 QUESTIONS = ("prompt", "question", "problem", "query")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_async.data.questions import BadRow, Choices, SourceRow, json_or_text, question, with_choices
-from areal_async.tasks import (
+from areal_async.data.tasks import (
     TaskFileError,
     chat_messages,
     check_text,

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import msgspec
 from typing_extensions import Buffer
 
-from areal_async.errors import ProtocolError
-from areal_async.ownfiles import NotBeneath, map_open, open_beneath
+from areal_async.base.errors import ProtocolError
+from areal_async.base.own_files import NotBeneath, map_open, open_beneath
 from areal_async.rpc.schema import FilesHere
 
 LEAST_BYTES = 32 << 10  # Attachments of a message from which on a file is cheaper than the socket

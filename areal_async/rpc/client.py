@@ -32,7 +32,7 @@ import zmq
 import zmq.utils.monitor
 from typing_extensions import Buffer
 
-from areal_async.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
+from areal_async.base.errors import ArealError, EndpointError, FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc import endpoints
 from areal_async.rpc.address import Address
 from areal_async.rpc.by_file import LEAST_BYTES, ClientFiles

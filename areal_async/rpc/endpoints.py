@@ -27,8 +27,8 @@ import psutil
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.errors import EndpointError
-from areal_async.ownfiles import private_files
+from areal_async.base.errors import EndpointError
+from areal_async.base.own_files import private_files
 from areal_async.rpc.frames import MAX_MESSAGE_BYTES
 from areal_async.rpc.secret import Access, CurveKeys, Guard, Password
 from areal_async.rpc.sockets import PolledSocket

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 import msgspec
 from typing_extensions import Buffer
 
-from areal_async.errors import MessageTooLarge, ProtocolError
+from areal_async.base.errors import MessageTooLarge, ProtocolError
 from areal_async.rpc import control_messages, gateway_messages, home_messages, messages, weights_messages
 from areal_async.rpc.schema import Fault, Message, Request, replies_to
 

@@ -9,13 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_async.rpc import (
-    control_messages,
-    gateway_messages,
-    home_messages,
-    messages,
-    weights_messages,
-)
+from areal_async.rpc import control_messages, gateway_messages, home_messages, messages, weights_messages
 from areal_async.rpc.secret import ROLES, KeyRole
 
 Roles = frozenset[KeyRole]

@@ -30,8 +30,8 @@ import msgspec
 import zmq
 import zmq.utils.z85 as z85
 
-from areal_async.errors import EndpointError
-from areal_async.ownfiles import NotOurs, read_own
+from areal_async.base.errors import EndpointError
+from areal_async.base.own_files import NotOurs, read_own
 
 FILE = "secret"
 SIZE_BYTES = 32

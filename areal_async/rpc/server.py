@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.errors import FaultError, ProtocolError
+from areal_async.base.errors import FaultError, ProtocolError
 from areal_async.rpc import endpoints
 from areal_async.rpc.by_file import FilePart, ServerFiles, read_parts, write_parts
 from areal_async.rpc.endpoints import ANYBODY

@@ -22,7 +22,7 @@ from areal_async.storage.hub import bring, is_of_hub
 from areal_async.storage.remote import StorageError
 from areal_async.storage.transfer import fetch
 from areal_async.storage.urls import CACHE_VARIABLE, joined, protocol_problem, url_of
-from areal_async.tries import Tries
+from areal_async.base.retry import Tries
 
 OF_TRAINER = (
     "trainer.reference.model",

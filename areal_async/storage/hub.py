@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from areal_async.modelfiles import weight_files
+from areal_async.models.files import weight_files
 from areal_async.storage.remote import StorageError, StorageMissing
 
 PROTOCOL = "hf://"

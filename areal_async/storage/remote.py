@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_async.errors import DISK_TROUBLE, ArealError
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.status import board
+from areal_async.base.errors import DISK_TROUBLE, ArealError
+from areal_async.base.log import get_logger
+from areal_async.service.board import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
-from areal_async.tries import Tries
+from areal_async.base.retry import Tries
 
 PART_BYTES = 8 << 20  # Bytes of one request of a large file
 PARALLEL = 4  # Requests under way at once

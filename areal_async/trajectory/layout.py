@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 
 TRAJECTORY_SCHEMA = 1
 

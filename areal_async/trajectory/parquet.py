@@ -15,7 +15,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 from areal_async.rpc.verdicts import Parts
 from areal_async.trajectory.codec import unpack
 

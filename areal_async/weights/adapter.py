@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from areal_async.errors import SnapshotError
-from areal_async.modelfiles import model_identity, weight_files
+from areal_async.base.errors import SnapshotError
+from areal_async.models.files import model_identity, weight_files
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.channels.chunks import PARTIAL_PREFIX
 from areal_async.weights.channels.host_cache import HostCache

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 
 BLOCK_BYTES = 4 << 20
 LEVEL = 1

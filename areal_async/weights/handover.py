@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.weights.collectives import ByteCollectives
 from areal_async.weights.layout import ITEM_BYTES, Box, Layout, box_of, torch_dtype
 from areal_async.weights.pieces import TensorPiece

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc.schema import POLICY_NAME, VersionTag
 
 MANIFEST_SCHEMA = 3

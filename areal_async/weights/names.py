@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 from areal_async.weights.pieces import TensorPiece
 
 Shape = tuple[int, ...]

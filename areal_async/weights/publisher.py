@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-from areal_async.errors import FaultError, SnapshotError
+from areal_async.base.errors import FaultError, SnapshotError
 from areal_async.rpc.client import LoopThread
 from areal_async.rpc.schema import Message, Ok, VersionTag
 from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 from areal_async.weights.channels import PublishingEnd, channel_of, makes_deltas
 from areal_async.weights.collectives import ByteCollectives
 from areal_async.weights.delta import DeltaPublisher, write_delta

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import VersionTag, Welcome
 from areal_async.rpc.secret import Access
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 from areal_async.weights.adapter import MergedWeights, Merger, is_adapter
 from areal_async.weights.channels import ReceivingEnd, channel_of
 from areal_async.weights.retention import Purpose

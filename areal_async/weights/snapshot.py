@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from blake3 import blake3
 
-from areal_async.errors import SnapshotError
-from areal_async.ownfiles import map_path
+from areal_async.base.errors import SnapshotError
+from areal_async.base.own_files import map_path
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.layout import Layout, box_of, plan_layout
 from areal_async.weights.manifest import (

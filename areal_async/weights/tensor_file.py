@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.errors import SnapshotError
-from areal_async.ownfiles import map_open, reserve
+from areal_async.base.errors import SnapshotError
+from areal_async.base.own_files import map_open, reserve
 from areal_async.weights.layout import ITEM_BYTES, HashedRange, Layout, TensorEntry, file_dtype, torch_dtype
 from areal_async.weights.manifest import Manifest, Part, Shard, hash_of
 from areal_async.weights.pieces import TensorPiece

@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import torch
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.collectives import ByteCollectives, OneRank
 from areal_async.weights.handover import StagedPieces, receive, receivers_of, written_by

@@ -2,7 +2,7 @@
 
     python deploy/grafana/build.py [DIR]
 
-DIR is `areal_async/dashboards/grafana` unless it is given; a test compares what is there with what this
+DIR is `areal_async/show/dashboards/grafana` unless it is given; a test compares what is there with what this
 makes. It needs grafana-foundation-sdk, an extra of development: a user has the JSON.
 """
 

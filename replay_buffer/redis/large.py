@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.ownfiles import map_open
+from areal_async.base.own_files import map_open
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.connection import Argument
 from replay_buffer.redis.writer import Bytes, Commands, Keys

@@ -34,7 +34,7 @@ from typing import Any
 import hiredis
 import msgspec
 
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from replay_buffer.ledger.index import WriteSet
 from replay_buffer.redis.address import StoreError, StoreFenced, StoreUnavailable, refusal
 from replay_buffer.redis.connection import Argument, RedisConnection, checked

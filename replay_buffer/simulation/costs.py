@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from areal_async.config.base import Section
 from areal_async.config.errors import ConfigError, Mistake, in_words, value_in_words
-from areal_async.config.yamlfile import read_mapping
+from areal_async.base.yaml_file import read_mapping
 
 
 class Spread(Section):

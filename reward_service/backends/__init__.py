@@ -19,7 +19,7 @@ from reward_service.sdk import RewardInput, RewardLoadError
 
 if TYPE_CHECKING:
     from areal_async.config.reward import RewardSection
-    from areal_async.rewards import RewardSpec
+    from areal_async.config.reward_routing import RewardSpec
 
 PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|data_source|ability|extra_info\.[^{}]+)\}")
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_async.tries import pause_s
+from areal_async.base.retry import pause_s
 
 LONGEST_TOLD_REST_S = 120.0  # A server that asks for more is asked again after this
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.ownfiles import reserve
+from areal_async.base.own_files import reserve
 from areal_async.rpc.verdicts import Verdict
 
 WORD = struct.Struct("<Q")

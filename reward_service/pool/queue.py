@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal_async.config.rewardcheck import part_of
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from reward_service.backends import OnVerdicts
 from reward_service.pool.protocol import LoadReward
 from reward_service.sdk import RewardLoadError

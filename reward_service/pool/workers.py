@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from reward_service import metrics
 from reward_service.pool.protocol import (
     MAX_REPORT_BYTES,

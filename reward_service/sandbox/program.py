@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 
 Level = Literal["isolated", "none"]
 """`isolated`: namespaces, a filter of system calls, memory held. `none`: a child process with limits and a

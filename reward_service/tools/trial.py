@@ -30,12 +30,12 @@ from areal_async.config.fields import explain
 from areal_async.config.load import apply_overrides, load_job
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import reward_file_mistakes, scope_in_file, section_mistakes
-from areal_async.errors import ArealError
-from areal_async.prompts import message_texts
-from areal_async.rewards import ImportedModules
+from areal_async.base.errors import ArealError
+from areal_async.models.prompts import message_texts
+from areal_async.config.reward_routing import ImportedModules
 from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of, message_of
-from areal_async.status.progress import progress
-from areal_async.tasks import TaskTable, drawn, read_tasks
+from areal_async.show.progress import progress
+from areal_async.data.tasks import TaskTable, drawn, read_tasks
 from reward_service.client import LocalScorer
 from reward_service.processes import on_print
 from reward_service.sdk import RewardInput

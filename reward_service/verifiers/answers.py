@@ -3,7 +3,7 @@ another.
 
 Shared by the verifiers; pure, and linear in the response's length.
 
-What is thought is not answered (`areal_async/answers.py`). `RewardInput.spoken` is a response without its
+What is thought is not answered (`areal_async/models/answers.py`). `RewardInput.spoken` is a response without its
 thoughts, for which `answer_of` alone cannot know whether the prompt has opened one. docs/verifiers.md has the
 places (`where`) that an answer may stand at.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from areal_async.answers import spoken
+from areal_async.models.answers import spoken
 
 Where = Literal["whole", "boxed", "tag", "hash", "said", "last_line", "marked", "any"]
 WHERES: tuple[Where, ...] = get_args(Where)

@@ -13,7 +13,7 @@ from functools import partial
 
 from pydantic import Field
 
-from areal_async.answers import spoken
+from areal_async.models.answers import spoken
 from areal_async.config.base import Section
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import TooCostly, verifier, within

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from areal_async.answers import spoken
+from areal_async.models.answers import spoken
 from reward_service.sandbox.languages import spoken_by
 
 CONTAINER = r"(?P<before>[ \t]*+(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*+)*+)"

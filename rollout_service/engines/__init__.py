@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from areal_async.config.engines import EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import load_part
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 
 if TYPE_CHECKING:
     from rollout_service.engines.base import Engine

@@ -4,7 +4,7 @@ Promises of an engine:
 
 - `generate` returns ids exactly as sampled, and for each the log-prob and the version (and trainer epoch)
   of the weights that sampled it, as the engine itself knows them. The id that ended it
-  (`areal_async.answers.end_ids`) is among the ids; `text` is not cut from the ids but decoded beside them,
+  (`areal_async.models.answers.end_ids`) is among the ids; `text` is not cut from the ids but decoded beside them,
   with special tokens but for ends and padding, and without a stop string.
 - `pause`, `load`, `resume` exchange the weights. A request in flight survives them: it is neither lost nor
   cut short. Work that can be done before (reading, verifying) is not part of the three.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.layout import FinishReason, LogprobsOf

@@ -6,7 +6,7 @@ import os
 
 from areal_async.config.devices import engine_gpus, names_of
 from areal_async.config.job import JobConfig
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 from rollout_service.engines.base import EngineError
 
 

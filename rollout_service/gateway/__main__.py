@@ -7,15 +7,15 @@ import gc
 import sys
 from pathlib import Path
 
-from areal_async.runtime.spare import loading
+from areal_async.service.spare_process import loading
 
 if __name__ == "__main__":
     with loading():
         import msgspec
 
         from areal_async.models.tokenizer import load_tokenizer
-        from areal_async.prompts import with_template_args
-        from areal_async.runtime.log import setup_logging
+        from areal_async.models.prompts import with_template_args
+        from areal_async.base.log import setup_logging
         from rollout_service.gateway.access import GatewaySetup
         from rollout_service.gateway.server import Front
 

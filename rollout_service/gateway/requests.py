@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.errors import ArealError
+from areal_async.base.errors import ArealError
 from areal_async.trajectory.layout import FinishReason
 
 Ids = npt.NDArray[np.int32]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from areal_async.answers import Detokenizer, end_ids, turn_closing
+from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from rollout_service.gateway.requests import ApiError, Conversation, Ids, Message
 from rollout_service.gateway.toolcalls import Format, format_of, parse
 from rollout_service.workflows.turns import SampledText, Spelled, tail

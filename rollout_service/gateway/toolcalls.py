@@ -6,7 +6,7 @@
               [TOOL_CALLS]NAME[ARGS]{…} for each call                         Mistral Small 3.2 and later
     llama     {"name": …, "parameters": {…}}, after <|python_tag|> or alone   Llama 3.1 and later
 
-Calls inside a thought are none (`areal_async/answers.py`). Text of which one call is malformed is no tool
+Calls inside a thought are none (`areal_async/models/answers.py`). Text of which one call is malformed is no tool
 call at all: the agent gets it as content, as the model wrote it. Nothing is corrected: a call whose arguments
 stand under another key, or with a parameter that is not closed, is malformed. A tag that begins no call, and
 that is not closed before the next one, is a mention. Arguments that no reply could carry
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from areal_async.answers import spoken_parts
+from areal_async.models.answers import spoken_parts
 from rollout_service.gateway.requests import decode_json, load_json
 
 Format = Literal["hermes", "xml", "mistral", "llama", "none"]

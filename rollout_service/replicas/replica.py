@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
-from areal_async.errors import RpcTimeout, SnapshotError, WireError
+from areal_async.base.errors import RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.events import record
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.process import RestartPolicy, Restarts
+from areal_async.base.events import record
+from areal_async.base.log import get_logger
+from areal_async.base.processes import RestartPolicy, Restarts
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, GenerateRequest, Weights
 

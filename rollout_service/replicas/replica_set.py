@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.process import NO_RESTARTS, RestartPolicy
+from areal_async.base.log import get_logger
+from areal_async.base.processes import NO_RESTARTS, RestartPolicy
 from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,

@@ -20,9 +20,9 @@ from areal_async.cli.tools import EvaluateRequest, plain, print_json, run_tool
 from areal_async.config.errors import ConfigError, Mistake
 from areal_async.rpc.schema import Task
 from areal_async.rpc.verdicts import Score, Verdict, kind_of, message_of
-from areal_async.runtime.context import ServiceContext
-from areal_async.status.progress import progress
-from areal_async.tasks import read_tasks
+from areal_async.service.context import ServiceContext
+from areal_async.show.progress import progress
+from areal_async.data.tasks import read_tasks
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput
 from rollout_service.engines import make_engine

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal_async.config.rollout import RolloutSection
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from rollout_service import metrics
 from rollout_service.engines.base import EngineStats
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from areal_async.errors import ArealError, InfrastructureFault, WireError
+from areal_async.base.errors import ArealError, InfrastructureFault, WireError
 from areal_async.rpc.verdicts import FaultOf
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from areal_async.trajectory import Episode, EpisodeBuilder, pack
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed, EngineError

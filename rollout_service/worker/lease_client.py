@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from areal_async.errors import FaultError, RpcTimeout
+from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, Leases
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 
 log = get_logger("rollout")
 T = TypeVar("T")

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from areal_async.errors import FaultError, RpcTimeout, SnapshotError
+from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from rollout_service import metrics
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.replicas import ReplicaSet

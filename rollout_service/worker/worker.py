@@ -32,13 +32,13 @@ from msgspec.structs import asdict
 
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replays
-from areal_async.errors import FaultError, RpcTimeout
+from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.events import record, recording
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.status import board
+from areal_async.base.events import record, recording
+from areal_async.base.log import get_logger
+from areal_async.service.board import board
 from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed
@@ -68,7 +68,7 @@ HEARTBEAT_SHARE = 1 / 3
 @dataclass(frozen=True)
 class WorkerTiming:
     """Times of a worker, in seconds. `drain_s` and `flush_s` stay within the grace that a service has to stop
-    (`areal_async.runtime.service.STOP_GRACE_S`)."""
+    (`areal_async.service.main.STOP_GRACE_S`)."""
 
     drain_s: float = 1.2
     """How long a worker that was told to stop lets its episodes run."""

@@ -24,9 +24,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from areal_async.config.job import JobConfig
-from areal_async.errors import ArealError
-from areal_async.examples import tools_of
-from areal_async.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
+from areal_async.base.errors import ArealError
+from areal_async.data.examples import tools_of
+from areal_async.config.registry import TOOLS, WORKFLOWS, PartError, section_mistakes
 from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context, EpisodeAborted, PolicyEngine, WorkflowResources
 from rollout_service.workflows.tools import Tool, ToolReply, load_tools, tool
@@ -38,7 +38,7 @@ BUILT_IN = {
     "tool_use": "rollout_service.workflows.tool_use:ToolUse",
     "agent": "rollout_service.workflows.agent:AgentWorkflow",
 }
-"""Name → coroutine function or class; found by `areal_async.registry.WORKFLOWS`."""
+"""Name → coroutine function or class; found by `areal_async.config.registry.WORKFLOWS`."""
 
 __all__ = [
     "BUILT_IN",
@@ -100,7 +100,7 @@ def workflow_of(job: JobConfig) -> Workflow:
 def load_workflow(
     name: str, arguments: Mapping[str, Any] | None = None, *, max_model_len: int | None = None
 ) -> Workflow:
-    """The workflow called `name` (`areal_async.registry`) with its arguments. Runs the code of a user's file.
+    """The workflow called `name` (`areal_async.config.registry`) with its arguments. Runs the code of a user's file.
 
     Raises `WorkflowError`."""
     given = dict(arguments or {})

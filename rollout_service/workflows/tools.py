@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints, overload
 
-from areal_async.errors import ArealError, InfrastructureFault
-from areal_async.registry import TOOLS, PartError
+from areal_async.base.errors import ArealError, InfrastructureFault
+from areal_async.config.registry import TOOLS, PartError
 from rollout_service import metrics
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 BUILT_IN: dict[str, str] = {}
-"""Name → tool; found by `areal_async.registry.TOOLS`."""
+"""Name → tool; found by `areal_async.config.registry.TOOLS`."""
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
@@ -184,7 +184,7 @@ def tool(function: Callable[..., Any] | None = None, /, *, name: str = "", inlin
 
 
 def load_tools(names: Iterable[str]) -> dict[str, Tool]:
-    """Tools by their own names (`areal_async.registry`). Raises `ToolError`."""
+    """Tools by their own names (`areal_async.config.registry`). Raises `ToolError`."""
     tools: dict[str, Tool] = {}
     for name in names:
         try:

@@ -30,7 +30,7 @@ import psutil
 from hostile_http import Subject, free_port, listens, many_files, send_malformed, until
 
 from areal_async.rpc.secret import CHUNKS, Access, RunSecret
-from areal_async.runtime.spare import MODULE as SPARE
+from areal_async.service.spare_process import MODULE as SPARE
 from tests.chaos.history import Verdict
 from tests.chaos.job import Job, JobFailed, write_job
 from tests.chaos.plan import Disturbance

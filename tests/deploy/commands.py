@@ -16,7 +16,7 @@ from areal_async.cli.main import app
 from areal_async.config.cluster import ClusterConfig, load_cluster
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
-from areal_async.controller.operations import OPERATIONS
+from areal_async.cluster.operations import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")

@@ -36,7 +36,7 @@ from areal_async.cli.main import app
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import merged
 from areal_async.config.load import job_from_mapping
-from areal_async.config.yamlfile import parse_yaml
+from areal_async.base.yaml_file import parse_yaml
 from replay_buffer.simulation.costs import Costs
 from tests.waiting import LIMIT_S
 

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from areal_async.rewardfiles import write_reward_files
+from areal_async.cli.new_reward import write_reward_files
 from tests.docs.test_blocks import ROOT, blocks_of
 from tests.waiting import LIMIT_S
 

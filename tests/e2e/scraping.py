@@ -15,7 +15,7 @@ from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from areal_async.dashboards.files import write_files
+from areal_async.show.dashboards.files import write_files
 from areal_async.rpc.endpoints import LOOPBACK
 from tests.panels import Asked, declared
 from tests.waiting import LIMIT_S

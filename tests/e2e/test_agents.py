@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 from areal_async.trajectory import Episode, SegmentKind, training_rows, unpack
 from tests.e2e.conftest import told_by
 from tests.waiting import LIMIT_S

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.controller.client import ControllerClient
-from areal_async.controller.folder import ClusterFolder
-from areal_async.status.record import read_run_log
+from areal_async.cluster.client import ControllerClient
+from areal_async.cluster.folder import ClusterFolder
+from areal_async.service.record import read_run_log
 from tests.jobs import command
 from tests.processes import is_gone, processes_of
 from tests.waiting import LIMIT_S, wait_for

@@ -3,7 +3,7 @@ that is put right it goes on with every task."""
 
 import pytest
 
-from areal_async.quickstart.model import split_problems, write_tasks
+from areal_async.cli.quickstart.model import split_problems, write_tasks
 
 STEPS, TASKS = 12, 100
 pytestmark = pytest.mark.slow

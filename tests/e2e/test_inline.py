@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.runtime.topology import Topology
+from areal_async.base.topology import Topology
 from tests.e2e.conftest import FinishedRun, told_by
 from tests.forks import start_command
 from tests.jobs import Workspace

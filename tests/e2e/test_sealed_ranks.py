@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from areal_async.config.load import dump_job
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 from tests.sealed.recorded_trainer import BATCHES
 from tests.sealed.world import CLUSTER, WORK, SealedHosts, sealed_hosts, unusable
 from tests.unit.trainer.conftest import synthetic_batch, write_model

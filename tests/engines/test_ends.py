@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agreement import Snapshots, job_for
 
-from areal_async.registry import REWARDS
+from areal_async.config.registry import REWARDS
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from reward_service.sdk import RewardInput

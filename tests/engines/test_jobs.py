@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_async.quickstart.main import prepare
+from areal_async.cli.quickstart.main import prepare
 from areal_async.trajectory import Episode, unpack
 from tests.e2e.conftest import FinishedRun, Workspace
 from tests.waiting import deadline_s

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.quickstart.model import write_model
+from areal_async.cli.quickstart.model import write_model
 from tests.e2e.conftest import started
 from tests.forks import CLEAN_VARIABLE
 from tests.jobs import DUET, DUET_CODE, make_workspace

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.process import RestartPolicy
+from areal_async.base.processes import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest, GenerateResult
 from rollout_service.engines.http.engine import HttpEngine

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from areal_async.runtime.service import run_service
+from areal_async.service.main import run_service
 from tests.unit.trainer.rank_process import RecordedBuffer
 from trainer_service import main as trainer
 

@@ -23,7 +23,7 @@ from areal_async.rpc.endpoints import interface_of
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 from areal_async.weights.publisher import make_publisher
 from areal_async.weights.receiver import make_receiver
 from tests.contexts import context_for_test

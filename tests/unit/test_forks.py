@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from areal_async.runtime.process import RUN_VARIABLE
+from areal_async.base.processes import RUN_VARIABLE
 from tests.forks import ForkedCommand, start_command
 from tests.jobs import make_workspace
 from tests.processes import processes_of, words_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.launch.preflight import fixed_version
+from areal_async.run.preflight import fixed_version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
@@ -23,7 +23,7 @@ imports none of them: it finds them by name."""
 NAMES_FOR_TYPES = "areal_async/__init__.py"
 """Imports services for type checkers alone: what a user imports is loaded when it is first used."""
 SHARED_NAMES = {"Arguments"}
-"""Every part calls the section of its arguments so (`areal_async/registry.py`)."""
+"""Every part calls the section of its arguments so (`areal_async/config/registry.py`)."""
 MOST_LINES, FEWEST_LINES = 600, 40
 SMALL_PAGES = (
     "__init__.py",
@@ -103,7 +103,7 @@ def test_what_breaks_the_order_is_named(path: str, text: str, rule: str) -> None
     good = {
         "areal_async/y.py": "class Lease: ...\n",
         "rollout_service/y.py": "from reward_service.sdk import reward\nclass Arguments: ...\n",
-        "trainer_service/y.py": "import areal_async.errors\nclass Arguments: ...\n",
+        "trainer_service/y.py": "import areal_async.base.errors\nclass Arguments: ...\n",
         NAMES_FOR_TYPES: "if TYPE_CHECKING:\n    from reward_service.sdk import reward\n",
     }
     assert list(broken_rules(good, fewest_lines=0)) == []
@@ -214,7 +214,7 @@ def test_a_server_without_fixes_is_known_by_its_series(program: str, version: st
 
 
 ADDRESSES = re.compile(r"ipc://|/dev/shm|\b127\.0\.0\.1\b")
-WHO_KNOWS_ADDRESSES = {"areal_async/launch/one_host.py", "areal_async/rpc/endpoints.py"}
+WHO_KNOWS_ADDRESSES = {"areal_async/run/one_host.py", "areal_async/rpc/endpoints.py"}
 """The launcher for one host makes addresses, and the wire knows what an endpoint looks like."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.registry import PartError, Registry
+from areal_async.config.registry import PartError, Registry
 
 OWNER = """
 from __future__ import annotations

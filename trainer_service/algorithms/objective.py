@@ -17,7 +17,7 @@ from torch import Tensor
 from areal_async.config.job import CriticSection, JobConfig, ProcessRewardSection
 from areal_async.config.objective import ObjectiveSection
 from areal_async.config.parts import named_parts
-from areal_async.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
+from areal_async.config.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
 from trainer_service.algorithms.corrections import behaviour_weight
 from trainer_service.algorithms.credit import samples_of, unit_rewards, with_penalty
 from trainer_service.algorithms.kl import KlPenalty

@@ -7,7 +7,7 @@
         return scale * samples.centred(samples.reward)
 
 A job file then names `path.py:centred`, or an installed package declares it as an entry point (see
-`areal_async.registry`). Keyword-only parameters are the part's arguments (`advantage_args`, `loss_args`,
+`areal_async.config.registry`). Keyword-only parameters are the part's arguments (`advantage_args`, `loss_args`,
 `correction_args`, `normaliser_args` under `trainer.objective`); their annotations say what they may be, as
 in `scale: Annotated[float, Field(gt=0)] = 1.0`. What the decorator declares is checked against the job when
 its file is read; of a part in a file of yours, which is not run then, before the job starts. A function
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from areal_async.config.errors import Mistake
-from areal_async.registry import LOSSES
+from areal_async.config.registry import LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor

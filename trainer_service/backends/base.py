@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from areal_async import registry
+from areal_async.config import registry
 from areal_async.config.job import JobConfig, OptimizerSection
 from areal_async.weights.pieces import TensorPiece
 

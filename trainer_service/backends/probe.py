@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_async.modelfiles import unknown_arguments
+from areal_async.models.files import unknown_arguments
 from trainer_service.backends.base import Columns, ModelHead
 from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import ModelError, UnfitModel

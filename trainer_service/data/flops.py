@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from areal_async.modelfiles import EXPERTS
+from areal_async.models.files import EXPERTS
 
 TWO_MATRICES = frozenset({"gpt2", "gpt_neox", "opt", "phi", "falcon", "bloom", "starcoder2"})
 """Model types whose MLP has two matrices; others have a third, the gate."""

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from areal_async.rpc.messages import Batch, BatchEpisode
-from areal_async.status.record import as_it_became, read_run_log
+from areal_async.service.record import as_it_became, read_run_log
 from areal_async.trajectory import TrajectoryError, seen_by, unpack
 from trainer_service.data.episode_rows import NO_VERSIONS
 from trainer_service.disk import WithSchema, room_for

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from areal_async.config.job import JobConfig
-from areal_async.prompts import with_template_args
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.metrics import busy
-from areal_async.status.record import RunRecords
-from areal_async.tasks import pass_order
+from areal_async.models.prompts import with_template_args
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import busy
+from areal_async.service.record import RunRecords
+from areal_async.data.tasks import pass_order
 from trainer_service import metrics
 from trainer_service.backends.base import TrainingBackend, learning_rate_of
 from trainer_service.checkpoint import Checkpoint

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from areal_async.rpc.messages import Batch
-from areal_async.runtime.log import get_logger
-from areal_async.status.record import RunRecords
+from areal_async.base.log import get_logger
+from areal_async.service.record import RunRecords
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics
 from trainer_service.data.step_plan import BatchFigures, figures_of

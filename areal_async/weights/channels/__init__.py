@@ -1,7 +1,7 @@
 """Weights channels: how the files of a snapshot get from the publisher to the hosts of its receivers.
 
 `weights.channel` names one: `shm`, `zmq`, `disk` or `nccl`, an entry point of another package in the group
-`areal_async.channels`, or `path.py:name` (see `areal_async/registry.py`). A channel is a class with the
+`areal_async.channels`, or `path.py:name` (see `areal_async/config/registry.py`). A channel is a class with the
 members of `Channel`, usually derived from it. It is never instantiated; it makes two ends:
 
     PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and,
@@ -30,7 +30,7 @@ from areal_async.config.engines import declared_engine, engine_part, evaluation_
 from areal_async.config.errors import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import load_part
-from areal_async.registry import ENGINES
+from areal_async.config.registry import ENGINES
 from areal_async.rpc.schema import Message, VersionTag
 from areal_async.rpc.weights_messages import SnapshotNotice
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from areal_async.rpc.client import Client
     from areal_async.rpc.server import Answer
-    from areal_async.runtime.context import ServiceContext
+    from areal_async.service.context import ServiceContext
 
 
 class PublishingEnd:

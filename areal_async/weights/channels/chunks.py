@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from areal_async.errors import SnapshotError
-from areal_async.ownfiles import map_open, open_beneath, reserve
+from areal_async.base.errors import SnapshotError
+from areal_async.base.own_files import map_open, open_beneath, reserve
 from areal_async.weights.manifest import HASH_PREFIX, MANIFEST_FILE, check_file_name, hash_of
 
 TABLE_SCHEMA = 1

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from areal_async.answers import THOUGHTS
+from areal_async.models.answers import THOUGHTS
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout, Verdict
 
 MOST_BYTES = 4 << 20

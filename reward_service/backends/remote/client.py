@@ -24,11 +24,11 @@ from typing import Any, Self
 import msgspec
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from areal_async.trajectory import TrajectoryError
-from areal_async.tries import pause_s
+from areal_async.base.retry import pause_s
 from reward_service import metrics
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.remote import RemoteArguments

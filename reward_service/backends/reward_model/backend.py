@@ -14,7 +14,7 @@ import msgspec
 from pydantic import ValidationError
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from reward_service.backends import Call, OnVerdicts
 from reward_service.backends.reward_model import START_LIMIT_S, RewardModelArguments
 from reward_service.pool.pool import WorkerPool

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_async.runtime.metrics import busy
+from areal_async.base.metrics import busy
 from rollout_service.engines.base import (
     EngineError,
     EngineLost,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from areal_async.trajectory.routes import stored_routes
 from rollout_service import metrics
 from rollout_service.engines.base import (

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from areal_async.rpc.endpoints import LOOPBACK
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.process import ChildProcess
-from areal_async.runtime.status import board
+from areal_async.base.log import get_logger
+from areal_async.base.processes import ChildProcess
+from areal_async.service.board import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http import keyed
 from rollout_service.engines.http.adapter import PATIENCE, Patience, ServerSettings

@@ -7,7 +7,7 @@ from typing import Any
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 
 
 class Local(EnginePart):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_async.answers import Detokenizer
+from areal_async.models.answers import Detokenizer
 from areal_async.rpc.schema import POLICY, VersionTag
 from rollout_service.engines.base import (
     EngineError,

@@ -19,11 +19,11 @@ from typing import Literal, TypeVar
 
 import torch
 
-from areal_async.modelfiles import Mixture
+from areal_async.models.files import Mixture
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.metrics import busy
-from areal_async.runtime.status import board
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import busy
+from areal_async.service.board import board
 from rollout_service.engines.base import (
     EngineError,
     EngineStats,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_async.runtime.log import get_logger
+from areal_async.base.log import get_logger
 from rollout_service.engines.local.kv import LENGTH_STEP, Decode, SlotKV
 from rollout_service.engines.local.model import LocalModel
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from areal_async.modelfiles import unknown_arguments
+from areal_async.models.files import unknown_arguments
 from rollout_service.engines.base import EngineError
 
 ATTENTION = "areal_slots"  # Name of the attention function, for `attn_implementation`

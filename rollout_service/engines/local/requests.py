@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_async.modelfiles import Mixture
+from areal_async.models.files import Mixture
 from areal_async.trajectory.routes import route_type, stored_routes
 from rollout_service.engines.base import FinishReason, GenerateRequest, GenerateResult, stop_window
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart, flag_name, parallel_width
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 
 OUTSIDE_KV = "KV that was stored outside the server outlives an update, and is found again by the ids alone"
 QUANTISED = (

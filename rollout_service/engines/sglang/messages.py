@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.config.engines import flag_name, flags_that_are_on
-from areal_async.modelfiles import Mixture
+from areal_async.models.files import Mixture
 from areal_async.trajectory.layout import LogprobsOf, Sampling
 from rollout_service.engines.base import EngineError, GenerateResult, RequestError, Tell, UpdateMode
 from rollout_service.engines.http.client import ServerClient, VersionSpan, result_of

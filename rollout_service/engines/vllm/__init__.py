@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from areal_async.config.engines import LOGPROB_BOUNDS, EnginePart
 from areal_async.config.job import JobConfig
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 
 OFFLOADED = "a reload does not reach weights that are kept outside the GPU"
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_async.config.engines import flag_name
-from areal_async.modelfiles import is_mixture
+from areal_async.models.files import is_mixture
 from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling

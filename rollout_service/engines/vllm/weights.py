@@ -13,7 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.weights.layout import Box, plan_layout
 from areal_async.weights.tensor_file import parse_header
 from rollout_service.engines.base import EngineError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.runtime.events import VARIABLE
+from areal_async.base.events import VARIABLE
 from tests.e2e.conftest import running, workspace
 from tests.e2e.test_weights_channels import TOUGH, assert_versions_are_true
 from tests.scrape import fetch_samples

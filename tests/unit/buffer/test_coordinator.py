@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from areal_async.errors import FaultError
+from areal_async.base.errors import FaultError
 from areal_async.rpc.messages import Claim, Commit, Heartbeat, Lease, Leases, NextBatch, Waiting
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_async.config.reward import RewardSection, RouteSection
-from areal_async.rewards import Routing
+from areal_async.config.reward_routing import Routing
 from areal_async.rpc.messages import Claim
 from areal_async.rpc.verdicts import Failure, Score
 from replay_buffer.ledger.rules import Rules

@@ -9,7 +9,7 @@ import random
 import msgspec
 import pytest
 
-from areal_async.errors import FaultError
+from areal_async.base.errors import FaultError
 from areal_async.rpc.by_file import Filed
 from areal_async.rpc.messages import Checkpointed, Commit, NextBatch, Stats
 from replay_buffer.ledger.index import WriteSet

@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import Routing
+from areal_async.config.reward_routing import Routing
 from replay_buffer.ledger.index import Index
 from replay_buffer.ledger.rules import VerdictPolicy
 from replay_buffer.redis.store import Store

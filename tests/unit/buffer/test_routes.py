@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_async.errors import FaultError
+from areal_async.base.errors import FaultError
 from areal_async.rpc.by_file import ClientFiles, Filed
 from areal_async.rpc.messages import (
     Checkpointed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_async.errors import FaultError
+from areal_async.base.errors import FaultError
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.redis.writer import Keys
 from tests.redis_client import connect

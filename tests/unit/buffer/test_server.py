@@ -8,7 +8,7 @@ import prometheus_client
 import psutil
 import pytest
 
-from areal_async.errors import ArealError, FaultError
+from areal_async.base.errors import ArealError, FaultError
 from areal_async.rpc.client import Client
 from areal_async.rpc.frames import REQUESTS
 from areal_async.rpc.messages import (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from areal_async.tasks import read_tasks
+from areal_async.data.tasks import read_tasks
 from replay_buffer.ledger.rules import TaskOrder
 
 

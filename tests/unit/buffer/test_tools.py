@@ -18,11 +18,11 @@ from rich.console import Console
 
 from areal_async.cli.tools import ExportRequest
 from areal_async.config.load import dump_job
-from areal_async.errors import RunFolderError
-from areal_async.launch.folders import Owner, leftovers, write_keys
-from areal_async.launch.one_host import short_socket_dir, topology_here
-from areal_async.launch.plan import services_of
-from areal_async.launch.runs import find_run
+from areal_async.base.errors import RunFolderError
+from areal_async.run.folders import Owner, leftovers, write_keys
+from areal_async.run.one_host import short_socket_dir, topology_here
+from areal_async.run.plan import services_of
+from areal_async.run.run_handle import find_run
 from areal_async.rpc.messages import (
     Claim,
     EpisodeVerdict,
@@ -34,8 +34,8 @@ from areal_async.rpc.messages import (
 )
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.verdicts import Score
-from areal_async.runtime.process import start_of
-from areal_async.runtime.topology import Topology
+from areal_async.base.processes import start_of
+from areal_async.base.topology import Topology
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (

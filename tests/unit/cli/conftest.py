@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.quickstart.model import write_model
+from areal_async.cli.quickstart.model import write_model
 
 
 @pytest.fixture(scope="session")

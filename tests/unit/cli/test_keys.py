@@ -12,7 +12,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.controller.folder import ClusterFolder, ClusterFolderError, TokenBook
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook
 
 NODE = {"ca.crt", "issuer.crt", "node.crt", "node.key", "ray.token", "env.sh"}
 SUBMIT = {"tokens", "submit.token", "look.token", "env.sh"}

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from areal_async.cli.main import app
 from areal_async.config.reward import RewardSection
-from areal_async.rewardfiles import RewardFilesError, write_reward_files
-from areal_async.tasks import read_tasks
+from areal_async.cli.new_reward import RewardFilesError, write_reward_files
+from areal_async.data.tasks import read_tasks
 from tests.waiting import LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]

@@ -18,9 +18,9 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job, overrides_of
 from areal_async.config.reward import RouteSection
-from areal_async.config.yamlfile import MOST_LEVELS, too_nested
-from areal_async.registry import REWARDS, WORKFLOWS
-from areal_async.tasks import TaskFileError, read_tasks
+from areal_async.base.yaml_file import MOST_LEVELS, too_nested
+from areal_async.config.registry import REWARDS, WORKFLOWS
+from areal_async.data.tasks import TaskFileError, read_tasks
 from reward_service.verifiers.composed import WeightedPart
 
 HUGE = 10**30
@@ -183,7 +183,7 @@ def test_a_nested_configuration_of_a_model_ends_in_a_sentence(folder):
 PEAK = """
 import re, sys
 from pathlib import Path
-from areal_async.tasks import TaskFileError, read_tasks
+from areal_async.data.tasks import TaskFileError, read_tasks
 try:
     read_tasks(Path(sys.argv[1]))
 except TaskFileError as error:

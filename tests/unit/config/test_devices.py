@@ -17,7 +17,7 @@ from areal_async.config.devices import (
     width_of,
 )
 from areal_async.config.job import JobConfig
-from areal_async.config.yamlfile import parse_yaml
+from areal_async.base.yaml_file import parse_yaml
 
 
 def job_with(rollout: dict[str, Any] | None = None, **sections: Any) -> JobConfig:

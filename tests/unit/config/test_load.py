@@ -9,7 +9,7 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.load import dump_job, load_job
 from areal_async.config.redis_url import RedisUrl, parse_redis_url
-from areal_async.config.yamlfile import parse_yaml
+from areal_async.base.yaml_file import parse_yaml
 from trainer_service.algorithms.objective import Objective
 
 
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_read_is_a_mistake(folder, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("areal_async.tasks.open_regular", refuse)
+    monkeypatch.setattr("areal_async.data.tasks.open_regular", refuse)
     with pytest.raises(ConfigError, match=r"tasks\.train.*Permission denied"):
         load_job(folder / "job.yaml")
 

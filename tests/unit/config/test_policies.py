@@ -9,7 +9,7 @@ from areal_async.config.advice import advise, explain
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job, job_from_mapping
-from areal_async.config.yamlfile import parse_yaml
+from areal_async.base.yaml_file import parse_yaml
 
 REST = {"job": "duel", "tasks": {"train": "tasks.jsonl"}}
 POLICY = {"model": "model", "trainer": {"steps": 7}, "rollout": {"group_size": 4}}

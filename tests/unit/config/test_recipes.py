@@ -18,10 +18,10 @@ from areal_async.cli.main import app
 from areal_async.config.advice import advise
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
-from areal_async.config.yamlfile import dump_yaml, read_mapping
-from areal_async.examples import read_examples
-from areal_async.quickstart.model import make_tokenizer
-from areal_async.tasks import task_rows
+from areal_async.base.yaml_file import dump_yaml, read_mapping
+from areal_async.data.examples import read_examples
+from areal_async.cli.quickstart.model import make_tokenizer
+from areal_async.data.tasks import task_rows
 
 ROOT, RECIPES = recipe_runs.ROOT, recipe_runs.RECIPES
 RUNS = json.loads((ROOT / "benchmarks/results/recipes.json").read_text())

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from areal_async.config.checks import check_fields, episode_limit_bytes, policies_mistakes
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replays, route_bytes
-from areal_async.modelfiles import Mixture, mixture_of
+from areal_async.models.files import Mixture, mixture_of
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.controller.submission import Submission
+from areal_async.cluster.submission import Submission
 from tests.unit.controller.served import Serving, serving
 from tests.unit.controller.world import World, submission
 

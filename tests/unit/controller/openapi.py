@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from areal_async.config.yamlfile import dump_yaml
-from areal_async.controller.operations import openapi_document
+from areal_async.base.yaml_file import dump_yaml
+from areal_async.cluster.operations import openapi_document
 
 
 def text() -> str:

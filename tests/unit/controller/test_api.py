@@ -12,18 +12,18 @@ import yaml
 from prometheus_client import REGISTRY
 
 from areal_async.config.errors import ConfigError
-from areal_async.controller import api as api_module
-from areal_async.controller.api import LIMITS
-from areal_async.controller.client import ControllerClient, ControllerGone, TokenRefused, reached
-from areal_async.controller.folder import hash_of
-from areal_async.controller.messages import WorkersAnswer
-from areal_async.controller.operations import LOG_BYTES, OPERATIONS, openapi_document
-from areal_async.controller.processes import JobFolder
-from areal_async.controller.states import JobRefused, UnknownJob
-from areal_async.errors import RpcTimeout, RunError
-from areal_async.launch.launcher import WAITS
+from areal_async.cluster import api as api_module
+from areal_async.cluster.api import LIMITS
+from areal_async.cluster.client import ControllerClient, ControllerGone, TokenRefused, reached
+from areal_async.cluster.folder import hash_of
+from areal_async.cluster.messages import WorkersAnswer
+from areal_async.cluster.operations import LOG_BYTES, OPERATIONS, openapi_document
+from areal_async.cluster.processes import JobFolder
+from areal_async.cluster.states import JobRefused, UnknownJob
+from areal_async.base.errors import RpcTimeout, RunError
+from areal_async.run.launcher import WAITS
 from areal_async.rpc.control_messages import WorkersChanged
-from areal_async.runtime.http_server import HttpServer, listen
+from areal_async.base.http_server import HttpServer, listen
 from tests.unit.controller import openapi
 from tests.unit.controller.world import submission
 from tests.waiting import until
@@ -194,7 +194,7 @@ async def test_the_client_says_what_the_controller_says(served, monkeypatch):
         assert there.downs == [True]
         assert await ask(reached, client.url)
     assert not await ask(reached, client.url)
-    monkeypatch.setattr("areal_async.controller.client.RETRY_S", 0.0)
+    monkeypatch.setattr("areal_async.cluster.client.RETRY_S", 0.0)
     with pytest.raises(ControllerGone, match="does not answer"):
         await ask(client.jobs, ended=True)
 
@@ -230,7 +230,7 @@ async def test_what_a_run_refuses_or_does_not_answer_is_told(served, monkeypatch
 
 @pytest.mark.parametrize("wait_s", [0.01, 30.0])
 async def test_a_log_is_followed_over_a_lost_connection_to_the_end_of_its_job(served, monkeypatch, wait_s):
-    monkeypatch.setattr("areal_async.controller.client.LOG_WAIT_S", wait_s)
+    monkeypatch.setattr("areal_async.cluster.client.LOG_WAIT_S", wait_s)
     async with served() as there:
         await there.start("sums")
         log = there.world.folder / "jobs" / "1-sums" / "output.log"

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_async.config.errors import ConfigError
-from areal_async.controller import store as store_module
-from areal_async.controller.resources import Resources
-from areal_async.controller.states import JobRefused, UnknownJob
-from areal_async.controller.store import JobStore, JobStoreError
+from areal_async.cluster import store as store_module
+from areal_async.cluster.resources import Resources
+from areal_async.cluster.states import JobRefused, UnknownJob
+from areal_async.cluster.store import JobStore, JobStoreError
 from tests.harness.profiles import examples
 from tests.unit.controller.world import World, submission
 

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from areal_async.cli.jobs import job_names, run_target
 from areal_async.cli.main import app
-from areal_async.controller.client import ControllerClient
-from areal_async.controller.daemon import start_controller
-from areal_async.controller.folder import ClusterFolder, ClusterFolderError, hash_of
-from areal_async.controller.resources import Resources
-from areal_async.controller.store import JobStore, StoredJob
+from areal_async.cluster.client import ControllerClient
+from areal_async.cluster.daemon import start_controller
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, hash_of
+from areal_async.cluster.resources import Resources
+from areal_async.cluster.store import JobStore, StoredJob
 from tests.processes import is_gone
 from tests.waiting import LIMIT_S, wait_for
 

@@ -8,12 +8,12 @@ import pytest
 
 from areal_async.config.cluster import ClusterConfig, cluster_dir, dump_cluster, load_cluster
 from areal_async.config.errors import ConfigError
-from areal_async.controller.folder import ClusterFolder, ClusterFolderError, TokenBook, hash_of
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook, hash_of
 
 HOLDING = """
 import sys
 from pathlib import Path
-from areal_async.controller.folder import ClusterFolder
+from areal_async.cluster.folder import ClusterFolder
 folder = ClusterFolder(Path(sys.argv[1]))
 print(folder.lock() is not None, flush=True)
 folder.address.write_text("http://127.0.0.1:1\\n")

@@ -5,8 +5,8 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.controller.line import InLine, gpus_for, order_of, take_turns
-from areal_async.controller.resources import Resources
+from areal_async.cluster.queue import InLine, gpus_for, order_of, take_turns
+from areal_async.cluster.resources import Resources
 
 AMOUNTS = st.builds(Resources, st.integers(0, 8), st.integers(0, 4), st.sampled_from([0.0, 1.0, 64.0]))
 WAITING = st.lists(st.tuples(st.integers(-2, 2), AMOUNTS), max_size=8).map(

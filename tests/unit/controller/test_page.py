@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_async.controller.folder import hash_of
-from areal_async.page.app import POLICY, STATIC
+from areal_async.cluster.folder import hash_of
+from areal_async.show.page.app import POLICY, STATIC
 from tests.unit.controller.served import Served, Serving
 from tests.unit.controller.world import submission
 from tests.unit.page.runs import append, episode, load, run_folder, step, write_samples

@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_async.controller import processes
-from areal_async.controller.attempt import CLAIM, claim, ending_of, holder_of, void
-from areal_async.controller.controller import Controller
-from areal_async.controller.processes import RealProcesses
-from areal_async.controller.resources import Resources
-from areal_async.controller.states import RunEnded
-from areal_async.controller.store import JobStore
-from areal_async.controller.submission import pack
-from areal_async.launch.folders import Owner
-from areal_async.status.record import read_run_log
+from areal_async.cluster import processes
+from areal_async.cluster.attempt import CLAIM, claim, ending_of, holder_of, void
+from areal_async.cluster.controller import Controller
+from areal_async.cluster.processes import RealProcesses
+from areal_async.cluster.resources import Resources
+from areal_async.cluster.states import RunEnded
+from areal_async.cluster.store import JobStore
+from areal_async.cluster.submission import pack
+from areal_async.run.folders import Owner
+from areal_async.service.record import read_run_log
 from tests.jobs import make_workspace
 from tests.processes import is_gone, processes_of
 from tests.unit.launch.conftest import behave  # noqa: F401
@@ -28,7 +28,7 @@ from tests.waiting import LIMIT_S, wait_for
 CLAIMING = """
 import sys, time
 from pathlib import Path
-from areal_async.controller.attempt import claim
+from areal_async.cluster.attempt import claim
 print("claimed" if claim(Path(sys.argv[1])) else "taken", flush=True)
 sys.stdin.read()
 """

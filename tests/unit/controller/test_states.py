@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.controller.states import (
+from areal_async.cluster.states import (
     ACTIVE,
     ENDED,
     AllServe,

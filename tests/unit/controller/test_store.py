@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_async.controller.resources import Resources
-from areal_async.controller.states import Asked, JobRefused, RunEnded, TurnCame, decide
-from areal_async.controller.store import JobStore, StoredJob
+from areal_async.cluster.resources import Resources
+from areal_async.cluster.states import Asked, JobRefused, RunEnded, TurnCame, decide
+from areal_async.cluster.store import JobStore, StoredJob
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 from areal_async.config import fields
 from areal_async.config.errors import MOST_MISTAKES, ConfigError
 from areal_async.config.fields import job_fields
-from areal_async.controller import submission as module
-from areal_async.controller.resources import Resources, resources_of
-from areal_async.controller.submission import (
+from areal_async.cluster import submission as module
+from areal_async.cluster.resources import Resources, resources_of
+from areal_async.cluster.submission import (
     Submission,
     job_of,
     pack,

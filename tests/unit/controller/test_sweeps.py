@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.errors import ConfigError
-from areal_async.controller.sweeps import combinations, named_jobs
+from areal_async.cluster.sweeps import combinations, named_jobs
 
 
 def test_every_combination_is_a_job_the_last_key_changing_fastest():

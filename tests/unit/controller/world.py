@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_async.controller import controller as controller_module
-from areal_async.controller.controller import Controller
-from areal_async.controller.resources import Resources
-from areal_async.controller.states import STATES, RunEnded
-from areal_async.controller.store import JobStore, StoredJob
-from areal_async.controller.submission import Submission, write_files
+from areal_async.cluster import controller as controller_module
+from areal_async.cluster.controller import Controller
+from areal_async.cluster.resources import Resources
+from areal_async.cluster.states import STATES, RunEnded
+from areal_async.cluster.store import JobStore, StoredJob
+from areal_async.cluster.submission import Submission, write_files
 
 JOB = {"model": "/models/tiny", "tasks": {"train": "train.jsonl"}, "reward": {"name": "exact_match"}}
 Key = tuple[int, int]  # Id of a job, number of its attempt

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.quickstart.model import make_tokenizer
+from areal_async.cli.quickstart.model import make_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.data.check import length_figures, suggested
+from areal_async.config.data_check import length_figures, suggested
 
 
 def task(prompt, truth="1", **more):

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from areal_async.cli.main import app
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
-from areal_async.data.newtask import job_name
-from areal_async.launch.prompt_trial import tokenizer_mistakes
-from areal_async.prompts import prompt_ids
+from areal_async.cli.new_task import job_name
+from areal_async.run.prompt_trial import tokenizer_mistakes
+from areal_async.models.prompts import prompt_ids
 from tests.waiting import LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]
@@ -57,7 +57,7 @@ def test_one_that_is_interrupted_leaves_nothing_and_can_be_made_again(tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("areal_async.data.newtask._write_tiny", interrupted)
+        patched.setattr("areal_async.cli.new_task._write_tiny", interrupted)
         CliRunner().invoke(app, ["init", str(tmp_path / "own")])
     assert list(tmp_path.rglob("*")) == [tmp_path / "own"]
     assert CliRunner().invoke(app, ["init", str(tmp_path / "own")]).exit_code == 0

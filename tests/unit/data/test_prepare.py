@@ -13,8 +13,8 @@ from areal_async.cli.main import app
 from areal_async.data.prepare import Recipe, prepare, split_key, write_rows
 from areal_async.data.sources import DataError, Source, find_source, source_rows
 from areal_async.data.styles import Style, extract
-from areal_async.examples import read_examples
-from areal_async.tasks import read_tasks
+from areal_async.data.examples import read_examples
+from areal_async.data.tasks import read_tasks
 
 GSM8K = [
     {"question": f"Tom has {n} apples, and buys one.", "answer": f"He has <<{n}+1>>.\n#### 1,{n:03}"}

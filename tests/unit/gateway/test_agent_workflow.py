@@ -14,7 +14,7 @@ import pytest
 
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import job_from_mapping
-from areal_async.errors import InfrastructureFault
+from areal_async.base.errors import InfrastructureFault
 from areal_async.rpc.schema import Task
 from areal_async.trajectory import unpack
 from rollout_service.engines.base import EngineError

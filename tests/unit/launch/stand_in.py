@@ -12,10 +12,10 @@ import threading
 import time
 from contextlib import closing
 
-from areal_async.errors import ArealError
-from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.service import run_service
-from areal_async.status.record import open_records
+from areal_async.base.errors import ArealError
+from areal_async.service.context import ServiceContext
+from areal_async.service.main import run_service
+from areal_async.service.record import open_records
 
 HELPER = "import time; time.sleep(600)"
 

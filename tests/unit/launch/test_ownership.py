@@ -9,10 +9,10 @@ import pytest
 
 from areal_async.config.errors import ConfigError
 from areal_async.config.load import load_job
-from areal_async.errors import RunFolderError
-from areal_async.launch.folders import claim_folders, leftovers
-from areal_async.launch.runs import find_run, job_to_resume
-from areal_async.ownfiles import is_locked, take_lock
+from areal_async.base.errors import RunFolderError
+from areal_async.run.folders import claim_folders, leftovers
+from areal_async.run.run_handle import find_run, job_to_resume
+from areal_async.base.own_files import is_locked, take_lock
 from tests.waiting import LIMIT_S
 
 STRANGER = 54321
@@ -208,7 +208,7 @@ def fill():
 """
 READERS = {
     "map_open": """
-from areal_async.ownfiles import map_open
+from areal_async.base.own_files import map_open
 fill()
 with open(disk / "holes", "rb") as file:
     content = map_open(file.fileno())
@@ -217,7 +217,7 @@ with open(disk / "holes", "rb") as file:
     assert len(part) == 1 << 20 and sum(bytes(part)) == 0
 """,
     "digest": """
-from areal_async.storage.known import digest_of
+from areal_async.base.known import digest_of
 fill()
 assert digest_of([disk / "holes"]) != digest_of([disk / "whole"])
 """,
@@ -232,7 +232,7 @@ fill()
 _blake3(disk / "holes")
 """,
     "reserve": """
-from areal_async.ownfiles import reserve
+from areal_async.base.own_files import reserve
 fd = os.open(disk / "new", os.O_RDWR | os.O_CREAT)
 for _ in range(2):
     try:

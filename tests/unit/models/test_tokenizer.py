@@ -17,7 +17,7 @@ from areal_async.models.tokenizer import (
     tokenizer_class,
     tokenizer_files,
 )
-from areal_async.quickstart.model import write_model
+from areal_async.cli.quickstart.model import write_model
 
 LOADS = """
 import json, sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from areal_async.page.series import PANELS, ChartRow, row_of, rows_of, thinned
+from areal_async.show.page.series import PANELS, ChartRow, row_of, rows_of, thinned
 from tests.unit.page.runs import load, step
 
 

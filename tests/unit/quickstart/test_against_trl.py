@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.quickstart.model import make_tokenizer, write_model
+from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from areal_async.weights.adapter import PREFIX
 from reward_service.sdk import RewardInput, load_reward
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from areal_async.errors import FaultError
+from areal_async.base.errors import FaultError
 from replay_buffer.redis.embedded import EmbeddedRedis
 from replay_buffer.redis.store import Store
 from replay_buffer.redis.writer import LedgerClock

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from areal_async.errors import RpcTimeout
+from areal_async.base.errors import RpcTimeout
 from areal_async.rpc.messages import ClaimedEpisode, Claims, Refusal, VerdictAck
 from areal_async.rpc.schema import Task
 from reward_service import metrics

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.messages import EpisodeVerdict
 from areal_async.rpc.verdicts import Parts, Score
 from reward_service.pool.protocol import FrameError, FrameReader, Marker, framed

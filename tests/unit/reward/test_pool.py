@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
 from reward_service.client import LocalScorer
 from reward_service.pool.pool import WorkerPool

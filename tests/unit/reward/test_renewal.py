@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.verdicts import Failure, Score
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits

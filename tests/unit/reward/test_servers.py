@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.tries import pause_s
+from areal_async.base.retry import pause_s
 from reward_service.backends.servers import ServerState, choose
 
 

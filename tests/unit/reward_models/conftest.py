@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from reward_service.backends.judge.backend import GREETING, Judge
 from tests.scoring import given, verdicts_of
 from tests.waiting import deadline_s

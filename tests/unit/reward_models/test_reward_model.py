@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from reward_service import processes
 from reward_service.backends.reward_model.backend import START_LIMIT_S, RewardModel
 from reward_service.sdk import RewardInput, RewardLoadError

@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 from transformers import Qwen2ForSequenceClassification
 
-from areal_async.quickstart.model import make_tokenizer
+from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.rpc.verdicts import Failure, FaultOf, Score
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelFunction, ModelScorer, Unusable
@@ -181,7 +181,7 @@ def test_a_model_with_classes_needs_to_know_which_is_good(classes, arguments, sa
 
 
 def test_a_model_without_a_trained_head_is_refused(tmp_path):
-    from areal_async.quickstart.model import write_model
+    from areal_async.cli.quickstart.model import write_model
 
     write_model(tmp_path, seed=0)
     with pytest.raises(Unusable, match="not a trained reward model"):

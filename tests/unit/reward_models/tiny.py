@@ -13,7 +13,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from areal_async.quickstart.model import make_tokenizer
+from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.rpc.verdicts import Score, Verdict
 
 SHAPE = {

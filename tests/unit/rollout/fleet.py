@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_async.rpc.schema import VersionTag
-from areal_async.runtime.process import RestartPolicy
+from areal_async.base.processes import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
     EngineError,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from areal_async.modelfiles import mixture_of
-from areal_async.routers import routers_of
+from areal_async.models.files import mixture_of
+from areal_async.models.routers import routers_of
 from areal_async.trajectory import (
     CodecError,
     Episode,

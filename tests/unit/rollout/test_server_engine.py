@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.quickstart.model import write_model
+from areal_async.cli.quickstart.model import write_model
 from areal_async.rpc.schema import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import write_snapshot

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.modelfiles import Mixture
+from areal_async.models.files import Mixture
 from areal_async.rpc.schema import VersionTag
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.engines import EngineMissing, find_engine_python
-from areal_async.launch.folders import write_keys
-from areal_async.launch.one_host import make_host, topology_here
+from areal_async.run.folders import write_keys
+from areal_async.run.one_host import make_host, topology_here
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import RunSecret
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, checked_request
 from rollout_service.engines.http.adapter import AnswerReader, attached_url, read_model

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from areal_async.errors import RpcTimeout
-from areal_async.launch.plan import name_is_held
+from areal_async.base.errors import RpcTimeout
+from areal_async.run.plan import name_is_held
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.weights_messages import SnapshotNotice
-from areal_async.runtime.context import ServiceContext
+from areal_async.service.context import ServiceContext
 from rollout_service import service
 from rollout_service.service import NameTaken, name_of_our_own
 from tests.contexts import context_for_test

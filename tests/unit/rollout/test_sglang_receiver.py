@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.errors import RpcTimeout
+from areal_async.base.errors import RpcTimeout
 from areal_async.rpc.schema import Ok, VersionTag
 from areal_async.rpc.weights_messages import (
     AskTensors,

@@ -10,7 +10,7 @@ from expressions import ExpressionError, calc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.errors import InfrastructureFault
+from areal_async.base.errors import InfrastructureFault
 from rollout_service.workflows import tool
 from rollout_service.workflows.tool_use import RequestedCall, json_calls, open_brackets, plain_call
 from rollout_service.workflows.tools import (

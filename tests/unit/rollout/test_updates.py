@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_async.errors import FaultError, RpcTimeout, SnapshotError
+from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.trajectory import Sampling

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.errors import FaultError, InfrastructureFault, RpcTimeout
+from areal_async.base.errors import FaultError, InfrastructureFault, RpcTimeout
 from areal_async.rpc.messages import PutAck, Refusal
 from areal_async.rpc.schema import Task, VersionTag
 from areal_async.trajectory import unpack

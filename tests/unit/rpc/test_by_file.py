@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.errors import ProtocolError
+from areal_async.base.errors import ProtocolError
 from areal_async.rpc import by_file
 from areal_async.rpc.by_file import LEAST_BYTES, STALE_S, Filed, FilePart, ServerFiles
 from areal_async.rpc.messages import Fetch, Fetched, PutAck, PutEpisodes

@@ -6,7 +6,7 @@ import stat
 import pytest
 import zmq
 
-from areal_async.errors import EndpointError
+from areal_async.base.errors import EndpointError
 from areal_async.rpc.endpoints import check_bindable
 from areal_async.rpc.frames import MAX_FRAMES
 from areal_async.rpc.messages import Arrived

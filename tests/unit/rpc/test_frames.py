@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.errors import MessageTooLarge, ProtocolError
+from areal_async.base.errors import MessageTooLarge, ProtocolError
 from areal_async.rpc.frames import (
     HEADER,
     MAX_ATTACHMENTS,

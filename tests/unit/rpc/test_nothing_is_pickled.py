@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 import areal_async
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc import endpoints
 from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome

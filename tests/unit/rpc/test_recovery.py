@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from areal_async.errors import FaultError, ProtocolError
+from areal_async.base.errors import FaultError, ProtocolError
 from areal_async.rpc.frames import HEADER, WIRE_VERSION, Kind, write_frames
 from areal_async.rpc.messages import Arrived, Commit
 from areal_async.rpc.schema import SCHEMA, Fault, Hello, Ok, Welcome

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from areal_async.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
+from areal_async.base.errors import FaultError, PeerGone, ProtocolError, RpcTimeout
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.frames import MAX_ATTACHMENTS, Kind
 from areal_async.rpc.messages import Arrived, BufferStats, Claim, Claims, Commit, Fetch, Fetched

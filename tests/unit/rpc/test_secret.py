@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from areal_async.errors import EndpointError, RpcTimeout
+from areal_async.base.errors import EndpointError, RpcTimeout
 from areal_async.rpc.messages import Arrived
 from areal_async.rpc.secret import FILE, CurveKeys, RunSecret
 from tests.unit.rpc.peers import client_of, serving

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from areal_async.runtime import events
-from areal_async.runtime.events import arm, failpoint
-from areal_async.status.record import as_it_became
+from areal_async.base import events
+from areal_async.base.events import arm, failpoint
+from areal_async.service.record import as_it_became
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def test_a_line_that_a_kill_cut_short_is_ignored(tmp_path):
 SCRIPT = """
 import sys
 from pathlib import Path
-from areal_async.runtime.events import open_events
-from areal_async.runtime.events import arm_from_environment, failpoint
+from areal_async.base.events import open_events
+from areal_async.base.events import arm_from_environment, failpoint
 open_events(Path(sys.argv[1]), "trainer")
 arm_from_environment(Path(sys.argv[1]))
 for _ in range(3):

@@ -15,8 +15,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from areal_async.errors import EndpointError
-from areal_async.runtime.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
+from areal_async.base.errors import EndpointError
+from areal_async.base.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.http import tls_of
 from tests.waiting import deadline_s, until
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from areal_async.runtime.log import MOST_LINES, REPEAT_S, end_logging, get_logger, setup_logging
+from areal_async.base.log import MOST_LINES, REPEAT_S, end_logging, get_logger, setup_logging
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from areal_async.runtime.metrics import Busy, MetricsPortError, busy, start_metrics_server
+from areal_async.base.metrics import Busy, MetricsPortError, busy, start_metrics_server
 from tests.waiting import LIMIT_S
 
 
@@ -69,7 +69,7 @@ def test_a_taken_port_is_an_error_that_names_the_setting():
 
 BUSY_PROCESS = """
 import sys
-from areal_async.runtime.metrics import start_metrics_server
+from areal_async.base.metrics import start_metrics_server
 print(start_metrics_server(0), flush=True)
 for line in sys.stdin:
     files = [open("/dev/null") for _ in range(60)]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from areal_async.runtime.process import ChildProcess, RestartPolicy, Restarts
+from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts
 from tests.processes import is_gone
 from tests.waiting import LIMIT_S, wait_for
 
@@ -46,7 +46,7 @@ async def test_the_exit_status_is_that_of_the_command(code, status):
 
 async def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path):
     code = (
-        "import resource as r; from areal_async.runtime.process import raise_file_limit as up\n"
+        "import resource as r; from areal_async.base.processes import raise_file_limit as up\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (64, 200)); up(); print(*r.getrlimit(r.RLIMIT_NOFILE)); up()"
     )
     child = ChildProcess(python(code), output=tmp_path / "log")
@@ -109,7 +109,7 @@ def test_a_child_does_not_outlive_the_process_that_started_it(tmp_path, how):
     parent = subprocess.Popen(
         python(
             "import sys, time; from pathlib import Path\n"
-            "from areal_async.runtime.process import ChildProcess\n"
+            "from areal_async.base.processes import ChildProcess\n"
             "code, log, how = sys.argv[1:]\n"
             "ChildProcess([sys.executable, '-c', code], output=Path(log), on_orphaned=how)\n"
             "time.sleep(600)",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hostile_http import free_port, until
 
-from areal_async.runtime.metrics import elsewhere
+from areal_async.base.metrics import elsewhere
 from tests.waiting import LIMIT_S
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "prometheus" / "prometheus.yml"
@@ -23,7 +23,7 @@ needs_prometheus = pytest.mark.skipif(
 
 SERVICE = """
 import sys
-from areal_async.runtime.metrics import busy, other_hosts, start_metrics_server
+from areal_async.base.metrics import busy, other_hosts, start_metrics_server
 async def read(name):
     if name == "rollout-1":
         raise TimeoutError("after 1.5 s")

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from areal_async.errors import ArealError, PeerGone, RpcTimeout
+from areal_async.base.errors import ArealError, PeerGone, RpcTimeout
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.runtime.log import get_logger
-from areal_async.runtime.metrics import busy
-from areal_async.runtime.status import StatusBoard, answer_status
-from areal_async.status.monitor import StatusClients
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import busy
+from areal_async.service.board import StatusBoard, answer_status
+from areal_async.run.monitor import StatusClients
 from tests.contexts import context_for_test
 from tests.waiting import LIMIT_S
 

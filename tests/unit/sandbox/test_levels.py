@@ -77,7 +77,7 @@ JOB = """
 import json, sys
 from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
-from areal_async.launch.preflight import check_machine
+from areal_async.run.preflight import check_machine
 for reward in json.loads(sys.argv[1]):
     written = {"job": "test", "model": "model", "tasks": {"train": "train.jsonl"}, "reward": reward}
     try:

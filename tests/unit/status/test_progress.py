@@ -4,7 +4,7 @@ import threading
 
 from rich.console import Console
 
-from areal_async.status.progress import progress, progress_line, track
+from areal_async.show.progress import progress, progress_line, track
 
 
 class Paper(io.StringIO):

@@ -3,10 +3,10 @@ import stat
 
 import pytest
 
-from areal_async.errors import FaultError
-from areal_async.status import samples
-from areal_async.status.record import RunLog, open_records
-from areal_async.status.samples import (
+from areal_async.base.errors import FaultError
+from areal_async.service import samples
+from areal_async.service.record import RunLog, open_records
+from areal_async.service.samples import (
     file_name,
     lines_of,
     read_samples,

@@ -36,7 +36,7 @@ else:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
     """A model and a data set, by what the hub calls them."""
-    from areal_async.quickstart.model import write_model  # with torch
+    from areal_async.cli.quickstart.model import write_model  # with torch
 
     folder = tmp_path_factory.mktemp("hub")
     write_model(folder / "model", seed=0, positions=4096)

@@ -20,7 +20,7 @@ from areal_async.storage.remote import (
     StoredFile,
 )
 from areal_async.storage.transfer import MARKER, fetch, push
-from areal_async.tries import Tries
+from areal_async.base.retry import Tries
 from tests.waiting import LIMIT_S
 
 FETCH = """
@@ -32,7 +32,7 @@ fetch(sys.argv[1], Path(sys.argv[2]), begun=lambda size: print("begun", size, fl
 KILLED_PUSH = """
 import sys
 from pathlib import Path
-from areal_async.runtime.events import arm
+from areal_async.base.events import arm
 from areal_async.storage.transfer import push
 arm("storage.mid_push")
 push(Path(sys.argv[1]), sys.argv[2])

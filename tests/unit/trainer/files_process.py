@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.runtime.group import Meeting
-from areal_async.status.record import RunLog
+from areal_async.service.rank_group import Meeting
+from areal_async.service.record import RunLog
 from trainer_service.loop.from_files import FileTrainer
 from trainer_service.loop.learner import load_backend
 from trainer_service.ranks import Ranks, join_ranks

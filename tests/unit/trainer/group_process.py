@@ -17,7 +17,7 @@ import torch
 
 from areal_async.config.job import LoraSection
 from areal_async.rpc.endpoints import interface_of
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import TensorPiece
 from trainer_service import disk, trained
 from trainer_service import ranks as ranks_module

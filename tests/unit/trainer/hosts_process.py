@@ -18,9 +18,9 @@ from typing import Any
 
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import NextBatch, Waiting
-from areal_async.runtime.context import ServiceContext
-from areal_async.runtime.events import arm
-from areal_async.runtime.group import Meeting
+from areal_async.service.context import ServiceContext
+from areal_async.base.events import arm
+from areal_async.service.rank_group import Meeting
 from tests.contexts import context_for_test
 from tests.unit.trainer.rank_process import RecordedBuffer, job_of
 from trainer_service import main, states

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from areal_async.config.parallel import RankGrid
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import TensorPiece
 from tests.megatron_cpu import install
 from tests.unit.trainer.conftest import plain_row

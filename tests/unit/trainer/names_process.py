@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.writing import write_tensors
 from trainer_service.backends.fsdp.loading import load_sharded

@@ -32,8 +32,8 @@ from areal_async.rpc.messages import (
     Waiting,
 )
 from areal_async.rpc.schema import Ok, Task
-from areal_async.runtime.group import Meeting
-from areal_async.status.record import RunLog
+from areal_async.service.rank_group import Meeting
+from areal_async.service.record import RunLog
 from trainer_service.backends.base import TrainingBackend
 from trainer_service.checkpoint import Checkpoint
 from trainer_service.data.recording import read_step

@@ -26,7 +26,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.parallel import RankGrid
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from tests.unit.trainer.conftest import plain_row
 from tests.unit.trainer.sharded_process import forked
 from tests.waiting import LIMIT_S, wait_for

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from areal_async.config.job import OptimizerSection
-from areal_async.runtime.group import Meeting
+from areal_async.service.rank_group import Meeting
 from tests.unit.trainer.conftest import plain_row
 from trainer_service.backends.base import ModelUse
 from trainer_service.backends.fsdp.backend import FsdpBackend

@@ -9,10 +9,10 @@ from tokenizers.models import Unigram, WordLevel
 from tokenizers.pre_tokenizers import Metaspace, Split
 from transformers import PreTrainedTokenizerFast
 
-from areal_async.chats import ChatError, answer_ids, whole_ids
+from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.job import JobConfig
-from areal_async.examples import Continuation, read_examples, split_prompt
-from areal_async.tasks import TaskFileError, read_tasks
+from areal_async.data.examples import Continuation, read_examples, split_prompt
+from areal_async.data.tasks import TaskFileError, read_tasks
 from trainer_service.data.lessons import read_lessons
 from trainer_service.errors import BatchError
 

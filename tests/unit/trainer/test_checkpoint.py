@@ -104,7 +104,7 @@ def test_one_checkpoint_is_written_at_a_time_and_training_goes_on_meanwhile(tmp_
 
 KILLED = """
 import pathlib, sys
-from areal_async.runtime.events import arm
+from areal_async.base.events import arm
 from tests.unit.trainer.saving import made, save
 root = pathlib.Path(sys.argv[1])
 checkpoints = save(made(root), 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.service.record import RunLog, read_run_log
 from areal_async.weights.pieces import whole_piece
 from tests.waiting import LIMIT_S
 from trainer_service import checkpoint as checkpoint_module

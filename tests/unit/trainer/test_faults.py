@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 from rich.console import Console
 
-from areal_async.launch.runs import Run
-from areal_async.status.record import read_run_log
+from areal_async.run.run_handle import Run
+from areal_async.service.record import read_run_log
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.rank_process import train_batch

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.scorer import ModelScorer
 from tests.unit.trainer import files_process

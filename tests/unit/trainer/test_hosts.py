@@ -11,7 +11,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 from tests.unit.trainer import hosts_process
 from tests.unit.trainer.forked_ranks import fork_ranks
 from tests.unit.trainer.hosts_process import STEPS

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from areal_async.config.job import TrainerSection
-from areal_async.modelfiles import stored_tensors
+from areal_async.models.files import stored_tensors
 from tests.unit.families import LLAMA3_ROPE, config_of
 from tests.unit.trainer import megatron_process as process
 from tests.unit.trainer.forked_ranks import run_script

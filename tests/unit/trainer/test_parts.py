@@ -7,8 +7,8 @@ import pytest
 
 from areal_async.config.objective import ObjectiveSection
 from areal_async.config.parts import own_part_mistakes
-from areal_async.registry import PartError
-from areal_async.runtime.service import restart_may_help
+from areal_async.config.registry import PartError
+from areal_async.service.main import restart_may_help
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.rank_process import train_batch
 from tests.waiting import LIMIT_S

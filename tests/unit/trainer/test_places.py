@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from areal_async.status.record import RunLog, read_run_log
+from areal_async.service.record import RunLog, read_run_log
 from tests.unit.trainer import rank_process
 from tests.waiting import deadline_s
 from trainer_service.backends.base import RankPlace

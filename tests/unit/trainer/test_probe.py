@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from areal_async.config.files import check_config, check_files
 from areal_async.config.job import LoraSection, OptimizerSection
-from areal_async.modelfiles import cannot_be_packed, most_positions
+from areal_async.models.files import cannot_be_packed, most_positions
 from benchmarks import families
 from tests.unit.families import config_of
 from tests.unit.trainer import rank_process

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from areal_async.rpc.verdicts import Parts
-from areal_async.status.record import RunLog
+from areal_async.service.record import RunLog
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode, ExportError
 from trainer_service.data.recording import RecordedStep, Recording, read_step, write_step
 from trainer_service.errors import BatchError

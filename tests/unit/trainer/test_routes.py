@@ -19,10 +19,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from areal_async.config.job import JobConfig, OptimizerSection
-from areal_async.modelfiles import Mixture, mixture_of
-from areal_async.routers import routers_of, tried
+from areal_async.models.files import Mixture, mixture_of
+from areal_async.models.routers import routers_of, tried
 from areal_async.rpc.messages import Batch, BatchGroup
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack, pack_routes, unpack
 from areal_async.trajectory.layout import ROUTES, Units
 from areal_async.weights.pieces import whole_tensors

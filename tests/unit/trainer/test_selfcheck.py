@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_async.config.engines import LOGPROB_BOUNDS
 from areal_async.config.job import JobConfig
-from areal_async.modelfiles import is_mixture
+from areal_async.models.files import is_mixture
 from areal_async.rpc.messages import Batch, BatchGroup
-from areal_async.status.record import read_run_log
+from areal_async.service.record import read_run_log
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from rollout_service.engines.local import Local
 from tests.unit.trainer import rank_process

@@ -18,7 +18,7 @@ from trainer_service.states import FOLDER, Cadence, States, has_room, left_in_me
 
 KILLED = """
 import pathlib, sys
-from areal_async.runtime.events import arm
+from areal_async.base.events import arm
 from tests.unit.trainer.test_states import leave, states_of
 folder, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 states = states_of(folder)

@@ -12,7 +12,7 @@ from areal_async.config.errors import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageAway
 from areal_async.storage.transfer import HalfWritten, fetch
-from areal_async.tries import Tries
+from areal_async.base.retry import Tries
 from tests.unit.trainer import saving
 from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.saving import OF, save
@@ -29,7 +29,7 @@ from trainer_service.tools.checkpoint_model import _chosen
 KILLED = """
 import sys
 from pathlib import Path
-from areal_async.runtime.events import arm
+from areal_async.base.events import arm
 from tests.unit.trainer.saving import made, save
 from trainer_service.stored import CheckpointStore
 

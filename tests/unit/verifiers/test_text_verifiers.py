@@ -12,7 +12,7 @@ from instructions import CHECKS, follows
 from pydantic import ValidationError
 from verifiers import COUNTDOWN, F1, INSTRUCTIONS, JSON_SCHEMA, VERIFIERS, fuzz
 
-from areal_async.registry import REWARDS
+from areal_async.config.registry import REWARDS
 from areal_async.rpc.verdicts import Abstain, Score
 from reward_service.sdk import RewardInput, load_reward
 from reward_service.verifiers.answers import answer_of

@@ -7,7 +7,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc.schema import VersionTag
 from areal_async.weights.adapter import (
     BaseWeights,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.manifest import DELTA_SUFFIX, MANIFEST_FILE, seal, unseal

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from areal_async.config.job import JobConfig
-from areal_async.errors import SnapshotError
-from areal_async.registry import PartError
+from areal_async.base.errors import SnapshotError
+from areal_async.config.registry import PartError
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.weights.channels import channel_of, makes_deltas
@@ -345,7 +345,7 @@ async def test_nccl_takes_tensors_and_the_snapshot_to_another_host_by_the_addres
 def test_checking_a_job_with_any_channel_loads_no_torch():
     code = """
 import sys
-from areal_async.registry import CHANNELS
+from areal_async.config.registry import CHANNELS
 for name in CHANNELS.names:
     CHANNELS.find(name)
 assert "torch" not in sys.modules

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.weights.channels import chunks as tables
 from areal_async.weights.channels.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, ChunkLayout, ChunkTable
 from areal_async.weights.manifest import MANIFEST_FILE
@@ -75,7 +75,7 @@ def test_a_snapshot_for_which_there_is_no_room_is_an_error_each_time_and_leaves_
     code = """
 import sys
 from pathlib import Path
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.weights.channels.chunks import MANIFEST_FILE, MIN_CHUNK_BYTES, ChunkTable, PartialDownload
 root = Path(sys.argv[1])
 files = [("a", 3 << 20), ("b", 3 << 20), (MANIFEST_FILE, 1)]

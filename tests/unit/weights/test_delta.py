@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_async.errors import SnapshotError, WrongBase
+from areal_async.base.errors import SnapshotError, WrongBase
 from areal_async.weights import layout
 from areal_async.weights.delta import DELTA_FILE, TARGET_FILE, apply_delta, write_delta
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of, seal, unseal

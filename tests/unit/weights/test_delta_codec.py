@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.weights.delta_codec import BLOCK_BYTES, Reader, apply, blocks_of, encode
 
 HEAD = struct.Struct("<IIII")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import NoNews, WaitSnapshot
 from areal_async.weights.delta import apply_delta, write_delta

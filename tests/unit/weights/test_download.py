@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.errors import EndpointError, FaultError, SnapshotError
+from areal_async.base.errors import EndpointError, FaultError, SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Stats
 from areal_async.rpc.secret import CurveKeys, Password

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.weights import adapter as adapters
 from areal_async.weights.adapter import BaseWeights, MergedWeights, Merger, adapter_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_async.errors import EndpointError, FaultError, RpcTimeout, SnapshotError
+from areal_async.base.errors import EndpointError, FaultError, RpcTimeout, SnapshotError
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Stats
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.weights import tensor_file
 from areal_async.weights.manifest import hash_of
 from areal_async.weights.snapshot import MODEL_FILE, Snapshot, SnapshotInfo, open_snapshot

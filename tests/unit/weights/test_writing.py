@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from areal_async.errors import SnapshotError
+from areal_async.base.errors import SnapshotError
 from areal_async.weights import handover, layout, tensor_file, writing
 from areal_async.weights.handover import receivers_of
 from areal_async.weights.pieces import TensorPiece

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from areal_async.errors import FaultError
+from areal_async.base.errors import FaultError
 from areal_async.rpc.client import Client
 from areal_async.rpc.schema import VersionTag
 from areal_async.rpc.secret import Access, RunSecret

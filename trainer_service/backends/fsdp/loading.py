@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal_async.config.job import LoraSection
-from areal_async.modelfiles import ONE_FILE, weight_files
+from areal_async.models.files import ONE_FILE, weight_files
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of, tied_in_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from areal_async.routers import routers_of
+from areal_async.models.routers import routers_of
 from trainer_service.data.routes import RouterRule, replayed, rules_of
 from trainer_service.errors import ModelError
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig
 
-from areal_async.modelfiles import cannot_be_packed, most_positions
+from areal_async.models.files import cannot_be_packed, most_positions
 from trainer_service.backends.base import Columns, ModelHead
 from trainer_service.backends.fsdp.loading import LoadedModel
 from trainer_service.backends.fsdp.sequence import SequencePart, SequenceRanks

@@ -12,7 +12,7 @@ from pydantic import Field
 from areal_async.config.base import Section
 from areal_async.config.errors import Mistake
 from areal_async.config.parallel import RankGrid
-from areal_async.registry import PartError
+from areal_async.config.registry import PartError
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, shape_of, together
 from trainer_service.backends.megatron.config import reasons_against
 from trainer_service.backends.megatron.memory import StageOptions, stage_memory

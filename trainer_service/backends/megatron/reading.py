@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from areal_async.modelfiles import stored_tensors
+from areal_async.models.files import stored_tensors
 from areal_async.weights.pieces import TensorPiece, whole_piece
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse, RankPlace
 from trainer_service.backends.megatron.config import Dimensions

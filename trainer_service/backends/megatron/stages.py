@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_async.config.parallel import RankGrid
-from areal_async.modelfiles import ONE_FILE, weight_files
+from areal_async.models.files import ONE_FILE, weight_files
 from areal_async.weights.pieces import TensorPiece
 from trainer_service.backends.base import ModelHead
 from trainer_service.backends.megatron.config import Dimensions, reasons_against

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from areal_async.cli.tools import ServeRequest, print_json, run_tool
 from areal_async.config.errors import ConfigError, Mistake, as_typed
-from areal_async.config.yamlfile import parse_yaml
-from areal_async.errors import ArealError
-from areal_async.registry import REWARDS
-from areal_async.runtime.log import setup_logging
+from areal_async.base.yaml_file import parse_yaml
+from areal_async.base.errors import ArealError
+from areal_async.config.registry import REWARDS
+from areal_async.base.log import setup_logging
 from reward_service import metrics
 from reward_service.backends.remote import read_token
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of

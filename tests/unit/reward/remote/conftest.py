@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from areal_async.config.reward import RewardSection
-from areal_async.rewards import RewardSpec
+from areal_async.config.reward_routing import RewardSpec
 from reward_service.backends.remote.client import RemoteBackend
 from tests.scoring import verdicts_of
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from areal_async.cli.tools import ServeRequest
-from areal_async.errors import ArealError, EndpointError
+from areal_async.base.errors import ArealError, EndpointError
 from areal_async.rpc.verdicts import Abstain, Score, Timeout
 from reward_service.backends.remote.host.__main__ import serve as run_server
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of

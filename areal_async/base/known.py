@@ -1,0 +1,69 @@
+"""Answers kept by the digest of the content that they follow from, in the cache folder of the user.
+
+    key = digest_of([model / "tokenizer.json", tasks], "version 1")
+    answer = recall("checked", key)
+    keep("checked", key, b"[]")
+
+A changed file has another digest, so an answer never outlives its content. An answer is a hint that saves
+time: whoever recalls one must be right without it. Files that another user can write are not read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from blake3 import blake3
+
+from areal_async.base.own_files import NotOurs, map_path, private_files, read_own
+from areal_async.storage.urls import cache_root
+
+FOLDER = "known"
+MOST_ANSWERS = 512  # Of one kind; the older half is deleted beyond
+MOST_BYTES = 1 << 16  # Of one answer
+
+
+def digest_of(files: Iterable[Path], *values: str, packages: Iterable[str] = ("transformers",)) -> str:
+    """Return the digest of the names and contents of `files`, of `values`, and of the versions of `packages`.
+    Raises OSError for a file that cannot be read."""
+    digest = blake3()
+    for text in (*values, *(f"{package} {version(package)}" for package in packages)):
+        digest.update(f"{len(text.encode())} {text}".encode())
+    for path in files:
+        content = map_path(path)
+        digest.update(f"{len(content)} {path.name}/".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def recall(kind: str, key: str) -> bytes | None:
+    """Return the answer kept for `key`; None if there is none that can be trusted."""
+    try:
+        return read_own(_path(kind, key), max_bytes=MOST_BYTES)
+    except (OSError, NotOurs):
+        return None
+
+
+def keep(kind: str, key: str, answer: bytes) -> None:
+    """Keep `answer` for `key`. A cache folder that cannot be written to keeps nothing."""
+    path = _path(kind, key)
+    with suppress(OSError), private_files():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_room(path.parent)
+        fd, unfinished = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(fd, "wb") as file:
+            file.write(answer)
+        os.replace(unfinished, path)
+
+
+def _path(kind: str, key: str) -> Path:
+    return cache_root() / FOLDER / kind / key
+
+
+def _make_room(folder: Path) -> None:
+    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for path in files[: len(files) // 2] if len(files) >= MOST_ANSWERS else ():
+        path.unlink(missing_ok=True)

@@ -1,0 +1,201 @@
+"""Structured logs: one JSON object a line, with the job and the process it comes from.
+
+`log = get_logger("buffer")` then `log.info("group dropped", group_id=…, reason=…)`. Records of libraries
+that use the standard `logging` module come out in the same form.
+
+Equal lines are counted, not repeated: the first is written, then every `REPEAT_S` one with `repeated`, how
+many more there were. Lines are equal that differ in nothing but which one of many they are about
+(`IDENTITIES`). `end_logging` writes what is still uncounted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import logging
+import sys
+import time
+import traceback
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+from areal_async.base.secrecy import HIDDEN, is_secret, without_logins
+
+Level = Literal["debug", "info", "warning", "error"]
+
+RESERVED = frozenset({"time", "level", "job", "process", "event", "logger", "traceback"})
+"""Keys of every line; a field of such a name is written as `field_<name>`."""
+IDENTITIES = frozenset(
+    {"group_id", "episode_id", "lease_id", "task_id", "request_id", "claim_id", "sample", "item", "peer"}
+)
+"""Fields that say which one a line is about: lines that differ in nothing else are equal."""
+REPEAT_S = 10.0  # How often a line that goes on is written
+MOST_LINES = 256  # Different lines that are kept in mind; the oldest is forgotten first
+
+
+class Logger:
+    """Writes events with named fields. An event is a constant text; what varies goes into fields."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(f"areal.{name}")
+
+    def debug(self, event: str, /, **fields: Any) -> None:
+        self._write(logging.DEBUG, event, fields)
+
+    def info(self, event: str, /, **fields: Any) -> None:
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, /, **fields: Any) -> None:
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, /, **fields: Any) -> None:
+        self._write(logging.ERROR, event, fields)
+
+    def exception(self, event: str, /, **fields: Any) -> None:
+        """An error with the traceback of the exception being handled."""
+        self._write(logging.ERROR, event, fields, exc_info=True)
+
+    def _write(self, level: int, event: str, fields: dict[str, Any], *, exc_info: bool = False) -> None:
+        if self._logger.isEnabledFor(level):
+            # The event goes in as an argument, so that a percent sign in it is not a format.
+            self._logger.log(level, "%s", event, extra={"areal_fields": fields}, exc_info=exc_info)
+
+
+def get_logger(name: str) -> Logger:
+    return Logger(name)
+
+
+def setup_logging(job: str, process: str, level: Level = "info", stream: TextIO | None = None) -> None:
+    """Send every log record of this process to `stream` (standard error by default) as JSON lines.
+
+    Calling it again replaces the earlier set-up."""
+    handler = _CountingHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(_JsonLine(job, process))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        if isinstance(old, _CountingHandler):
+            old.write_counts()
+            root.removeHandler(old)
+    root.addHandler(handler)
+    atexit.register(end_logging)
+    # Libraries are heard from warnings up: their debug and info lines drown the service's own.
+    root.setLevel(logging.WARNING)
+    logging.getLogger("areal").setLevel(level.upper())
+    logging.captureWarnings(True)
+
+
+def end_logging() -> None:
+    """Write the counts of lines that were not repeated. Nothing of this process's log is missing then."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _CountingHandler):
+            handler.write_counts()
+
+
+@dataclass
+class _RepeatedLine:
+    """A line that was written, and what came of it since."""
+
+    record: logging.LogRecord  # The newest like it, without what an exception holds on to
+    due_s: float  # When the next may be written
+    repeated: int = 0
+
+
+class _CountingHandler(logging.StreamHandler[TextIO]):
+    """Writes lines, and of equal ones the first and then their number."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: OrderedDict[tuple[object, ...], _RepeatedLine] = OrderedDict()
+        self._told = False  # That it cannot be written
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now_s = time.monotonic()
+        for line in self._lines.values():
+            if line.repeated and line.due_s <= now_s:
+                self._count(line, now_s)
+        kept = copy.copy(record)
+        kept.exc_info = None
+        key = _key(record)
+        known = self._lines.get(key)
+        if known is not None and now_s < known.due_s:
+            known.record, known.repeated = kept, known.repeated + 1
+            return
+        self._lines[key] = _RepeatedLine(kept, now_s + REPEAT_S)
+        self._lines.move_to_end(key)
+        if len(self._lines) > MOST_LINES:
+            _, oldest = self._lines.popitem(last=False)
+            if oldest.repeated:
+                self._count(oldest, now_s)
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once, in a line, that a disk takes no log; anything else is a fault of ours."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):
+                print(f"warning: the log cannot be written: {error}", file=sys.stderr, flush=True)
+
+    def write_counts(self) -> None:
+        self.acquire()
+        try:
+            for line in self._lines.values():
+                if line.repeated:
+                    self._count(line, time.monotonic())
+        finally:
+            self.release()
+
+    def _count(self, line: _RepeatedLine, now_s: float) -> None:
+        line.record.areal_fields = {**getattr(line.record, "areal_fields", {}), "repeated": line.repeated}
+        line.repeated, line.due_s = 0, now_s + REPEAT_S
+        super().emit(line.record)
+
+
+def _key(record: logging.LogRecord) -> tuple[object, ...]:
+    """What equal lines have in common."""
+    fields = getattr(record, "areal_fields", {})
+    error = record.exc_info[1] if record.exc_info else None
+    return (
+        record.levelno,
+        record.name,
+        record.getMessage(),
+        *(f"{name}={value}" for name, value in fields.items() if name not in IDENTITIES),
+        repr(error),
+    )
+
+
+class _JsonLine(logging.Formatter):
+    def __init__(self, job: str, process: str) -> None:
+        super().__init__()
+        self._job = job
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "job": self._job,
+            "process": self._process,
+            "event": record.getMessage(),
+            "logger": record.name.removeprefix("areal."),
+        }
+        for key, value in getattr(record, "areal_fields", {}).items():
+            line[f"field_{key}" if key in RESERVED else key] = HIDDEN if is_secret(key, value) else value
+        if record.exc_info and record.exc_info[0] is not None:
+            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
+        return without_logins(msgspec.json.encode(line, enc_hook=as_plain).decode("utf-8"))
+
+
+def as_plain(value: Any) -> Any:
+    """A stand-in for a value that JSON has no form for: a number for an array scalar, else its text."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", 1) == 1:
+        return item()
+    return str(value)

@@ -1,0 +1,237 @@
+"""Prometheus metrics of a process, and the seconds it spends being busy.
+
+Every service declares its own series in its `metrics.py` on the default registry; this module serves them
+over HTTP, from one thread with an event loop of its own, and holds the one series that all share,
+`areal_busy_seconds_total{activity}`. However many ask, and whatever they send, the process works on. The
+supervisor serves those of processes on other hosts too, each at a path of its own (`elsewhere`): asked for as
+they are scraped, never kept, so a scrape of one that does not answer fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gzip
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, gzip_accepted
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from areal_async.base.errors import ArealError
+from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.http_server import HttpLimits, HttpServer, listen
+
+# A `_created` series beside every counter doubles what is scraped and says nothing we use.
+prometheus_client.disable_created_metrics()
+
+PATH = "/metrics"
+LIMITS = HttpLimits(connections=64, header_bytes=16 << 10, header_s=5.0, answer_s=30.0)
+END_LIMIT_S = 5.0
+
+
+class OtherHosts:
+    """How a supervisor reads the metrics of a process on another host, by its name."""
+
+    read: Callable[[str], Awaitable[bytes]]
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """There is none any more."""
+        self.read = _nobody
+
+
+async def _nobody(name: str) -> bytes:
+    raise KeyError(name)
+
+
+other_hosts = OtherHosts()
+
+
+def elsewhere(name: str) -> str:
+    """The path at which the supervisor serves the metrics of the process called `name`."""
+    return f"{PATH}/{name}"
+
+
+class MetricsPortError(ArealError):
+    """The metrics port cannot be listened on."""
+
+
+def start_metrics_server(port: int) -> int:
+    """Serve the default registry at `/metrics` of a port of the loopback interface from a daemon thread, as
+    long as the process lives.
+
+    `port` 0 picks a free one. Returns the port in use. Raises `MetricsPortError` when it is taken."""
+    listening = _listen(port)
+    threading.Thread(target=asyncio.run, args=(_serve(listening),), name="metrics", daemon=True).start()
+    return int(listening.getsockname()[1])
+
+
+@contextmanager
+def serve_metrics(port: int) -> Iterator[int]:
+    """The same for the time of a block."""
+    listening = _listen(port)
+    loop = asyncio.new_event_loop()
+    serving = loop.create_task(_serve(listening))
+
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(serving)
+        loop.close()
+
+    thread = threading.Thread(target=run, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield int(listening.getsockname()[1])
+    finally:
+        loop.call_soon_threadsafe(serving.cancel)
+        thread.join(timeout=END_LIMIT_S)
+
+
+async def _serve(listening: socket.socket) -> None:
+    server = HttpServer(answer_scrape, listening, LIMITS, name="metrics")
+    server.start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.close(grace_s=0.0)
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return listen(LOOPBACK, port)
+    except OSError as error:
+        reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        raise MetricsPortError(
+            f"cannot serve metrics on {LOOPBACK}:{port}: {reason}. Set observe.metrics_port in the job file "
+            "to the first of some free consecutive ports, or to 0 to let every service pick its own."
+        ) from error
+
+
+async def answer_scrape(scope: Scope, receive: Receive, send: Send) -> None:
+    """An ASGI application: the default registry in a form that the scraper takes, or the series of a process
+    on another host, compressed if they may be."""
+    request = Request(scope)
+    if request.method != "GET":
+        response: Response = PlainTextResponse("metrics are read with GET", 405, {"allow": "GET"})
+    else:
+        response = await _scraped(request)
+    await response(scope, receive, send)
+
+
+async def _scraped(request: Request) -> Response:
+    name = request.url.path.removeprefix(elsewhere(""))
+    if name == request.url.path:
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        text = encode(prometheus_client.REGISTRY)
+    else:
+        media_type = CONTENT_TYPE_PLAIN_0_0_4
+        try:
+            text = await other_hosts.read(name)
+        except KeyError:
+            return PlainTextResponse(f"nothing is known of a process {name}", 404)
+        except (ArealError, TimeoutError) as error:
+            return PlainTextResponse(f"{name} does not answer. {error}", 504)
+    headers = {"content-type": media_type, "connection": "close"}
+    if gzip_accepted(request.headers.get("accept-encoding", "")):
+        text, headers["content-encoding"] = gzip.compress(text), "gzip"
+    return Response(text, headers=headers)
+
+
+@dataclass
+class _Activity:
+    finished_s: float = 0.0
+    depth: int = 0
+    since_s: float = 0.0
+
+
+class Busy(Collector):
+    """Seconds during which at least one piece of an activity ran: `with busy("train"): …`.
+
+    Pieces that overlap (coroutines, threads, nested calls) count once, so the rate of an activity is a
+    share of time, never above 1. A piece that still runs counts up to the moment it is asked about.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._activities: dict[str, _Activity] = {}
+
+    @contextmanager
+    def __call__(self, activity: str) -> Iterator[None]:
+        self.begin(activity)
+        try:
+            yield
+        finally:
+            self.end(activity)
+
+    def begin(self, activity: str) -> None:
+        """The start of a piece, for code whose pieces are no blocks; each needs its `end`."""
+        with self._lock:
+            entry = self._activities.setdefault(activity, _Activity())
+            if entry.depth == 0:
+                entry.since_s = self._clock()
+            entry.depth += 1
+
+    def end(self, activity: str) -> None:
+        with self._lock:
+            entry = self._activities[activity]
+            entry.depth -= 1
+            if entry.depth == 0:
+                entry.finished_s += self._clock() - entry.since_s
+
+    def seconds(self, activity: str) -> float:
+        """Busy seconds of `activity` until now; 0 for one never begun."""
+        with self._lock:
+            entry = self._activities.get(activity)
+            return self._until_now(entry) if entry else 0.0
+
+    def totals(self) -> dict[str, float]:
+        """Busy seconds until now, by activity."""
+        with self._lock:
+            return {activity: self._until_now(entry) for activity, entry in self._activities.items()}
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            "areal_busy_seconds",
+            "Seconds in which at least one piece of the activity ran.",
+            labels=["activity"],
+        )
+        for activity, seconds in self.totals().items():
+            family.add_metric([activity], seconds)
+        yield family
+
+    def _until_now(self, entry: _Activity) -> float:
+        running_s = self._clock() - entry.since_s if entry.depth else 0.0
+        return entry.finished_s + running_s
+
+
+busy = Busy()
+prometheus_client.REGISTRY.register(busy)
+
+
+def sums_of(histogram: prometheus_client.Histogram) -> list[float]:
+    """How many values a histogram has seen, and their sum, over all its labels."""
+    samples = [sample for metric in histogram.collect() for sample in metric.samples]
+    return [
+        float(sum(sample.value for sample in samples if sample.name.endswith(end)))
+        for end in ("_count", "_sum")
+    ]
+
+
+STALL = prometheus_client.Gauge(
+    "areal_stall_seconds",
+    "Seconds since the trainer last computed, by the edge that starves it; 0 while it does.",
+    ["edge"],
+)

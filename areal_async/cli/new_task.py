@@ -1,0 +1,262 @@
+"""The folder of a task of one's own: its data and what makes it, a reward with its test, and a job.
+
+Everything works as it is written, on a task that stands in for the user's. Without a model there is a tiny
+one, of random weights and with a token for each character of ASCII, and a job that warms it up. Nothing that
+exists is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import string
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from areal_async.data.sources import DataError
+from areal_async.models.files import no_folder
+from areal_async.storage.hub import hub_url
+from areal_async.storage.urls import is_url
+
+MAKER = "make_data.py"
+BASE, WARM, RL = "base", "warm_start.yaml", "job.yaml"
+TINY_POSITIONS = 256
+REPLY_END = "{{ eos_token if m['role'] == 'assistant' else '=' }}"
+TINY_TEMPLATE = f"{{% for m in messages %}}{{{{ m['content'] }}}}{REPLY_END}{{% endfor %}}"
+"""For data sets of chats: what is asked ends with `=`, as in the prompts that are texts."""
+SPACES = {" ": "Ġ", "\n": "Ċ", "\t": "ĉ"}  # As the pre-tokenizer of Qwen2 writes them
+
+
+def write_task_files(folder: Path, model: str | None) -> list[str]:
+    """Make the folder; returns what to do next, as commands. Raises `DataError` where something is there."""
+    local = model is not None and Path(model).expanduser().is_dir()
+    if not (model is None or local or is_url(model) or hub_url(model, Path(), is_data=False)):
+        raise DataError(
+            f"--model: {no_folder(Path(model))}. Give a model's folder, or owner/name of the hub."
+        )
+    named = Path(os.path.relpath(Path(model).expanduser(), folder)).as_posix() if model and local else model
+    texts = {
+        MAKER: DATA.replace("PROMPT", TINY_PROMPT if model is None else CHAT_PROMPT),
+        "reward.py": REWARD,
+        "test_reward.py": TEST,
+        RL: (TINY_JOB if model is None else MODEL_JOB.replace("MODEL", str(named))).replace(
+            "NAME", job_name(folder)
+        ),
+    }
+    if model is None:
+        texts[WARM] = WARM_JOB.replace("NAME", job_name(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if there := sorted(each.name for each in folder.iterdir()):
+            raise DataError(f"{folder} holds {there[0]} already. Name a folder that is new or empty.")
+        # Made elsewhere first: what is interrupted leaves no half of it there.
+        with TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}-") as place:
+            made = Path(place, "made")
+            made.mkdir()
+            for name, text in texts.items():
+                (made / name).write_text(text, encoding="utf-8")
+            runpy.run_path(str(made / MAKER), run_name="__main__")
+            if model is None:
+                _write_tiny(made / BASE)
+            made.replace(folder.absolute())
+    except OSError as error:
+        raise DataError(f"{folder} cannot be made: {error.strerror}. Name another.") from error
+    shown = folder.as_posix()
+    steps = [
+        f"python -m pytest -q {shown}",
+        f"areal-async reward test {shown}/reward.py:score --data {shown}/train.jsonl",
+        f"areal-async data check {shown}/{RL}",
+        f"areal-async run {shown}/{RL}",
+    ]
+    return steps[:2] + ([f"areal-async run {shown}/{WARM}"] if model is None else []) + steps[2:]
+
+
+def job_name(folder: Path) -> str:
+    """The folder's name, as far as a job may be called so."""
+    allowed = string.ascii_lowercase + string.digits + "-"
+    name = "".join(sign if sign in allowed else "-" for sign in folder.absolute().name.lower()).strip("-")
+    return name[:40] or "own-task"
+
+
+def _write_tiny(folder: Path) -> None:
+    from areal_async.cli.quickstart.model import make_tokenizer, write_model  # torch, which takes its time
+
+    signs = string.digits + string.ascii_letters + string.punctuation + "".join(SPACES.values())
+    tokenizer = make_tokenizer(signs)
+    tokenizer.chat_template = TINY_TEMPLATE
+    write_model(folder, 0, tokenizer, TINY_POSITIONS)
+
+
+DATA = '''"""Makes train.jsonl and held_out.jsonl: `python make_data.py`. Change `question` and `solve`.
+
+A data set that is there already needs no such file: `areal-async data prepare` makes both from it.
+"""
+
+import json
+import random
+from pathlib import Path
+
+LETTERS = "abcdefgh"
+N_TRAIN, N_HELD_OUT = 16000, 256
+
+
+def question(rng):
+    """What one task is about, at random."""
+    return "".join(rng.choices(LETTERS, k=rng.randint(2, 5)))
+
+
+def solve(word):
+    """The right answer: each letter becomes the next one of the alphabet."""
+    return "".join(chr(ord(letter) + 1) for letter in word)
+
+
+def prompt(word):
+    """What the model is given."""
+    PROMPT
+
+
+def row(word, index, split):
+    return {
+        "data_source": "own_task",
+        "prompt": prompt(word),
+        "ability": "",
+        "reward_model": {"style": "rule", "ground_truth": solve(word)},
+        "extra_info": {"split": split, "index": index},
+        "response": random.Random(index).choice([solve(word), word]),  # for `reward test` alone
+    }
+
+
+def main():
+    rng, words = random.Random(0), {}
+    for _ in range(100 * (N_TRAIN + N_HELD_OUT)):
+        words[question(rng)] = None  # each question once
+        if len(words) == N_TRAIN + N_HELD_OUT:
+            break
+    held_out = max(1, len(words) * N_HELD_OUT // (N_TRAIN + N_HELD_OUT))
+    order = rng.sample(list(words), len(words))  # short ones are found first
+    parts = {"held_out": order[:held_out], "train": order[held_out:]}
+    for split, chosen in parts.items():
+        lines = [json.dumps(row(word, index, split)) + "\\n" for index, word in enumerate(chosen)]
+        Path(__file__).with_name(f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
+'''
+TINY_PROMPT = 'return f"{word}="'
+CHAT_PROMPT = """asked = "Replace each letter of this word by the next one of the alphabet, nothing else."
+    return [{"role": "user", "content": f"{asked}\\n{word}"}]"""
+
+REWARD = '''"""How an answer is scored; try it with `areal-async reward test reward.py:score --data FILE`."""
+
+from areal_async import Abstain, RewardInput, Score, reward
+
+
+@reward
+def score(given: RewardInput) -> Score | Abstain:
+    """1 for the right answer; else up to 0.5: half the share of characters in their right place."""
+    if not given.ground_truth:
+        return Abstain("the task has no ground truth")
+    answer, truth = given.response.strip(), str(given.ground_truth)
+    exact = answer == truth
+    right = sum(said == meant for said, meant in zip(answer, truth, strict=False))
+    share = right / max(len(answer), len(truth))
+    return Score(1.0 if exact else share / 2, {"exact": exact, "share": share})
+'''
+
+TEST = '''"""Tests of the example's reward; `python -m pytest` runs them.
+
+They fail once reward.py scores in another way. Replace them then: for an answer that is right, one that is
+wrong and an empty one, write what your reward is to return.
+"""
+
+from pathlib import Path
+
+from areal_async import Abstain, RewardInput, load_reward
+
+score = load_reward(f"{Path(__file__).with_name('reward.py')}:score")
+
+
+def test_the_right_answer_gets_one():
+    assert score(RewardInput(response="bcd", ground_truth="bcd")).value == 1.0
+
+
+def test_white_space_does_not_count():
+    assert score(RewardInput(response=" bcd\\n", ground_truth="bcd")).value == 1.0
+
+
+def test_half_of_the_signs_in_their_place_earn_a_quarter():
+    given = score(RewardInput(response="bcxy", ground_truth="bcde"))
+    assert given.value == 0.25
+    assert given.components == {"exact": False, "share": 0.5}
+
+
+def test_an_empty_answer_gets_nothing():
+    assert score(RewardInput(response="", ground_truth="bcd")).value == 0.0
+
+
+def test_a_task_without_ground_truth_is_not_judged():
+    assert isinstance(score(RewardInput(response="bcd")), Abstain)
+'''
+
+WARM_JOB = """# First job: teach the random model in base/ a little of the task, for RL to go on from.
+# A model that can already answer now and then needs no such job.
+job: NAME-warm
+kind: sft
+seed: 1
+model: base
+tasks: {train: train.jsonl, evaluation: held_out.jsonl}
+trainer:
+  steps: 2000
+  micro_batch_tokens: 8192
+  torch_threads: 1
+  optimizer: {lr: 1.0e-3, warmup_steps: 20, clip_grad_norm: 1.0}
+sft:
+  batch_size: 128
+  evaluate_every: 1
+  stop_between: [0.25, 0.4]             # right answers of held-out tasks
+"""
+
+TINY_JOB = """# Second job: asynchronous RL with the reward in reward.py.
+job: NAME
+seed: 1
+model: runs/NAME-warm/model             # or a model of the hub: Qwen/Qwen2.5-0.5B-Instruct
+tasks: {train: train.jsonl, evaluation: held_out.jsonl}
+rollout:
+  group_size: 8
+  max_concurrent: 512
+  max_model_len: 64                      # prompt and answer, in tokens
+  sampling: {temperature: 1.0, max_new_tokens: 12}
+buffer: {max_staleness: 1, batch_groups: 64}
+reward:
+  name: reward.py:score
+  timeout_s: 5
+trainer:
+  steps: 150
+  micro_batch_tokens: 8192
+  optimizer: {lr: 4.0e-4, warmup_steps: 20, schedule: linear, clip_grad_norm: 0.2}
+evaluation: {every_steps: 25}
+"""
+
+MODEL_JOB = """# Asynchronous RL with the reward in reward.py.
+job: NAME
+seed: 1
+model: MODEL
+tasks: {train: train.jsonl, evaluation: held_out.jsonl}
+rollout:
+  group_size: 8
+  max_concurrent: 64
+  max_model_len: 512                     # prompt and answer, in tokens
+  sampling: {temperature: 1.0, max_new_tokens: 128}
+  # template_args: {enable_thinking: false}
+  # device: cuda                         # and trainer.device, where there are GPUs
+buffer: {max_staleness: 2, batch_groups: 16}
+reward:
+  name: reward.py:score
+  timeout_s: 5
+trainer:
+  steps: 100
+  micro_batch_tokens: 8192
+  optimizer: {lr: 1.0e-6, warmup_steps: 10, clip_grad_norm: 1.0}
+evaluation: {every_steps: 20}
+"""

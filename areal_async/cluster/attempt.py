@@ -1,0 +1,128 @@
+"""One start of a job, as a folder: who runs it, that it is to stop, how it ended.
+
+Promises: of all processes that are started for one attempt (`attempt_process.py`) exactly one runs it,
+whoever started them and whenever they come to it: the one whose *claim* is there first. It holds a lock on
+its claim as long as it lives, and writes down how the run ended before it goes. A file `stop` in the folder
+ends the run in order, as one SIGTERM does, however often it is written and also where it was there first.
+
+    request.json    what is to be run; the same for all that are started
+    claim           the process that runs it (its lock says whether it lives)
+    stop            that it is to end
+    ending.json     how it ended
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from areal_async.run.folders import Owner
+from areal_async.base.own_files import NotOurs, read_own
+from areal_async.service.context import Role
+from areal_async.base.processes import start_of
+
+REQUEST, CLAIM, STOP, ENDING = "request.json", "claim", "stop", "ending.json"
+RECORD_BYTES = 64 << 10
+NOBODY = Owner(0, "")
+
+
+class AttemptRequest(msgspec.Struct, frozen=True):
+    """What is to be run: the job's mapping with paths relative to `files`, below `run_dir`, with changes."""
+
+    job: dict[str, Any]
+    files: str
+    run_dir: str
+    overrides: list[str]
+    modules: dict[Role, str]
+    cluster: dict[str, Any]  # What the run is told of its cluster
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.run_dir) / str(self.job["job"])
+
+
+class AttemptEnding(msgspec.Struct, frozen=True):
+    """How the run of an attempt ended, in its own words."""
+
+    how: Literal["finished", "interrupted", "failed"]
+    words: str = ""
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Readers see the old file or the new one, also after the machine has failed."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def claim(folder: Path) -> bool:
+    """Make this process the one that runs the attempt in `folder`; False where another is. It has the claim
+    until it ends: the descriptor with its lock is never closed."""
+    return _claim(folder, Owner(os.getpid(), start_of(os.getpid()))) is not None
+
+
+def void(folder: Path) -> bool:
+    """Claim the attempt for nobody, so that no process that comes late runs it; False where one has it."""
+    fd = _claim(folder, NOBODY)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None or holder_of(folder) == "void"
+
+
+def _claim(folder: Path, owner: Owner) -> int | None:
+    mine = folder / f"{CLAIM}.{os.getpid()}.tmp"
+    fd = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.write(fd, msgspec.json.encode(owner))
+    os.fsync(fd)
+    try:
+        os.link(mine, folder / CLAIM)  # whole and locked from its first moment, and only once
+    except FileExistsError:
+        os.close(fd)
+        return None
+    finally:
+        mine.unlink()
+    sync_folder(folder)
+    return fd
+
+
+def holder_of(folder: Path) -> Owner | Literal["nobody", "void", "gone"]:
+    """The process that runs the attempt in `folder`; `nobody` while none has come to it, `void` where none
+    will, `gone` once it has ended."""
+    try:
+        fd = os.open(folder / CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return "nobody"
+    try:
+        owner = msgspec.json.decode(os.pread(fd, RECORD_BYTES, 0), type=Owner)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return owner
+    finally:
+        os.close(fd)
+    return "void" if owner == NOBODY else "gone"
+
+
+def ending_of(folder: Path) -> AttemptEnding | None:
+    """What the attempt's process wrote down of its end; None where it did not."""
+    with suppress(OSError, NotOurs, msgspec.DecodeError):
+        return msgspec.json.decode(read_own(folder / ENDING, max_bytes=RECORD_BYTES), type=AttemptEnding)
+    return None

@@ -1,0 +1,254 @@
+"""The controller's API as the command line uses it."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+
+from areal_async.config.cluster import cluster_dir
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.cluster.folder import ClusterFolder
+from areal_async.cluster.messages import (
+    ClusterAnswer,
+    DownRequest,
+    FiguresAnswer,
+    JobAnswer,
+    JobDetailAnswer,
+    JobsAnswer,
+    LogsAnswer,
+    RefusalAnswer,
+    ResumeRequest,
+    WorkersAnswer,
+)
+from areal_async.cluster.operations import LOG_WAIT_S, OFFSET_HEADER, OVER_HEADER
+from areal_async.cluster.states import JobRefused, UnknownJob
+from areal_async.cluster.submission import Submission
+from areal_async.base.errors import ArealError
+from areal_async.rpc.endpoints import is_loopback
+
+URL_VARIABLE = "AREAL_ASYNC_CONTROLLER"
+"""Environment variable with the URL of a controller on another machine."""
+TOKEN_VARIABLE = "AREAL_ASYNC_TOKEN_FILE"
+"""Environment variable with the file that holds a token of that controller."""
+ANSWER_S = 60.0
+RETRY_S = 30.0  # How long a request that may be repeated is repeated while nobody answers
+PAUSE_S = 0.3
+MOST_FAILURES = 3  # Answers with status 500 after which that is the answer
+
+KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+
+A = TypeVar("A", bound=msgspec.Struct)
+
+
+class ControllerGone(ArealError):
+    """There is no controller, or it does not answer."""
+
+    exit_status = 3
+
+
+class TokenRefused(ArealError):
+    """The controller does not let this token in, or not to do this."""
+
+    exit_status = 4
+
+
+def reached(url: str, timeout_s: float = 5.0) -> bool:
+    """Whether a controller answers at `url`."""
+    try:
+        return ControllerClient(url, "").request("GET", "/healthz", timeout_s=timeout_s)[0] == 200
+    except ControllerGone:
+        return False
+
+
+@dataclass
+class ControllerClient:
+    """Asks the controller at `url`. `here`: it is on this machine, in `folder`.
+
+    Raises `ControllerGone`, `TokenRefused`, `JobRefused` with the controller's reason, `ConfigError` with
+    what it found wrong."""
+
+    url: str
+    token: str = field(repr=False)
+    folder: ClusterFolder | None = None
+
+    @classmethod
+    def find(cls) -> ControllerClient:
+        """The controller that commands talk to: that of the variables, else of the cluster folder."""
+        if url := os.environ.get(URL_VARIABLE):
+            if urlsplit(url).scheme not in KINDS or not urlsplit(url).hostname:
+                fix = "Give one such as http://host:8470"
+                raise ConfigError("the environment", [Mistake(URL_VARIABLE, f"{url!r} is no URL", fix)])
+            return cls(url, _token_of(os.environ.get(TOKEN_VARIABLE)))
+        folder = ClusterFolder(cluster_dir())
+        found = folder.url()
+        if found is None:
+            raise ControllerGone(
+                f"no controller is up in {folder.path}. `areal-async up` brings one up, and so does "
+                "`areal-async submit JOB.YAML`"
+            )
+        return cls(found, folder.token(), folder)
+
+    @property
+    def here(self) -> bool:
+        return self.folder is not None or is_loopback(urlsplit(self.url).hostname or "")
+
+    # --- operations --------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> list[JobAnswer]:
+        """The jobs that were made of it. It is sent again where no answer came: it counts once."""
+        body = msgspec.json.encode(submission)
+        return self._ask(JobsAnswer, "POST", "/v1/jobs", body, repeat=True).jobs
+
+    def cluster(self) -> ClusterAnswer:
+        return self._ask(ClusterAnswer, "GET", "/v1/cluster", repeat=True)
+
+    def jobs(self, *, ended: bool) -> list[JobAnswer]:
+        return self._ask(JobsAnswer, "GET", f"/v1/jobs?ended={int(ended)}", repeat=True).jobs
+
+    def job(self, name: str) -> JobDetailAnswer:
+        return self._ask(JobDetailAnswer, "GET", _path(name), repeat=True)
+
+    def figures(self, name: str) -> FiguresAnswer:
+        return self._ask(FiguresAnswer, "GET", _path(name, "figures"), repeat=True)
+
+    def ask(self, name: str, verb: Literal["pause", "stop"]) -> JobAnswer:
+        return self._ask(JobsAnswer, "POST", _path(name, verb), repeat=True).jobs[0]
+
+    def resume(self, name: str, overrides: Sequence[str]) -> JobAnswer:
+        body = msgspec.json.encode(ResumeRequest(list(overrides)))
+        return self._ask(JobsAnswer, "POST", _path(name, "resume"), body).jobs[0]
+
+    def change(self, name: str, how: str, request: Mapping[str, Any], limit_s: float) -> WorkersAnswer:
+        """Scale, or drain a worker, which may take `limit_s`."""
+        body = msgspec.json.encode(request)
+        return self._ask(WorkersAnswer, "POST", _path(name, how), body, timeout_s=limit_s + ANSWER_S)
+
+    def down(self, *, keep_jobs: bool) -> list[JobAnswer]:
+        body = msgspec.json.encode(DownRequest(keep_jobs))
+        return self._ask(JobsAnswer, "POST", "/v1/down", body, repeat=True).jobs
+
+    def logs(self, name: str) -> LogsAnswer:
+        return self._ask(LogsAnswer, "GET", _path(name, "logs"), repeat=True)
+
+    def log(self, name: str, log: str, *, follow: bool) -> Iterator[bytes]:
+        """What a log of a job holds; with `follow` also what comes until the job has ended. A connection that
+        is lost is made again, and nothing of the log comes twice or is left out."""
+        offset = 0
+        while True:
+            query = urlencode({"offset": offset, "wait_s": LOG_WAIT_S if follow else 0})
+            path = f"{_path(name, 'logs')}/{quote(log, safe='')}?{query}"
+            status, headers, found = self._repeated("GET", path, b"", ANSWER_S)
+            _raise_refusal(status, found)
+            offset = int(headers.get(OFFSET_HEADER, 0))
+            if found:
+                yield found
+            elif not follow or headers.get(OVER_HEADER) == "true":
+                return
+
+    # --- requests ----------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        answer: type[A],
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        repeat: bool = False,
+        timeout_s: float = ANSWER_S,
+    ) -> A:
+        ask = self._repeated if repeat else self.request
+        status, _, content = ask(method, path, body, timeout_s)
+        _raise_refusal(status, content)
+        try:
+            return msgspec.json.decode(content, type=answer)
+        except (ValueError, RecursionError) as error:
+            raise ControllerGone(
+                f"what answers at {self.url} is no controller of this release: {error}"
+            ) from error
+
+    def _repeated(
+        self, method: str, path: str, body: bytes, timeout_s: float
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """The same, again while nobody answers: a controller may be starting anew, at another address."""
+        deadline_s, failures = time.monotonic() + RETRY_S, 0
+        while True:
+            try:
+                found = self.request(method, path, body, timeout_s)
+                failures += found[0] == 500  # as one that goes down answers what it breaks off
+                if found[0] not in (500, 503) or failures > MOST_FAILURES or time.monotonic() > deadline_s:
+                    return found
+                time.sleep(PAUSE_S)
+            except ControllerGone:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(PAUSE_S)
+                while self.folder is not None and time.monotonic() < deadline_s:
+                    if url := self.folder.url():
+                        self.url = url
+                        break
+                    time.sleep(PAUSE_S)  # its port may be somebody else's by now
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", timeout_s: float = ANSWER_S
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of one answer. Raises `ControllerGone`."""
+        at = urlsplit(self.url)
+        connection = KINDS[at.scheme](at.hostname or "", at.port, timeout=timeout_s)
+        headers = {"content-type": "application/json", "connection": "close"}
+        if self.token:
+            headers["authorization"] = f"Bearer {self.token}"
+        try:
+            connection.request(method, at.path.rstrip("/") + path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ControllerGone(f"the controller at {self.url} does not answer: {error}") from error
+        finally:
+            connection.close()
+
+
+def new_key() -> str:
+    """A key for a submission that nobody else has."""
+    return uuid.uuid4().hex
+
+
+def _path(name: str, below: str = "") -> str:
+    return f"/v1/jobs/{quote(name, safe='')}" + (f"/{below}" if below else "")
+
+
+def _raise_refusal(status: int, content: bytes) -> None:
+    if status < 400:
+        return
+    try:
+        refusal = msgspec.json.decode(content, type=RefusalAnswer)
+    except (ValueError, RecursionError):
+        raise ControllerGone(
+            f"the controller answered with status {status}; its log has the reason"
+        ) from None
+    if refusal.mistakes:
+        source = refusal.error.partition(": ")[0].partition(" has ")[0]
+        raise ConfigError(source, [Mistake(each.field, each.problem, each.fix) for each in refusal.mistakes])
+    if status in (401, 403):
+        raise TokenRefused(refusal.error)
+    if status >= 500:
+        raise ControllerGone(refusal.error)
+    raise (UnknownJob if status == 404 else JobRefused)(refusal.error)
+
+
+def _token_of(path: str | None) -> str:
+    if path is None:
+        raise TokenRefused(f"{TOKEN_VARIABLE} does not name the file with a token of the controller")
+    try:
+        return Path(path).expanduser().read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenRefused(f"the token in {path} cannot be read: {error}") from error

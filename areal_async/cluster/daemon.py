@@ -1,0 +1,209 @@
+"""The controller's process: `python -P -m areal_async.cluster.daemon [--hold] FOLDER [CLUSTER.YAML]`.
+
+It takes the lock of the cluster's folder, serves the API, and looks at the jobs a few times a second, until
+`areal-async down`, Ctrl-C or SIGTERM. The last two end the controller alone: the jobs run on, and the next
+controller finds them. With `--hold` it starts no job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from areal_async.config.cluster import ClusterConfig, load_cluster
+from areal_async.cluster.api import LIMITS, ControllerApi
+from areal_async.cluster.attempt import write_durably
+from areal_async.cluster.client import ControllerGone, reached
+from areal_async.cluster.controller import STOP_LIMIT_S, Controller
+from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook
+from areal_async.cluster.metrics import RECONCILE_FAILURES
+from areal_async.cluster.processes import RealProcesses, detached_environment, start_detached, tail_of
+from areal_async.cluster.resources import machine_resources
+from areal_async.cluster.states import ACTIVE
+from areal_async.cluster.store import JobStore
+from areal_async.base.errors import ArealError, EndpointError
+from areal_async.base.own_files import PRIVATE_UMASK
+from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.http_server import HttpServer, listen
+from areal_async.base.log import end_logging, get_logger, setup_logging
+
+LOOK_S = 0.25
+START_LIMIT_S = 60.0
+LOG_BYTES = 16 << 20  # A log larger than this is put aside when a controller starts; one such is kept
+TAKEN_STATUS = 3
+"""Exit status of a process that found another controller."""
+
+T = TypeVar("T")
+
+log = get_logger("controller")
+
+
+class ControllerProcess:
+    """A controller with everything around it, in the folder whose lock this process has. With `hold` it
+    starts no job."""
+
+    def __init__(self, folder: ClusterFolder, cluster: ClusterConfig, *, hold: bool = False) -> None:
+        self._folder = folder
+        self._cluster = cluster
+        self._hold = hold
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
+        self._wake = asyncio.Event()
+        self._over = asyncio.Event()
+        self._going_down = False  # It ends once no job runs any more
+
+    async def run(self, on_serving: Callable[[str], None] = lambda url: None) -> None:
+        """Serve until it is told to end. Raises `ArealError` where it cannot."""
+        self._folder.make_tokens()
+        tokens = TokenBook(self._folder.tokens)
+        api = self._cluster.api
+        try:
+            listening = listen(api.host, api.port, guarded=not tokens.empty)
+        except OSError as error:
+            raise EndpointError(
+                f"cannot listen on {api.host}:{api.port}: {error.strerror}. Give another api.port in the "
+                "cluster file, or 0 for a free one."
+            ) from error
+        try:
+            controller = await self._on_thread(self._open)
+            served = ControllerApi(
+                controller,
+                self._cluster,
+                tokens,
+                self._thread,
+                wake=self._wake.set,
+                on_down=self._go_down,
+            )
+            server = HttpServer(served.app, listening, LIMITS, name="controller")
+        except BaseException:
+            listening.close()
+            raise
+        server.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._over.set)
+        url = server.url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("//[::]:", "//[::1]:")
+        write_durably(self._folder.address, f"{url}\n".encode())
+        log.info("the controller serves", url=url, cluster=self._cluster.cluster)
+        on_serving(url)
+        try:
+            await self._look_after(controller)
+        finally:
+            self._folder.address.unlink(missing_ok=True)
+            await server.close()
+            await self._on_thread(controller.store.close)
+            self._thread.shutdown()
+            log.info("the controller ends")
+
+    def _open(self) -> Controller:
+        own_gpus = self._cluster.launcher == "local"
+        processes = RealProcesses(
+            self._folder.jobs, cluster=self._cluster.model_dump(mode="json"), own_gpus=own_gpus
+        )
+        total = machine_resources(self._cluster.resources)
+        store = JobStore(self._folder.database)
+        controller = Controller(store, processes, self._folder.jobs, total, own_gpus=own_gpus)
+        controller.starts = not self._hold
+        return controller
+
+    async def _look_after(self, controller: Controller) -> None:
+        """Look at the jobs until it is over."""
+        deadline_s = 0.0
+        while not self._over.is_set():
+            self._wake.clear()
+            active = 1
+            try:
+                await self._on_thread(controller.reconcile)
+                active = len(await self._on_thread(controller.store.in_states, ACTIVE))
+            except Exception:  # a full disk, say: what is not written is not done, and is tried again
+                RECONCILE_FAILURES.inc()
+                log.exception("a look at the jobs failed")
+            if self._going_down:
+                deadline_s = deadline_s or time.monotonic() + STOP_LIMIT_S + 10.0
+                if not active or time.monotonic() > deadline_s:
+                    return
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._wake, self._over)]
+            await asyncio.wait(waits, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            for each in waits:
+                each.cancel()
+
+    def _go_down(self, keep_jobs: bool) -> None:
+        if keep_jobs:
+            # The answer to who has asked goes out first.
+            asyncio.get_running_loop().call_later(LOOK_S, self._over.set)
+        self._going_down = not keep_jobs
+        self._wake.set()
+
+    async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = False) -> int:
+    """Be the controller of the cluster in `folder`, as `cluster` says or as it was brought up last. Returns
+    an exit status. Raises `ArealError`."""
+    os.umask(PRIVATE_UMASK)
+    folder.make()
+    if folder.lock() is None:  # else it is kept until this process is gone
+        return TAKEN_STATUS
+    cluster = cluster or folder.recorded() or ClusterConfig()
+    folder.record(cluster)
+    setup_logging(cluster.cluster, "controller")
+    try:
+        asyncio.run(ControllerProcess(folder, cluster, hold=hold).run())
+    finally:
+        end_logging()
+    return 0
+
+
+def start_controller(folder: ClusterFolder, cluster_file: Path | None = None, *, hold: bool = False) -> str:
+    """Start a controller that outlives this process, unless there is one; return its URL once it answers.
+    Raises `ClusterFolderError` where it does not come to that."""
+    folder.make()
+    if folder.log.exists() and folder.log.stat().st_size > LOG_BYTES:
+        folder.log.replace(folder.log.with_suffix(".log.1"))
+    module = ["areal_async.cluster.daemon", *(["--hold"] if hold else []), str(folder.path)]
+    module += [] if cluster_file is None else [str(cluster_file.resolve())]
+    child = start_detached(module, folder.log, Path("/"), detached_environment())
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while True:
+        with suppress(ControllerGone):
+            if (url := folder.url()) is not None and reached(url):
+                _end_if_late(child, folder)
+                return url
+        status = child.poll()
+        if status not in (None, TAKEN_STATUS) or time.monotonic() > deadline_s:
+            how = "has not come to serve" if status is None else f"ended with status {status}"
+            raise ClusterFolderError(
+                f"the controller {how}. Its log {folder.log} ends with:\n{tail_of(folder.log, 2000)}"
+            )
+        time.sleep(0.05)
+
+
+def _end_if_late(child: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
+    """End a process of which another was quicker: it must not take over when that one goes down."""
+    owner = folder.controller()
+    if owner is None or owner.pid != child.pid:
+        child.terminate()
+        child.wait(START_LIMIT_S)
+
+
+def main() -> int:
+    path, *files = [argument for argument in sys.argv[1:] if argument != "--hold"]
+    try:
+        cluster = load_cluster(Path(files[0]), queued=True) if files else None
+        return serve(ClusterFolder(Path(path)), cluster, hold="--hold" in sys.argv)
+    except ArealError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

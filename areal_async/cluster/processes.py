@@ -1,0 +1,243 @@
+"""The processes of jobs, as the controller sees them: looked at, started, told to stop, killed.
+
+Promises: everything here may be done again after a controller died in the middle of it, by the next one, and
+comes to the same: an attempt is run once however often it is started (`attempt.py`), and asked to stop once
+however often it is told. A run is a child of nobody: it lives on without its controller.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from areal_async.config.devices import names_of
+from areal_async.cluster.attempt import (
+    REQUEST,
+    STOP,
+    AttemptEnding,
+    AttemptRequest,
+    ending_of,
+    holder_of,
+    void,
+    write_durably,
+)
+from areal_async.cluster.states import RunEnded
+from areal_async.cluster.store import StoredJob
+from areal_async.run.folders import Owner, clean_up
+from areal_async.run.launcher import WAITS
+from areal_async.run.plan import MODULES
+from areal_async.service.context import Role
+from areal_async.base.processes import RUN_VARIABLE
+
+OUTPUT = "output.log"
+LAST_WORDS_BYTES = 2000
+
+Seen = RunEnded | Literal["nobody", "starting", "serving"]
+"""What is seen of an attempt: `nobody` has come to run it yet; it is starting; all its services serve; or it
+has ended."""
+
+
+class ProcessTable(Protocol):
+    """What the controller needs of the world. Each call is for the present attempt of a job."""
+
+    def look(self, job: StoredJob) -> Seen: ...
+
+    def start(self, job: StoredJob) -> None:
+        """Have a process come to run it, unless this controller has started one that is still to come. Raises
+        OSError."""
+
+    def tell_to_stop(self, job: StoredJob) -> None:
+        """Have it end in order."""
+
+    def void(self, job: StoredJob) -> bool:
+        """See to it that nobody runs it any more who has not begun; False where somebody has."""
+
+    def kill(self, job: StoredJob) -> None:
+        """End it at once."""
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """The folder of one job in the cluster's: `jobs/<id>-<name>`."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, jobs: Path, id: int, name: str) -> JobFolder:
+        return cls(jobs / f"{id}-{name}")
+
+    @property
+    def files(self) -> Path:
+        """What came with the submission."""
+        return self.path / "files"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.path / "runs"
+
+    @property
+    def output(self) -> Path:
+        """What the runs of all its attempts printed."""
+        return self.path / OUTPUT
+
+    def run_folder(self, name: str) -> Path:
+        return self.run_dir / name
+
+    def targets(self, name: str) -> Path:
+        """What the run of the job `name` tells Prometheus, from when all serve to its end."""
+        return self.run_dir / "prometheus" / f"{name}.json"
+
+    def waits(self) -> str:
+        """What its run waits for, where it has said that last."""
+        said = tail_of(self.output, LAST_WORDS_BYTES).rpartition("\n")[2]
+        return said if said.startswith(WAITS) else ""
+
+    def attempt(self, number: int) -> Path:
+        return self.path / "attempts" / str(number)
+
+
+class RealProcesses:
+    """The processes of this machine. `jobs` is the folder of all jobs' folders; `cluster` is passed on to
+    runs; with `own_gpus` each run sees the GPUs that its job holds and no others."""
+
+    def __init__(
+        self,
+        jobs: Path,
+        *,
+        cluster: Mapping[str, object],
+        own_gpus: bool = True,
+        modules: Mapping[Role, str] = MODULES,
+    ) -> None:
+        self._jobs = jobs
+        self._cluster = dict(cluster)
+        self._own_gpus = own_gpus
+        self._modules = dict(modules)
+        self._started: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+
+    def look(self, job: StoredJob) -> Seen:
+        folder = self._folder(job)
+        attempt = folder.attempt(job.attempt)
+        child = self._started.get((job.id, job.attempt))
+        status = child.poll() if child is not None else None  # before the look: it may end meanwhile
+        holder = holder_of(attempt)
+        if isinstance(holder, Owner):
+            return "serving" if folder.targets(job.name).exists() else "starting"
+        if holder == "nobody":
+            if status is None or not self.void(job):
+                return "nobody"
+            # It died before it came to run anything: an installation that does not work, or no memory.
+            text = (
+                f"its process ended with status {status} before it ran. It said last:\n{self._said(folder)}"
+            )
+            self._forget(job)
+            return RunEnded("failed", text)
+        if holder == "void":
+            return RunEnded("unstarted")
+        ending = ending_of(attempt)
+        if ending is None:
+            clean_up(folder.run_folder(job.name))
+            if (folder.run_folder(job.name) / "summary.json").exists():
+                ending = AttemptEnding("finished")
+        self._forget(job)
+        if ending is not None:
+            return RunEnded(ending.how, ending.words)
+        said = self._said(folder)
+        text = "its process was killed, or the machine went down, before it could say why"
+        return RunEnded("lost", text + (f". It said last:\n{said}" if said else ""))
+
+    def start(self, job: StoredJob) -> None:
+        if (job.id, job.attempt) in self._started:
+            return
+        folder = self._folder(job)
+        attempt = folder.attempt(job.attempt)
+        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
+        request = AttemptRequest(
+            job.content, str(folder.files), str(folder.run_dir), job.overrides, self._modules, self._cluster
+        )
+        write_durably(attempt / REQUEST, msgspec.json.encode(request))
+        folder.targets(job.name).unlink(missing_ok=True)  # of a run that was killed
+        environment = detached_environment()
+        if self._own_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names_of(job.gpus, os.environ))
+        command = ["areal_async.cluster.attempt_process", str(attempt)]
+        started = start_detached(command, folder.output, folder.files, environment)
+        self._started[job.id, job.attempt] = started
+
+    def tell_to_stop(self, job: StoredJob) -> None:
+        stop = self._folder(job).attempt(job.attempt) / STOP
+        if not stop.exists():
+            write_durably(stop, b"")
+
+    def void(self, job: StoredJob) -> bool:
+        attempt = self._folder(job).attempt(job.attempt)
+        attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return void(attempt)
+
+    def kill(self, job: StoredJob) -> None:
+        holder = holder_of(self._folder(job).attempt(job.attempt))
+        if isinstance(holder, Owner):
+            with suppress(ProcessLookupError):
+                fd = os.pidfd_open(holder.pid)
+                try:
+                    if holder.alive:  # it is the one that was opened: a pid is not given twice meanwhile
+                        signal.pidfd_send_signal(fd, signal.SIGKILL)
+                finally:
+                    os.close(fd)
+
+    def _folder(self, job: StoredJob) -> JobFolder:
+        return JobFolder.of(self._jobs, job.id, job.name)
+
+    def _forget(self, job: StoredJob) -> None:
+        child = self._started.pop((job.id, job.attempt), None)
+        if child is not None:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(1.0)  # it has let go of its claim, so it is about to end
+
+    def _said(self, folder: JobFolder) -> str:
+        return tail_of(folder.output, LAST_WORDS_BYTES)
+
+
+def detached_environment() -> dict[str, str]:
+    """Ours, for a process that works in another folder and belongs to no run of ours."""
+    environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
+    if paths := environment.get("PYTHONPATH"):
+        environment["PYTHONPATH"] = os.pathsep.join(
+            map(os.path.abspath, filter(None, paths.split(os.pathsep)))
+        )
+    return environment
+
+
+def start_detached(
+    module: Sequence[str], output: Path, folder: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a module with its arguments in `folder`, as a process that outlives this one and appends what it
+    prints to `output`. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(output, flags, 0o600), "wb") as file:
+        return subprocess.Popen(
+            # -P: a folder of the user's that is called like a package must not stand in for it.
+            [sys.executable, "-P", "-m", *module],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def tail_of(path: Path, size_bytes: int) -> str:
+    """The last bytes of a file as text; nothing where there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size_bytes))
+        return file.read(size_bytes).decode(errors="replace").strip()
+    return ""

@@ -1,0 +1,106 @@
+"""What a job needs of a cluster, and what a machine has. `resources_of` is pure."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from areal_async.config.cluster import ResourcesSection
+from areal_async.config.devices import (
+    device_mistakes,
+    engine_gpus,
+    first_threads,
+    rollout_gpus,
+    trainer_gpus,
+)
+from areal_async.config.job import JobConfig
+from areal_async.run.plan import services_of
+from areal_async.run.ray.placement import needs_of
+
+NVIDIA_DEVICES = Path("/dev")
+
+
+class Resources(msgspec.Struct, frozen=True):
+    """Cores, GPUs and memory: what there is, or what a job needs."""
+
+    cpus: int = 0
+    gpus: int = 0
+    memory_gb: float = 0.0
+    """In GiB; 0: the job was submitted without."""
+
+    def without(self, others: Collection[Resources]) -> Resources:
+        """What is left once `others` have theirs; less than nothing where they have more than there is."""
+        return Resources(
+            self.cpus - sum(other.cpus for other in others),
+            self.gpus - sum(other.gpus for other in others),
+            self.memory_gb - sum(other.memory_gb for other in others),
+        )
+
+    def lacks(self, needed: Resources) -> str:
+        """What `needed` is short of here, in words: `2 GPUs`; empty where it fits."""
+        short = []
+        if needed.gpus > max(0, self.gpus):
+            short.append("1 GPU" if needed.gpus == 1 else f"{needed.gpus} GPUs")
+        if needed.cpus > max(0, self.cpus):
+            short.append("1 core" if needed.cpus == 1 else f"{needed.cpus} cores")
+        if needed.memory_gb > max(0.0, self.memory_gb):
+            short.append(f"{needed.memory_gb:g} GiB of memory")
+        return " and ".join(short)
+
+
+def resources_of(
+    job: JobConfig, total: Resources, memory_gb: float = 0.0, *, by_ray: bool = False
+) -> Resources:
+    """What `job` takes while it runs on a cluster that has `total`; `by_ray`: what Ray reserves for it there.
+
+    Cores: the threads with which the trainer's ranks, the workers' engines and the evaluator begin; a job
+    that would use more cores than there are takes all of them. GPUs: as many as its process must see for each
+    engine and each rank to have its own; where the cluster has one, everybody shares it, as
+    `config/devices.py` says."""
+    workers = max(job.rollout.workers, job.rollout.autoscale.max)
+    job = job.model_copy(update={"rollout": job.rollout.model_copy(update={"workers": workers})})
+    if by_ray:
+        reserved = needs_of(job, services_of(job))
+        return Resources(math.ceil(reserved.get("CPU", 0)), math.ceil(reserved.get("GPU", 0)), memory_gb)
+    cpus = 0
+    for view in job.views.values():
+        cpus += view.trainer.ranks * first_threads(view.trainer.torch_threads)
+        cpus += workers * first_threads(view.rollout.torch_threads) if job.kind == "rl" else 0
+    if job.kind == "rl" and job.tasks.evaluation is not None:
+        cpus += job.evaluation.torch_threads
+    gpus = max(_gpus_of(view, total.gpus) for view in job.views.values())
+    return Resources(min(cpus, total.cpus), gpus, memory_gb)
+
+
+def _gpus_of(job: JobConfig, total: int) -> int:
+    used = set(trainer_gpus(job))
+    if job.kind == "rl" and not job.rollout.server.urls:
+        used |= rollout_gpus(job)
+    section = job.evaluation
+    if job.kind == "rl" and job.tasks.evaluation is not None and section.device not in (None, "cpu", "cuda"):
+        used |= set(engine_gpus(job, worker=None, replica=0, visible=1 << 20))
+    needed = max(used, default=-1) + 1
+    if needed > total == 1 and not list(device_mistakes(job, 1)):
+        return 1
+    return needed
+
+
+def machine_resources(given: ResourcesSection) -> Resources:
+    """What `given` says of a machine, and for what it leaves out what this one has."""
+    return Resources(
+        cpus=given.cpus or len(os.sched_getaffinity(0)),
+        gpus=_visible_gpus() if given.gpus is None else given.gpus,
+        memory_gb=given.memory_gb or math.floor(psutil.virtual_memory().total / (1 << 30)),
+    )
+
+
+def _visible_gpus() -> int:
+    """How many GPUs torch would see here; asking torch would take seconds and half a gigabyte."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in NVIDIA_DEVICES.glob("nvidia[0-9]*"))

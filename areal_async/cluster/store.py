@@ -1,0 +1,268 @@
+"""What the controller knows, in one SQLite database: jobs, how each stands, and how it came to that.
+
+Promises: what a call has written when it returns survives the death of the process and of the machine; a call
+writes all of it or nothing. Several jobs of one submission are one write.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.cluster.queue import InLine
+from areal_async.cluster.resources import Resources
+from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
+from areal_async.base.errors import ArealError
+
+SCHEMA = 1
+MOST_HISTORY = 200  # Entries kept of one job, the newest
+MOST_JOBS = 100_000
+MOST_WAITING = 2000
+BUSY_S = 10.0
+
+TABLES = """
+CREATE TABLE jobs (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL, key TEXT NOT NULL, place INTEGER NOT NULL,
+    priority INTEGER NOT NULL, submitted_s REAL NOT NULL, content TEXT NOT NULL, overrides TEXT NOT NULL,
+    needs TEXT NOT NULL, state TEXT NOT NULL, wish TEXT NOT NULL, attempt INTEGER NOT NULL,
+    changed_s REAL NOT NULL, reason TEXT NOT NULL, gpus TEXT NOT NULL, UNIQUE (key, place));
+CREATE INDEX jobs_by_name ON jobs (name, id);
+CREATE INDEX jobs_by_state ON jobs (state, id);
+CREATE TABLE history (
+    job INTEGER NOT NULL, number INTEGER NOT NULL, state TEXT NOT NULL, wish TEXT NOT NULL,
+    time_s REAL NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (job, number)) WITHOUT ROWID;
+CREATE TABLE ids (next INTEGER NOT NULL);
+INSERT INTO ids VALUES (1);
+"""
+
+
+class JobStoreError(ArealError):
+    """The database of the controller cannot be used."""
+
+    restart_helps = False
+
+
+class StoredJob(msgspec.Struct, frozen=True):
+    """A job as the controller knows it."""
+
+    id: int
+    name: str
+    key: str  # Of the submission that it came with
+    place: int  # Its number in that submission
+    priority: int
+    submitted_s: float
+    content: dict[str, Any]
+    overrides: list[str]  # Changes that the next attempt makes
+    needs: Resources
+    state: State = "PENDING"
+    wish: Wish = "run"
+    attempt: int = 0
+    changed_s: float = 0.0  # When it was last moved
+    reason: str = "submitted"
+    gpus: list[int] = []  # GPUs that it holds
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.state, self.wish, self.attempt)
+
+
+class HistoryEntry(msgspec.Struct, frozen=True):
+    """One move of a job: into which state, when (unix time in seconds), and why."""
+
+    state: State
+    wish: Wish
+    time_s: float
+    reason: str
+
+
+COLUMNS = StoredJob.__struct_fields__
+AS_JSON = {"content": dict[str, Any], "overrides": list[str], "needs": Resources, "gpus": list[int]}
+
+
+class JobStore:
+    """The database at `path`, which is made if it is not there. Raises `JobStoreError`."""
+
+    def __init__(self, path: Path) -> None:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=BUSY_S)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            with self._transaction():
+                (version,) = self._db.execute("PRAGMA user_version").fetchone()
+                if version == 0:
+                    for statement in TABLES.split(";\n"):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {SCHEMA}")
+        except sqlite3.DatabaseError as error:
+            raise JobStoreError(f"{path} is no database of a controller that can be read: {error}") from error
+        if version not in (0, SCHEMA):
+            self._db.close()
+            raise JobStoreError(
+                f"{path} was written by another release (schema {version}, this one has {SCHEMA}). Use that "
+                "release, or another cluster folder."
+            )
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    def find(self, name: str) -> StoredJob | None:
+        """The newest job called `name`, else the one with this id."""
+        found = self._jobs("name = ? ORDER BY id DESC LIMIT 1", name)
+        if not found and name.isascii() and name.isdecimal() and len(name) < 19:
+            found = self._jobs("id = ?", int(name))
+        return found[0] if found else None
+
+    def get(self, id: int) -> StoredJob:
+        """The job with this id, which must be there."""
+        (job,) = self._jobs("id = ?", id)
+        return job
+
+    def in_states(self, states: Sequence[State], *, most: int = MOST_JOBS) -> list[StoredJob]:
+        """The newest `most` jobs in these states, by id."""
+        marks = ", ".join("?" * len(states))
+        found = self._jobs(f"state IN ({marks}) ORDER BY id DESC LIMIT ?", *states, most)
+        return found[::-1]
+
+    def waiting(self) -> list[InLine]:
+        """The jobs that are PENDING; they are many, and looked at often."""
+        rows = self._db.execute("SELECT id, name, priority, needs FROM jobs WHERE state = 'PENDING'")
+        return [
+            InLine(id, name, priority, msgspec.json.decode(needs, type=Resources))
+            for id, name, priority, needs in rows
+        ]
+
+    def of_submission(self, key: str) -> list[StoredJob]:
+        return self._jobs("key = ? ORDER BY place", key)
+
+    def counts(self) -> dict[State, int]:
+        """Number of jobs in each state."""
+        found = dict(self._db.execute("SELECT state, COUNT(*) FROM jobs GROUP BY state").fetchall())
+        return {state: found.get(state, 0) for state in STATES}
+
+    def history(self, id: int) -> list[HistoryEntry]:
+        """The newest moves of a job, the oldest of them first."""
+        rows = self._db.execute(
+            "SELECT state, wish, time_s, reason FROM history WHERE job = ? ORDER BY number", (id,)
+        )
+        return [HistoryEntry(*row) for row in rows]
+
+    def ids(self) -> set[int]:
+        return {id for (id,) in self._db.execute("SELECT id FROM jobs")}
+
+    def _jobs(self, where: str, *values: object) -> list[StoredJob]:
+        rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where}", values)
+        return [_read(row) for row in rows]
+
+    # --- writing -----------------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> range:
+        """So many new ids. Those that are not used are nobody's."""
+        with self._transaction():
+            (first,) = self._db.execute("SELECT next FROM ids").fetchone()
+            self._db.execute("UPDATE ids SET next = ?", (first + count,))
+        return range(first, first + count)
+
+    def pass_over(self, id: int) -> None:
+        """See to it that new ids are above `id`."""
+        (following,) = self._db.execute("SELECT next FROM ids").fetchone()
+        if following <= id:
+            self.reserve(id + 1 - following)
+
+    def add(self, jobs: Sequence[StoredJob]) -> None:
+        """Add jobs that are new, all or none. Raises `JobRefused` for a name that is taken by a job which has
+        not ended, and where there are too many."""
+        with self._transaction():
+            self.check_room(jobs)
+            marks = ", ".join("?" * len(COLUMNS))
+            for job in jobs:
+                self._db.execute(f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})", _row(job))
+                self._note(job.id, HistoryEntry(job.state, job.wish, job.submitted_s, job.reason))
+
+    def check_room(self, jobs: Sequence[StoredJob]) -> None:
+        """Raise `JobRefused` where these jobs could not be added."""
+        counts = self.counts()
+        if counts["PENDING"] + len(jobs) > MOST_WAITING or sum(counts.values()) + len(jobs) > MOST_JOBS:
+            raise JobRefused(
+                f"the controller keeps at most {MOST_WAITING} waiting jobs and {MOST_JOBS} in all: it has "
+                f"{counts['PENDING']} and {sum(counts.values())}, and these are {len(jobs)}"
+            )
+        for job in jobs:
+            other = self.find(job.name)
+            if other is not None and other.name == job.name and other.state not in ENDED:
+                raise JobRefused(
+                    f"job {job.name} is {other.state} already (id {other.id}). Give this one another name "
+                    "(job=NAME), or stop that one"
+                )
+
+    def move(self, job: StoredJob, move: Move, *, gpus: Sequence[int] = (), **changes: Any) -> StoredJob:
+        """Write that `job`, as it was read, has moved; it holds `gpus` then, unless it is no longer active.
+        `changes` are other columns."""
+        standing = move.standing
+        after = msgspec.structs.replace(
+            job,
+            state=standing.state,
+            wish=standing.wish,
+            attempt=standing.attempt,
+            changed_s=move.at_s,
+            reason=move.reason,
+            gpus=list(gpus or job.gpus) if standing.state in ACTIVE else [],
+            **changes,
+        )
+        with self._transaction():
+            changed = self._db.execute(
+                f"UPDATE jobs SET {', '.join(f'{column} = ?' for column in COLUMNS)} "
+                "WHERE id = ? AND state = ? AND wish = ? AND attempt = ?",
+                (*_row(after), job.id, job.state, job.wish, job.attempt),
+            )
+            if changed.rowcount != 1:
+                raise JobRefused(f"job {job.name} has changed meanwhile: look at it, and ask again")
+            self._note(job.id, HistoryEntry(standing.state, standing.wish, move.at_s, move.reason))
+        return after
+
+    def set_needs(self, id: int, needs: Resources) -> None:
+        """Write what a job takes from now on."""
+        with self._transaction():
+            values = (msgspec.json.encode(needs).decode(), id)
+            self._db.execute("UPDATE jobs SET needs = ? WHERE id = ?", values)
+
+    def _note(self, id: int, entry: HistoryEntry) -> None:
+        (last,) = self._db.execute("SELECT MAX(number) FROM history WHERE job = ?", (id,)).fetchone()
+        number = (last or 0) + 1
+        self._db.execute(
+            "INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)",
+            (id, number, entry.state, entry.wish, entry.time_s, entry.reason),
+        )
+        self._db.execute("DELETE FROM history WHERE job = ? AND number <= ?", (id, number - MOST_HISTORY))
+
+
+def _row(job: StoredJob) -> list[Any]:
+    values = msgspec.structs.asdict(job)
+    return [
+        msgspec.json.encode(values[name]).decode() if name in AS_JSON else values[name] for name in COLUMNS
+    ]
+
+
+def _read(row: Sequence[Any]) -> StoredJob:
+    values = dict(zip(COLUMNS, row, strict=True))
+    for name, kind in AS_JSON.items():
+        values[name] = msgspec.json.decode(values[name], type=kind)
+    return StoredJob(**values)

@@ -1,0 +1,241 @@
+"""What a job would find in a file: how many rows, of which form, how long, and what would stop it.
+
+A problem stops a job or makes its figures meaningless; a remark does neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.config.reward import RewardSection
+from areal_async.data.prepare import Track, split_key
+from areal_async.data.sources import DataError
+from areal_async.data.styles import DataKind
+from areal_async.data.examples import COLUMNS, Example, Form, example_of, form_of, tools_of
+from areal_async.models.prompts import message_texts, prompt_ids
+from areal_async.config.reward_routing import ImportedModules, Routing
+from areal_async.rpc.schema import Task
+from areal_async.data.tasks import TaskFileError, task_row, task_rows
+
+SHOWN = 10  # Broken rows that are shown one by one
+TASK_COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
+
+
+class SourceReport(msgspec.Struct):
+    """The tasks of one `data_source`, and what would score them."""
+
+    rows: int
+    reward: str
+    example: str
+
+
+class FileReport(msgspec.Struct):
+    """What was found in one file. `tokens` holds p50, p95 and max of the prompts' lengths."""
+
+    file: str
+    kind: DataKind
+    rows: int = 0
+    broken: int = 0
+    duplicates: int = 0
+    no_answer: int = 0
+    too_long: int = 0
+    tokens: dict[str, int] = {}
+    sources: dict[str, SourceReport] = {}
+    problems: list[str] = []
+    remarks: list[str] = []
+
+
+class DataReport(msgspec.Struct):
+    """`areal-async data check`: its files, and how many prompts of the second are in the first."""
+
+    files: list[FileReport]
+    overlap: int = 0
+    problems: list[str] = []
+    remarks: list[str] = []
+
+    @property
+    def stops(self) -> bool:
+        return bool(self.problems or any(file.problems for file in self.files))
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """What the job has that the data must fit; None where it is not known."""
+
+    kind: DataKind | None = None
+    tokenizer: Any = None
+    no_tokenizer: str = "no --model is named"
+    """Why there is none."""
+    max_model_len: int | None = None
+    reward: RewardSection | None = None
+
+
+def check_data(
+    files: Sequence[Path], expected: Expected, track: Track = lambda rows, what: rows
+) -> DataReport:
+    """Look at one file, or at those of training and evaluation. Raises `DataError`."""
+    report, prompts = DataReport([]), []
+    for path in files:
+        found, keys = _check_file(path, expected, track)
+        report.files.append(found)
+        prompts.append(keys)
+    if len(prompts) > 1 and (both := prompts[0] & prompts[1]):
+        report.overlap = len(both)
+        report.problems.append(
+            f"{len(both)} of {len(prompts[1])} held-out prompts are in {files[0]} too, so what is measured "
+            "on them says nothing. Split again with `areal-async data prepare … --held-out N`."
+        )
+    if expected.tokenizer is None:
+        report.remarks.append(
+            f"{expected.no_tokenizer}, so prompts were not measured in tokens, nor rendered by its template."
+        )
+    return report
+
+
+def _check_file(path: Path, expected: Expected, track: Track) -> tuple[FileReport, set[str]]:
+    kind = expected.kind or _kind(path)
+    report = FileReport(str(path), kind)
+    keys: Counter[str] = Counter()
+    answers: dict[str, str] = {}
+    others: list[str] = []
+    form: Form | None = None
+    lengths: list[int] = []
+    known_rewards = Routing(expected.reward) if expected.reward is not None else None
+    modules = ImportedModules(expected.reward or RewardSection(name="code_stdio"))
+    broken: list[TaskFileError] = []
+    rows = task_rows(path, (*COLUMNS, *TASK_COLUMNS), broken)
+    try:
+        for where, row in track(rows, path.name):
+            report.rows += 1
+            try:
+                if kind == "rl":
+                    row = task_row(where, row)
+                    prompt = row["prompt"]
+                else:
+                    form = form or form_of(where, row, kind)
+                    prompt = _prompt(example_of(where, row, form))
+            except TaskFileError as error:
+                broken.append(error)
+                continue
+            keys[key := split_key(row)] += 1
+            if kind == "rl":
+                task = _noted(report, row, known_rewards)
+                modules.note(task, task.ground_truth)
+                answer = f"{row['reward_model']['ground_truth']!r:.60}"
+                if answers.setdefault(key, answer) != answer:
+                    others.append(f"{where} has {answer}, and a row before it {answers[key]}")
+            if expected.tokenizer is not None and prompt:
+                lengths.append(_length(expected.tokenizer, where, prompt, row, broken))
+    except TaskFileError as error:
+        report.problems.append(f"{error} What follows was not looked at.")
+    report.rows += sum("is not JSON" in str(error) for error in broken)
+    report.broken = len(broken)
+    report.problems += [str(error) for error in broken[:SHOWN]]
+    if len(broken) > SHOWN:
+        report.problems.append(f"{len(broken) - SHOWN} more rows are broken.")
+    if not report.rows:
+        report.problems.append(f"{path} has no rows. It needs at least one.")
+    if others:
+        report.remarks.append(
+            f"{len(others)} rows ask what came before, with another answer. The first: {others[0]}."
+        )
+    _sum_up(report, keys, lengths, expected.max_model_len)
+    (report.remarks if expected.reward is None else report.problems).extend(modules.missing())
+    return report, set(keys)
+
+
+def _kind(path: Path) -> DataKind:
+    for _, row in islice(task_rows(path, None, []), 1):
+        if {"chosen", "rejected"} <= row.keys():
+            return "preference"
+        if "reward_model" not in row and ("messages" in row or "completion" in row):
+            return "sft"
+    return "rl"
+
+
+def _prompt(example: Example) -> Any:
+    """The text before the answer; of a chat all but its last message."""
+    first = example.answers[0]
+    return first.prompt or first.answer[:-1] or first.answer
+
+
+def _length(
+    tokenizer: Any, where: str, prompt: Any, row: Mapping[str, Any], broken: list[TaskFileError]
+) -> int:
+    try:
+        return len(prompt_ids(tokenizer, prompt, tools_of(row, where)))
+    except TaskFileError as error:
+        broken.append(error)
+        return 0
+    except Exception as error:  # whatever a template raises
+        broken.append(
+            DataError(
+                f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). "
+                "Mend the row, or the template."
+            )
+        )
+        return 0
+
+
+def _noted(report: FileReport, row: Mapping[str, Any], routing: Routing | None) -> Task:
+    name = str(row.get("data_source") or "")
+    truth = row["reward_model"]["ground_truth"]
+    if truth in (None, "", [], {}):
+        report.no_answer += 1
+    task = Task("", row["prompt"], name, row.get("ability") or "", "", truth, row.get("extra_info") or {})
+    if (known := report.sources.get(name)) is not None:
+        known.rows += 1
+        return task
+    reward = routing.of(task).name if routing is not None else f"not named; {suggested(truth)} would fit"
+    asked = " ".join(message_texts(row["prompt"]).split())
+    report.sources[name] = SourceReport(1, reward, f"{asked[-60:]} → {truth!s:.40}")
+    return task
+
+
+NUMBER = re.compile(r"\s*[-+]?[0-9][0-9,]*(\.[0-9]+)?\s*")
+SUGGESTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("code", lambda truth: isinstance(truth, dict) or (isinstance(truth, str) and '"inputs"' in truth)),
+    ("gsm8k", lambda truth: isinstance(truth, str) and "####" in truth),
+    ("choice", lambda truth: isinstance(truth, str) and re.fullmatch(r"[A-J]", truth) is not None),
+    ("math", lambda truth: isinstance(truth, int | float) or NUMBER.fullmatch(str(truth)) is not None),
+    ("math", lambda truth: isinstance(truth, str) and re.search(r"\\[a-zA-Z]+|[\^_]\{", truth) is not None),
+)
+
+
+def suggested(truth: Any) -> str:
+    """A built-in reward that takes ground truths of this form (docs/verifiers.md)."""
+    return next((name for name, fits in SUGGESTED if fits(truth)), "exact_match")
+
+
+def _sum_up(report: FileReport, keys: Counter[str], lengths: list[int], max_model_len: int | None) -> None:
+    report.duplicates = keys.total() - len(keys)
+    if report.duplicates and report.kind in ("rl", "sft"):
+        report.remarks.append(f"{report.duplicates} rows have a prompt that came before.")
+    if report.no_answer:
+        report.problems.append(
+            f"{report.no_answer} of {report.rows} rows have no answer (reward_model.ground_truth), which "
+            "most rewards need. Take them out, or name the column: data prepare --map answer=COLUMN."
+        )
+    if lengths:
+        report.tokens = length_figures(lengths)
+    if max_model_len is not None and (long := sum(length >= max_model_len for length in lengths)):
+        report.too_long = long
+        report.problems.append(
+            f"{long} of {len(lengths)} prompts have {max_model_len} tokens or more, which leaves no room for "
+            f"an answer. Take them out (data prepare --max-prompt-tokens {max_model_len // 2}), or raise "
+            "rollout.max_model_len."
+        )
+
+
+def length_figures(lengths: Sequence[int]) -> dict[str, int]:
+    """p50, p95 and max by nearest rank."""
+    ordered = sorted(lengths)
+    at = {"p50": (len(ordered) - 1) // 2, "p95": -(-95 * len(ordered) // 100) - 1, "max": len(ordered) - 1}
+    return dict(zip(at, itemgetter(*at.values())(ordered), strict=True))

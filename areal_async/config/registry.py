@@ -1,0 +1,459 @@
+"""Finding the parts that a job file names: engines, back ends, losses, workflows, environments, rewards …
+
+A part is named in one of three ways: by the name of a built-in one; by `path.py:name`, an object in a file
+of the user's; or by the name of an entry point that another installed package declares in the group of its
+kind, `areal_async.<kind>s`:
+
+    [project.entry-points."areal_async.config.reward_routing"]
+    politeness = "my_rewards.politeness:politeness"
+
+Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part says
+itself what it takes. `Arguments`, where the part has it, is the `Section` of its arguments; otherwise its
+parameters after the first `leading` ones are, and their annotations say what each may be.
+`check_job(job, arguments, field)`, where the part has it, yields the `Mistake`s of a job that uses it with
+those arguments, which stand in `field`; a part of some kinds has more hooks, such as
+`check_files(arguments, field)`. Nothing about one part is written down anywhere else, so that a new one is
+added without editing an existing file. Fields of the job file beside a part's name and its arguments are
+those of every part of the kind (`rollout.device`, `weights.codec`), or of a group that says so of itself
+(`rollout.server`, for an engine that `is_server`).
+
+Reading a job file imports built-in parts and installed packages, never a file of the user's: that is read as
+a syntax tree. What its parts say of themselves is asked before a job starts, in a process of its own
+(`areal_async.run.preflight`), and by the service that uses them (`areal_async.config.parts.load_part`).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from areal_async.config.base import Section
+from areal_async.config.errors import (
+    ADD_IT,
+    MOST_MISTAKES,
+    Mistake,
+    blank_after_colon,
+    in_words,
+    value_in_words,
+)
+from areal_async.base.errors import ArealError
+from areal_async.base.own_files import read_regular
+from areal_async.base.secrecy import is_secret
+
+
+class PartError(ArealError):
+    """A named part cannot be found or loaded. The text names the part, what is wrong and what to do."""
+
+    restart_helps = False
+
+
+class Registry:
+    """All parts of one kind, such as `Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2)`.
+
+    `built_in` is the `module:attribute` of the owner's table, which is imported when a part is asked for.
+    `leading` is how many positional parameters of a part the caller fills itself, `filled` names the keywords
+    that it fills; `coroutine` says that a part which is a function is an `async def`. `signatures` are those
+    of other frameworks' functions, which have no decorator: a parameter that tells one, and those that the
+    caller fills there; with none named, any that no argument gives. `mark` is how to mark a function of one's
+    own, if that is needed.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        built_in: str,
+        *,
+        leading: int = 0,
+        filled: tuple[str, ...] = (),
+        coroutine: bool = False,
+        signatures: Mapping[str, Collection[str]] | None = None,
+        mark: str = "",
+    ) -> None:
+        self.kind = kind
+        self.leading = leading
+        self.filled = filled
+        self.coroutine = coroutine
+        self.signatures = signatures or {}
+        self.mark = mark
+        self._own_parts: dict[str, Any] = {}
+        self.group = f"areal_async.{kind}{'es' if kind.endswith('s') else 's'}"
+        self._table = built_in
+
+    @cached_property
+    def built_in(self) -> Mapping[str, str]:
+        """The owner's table: name → `module:attribute`."""
+        table: Mapping[str, str] = _imported(self._table)
+        return table
+
+    @cached_property
+    def installed(self) -> Mapping[str, EntryPoint]:
+        """Parts of other installed packages by name. A built-in part of the same name comes first."""
+        return {point.name: point for point in entry_points(group=self.group)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that needs no path: built-in parts in the order of their table, then installed ones."""
+        return (*self.built_in, *sorted(set(self.installed) - set(self.built_in)))
+
+    def find(self, name: str) -> Any:
+        """Load the part called `name`. Runs the file's code where the name is a path, once in a process.
+
+        Raises `PartError` where there is no such part or its module cannot be imported."""
+        if name in self.built_in:
+            return _imported(self.built_in[name])
+        if name in self.installed:
+            try:
+                return self.installed[name].load()
+            except Exception as error:  # another package's code may raise anything
+                value = self.installed[name].value
+                raise PartError(
+                    f"the {self.kind} {name!r} is {value} of an installed package, which cannot be imported: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        if name in self._own_parts:
+            return self._own_parts[name]
+        path, attribute = self._own(name)
+        module = run_user_file(path, kind=self.kind, name=name, error=PartError)
+        if not hasattr(module, attribute):
+            fix = _meant(attribute, [key for key in vars(module) if not key.startswith("_")])
+            raise PartError(f"the {self.kind} {name!r}: {path} defines no {attribute!r}. {fix}")
+        return self._own_parts.setdefault(name, getattr(module, attribute))
+
+    def explain(self, name: str) -> dict[str, Any]:
+        """What the function called `name`, one of `names`, `does` by its docstring, and its `arguments` with
+        their defaults; `...` stands for none."""
+        function = inspect.unwrap(self.find(name))
+        keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        arguments = {p.name: "..." if p.default is p.empty else p.default for p in keywords}
+        return {"does": inspect.getdoc(function) or "", "arguments": arguments}
+
+    def known(self, name: str) -> Any:
+        """The part called `name`, if no file has to be run for it: None for one in a file not run so far, and
+        for one that cannot be loaded."""
+        try:
+            return self.find(name) if name in self.names else self._own_parts.get(name)
+        except PartError:
+            return None
+
+    def _own(self, name: str) -> tuple[Path, str]:
+        path_text, _, attribute = name.rpartition(":")
+        if not path_text.endswith(".py") or not attribute.isidentifier():
+            raise PartError(f"{self._unknown(name)}. {self._choice}.")
+        return Path(path_text), attribute
+
+    def _unknown(self, name: str) -> str:
+        return f"there is no {self.kind} {name!r}, built in or installed"
+
+    @property
+    def _choice(self) -> str:
+        own = "`path.py:name` of one of your own"
+        return f"Use {', '.join(self.names)}, or {own}" if self.names else f"Use {own}"
+
+    def mistakes(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None,
+        *,
+        field: str,
+        args_field: str,
+        run_own: bool = False,
+    ) -> Iterator[Mistake]:
+        """What is wrong with `name`, which stands in `field`, and with its `arguments` in `args_field` (None:
+        a part of this kind takes none from a job file).
+
+        Runs a file of the user's only with `run_own`. What depends on the rest of the job, `check_job` of the
+        part tells."""
+        if name not in self.names:
+            try:
+                path, attribute = self._own(name)
+            except PartError:
+                yield Mistake(field, self._unknown(name), _half_named(name) or self._choice)
+                return
+            if not run_own:
+                yield from self._mistakes_of_file(path, attribute, arguments, field, args_field)
+                return
+        try:
+            part = self.find(name)
+        except PartError as error:
+            fix = "Mend it (reinstall its package), or name another part"
+            yield Mistake(field, str(error).rstrip("."), fix)
+            return
+        if arguments is None:
+            return
+        section = getattr(part, "Arguments", None)
+        if section is not None:
+            yield from section_mistakes(args_field, section, arguments, name)
+        elif callable(part):
+            yield from self._mistakes_of_signature(part, arguments, args_field, name)
+
+    def _mistakes_of_signature(
+        self, part: Any, given: Mapping[str, Any], field: str, owner: str
+    ) -> Iterator[Mistake]:
+        parameters = list(inspect.signature(part).parameters.values())
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        taken = [*positional[self.leading :], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
+        taken = [p for p in taken if p.name not in self.filled]
+        needed = [p.name for p in taken if p.default is p.empty]
+        free = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        yield from _keyword_mistakes(owner, given, [p.name for p in taken], needed, free=free, field=field)
+        scope = vars(sys.modules.get(inspect.unwrap(part).__module__, inspect))
+        for parameter in taken:
+            if parameter.name in given:
+                where = f"{field}.{parameter.name}"
+                yield from _value_mistakes(where, parameter, given[parameter.name], scope, owner)
+
+    def _mistakes_of_file(
+        self, path: Path, attribute: str, given: Mapping[str, Any] | None, field: str, args_field: str
+    ) -> Iterator[Mistake]:
+        try:
+            tree = ast.parse(read_regular(path))
+        except OSError as error:
+            yield Mistake(
+                field,
+                f"{path} cannot be read: {error.strerror or error}",
+                "Check the path; it is relative to the job file",
+            )
+            return
+        except (SyntaxError, ValueError) as error:
+            yield Mistake(field, f"{path} is not Python that can be read: {error}", "Mend the file")
+            return
+        node = _defined(tree).get(attribute)
+        if self.coroutine and isinstance(node, ast.FunctionDef):
+            yield Mistake(field, f"{attribute} in {path} is not a coroutine", "Write it as `async def`")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and given is not None:
+            a = node.args
+            positional = [argument.arg for argument in (*a.posonlyargs, *a.args)]
+            keywords = zip(a.kwonlyargs, a.kw_defaults, strict=True)
+            optional = {*positional[len(positional) - len(a.defaults) :]}
+            optional |= {argument.arg for argument, default in keywords if default is not None}
+            named, leading, filled = [each.arg for each in a.kwonlyargs], self.leading, {*self.filled}
+            foreign = [name for name in self.signatures if name in (*positional, *named)]
+            if foreign and not node.decorator_list:
+                leading, filled = 0, {*self.signatures[foreign[0]]}
+                optional |= {*positional, *named} if not filled else set()
+            takes = [each for each in (*positional[leading:], *named) if each not in filled]
+            needed = [each for each in takes if each not in optional]
+            owner = f"the {self.kind} {attribute} in {path}"
+            free = a.kwarg is not None
+            mistakes = [*_keyword_mistakes(owner, given, takes, needed, free=free, field=args_field)]
+            marked = foreign or node.decorator_list or _is_passed(attribute, tree)
+            # Loading a reward tells of a missing mark too, together with what is wrong in other files.
+            if mistakes and self.mark and not marked:
+                mistakes = [Mistake(field, f"{attribute} in {path} is not marked", self.mark)]
+            yield from mistakes
+        elif node is None:
+            yield Mistake(field, f"{path} defines no {attribute!r}", _meant(attribute, _defined(tree)))
+
+
+def _defined(tree: ast.Module) -> dict[str, ast.AST]:
+    """What a file defines, assigns or imports at its top level, by name."""
+    found: dict[str, ast.AST] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name: node for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node
+    return found
+
+
+def _is_passed(attribute: str, tree: ast.Module) -> bool:
+    """Return whether a file calls something with what it calls so, which may mark it."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(isinstance(each, ast.Name) and each.id == attribute for call in calls for each in call.args)
+
+
+def _meant(attribute: str, defined: Collection[str]) -> str:
+    """The name in a file that was most likely meant, else all of them."""
+    if close := difflib.get_close_matches(attribute, defined, n=1):
+        return f"Did you mean {close[0]!r}?"
+    return f"It defines {', '.join(defined) or 'nothing'}."
+
+
+def _imported(reference: str) -> Any:
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def section_mistakes(
+    field: str, section: type[Section], given: Mapping[str, Any], owner: str
+) -> Iterator[Mistake]:
+    """What is wrong with the mapping `given` in `field`, which `owner` takes as a `section`."""
+    try:
+        section.model_validate(dict(given))
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    else:
+        return
+    # What is refused for holding a password is not shown, nor what it is a part of.
+    secret = any("holds a password" in detail["msg"] for detail in details)
+    takes = ", ".join(info.alias or name for name, info in section.model_fields.items()) or "nothing"
+
+    def explain(detail: Mapping[str, Any]) -> Mistake:
+        name = ".".join(str(part) for part in detail["loc"])
+        where = f"{field}.{name}" if name else field
+        if detail["type"] == "extra_forbidden":
+            fix = blank_after_colon(str(detail["loc"][-1])) or f"It takes {takes}"
+            return Mistake(where, f"{owner} has no argument {name!r}", fix)
+        if detail["type"] == "missing":
+            about = section.model_fields[name].description if name in section.model_fields else ""
+            fix = " ".join(f"{ADD_IT}. {about or ''}".split()).rstrip(". ")
+            return Mistake(where, f"{owner} needs {name!r}, and it is missing", fix)
+        return _value_mistake(where, name, detail, owner, secret=secret)
+
+    yield from in_words(details, explain, field)
+
+
+def _value_mistake(
+    where: str, name: str, detail: Mapping[str, Any], owner: str, *, secret: bool = False
+) -> Mistake:
+    """The mistake behind an entry of `ValidationError.errors()` that is about the value of an argument."""
+    if (words := value_in_words(detail)) is not None and not secret:
+        return Mistake(where, f"{detail.get('input')!r:.80} {words[0]}", words[1])
+    message = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+    secret = secret or is_secret(name, detail.get("input"))
+    shown = "" if secret else f" = {detail.get('input')!r:.80}"
+    return Mistake(where, f"{owner} cannot take {name}{shown}: {message}", "Correct it")
+
+
+def _value_mistakes(
+    where: str, parameter: inspect.Parameter, value: Any, scope: dict[str, Any], owner: str
+) -> Iterator[Mistake]:
+    """What is wrong with the value of a parameter by its annotation, whose names are those of `scope`;
+    nothing where that is none, or says nothing about values. Values reach a function as they are, so none is
+    converted."""
+    if parameter.annotation is parameter.empty or value == parameter.default:
+        return
+    try:
+        annotation = parameter.annotation
+        kind = eval(annotation, scope) if isinstance(annotation, str) else annotation
+        adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    except Exception:  # a name for type checkers alone, or a type that says of itself what it likes
+        return
+    try:
+        adapter.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False)[:MOST_MISTAKES]:
+            inner = "".join(f".{part}" for part in detail["loc"])
+            yield _value_mistake(f"{where}{inner}", f"{parameter.name}{inner}", detail, owner)
+
+
+def _half_named(name: str) -> str:
+    """What to write for a file that is named without what it defines, or without its ending."""
+    stem, colon, attribute = name.partition(":")
+    if name.endswith(".py"):
+        return f"Name what it defines, too: `{name}:NAME`"
+    return f"Name the file with its ending: `{stem}.py:{attribute}`" if stem and colon and attribute else ""
+
+
+def _keyword_mistakes(
+    owner: str, given: Mapping[str, Any], takes: list[str], needed: list[str], *, free: bool, field: str
+) -> Iterator[Mistake]:
+    listed = (
+        f"It takes {', '.join(takes)}" if takes else "It takes none: arguments are keyword-only parameters"
+    )
+    for name in given:
+        if name not in takes and not free:
+            fix = blank_after_colon(str(name)) or listed
+            yield Mistake(f"{field}.{name}", f"{owner} has no argument {name!r}", fix)
+    for name in needed:
+        if name not in given:
+            yield Mistake(f"{field}.{name}", f"{owner} needs {name!r}, and it is missing", ADD_IT)
+
+
+MARK_REWARD = (
+    "Put `@reward` (from areal_async import reward) above it: it then takes one RewardInput, `given`, with "
+    "given.response and given.ground_truth. Functions of verl, with a parameter `solution_str`, and of TRL, "
+    "with one `completions`, need no mark"
+)
+ENGINES = Registry("engine", "rollout_service.engines:BUILT_IN")
+WORKFLOWS = Registry("workflow", "rollout_service.workflows:BUILT_IN", leading=2, coroutine=True)
+ENVIRONMENTS = Registry("environment", "rollout_service.environments:BUILT_IN")
+TOOLS = Registry("tool", "rollout_service.workflows.tools:BUILT_IN")
+REWARDS = Registry(
+    "reward",
+    "reward_service.sdk:BUILT_IN",
+    leading=1,
+    signatures={
+        "solution_str": ("data_source", "solution_str", "ground_truth", "extra_info"),
+        "completions": (),
+    },
+    mark=MARK_REWARD,
+)
+ADVANTAGES = Registry("advantage", "trainer_service.algorithms:ADVANTAGES", leading=1)
+LOSSES = Registry("loss", "trainer_service.algorithms:LOSSES", leading=2)
+CORRECTIONS = Registry("correction", "trainer_service.algorithms:CORRECTIONS", leading=2)
+NORMALISERS = Registry("normaliser", "trainer_service.algorithms:NORMALISERS", leading=2)
+BACKENDS = Registry("backend", "trainer_service.backends:BUILT_IN", leading=2, filled=("dtype",))
+CHANNELS = Registry("channel", "areal_async.weights:CHANNELS")
+LOGGERS = Registry("logger", "areal_async.show.loggers:BUILT_IN", leading=1)
+
+
+def forget_own_parts() -> None:
+    """Have a file of the user's run anew when a part of it is next asked for: she may have edited it."""
+    for found in globals().values():
+        if isinstance(found, Registry):
+            found._own_parts.clear()
+
+
+def run_user_file(
+    path: Path, *, kind: str, name: str, error: type[ArealError], source: bytes | None = None
+) -> ModuleType:
+    """Import the file at `path` as a module of its own and return it. Runs the file's code.
+
+    The file's folder is put on the import path, so it may import its neighbours. `kind` is what the job
+    calls it (`reward`, `workflow`) and `name` its entry there; both go into the text of `error`, which is
+    raised for a missing file and for whatever the file raises. With `source` that text is run as if the file
+    held it.
+    """
+    what = f"the {kind} {name!r}"
+    if source is None and not path.is_file():
+        raise error(f"{what}: there is no file {path}. Check it in the job file.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module_name = f"areal_{kind}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise error(f"{what}: {path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and msgspec look their module up by name while they are being defined.
+    sys.modules[module_name] = module
+    try:
+        if source is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as raised:
+        raise error(
+            f"{what}: {path} failed while it was imported{_where(raised, path)}: "
+            f"{type(raised).__name__}: {raised}"
+        ) from raised
+    return module
+
+
+def _where(raised: BaseException, path: Path) -> str:
+    """` at line n`, the last line of the file itself that was running."""
+    line = raised.lineno if isinstance(raised, SyntaxError) else None
+    trace = raised.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" at line {line}" if line else ""

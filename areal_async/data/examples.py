@@ -1,0 +1,179 @@
+"""Reading the files that other trainings than RL learn from: parquet or jsonl, told by their columns.
+
+| kind | form | columns |
+|---|---|---|
+| `sft` | chats | `messages` |
+| `sft` | completions | `prompt`, `completion` |
+| `sft` | tasks | `prompt`, `reward_model` with `ground_truth` (see `areal_async/data/tasks.py`) |
+| `preference`, `reward_model` | pairs | `chosen`, `rejected`, and `prompt` unless they begin with it |
+| `preference` | labelled | `prompt`, `completion`, `label` (true where it is desirable) |
+| `reward_model` | scored | `prompt`, `completion`, `score` |
+
+A prompt, a completion, a chosen or rejected answer is a text, or a list of chat messages. Each form may have
+the column `tools`, schemas for the chat template (a list, or that as JSON); pairs of a reward model may have
+`margin`, by how much the chosen answer is at least to be better. Other columns are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+from areal_async.config.trainings import Kind
+from areal_async.data.tasks import Message, TaskFileError, chat_messages, check_values, task_row, task_rows
+
+Form = Literal["chats", "completions", "tasks", "pairs", "labelled", "scored"]
+Text = str | list[Message]
+
+FORMS: Mapping[str, Mapping[Form, tuple[str, ...]]] = {
+    "sft": {
+        "chats": ("messages",),
+        "completions": ("prompt", "completion"),
+        "tasks": ("prompt", "reward_model"),
+    },
+    "preference": {"pairs": ("chosen", "rejected"), "labelled": ("prompt", "completion", "label")},
+    "reward_model": {"pairs": ("chosen", "rejected"), "scored": ("prompt", "completion", "score")},
+}
+"""Of each kind of job its forms, with the columns that each must have; a row has the first form that fits."""
+TEXTS = ("prompt", "completion", "messages", "chosen", "rejected")
+COLUMNS = (*TEXTS, "reward_model", "label", "score", "margin", "tools")
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What follows a prompt, both as texts or both as messages, but for the ground truth of a task, which is
+    a text after any prompt. A chat has no prompt: all of it is the answer."""
+
+    prompt: Text
+    answer: Text
+    tools: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row: an answer, or of a pair the chosen and the rejected one."""
+
+    answers: tuple[Continuation, ...]
+    value: float = 0.0
+    """The margin of a pair; 1 for a desirable and 0 for an undesirable answer; a score."""
+    where: str = field(default="", compare=False)
+    """What errors call the row: its file and line, or row."""
+
+
+def read_examples(path: Path, kind: Kind) -> tuple[Form, Iterator[Example]]:
+    """The form of a file for a job of `kind`, which is that of its first row, and its examples. Raises
+    `TaskFileError`, also while they are gone through, for a row that is none of this form."""
+    rows = task_rows(path, COLUMNS)
+    first = next(rows, None)
+    if first is None:
+        raise TaskFileError(f"task file {path} has no rows: it needs at least one example.")
+    form = form_of(*first, kind)
+    return form, (replace(example_of(*row, form), where=row[0]) for row in chain([first], rows))
+
+
+def form_of(where: str, row: Mapping[str, Any], kind: Kind) -> Form:
+    """Return the first form of `kind` whose columns the row has. Raises `TaskFileError`."""
+    forms = FORMS[kind]
+    for form, needed in forms.items():
+        if all(row.get(column) is not None for column in needed):
+            return form
+    told = "; or ".join(", ".join(f"`{column}`" for column in needed) for needed in forms.values())
+    found = ", ".join(name for name in row if row[name] is not None) or "none that count"
+    raise TaskFileError(
+        f"{where} has no columns that a job of kind {kind} learns from (found: {found}). Give a file with "
+        f"the columns {told}."
+    )
+
+
+def example_of(where: str, row: Mapping[str, Any], form: Form) -> Example:
+    """Return the example in a row of a file of this form. Raises `TaskFileError`."""
+    if form == "tasks":
+        row = task_row(where, row)
+        truth = row["reward_model"]["ground_truth"]
+        if truth is None:
+            raise TaskFileError(f"{where}: its ground truth is null. Give it an answer, or take the row out.")
+        return Example((Continuation(row["prompt"], str(truth)),))
+    check_values(row, where)
+    tools = tools_of(row, where)
+    text = {name: _text(row.get(name), name, where) for name in TEXTS}
+    if form == "chats":
+        if isinstance(chat := _there(text, "messages", where), str):
+            raise TaskFileError(f"{where}: column `messages` holds a text. Give a list of messages.")
+        return Example((Continuation([], chat, tools),))
+    if form == "pairs":
+        chosen, rejected = (_there(text, name, where) for name in ("chosen", "rejected"))
+        prompt = text["prompt"]
+        if prompt is None:
+            prompt, chosen, rejected = split_prompt(chosen, rejected)
+        answers = tuple(_answer(prompt, answer, tools, where) for answer in (chosen, rejected))
+        if chosen == rejected:
+            raise TaskFileError(f"{where}: `chosen` and `rejected` are the same, so neither is better.")
+        return Example(answers, _number(row.get("margin", 0.0), "margin", where))
+    prompt, completion = (_there(text, name, where) for name in ("prompt", "completion"))
+    value = 0.0
+    if form == "labelled":
+        if not isinstance(label := row.get("label"), bool | int) or label not in (0, 1):
+            raise TaskFileError(f"{where}: column `label` must be true or false; found {label!r:.40}.")
+        value = float(label)
+    if form == "scored":
+        value = _number(row.get("score"), "score", where)
+    return Example((_answer(prompt, completion, tools, where),), value)
+
+
+def split_prompt(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
+    """(prompt, chosen, rejected) of two answers that begin with their prompt: what they have in common. A
+    blank before the place where texts part belongs to the answers, as in TRL's `extract_prompt`."""
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    if same and chosen[same - 1] == " ":
+        same -= 1
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _there(text: Mapping[str, Text | None], name: str, where: str) -> Text:
+    if (found := text[name]) is None:
+        raise TaskFileError(f"{where}: column `{name}` is empty, and the rows before have it. Fill it in.")
+    return found
+
+
+def _answer(prompt: Text, answer: Text, tools: tuple[Message, ...], where: str) -> Continuation:
+    if isinstance(prompt, str) is not isinstance(answer, str):
+        raise TaskFileError(
+            f"{where}: of prompt and answer one is a text and the other a list of messages. Make them alike."
+        )
+    if not answer:
+        raise TaskFileError(f"{where}: an answer is empty. Fill it in, or take the row out.")
+    if not prompt and isinstance(prompt, str):
+        raise TaskFileError(f"{where}: the prompt is empty. Add the column `prompt`.")
+    return Continuation(prompt, answer, tools)
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e9:
+        raise TaskFileError(f"{where}: column `{name}` must be a finite number; found {value!r:.40}.")
+    return float(value)
+
+
+def _text(value: Any, name: str, where: str) -> Text | None:
+    return value if value is None or isinstance(value, str) else chat_messages(value, name, where)
+
+
+def tools_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    """Schemas for the chat template that a row has in the column `tools`, or a task in its `extra_info`: a
+    list, or that as JSON. Raises `TaskFileError`."""
+    extra = row.get("extra_info")
+    value = row.get("tools") or (extra.get("tools") if isinstance(extra, Mapping) else None)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "[]")
+        except ValueError as error:
+            raise TaskFileError(f"{where}: `tools` is not JSON: {error}") from error
+    tools: Sequence[Any] = value or ()
+    if not (isinstance(tools, list | tuple) and all(isinstance(tool, dict) for tool in tools)):
+        raise TaskFileError(f"{where}: `tools` must be a list of schemas; found {value!r:.80}.")
+    return tuple(tools)

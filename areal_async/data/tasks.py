@@ -1,0 +1,417 @@
+"""Reading task files: parquet or jsonl in the schema that public RL data sets use.
+
+Columns: `prompt` (text, or a list of chat messages with `role` and `content`) and
+`reward_model` (`{"style": …, "ground_truth": …}`) are required; `data_source`, `ability` and
+`extra_info` are optional. Other columns are ignored, but for those that change what a task means, which are
+refused: images, videos and audios, whose tasks cannot be solved from the text alone.
+
+A field of a message that is null is absent. In parquet every row has the fields that any row has, so there a
+null at any depth of messages and schemas is absent too; in jsonl the arguments of a call stay as written.
+
+What reading may cost is bounded by the size of the file: a few kilobytes of parquet can stand for gigabytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import os
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import blake3
+import msgspec
+
+from areal_async.base.yaml_file import MOST_LEVELS, MOST_NODES, half_character, too_nested
+from areal_async.base.errors import ArealError
+from areal_async.base.own_files import open_regular
+from areal_async.rpc.schema import Task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS = ("prompt", "reward_model", "data_source", "ability", "extra_info")
+MESSAGE_COLUMNS = frozenset(("messages", "conversations", "conversation", "dialog", "prompt", "completion"))
+MESSAGE_COLUMNS |= {"chosen", "rejected", "tools", "functions"}
+VISION_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+WEIGHTS = ("weight", "trainable", "loss_mask", "train", "training", "loss", "learn")
+"""Fields with which data sets say whether a turn of the assistant is learned."""
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Templates may have others
+WITHOUT_WORDS = frozenset({"role", "name", "tool_call_id", *WEIGHTS})
+"""Fields of a message that carry no words: a message that has no others, such as `tool_calls`, needs a
+content."""
+PLACEHOLDER = "<image>"  # Where in a prompt what a vision column holds would stand
+ROW_BYTES = 1024  # What a row costs beside its text, in Python
+VALUE_BYTES = 64  # What a value in it costs
+FREE_BYTES = 256 << 20  # A file may unfold to so much, however small it is …
+MOST_UNFOLDED = 200  # … and to so many times its own size
+LONGEST_LINE = 64 << 20  # Bytes of one line of a jsonl file
+BATCH_ROWS = 256  # Rows of a parquet file that are decoded at once
+
+T = TypeVar("T")
+
+
+class TaskFileError(ArealError):
+    """A task file that cannot be used: names the file, the row, the column and the fix."""
+
+
+class TaskTable:
+    """The rows of one task file in file order, with the hash of the file's bytes."""
+
+    def __init__(self, path: Path, dataset_hash: str, rows: list[dict[str, Any]]) -> None:
+        self.path = path
+        self.dataset_hash = dataset_hash
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def task(self, row: int, pass_index: int = 0) -> Task:
+        """The task of `row` in pass `pass_index`; its id is `<dataset hash>:<row>:<pass>`."""
+        data = self._rows[row]
+        reward = data["reward_model"]
+        return Task(
+            task_id=f"{self.dataset_hash}:{row}:{pass_index}",
+            prompt=data["prompt"],
+            data_source=data.get("data_source") or "",
+            ability=data.get("ability") or "",
+            reward_style=reward.get("style") or "",
+            ground_truth=reward["ground_truth"],
+            extra_info=data.get("extra_info") or {},
+        )
+
+    def extra(self, row: int, column: str) -> Any:
+        """What `row` has in a column that no task holds and `read_tasks` was asked for; None where it has
+        none."""
+        return self._rows[row].get(column)
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self.task(row) for row in range(len(self)))
+
+
+def read_tasks(path: Path, extra: Collection[str] = ()) -> TaskTable:
+    """Read and check a whole task file, with the columns of `extra` beside those of a task. Raises
+    `TaskFileError`."""
+    columns = frozenset((*COLUMNS, *extra))
+    rows, path = [], task_file(path)
+    for where, row in task_rows(path, columns):
+        rows.append(task_row(where, row))
+    if not rows:
+        raise TaskFileError(f"task file {path} has no rows: it needs at least one task.")
+    with os.fdopen(open_regular(path), "rb") as file:
+        digest = hashlib.file_digest(file, blake3.blake3)  # type: ignore[arg-type]
+        return TaskTable(path, digest.hexdigest()[:8], rows)
+
+
+def task_rows(
+    path: Path, columns: Collection[str] | None = COLUMNS, broken: list[TaskFileError] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a task file, one after the other, as far as they are in `columns` (None: all), each with
+    what an error calls it: by its line, or in a parquet file by its row, both from 1. What they hold is not
+    checked. Raises `TaskFileError`; where `broken` is given, lines that cannot be read go there instead."""
+    try:
+        path = task_file(path)
+        with os.fdopen(open_regular(path), "rb") as file:
+            match path.suffix:
+                case ".parquet":
+                    rows = _parquet_rows(path, file, columns)
+                    yield from ((f"task file {path}, row {n}", row) for n, row in enumerate(rows, start=1))
+                case ".jsonl" | ".json":
+                    yield from _jsonl_rows(path, file, columns, broken)
+                case suffix:
+                    raise TaskFileError(
+                        f"task file {path} ends in {suffix or 'nothing'!r}: use a .parquet or .jsonl file."
+                    )
+    except OSError as error:
+        raise TaskFileError(
+            f"task file {path} cannot be read: {error.strerror}. Check the path in the job file's `tasks`."
+        ) from error
+
+
+def task_file(path: Path) -> Path:
+    """The path, or of a folder, such as a data set of the hub is, the one file in it that may hold tasks.
+    Raises `TaskFileError`."""
+    if not path.is_dir():
+        return path
+    files = sorted(each for each in path.rglob("*") if each.suffix in (".parquet", ".jsonl"))
+    if len(files) == 1:
+        return files[0]
+    there = ", ".join(str(each.relative_to(path)) for each in files[:5]) or "none"
+    raise TaskFileError(
+        f"task file {path} is a folder with {len(files)} files of rows ({there}). Name one of them, or "
+        "make a .parquet or .jsonl file with `areal-async data prepare`."
+    )
+
+
+def drawn(rows: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most `most` of the rows in their order, drawn at random, always the same. Rows at even
+    distances would all be of one kind in a file that repeats its kinds."""
+    if len(rows) <= most:
+        return rows
+    return [rows[index] for index in sorted(random.Random(0).sample(range(len(rows)), most))]
+
+
+def pass_order(n_rows: int, *, seed: int, pass_index: int, shuffle: bool) -> list[int]:
+    """The order in which pass `pass_index` goes through the rows: a function of its arguments alone."""
+    order = list(range(n_rows))
+    if shuffle:
+        random.Random(f"{seed}:{pass_index}").shuffle(order)
+    return order
+
+
+def _parquet_rows(path: Path, file: BinaryIO, columns: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow as pa  # large, and needed for such files alone
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise TaskFileError(
+            f"task file {path} needs the package pyarrow, which is not installed: install it, or write the "
+            "tasks as .jsonl."
+        ) from None
+    size = path.stat().st_size
+    most = FREE_BYTES + MOST_UNFOLDED * size
+    try:
+        table = pq.ParquetFile(file)
+        names = table.schema_arrow.names
+        _refuse_vision(path, names)
+        # What a page says of its size is in the footer too: nothing large is unpacked to find out.
+        metadata = table.metadata
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+        claimed = max(
+            sum(group.total_byte_size for group in groups),
+            metadata.num_rows * ROW_BYTES,
+            values * VALUE_BYTES,
+        )
+        if claimed > most:
+            raise _unfolds(path, size, claimed)
+        wanted = [name for name in names if columns is None or name in columns]
+        taken = 0
+        for group, described in enumerate(groups):
+            # A dictionary may stand for each of its values many times: a batch has so few rows that it stays
+            # below the limit if each holds all that the group has.
+            at_once = max(1, min(BATCH_ROWS, most // max(1, described.total_byte_size)))
+            for batch in table.iter_batches(at_once, row_groups=[group], columns=wanted, use_threads=False):
+                batch = _without_dictionaries(path, batch)
+                taken += batch.nbytes + batch.num_rows * ROW_BYTES
+                if taken > most:
+                    raise _unfolds(path, size, taken)
+                yield from map(without_fillers, batch.to_pylist())
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise TaskFileError(f"task file {path} is not a readable parquet file: {error}") from error
+
+
+def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a columnar file without the nulls in messages and schemas: most of them stand for
+    fields that only other rows have."""
+    made = {name: _without_nulls(row[name]) if name in MESSAGE_COLUMNS else row[name] for name in row}
+    if isinstance(extra := row.get("extra_info"), dict) and "tools" in extra:
+        made["extra_info"] = extra | {"tools": _without_nulls(extra["tools"])}
+    return made
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _without_dictionaries(path: Path, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with each value in its place, so that its size is what its rows take."""
+    from pyarrow.types import is_dictionary
+
+    for index, field in enumerate(batch.schema):
+        column = batch.column(index)
+        if is_dictionary(field.type):
+            batch = batch.set_column(index, field.name, column.dictionary_decode())
+        elif "dictionary<" in str(field.type):
+            raise TaskFileError(
+                f"task file {path}: column `{field.name}` holds values of a dictionary type "
+                f"({field.type!s:.80}). "
+                "Write them as plain texts."
+            )
+    return batch
+
+
+def _unfolds(path: Path, size: int, found: int) -> TaskFileError:
+    return TaskFileError(
+        f"task file {path} has {size} bytes and unfolds to {found} or more, over {MOST_UNFOLDED} times its "
+        "size. Write it again without the repetition, or as jsonl."
+    )
+
+
+def _jsonl_rows(
+    path: Path, file: BinaryIO, columns: Collection[str] | None, broken: list[TaskFileError] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        where = f"task file {path}, line {number}"
+        if len(line) > LONGEST_LINE:
+            raise TaskFileError(f"{where} is longer than {LONGEST_LINE} bytes.")
+        if not line.strip():
+            continue
+        try:
+            row = _json_row(where, line)
+        except TaskFileError as error:
+            if broken is None:
+                raise
+            broken.append(error)
+            continue
+        _refuse_vision(path, [name for name in VISION_COLUMNS if row.get(name)])
+        yield where, {name: row[name] for name in row if columns is None or name in columns}
+
+
+def _json_row(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise TaskFileError(
+            f"{where}: {_field_of(line)} is nested more than {MOST_LEVELS} levels deep. Flatten it."
+        ) from None
+    except ValueError as error:
+        raise TaskFileError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TaskFileError(f"{where}: expected a JSON object with a `prompt`.")
+    return row
+
+
+def _field_of(line: bytes) -> str:
+    """The last name before the brackets begin that cannot be read."""
+    names = line[: line.find(b"[" * 20)].rpartition(b'":')[0].rpartition(b'"')[2][:40]
+    return f"column `{names.decode('utf-8', 'replace')}`" if names else "it"
+
+
+def _refuse_vision(path: Path, names: Collection[str]) -> None:
+    if found := [name for name in VISION_COLUMNS if name in names]:
+        raise TaskFileError(
+            f"task file {path} has the column {found[0]}: its tasks cannot be solved from their text, and "
+            "only text is trained here. Give a file of text tasks, or remove the column if none needs it."
+        )
+
+
+def task_row(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a task, with the messages of its prompt as a chat template takes them. Raises
+    `TaskFileError` for a row, named by `where`, that is no task."""
+    prompt = row.get("prompt")
+    if "prompt" not in row:
+        raise TaskFileError(
+            f"{where}: column `prompt` {_NO_TEXT}; it is not there. Name the column that it is to be "
+            "made of: `areal-async data prepare --map prompt=COLUMN`."
+        )
+    if not prompt:
+        raise TaskFileError(f"{where}: column `prompt` {_NO_TEXT}; found {prompt!r:.80}.")
+    reward = row.get("reward_model")
+    if not isinstance(reward, dict) or "ground_truth" not in reward:
+        raise TaskFileError(
+            f"{where}: column `reward_model` must hold `style` and `ground_truth`; found {reward!r:.80}."
+        )
+    check_values(row, where)
+    truth = reward["ground_truth"]
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise TaskFileError(
+            f"{where}: its ground truth is {truth}, as tables write a missing number. Give it an "
+            "answer, or take the row out."
+        )
+    if isinstance(prompt, str):
+        check_text(prompt, "prompt", where)
+        return dict(row)
+    return {**row, "prompt": chat_messages(prompt, "prompt", where)}
+
+
+_NO_TEXT = "must be a text, or a list of messages with `role` and `content`"
+
+
+def check_values(row: Mapping[str, Any], where: str) -> None:
+    """Raise `TaskFileError` for a row, named by `where`, with more levels or values than anybody means, or
+    with a value that no message between our processes can carry."""
+    if (deep := too_nested(row)) is not None:
+        raise TaskFileError(
+            f"{where}: {deep} is nested more than {MOST_LEVELS} levels deep, or has more than "
+            f"{MOST_NODES} values. Flatten it."
+        )
+    for name, value in row.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except UnicodeEncodeError:
+            place = ".".join(filter(None, (name, half_character(value))))
+            raise TaskFileError(
+                f"{where}: column `{place}` has half of a surrogate pair, as a text has that was cut within "
+                "a character. Cut it between characters, or take the row out."
+            ) from None
+        except (OverflowError, TypeError) as error:
+            found = (
+                "a whole number of over 64 bits" if isinstance(error, OverflowError) else f"no JSON ({error})"
+            )
+            raise TaskFileError(f"{where}: column `{name}` has {found}. Write it as a text.") from None
+
+
+def chat_messages(value: Any, column: str, where: str) -> list[Message]:
+    """Return the messages of a column without their null fields, each with a content. Raises `TaskFileError`
+    for what is no list of messages of text."""
+    found = value if isinstance(value, list) else []
+    if not found or not all(isinstance(each, dict) and each.get("role") is not None for each in found):
+        raise TaskFileError(f"{where}: column `{column}` {_NO_TEXT}; found {value!r:.80}.")
+    messages = [present(message) for message in found]
+    for message in messages:
+        if "content" not in message and not any(message[key] for key in message.keys() - WITHOUT_WORDS):
+            raise TaskFileError(
+                f"{where}: column `{column}` has a message of the role {message['role']!r:.40} whose "
+                "`content` is null or missing. Fill it in, or take the row out."
+            )
+    filled = [{"content": ""} | message for message in messages]
+    for message in filled:
+        check_message(message, column, where)
+    return filled
+
+
+def present(message: Mapping[str, Any]) -> Message:
+    """Return a message, or a call in it, without the fields that are null. What a call's arguments hold is
+    data, and stays."""
+    made = {name: value for name, value in message.items() if value is not None}
+    for name in ("function", "function_call"):
+        if isinstance(inner := made.get(name), Mapping):
+            made[name] = present(inner)
+    if isinstance(calls := made.get("tool_calls"), list):
+        made["tool_calls"] = [present(call) if isinstance(call, Mapping) else call for call in calls]
+    return made
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Return whether a turn of the assistant is learned: no field of `WEIGHTS` takes it out."""
+    return all(message.get(name, 1) for name in WEIGHTS)
+
+
+def check_message(message: Mapping[str, Any], column: str, where: str) -> None:
+    """Raise `TaskFileError` for a message whose role is a usual one misspelt, whose content is no text, or
+    whose weight is neither 0 nor 1."""
+    if not isinstance(role := message["role"], str):
+        raise TaskFileError(f"{where}: column `{column}` has the role {role!r:.40}. Give a text, as in user.")
+    word = "" if role in ROLES else role.strip().lower()
+    if word.isalpha() and (meant := difflib.get_close_matches(word, ROLES, n=1, cutoff=0.75)):
+        raise TaskFileError(
+            f"{where}: column `{column}` has a message of the role {role!r:.40}. Did you mean {meant[0]!r}?"
+        )
+    for name in WEIGHTS if role == "assistant" else ():
+        if message.get(name, 1) not in (0, 1):
+            raise TaskFileError(
+                f"{where}: column `{column}` has a message with {name} {message[name]!r:.40}. A turn is "
+                "learned (1, true) or not (0, false): write one of them."
+            )
+    check_text(message["content"], column, where)
+
+
+def check_text(text: Any, column: str, where: str) -> None:
+    """Raise `TaskFileError` for what is no text alone; `where` names the row."""
+    if not isinstance(text, str) or PLACEHOLDER in text:
+        found = f"has {PLACEHOLDER}"
+        if not isinstance(text, str):
+            found = f"has a message whose content is no text ({text!r:.40})"
+        raise TaskFileError(
+            f"{where}: column `{column}` {found}, and only text is trained here. Give a file of text tasks."
+        )

@@ -1,0 +1,181 @@
+"""Answers of a model: the ids that end one, the text of its ids, and the part of the text that was thought.
+
+- An answer ends with any id of one union: those of the generation config and the config, the tokenizer's
+  end-of-sequence token, and the token with which the chat template ends a turn. Engines, requests to
+  servers, workflows, the gateway and the examples of SFT all take it from `end_ids`.
+- The text of an answer has the model's special tokens, such as `<think>`; only ends and padding are left out.
+- A thought is no part of what was said. Tools, rewards and the gateway read an answer by `spoken_parts`.
+
+Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_async.models.prompts import text_ids
+
+GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
+TOKENIZER, TEMPLATE = "the tokenizer's eos_token", "the chat template"
+PROBE = "areal-turn-7f3a"  # Text that no template changes, to see what a template puts after an answer
+
+
+# --- where an answer ends ----------------------------------------------------------------------------
+
+
+def end_ids(tokenizer: Any, folder: Path | None = None) -> tuple[int, ...]:
+    """Return the ids that end an answer, in order; `folder` is the model's, without which its files count
+    for nothing. Empty where nothing names one: an answer then ends at a stop text or its length alone."""
+    return tuple(sorted(set().union(*end_sources(tokenizer, folder).values())))
+
+
+def end_sources(tokenizer: Any, folder: Path | None = None) -> dict[str, frozenset[int]]:
+    """Return the ids that end an answer by the file or part that names them. Parts that are missing, or that
+    name none, have none."""
+    files = {name: _ids_in(folder / name) for name in (GENERATION_CONFIG, CONFIG)} if folder else {}
+    eos, end = getattr(tokenizer, "eos_token_id", None), turn_end(tokenizer)
+    return files | {TOKENIZER: _ids_of(eos), TEMPLATE: _ids_of(end)}
+
+
+def turn_closing(tokenizer: Any) -> str | None:
+    """Return the text that the chat template puts after what an assistant said; None where there is no
+    template, or it does not show such a chat."""
+    return _after_answer(tokenizer)
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the token with which the chat template ends an assistant's turn; None where that is no token of
+    its own: nothing, or characters that the model writes elsewhere too."""
+    return _first_mark(tokenizer, turn_closing(tokenizer))
+
+
+def next_turn(tokenizer: Any) -> int | None:
+    """Return the token that follows an assistant's turn once the user speaks again, as `turn_end`."""
+    return _first_mark(tokenizer, _after_answer(tokenizer, {"role": "user", "content": "."}))
+
+
+def _after_answer(tokenizer: Any, *more: dict[str, str]) -> str | None:
+    if not tokenizer.chat_template:
+        return None
+    chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}, *more]
+    try:
+        shown = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False))
+    except Exception:  # whatever a template raises is about this chat
+        return None
+    _, found, closing = shown.rpartition(PROBE)
+    return closing if found else None
+
+
+def _first_mark(tokenizer: Any, text: str | None) -> int | None:
+    closing = (text or "").lstrip()
+    ids = text_ids(tokenizer, closing, special=False) if closing else []
+    first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
+    marks = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
+    return first if first in marks else None
+
+
+def _ids_in(path: Path) -> frozenset[int]:
+    try:
+        found = json.loads(path.read_bytes())
+        inner = found.get("text_config") or {}
+        return _ids_of(found.get("eos_token_id")) | _ids_of(inner.get("eos_token_id"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return frozenset()
+
+
+def _ids_of(value: object) -> frozenset[int]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return frozenset(one for one in values if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
+
+
+# --- the text of an answer ---------------------------------------------------------------------------
+
+
+class Detokenizer:
+    """Decodes answers with a Hugging Face tokenizer, leaving out their `ends` and padding."""
+
+    def __init__(self, tokenizer: Any, ends: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._left_out = {*ends, *_ids_of(getattr(tokenizer, "pad_token_id", None))}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        clean = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        # The fast back end decodes a whole batch in one call; the wrapper around it only adds the clean-up.
+        self._backend = None if clean else backend
+
+    def decode(self, sequences: Sequence[Sequence[int]], *, whole: bool = False) -> list[str]:
+        """Return the text of each; with `whole` that of ends and padding is in it."""
+        if not sequences:
+            return []
+        if not whole:
+            sequences = [[token for token in ids if token not in self._left_out] for ids in sequences]
+        if self._backend is not None:
+            return list(self._backend.decode_batch(sequences, skip_special_tokens=False))
+        how = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+        return [str(self._tokenizer.decode(list(ids), **how)) for ids in sequences]
+
+    def text(self, ids: Sequence[int], *, whole: bool = False) -> str:
+        return self.decode([ids], whole=whole)[0]
+
+
+# --- what was thought, and what was said -------------------------------------------------------------
+
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""Tags between which models think."""
+_OPENING = tuple(opening for opening, _ in THOUGHTS)
+_CLOSING = frozenset(closing for _, closing in THOUGHTS)
+_TAGS = "|".join(re.escape(tag) for pair in THOUGHTS for tag in pair)
+Span = tuple[int, int]
+
+
+def opens_thought(prompt: str) -> bool:
+    """Return whether a prompt ends with the tag that opens a thought, so that the answer begins inside."""
+    return prompt[-256:].rstrip().endswith(_OPENING)
+
+
+def spoken(text: str, *, opened: bool = False) -> str:
+    """Return an answer without its thoughts, the parts around them as lines. See `spoken_parts`."""
+    return "\n".join(text[start:end] for start, end in spoken_parts(text, opened=opened) if end > start)
+
+
+def spoken_parts(
+    text: str,
+    *,
+    opened: bool = False,
+    marks: Sequence[str] = (),
+    skip: Callable[[int, int], int] | None = None,
+) -> list[Span]:
+    """Return the parts of an answer outside its thoughts, in order. `opened`: the prompt opened a thought.
+
+    A thought ends at the first closing tag, or with the text where there is none. A closing tag that no tag
+    opened ends a thought too, one that began with the text. `skip` is called at each of the `marks` outside
+    of thoughts, with its place and the one at which the part begins, and returns from where to look on: tags
+    of thoughts inside a tool call are data. Linear in the text."""
+    pattern = re.compile("|".join((_TAGS, *map(re.escape, marks))))
+    parts: list[Span] = []
+    begin, at = None if opened else 0, 0
+    while (found := pattern.search(text, at)) is not None:
+        at, tag = found.end(), found[0]
+        if tag in _CLOSING:
+            if begin is not None:
+                parts.clear()
+            begin = at
+        elif begin is None:
+            continue
+        elif tag in _OPENING:
+            parts.append((begin, found.start()))
+            begin = None
+        elif skip is not None:
+            at = max(at, skip(found.start(), begin))
+    if begin is not None:
+        parts.append((begin, len(text)))
+    return parts

@@ -1,0 +1,253 @@
+"""A Hugging Face model folder: which files are its weights, what their headers say, and what
+its `config.json` says of its layers.
+
+A folder may have other safetensors files, such as the `consolidated.safetensors` of another format: what
+counts are those that transformers loads. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from areal_async.base.own_files import parts_of
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 100_000_000
+"""The limit that the format sets to its header."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts of a layer."""
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+"""What configurations call the number of experts that a token is sent to."""
+_OF_EXPERTS = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
+BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary positions whose frequencies change with the longest row."""
+SAMPLE_BYTES = 64
+"""First bytes of each tensor that tell a model from others of its shape."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file, as the file's header has it: dtype in safetensors' words, first and last byte."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Mixture(NamedTuple):
+    """A mixture of experts: how many there are in a layer, to how many a token goes, and in which layers."""
+
+    experts: int
+    chosen: int
+    layers: tuple[int, ...]
+
+    @property
+    def route_bytes(self) -> int:
+        """What the routes of one token weigh (`areal_async/trajectory/routes.py`)."""
+        return len(self.layers) * self.chosen * (1 if self.experts < 256 else 2)
+
+
+def is_mixture(folder: Path) -> bool:
+    """Whether the model is a mixture of experts, by its config.json; one that cannot be read is taken for
+    dense."""
+    return _of_config(folder, EXPERTS) > 0
+
+
+def mixture_of(folder: Path) -> Mixture:
+    """What a mixture is made of, by its config.json and the names of its tensors: a layer with tensors of
+    experts is one. Raises `OSError`, and ValueError for a model that does not say."""
+    experts, chosen = _of_config(folder, EXPERTS), _of_config(folder, CHOSEN)
+    layers = {int(found[1]) for name in stored_tensors(folder) if (found := _OF_EXPERTS.search(name))}
+    if not (experts and chosen and layers):
+        raise ValueError(
+            f"{folder} does not say how many experts it has, in which layers, or how many a token goes to"
+        )
+    return Mixture(experts, chosen, tuple(sorted(layers)))
+
+
+def _of_config(folder: Path, names: tuple[str, ...]) -> int:
+    """The first of these numbers that config.json has, 0 where there is none or it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        return next((int(config[name]) for name in names if (config.get(name) or 0) > 0), 0)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return 0
+
+
+def cannot_be_packed(config: Mapping[str, Any]) -> str:
+    """Why the trainer refuses a model with this config.json, in words; empty if the config names no reason.
+    The trainer's probe of the model decides; this finds the common reasons without torch."""
+    text = _text(config)
+    kinds = _layer_kinds(text)
+    if states := sorted(kind for kind in kinds if _STATE_LAYER.search(kind)):
+        return f"has layers of kind {', '.join(states)}, whose state {STATE}"
+    if "M" in str(text.get("hybrid_override_pattern") or ""):
+        return f"has layers of kind mamba (hybrid_override_pattern), whose state {STATE}"
+    if not kinds and (fields := sorted(name for name in _STATE_FIELDS if text.get(name))):
+        return f"has a recurrent state ({', '.join(fields)}), which {STATE}"
+    for field, what in _ATTENTION.items():
+        if text.get(field):
+            return f"{what} ({field}: {text[field]}), which packed attention does not compute"
+    if text.get("model_type") == "gpt_oss":
+        return "has attention sinks, which packed attention does not compute"
+    return ""
+
+
+STATE = "would go on from one packed row into the next"
+_STATE_LAYER = re.compile("linear|mamba|ssm|conv|recurrent|rwkv|delta|retention|hybrid|lightning")
+_STATE_FIELDS = (
+    "mamba_d_state",
+    "ssm_state_size",
+    "state_size",
+    "conv_L_cache",
+    "lru_width",
+    "attention_hidden_size",
+)
+_ATTENTION = {
+    "attn_logit_softcapping": "caps the logits of its attention",
+    "attention_chunk_size": "attends in chunks",
+}
+
+
+ALWAYS_KNOWN = frozenset({"position_ids", "position_embeddings", "cache_position"})
+"""Arguments that some models pass to every attention and that only other kinds of attention read."""
+OFF = frozenset({"use_cache", "output_attentions", "output_router_logits"})
+"""Arguments that change nothing when they are off."""
+
+
+def unknown_arguments(arguments: Mapping[str, Any]) -> str:
+    """Names of the arguments, other than None, that a model passes to an attention of ours and that this does
+    not know; empty if it may ignore all of them."""
+    return ", ".join(
+        name
+        for name, value in sorted(arguments.items())
+        if value is not None
+        and name not in ALWAYS_KNOWN
+        and not (name in OFF and value is False)
+        and not (name == "is_causal" and value is True)
+    )
+
+
+def looks_beyond_tokens(config: Mapping[str, Any]) -> str:
+    """Why ranks cannot share a row of a model with this config.json, in words: something in it besides
+    attention looks at more than one token. Empty if the config names nothing of the kind."""
+    text = _text(config)
+    kinds = _layer_kinds(text)
+    if mixing := sorted(kind for kind in kinds if "attention" not in kind or kind == "linear_attention"):
+        return f"has layers of kind {', '.join(mixing)}, which look at several tokens"
+    if by_length := sorted(_rotary_kinds(text) & BY_LENGTH):
+        return f"has rotary positions of kind {by_length[0]}, which depend on the longest row of a pass"
+    return ""
+
+
+def most_positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest row whose rotary positions do not depend on the other rows of a pass; None if
+    they never do."""
+    text = _text(config)
+    kinds = _rotary_kinds(text)
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    found = [
+        each.get("original_max_position_embeddings")
+        for each in (rope, *_list(rope))
+        if isinstance(each, dict)
+    ]
+    if "longrope" in kinds:
+        found.append(text.get("original_max_position_embeddings"))
+    if kinds & BY_LENGTH:
+        found.append(text.get("max_position_embeddings"))
+    limits = [limit for limit in found if isinstance(limit, int)]
+    return min(limits) if kinds & BY_LENGTH and limits else None
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
+    """Kinds of layers that a config lists."""
+    fields = ("layer_types", "layers_block_type", "block_types")
+    return {str(kind) for field in fields for kind in _list(text.get(field))}
+
+
+def _rotary_kinds(text: Mapping[str, Any]) -> set[str]:
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    each = [found for found in (rope, *_list(rope)) if isinstance(found, dict)]
+    return {str(found.get("rope_type") or found.get("type")) for found in each}
+
+
+def _list(value: object) -> list[Any]:
+    """The elements of a list, the values of a mapping; none of anything else."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    return value if isinstance(value, list) else []
+
+
+def no_folder(path: Path) -> str:
+    """Return that the folder `path` does not exist, with folders that have a name like it."""
+    there = next(each for each in path.absolute().parents if each.is_dir())
+    missing = path.absolute().relative_to(there).parts[0]
+    names = [each.name for each in there.iterdir() if each.is_dir()]
+    near = difflib.get_close_matches(missing, names, n=3, cutoff=0.5)
+    hint = f"; {there} has {' and '.join(near)}" if near else ""
+    return f"{path} is a file, not a folder" if path.exists() else f"the folder {path} does not exist{hint}"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """`model.safetensors`, or where that is missing the files that its index names, in order; empty where
+    there is neither. Raises `OSError`, and ValueError for an index that is none."""
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    if not (folder / INDEX).is_file():
+        return []
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        return [folder.joinpath(*parts_of(name)) for name in names]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX} is no index of safetensors files") from error
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a model by name, from the headers alone. Raises `OSError`, and ValueError for a file
+    that is no safetensors file."""
+    found = {}
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            start = file.read(8)
+            size = struct.unpack("<Q", start)[0] if len(start) == 8 else MOST_HEADER_BYTES + 1
+            if size > MOST_HEADER_BYTES:
+                raise ValueError(f"{path} is no safetensors file")
+            try:
+                for name, entry in json.loads(file.read(size)).items():
+                    if name != "__metadata__":
+                        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+                        found[name] = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path} is no safetensors file") from error
+    return found
+
+
+def model_identity(folder: Path) -> str:
+    """A hash that tells the weights of one model from those of another, without reading them: of names,
+    dtypes and shapes, and of the first bytes of each tensor; the same however they are spread over files.
+
+    Raises as `stored_tensors` does."""
+    hashed = blake3()
+    for name, stored in sorted(stored_tensors(folder).items()):
+        with stored.path.open("rb") as file:
+            file.seek(stored.begin)
+            first = file.read(min(SAMPLE_BYTES, stored.end - stored.begin))
+        hashed.update(json.dumps([name, stored.dtype, stored.shape, first.hex()]).encode())
+    return f"blake3:{hashed.hexdigest()}"

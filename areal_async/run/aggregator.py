@@ -1,0 +1,500 @@
+"""How a run stands right now, worked out from what its services say of themselves, its records among it.
+
+`StatusAggregator` is pure: it is fed and asked, with the time of each given. Everything in it is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+from areal_async.config.trainings import FILE_KINDS
+from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
+from areal_async.rpc.messages import BufferStats, NoScore
+from areal_async.run.trends import EDGE_STEPS, HeldOut, edge_of, reward_warning
+from areal_async.run.watchdog import SILENT_S, Facts, Stall, find_stall
+
+RECENT_STEPS = 20
+MESSAGE_LIFE_S = 30.0  # A warning older than this is not shown any more
+RATE_WINDOW_S = 10.0  # Rates and busy shares are over the last so many seconds
+IDLE_ACTIVITIES = frozenset({"wait", "idle"})
+DROPPED, MASKED, BY_VERDICT = "dropped:", "episode_masked:", "verdict_"
+
+
+@dataclass(frozen=True)
+class DropReport:
+    """What a run has lost so far, the most frequent reason first."""
+
+    groups: Mapping[str, int] = field(default_factory=dict)  # Groups dropped, by reason
+    masked: Mapping[str, int] = field(default_factory=dict)  # Episodes masked, by the kind of their verdict
+    no_scores: Sequence[NoScore] = ()  # Verdicts without a score by kind, the newest last
+
+    @classmethod
+    def of(cls, transitions: Mapping[str, int], no_scores: Sequence[NoScore] = ()) -> DropReport:
+        """What the buffer's counts of transitions, and its verdicts without a score, say was lost."""
+
+        def under(prefix: str) -> dict[str, int]:
+            found = {
+                reason.removeprefix(prefix): count
+                for reason, count in transitions.items()
+                if reason.startswith(prefix) and count
+            }
+            return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+        return cls(under(DROPPED), under(MASKED), sorted(no_scores, key=lambda note: -note.age_ms))
+
+    @property
+    def by_verdict(self) -> int:
+        """Groups dropped because scoring them gave no score."""
+        return sum(count for reason, count in self.groups.items() if reason.startswith(BY_VERDICT))
+
+    @property
+    def text(self) -> str:
+        """One line; empty when nothing was lost."""
+        return ", ".join(
+            f"{sum(counts.values())} {what} ({', '.join(f'{why} {n}' for why, n in counts.items())})"
+            for what, counts in (("groups", self.groups), ("episodes masked", self.masked))
+            if counts
+        )
+
+
+def no_score_text(note: NoScore) -> str:
+    return f"{note.kind} ×{note.count}: {note.message}"
+
+
+class Progress:
+    """What a run has come to, from its records in their order; of several policies, the first one's."""
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self.newest = RunRecord("step")  # That of a step
+        self.done = 0  # Steps finished
+        self.trained = False  # Whether one was since the run was started or resumed
+        self.tokens = 0
+        self.waited_s = 0.0
+        self.loss: float | None = None
+        self.staleness_seen: int | None = None
+        self.self_check = ""
+        self.rewards: deque[float] = deque(maxlen=EDGE_STEPS)
+        self._rewards_first: list[float] = []
+        self._rewarded = 0  # Steps with a reward
+        self.first: tuple[int, float] | None = None
+        """The earliest evaluation: version and accuracy."""
+        self.last: tuple[int, float] | None = None
+        self.interval: tuple[float, float] | None = None
+        self._interval_first: tuple[float, float] | None = None
+        self._times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
+
+    def feed(self, record: RunRecord) -> None:
+        if record.policy not in ("", self._policy):
+            return
+        if record.kind == "resume":
+            self.trained, self.self_check = False, ""  # it speaks of the life before
+            self._times.clear()
+        failed = self.self_check.lower().startswith("failed")
+        if record.kind == "self_check" and not (failed and record.passed):  # another version mends nothing
+            self.self_check = self_check_text(record)
+        if record.kind in ("step", *FILE_KINDS):
+            if record.done <= self.done:
+                self._times.clear()  # a restarted trainer does steps again, at a pace of their own
+            self.newest, self.done, self.trained = record, record.done, True
+            self.tokens += record.tokens
+            self.waited_s += record.wait_s
+            self.loss = record.loss if record.loss is not None else self.loss
+            if record.time_s is not None:
+                self._times.append((record.done, record.time_s))
+            if record.reward_mean is not None:
+                self.rewards.append(record.reward_mean)
+                self._rewarded += 1
+                if len(self._rewards_first) < EDGE_STEPS:
+                    self._rewards_first.append(record.reward_mean)
+            if record.staleness_max is not None:
+                self.staleness_seen = max(self.staleness_seen or 0, record.staleness_max)
+        if record.accuracy is not None:
+            at = record.version if record.version is not None else record.step
+            if self.first is None or at < self.first[0]:
+                self.first, self._interval_first = (at, record.accuracy), record.interval
+            if self.last is None or at >= self.last[0]:
+                self.last, self.interval = (at, record.accuracy), record.interval
+
+    @property
+    def warning(self) -> str:
+        """A sentence where training reward rises and held-out reward falls; empty where not."""
+        if not (self.first and self.last and self._interval_first and self.interval):
+            return ""
+        edge = edge_of(self._rewarded)
+        return reward_warning(
+            self._rewards_first[:edge],
+            list(self.rewards)[-edge:],
+            HeldOut(self.first[1], *self._interval_first),
+            HeldOut(self.last[1], *self.interval),
+        )
+
+    def left_s(self, steps: int) -> float | None:
+        """Seconds until `steps` are done at the pace of the last. None before the second and at the end."""
+        if len(self._times) < 2 or self.done >= steps:
+            return None
+        (first, first_s), (last, last_s) = self._times[0], self._times[-1]
+        return (last_s - first_s) / (last - first) * (steps - self.done) if last > first else None
+
+
+class WorkSample(NamedTuple):
+    """What a process had done at one moment."""
+
+    at_s: float
+    busy_s: Mapping[str, float]
+    tokens: int | None
+
+
+class RateTracker:
+    """Rates and busy shares of one process, over the last seconds and from the first to the last step."""
+
+    def __init__(self) -> None:
+        self._recent: deque[WorkSample] = deque(maxlen=64)
+        self._steps_done = 0
+        self._at_steps: list[WorkSample] = []
+        """The samples at the first and at the last finished step."""
+
+    def add(self, sample: WorkSample, steps_done: int) -> None:
+        self._recent.append(sample)
+        while len(self._recent) > 2 and sample.at_s - self._recent[1].at_s >= RATE_WINDOW_S:
+            self._recent.popleft()
+        if steps_done > self._steps_done:
+            self._steps_done = steps_done
+            self._at_steps = [*self._at_steps[:1], sample]
+
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second over the window."""
+        if len(self._recent) < 2:
+            return None
+        first, last = self._recent[0], self._recent[-1]
+        if last.tokens is None or last.at_s <= first.at_s:
+            return None
+        return max(0, last.tokens - (first.tokens or 0)) / (last.at_s - first.at_s)
+
+    def busy(self) -> float | None:
+        """Share of the window in the busiest activity."""
+        return _busy_share(self._recent[0], self._recent[-1]) if self._recent else None
+
+    def busy_while_training(self) -> float | None:
+        """The same from the first to the last step that this process has seen finished."""
+        return _busy_share(self._at_steps[0], self._at_steps[-1]) if self._at_steps else None
+
+
+def _busy_share(first: WorkSample, last: WorkSample) -> float | None:
+    before, after = first.busy_s, last.busy_s
+    spent_s = [sum_s - before.get(what, 0.0) for what, sum_s in after.items() if what not in IDLE_ACTIVITIES]
+    elapsed_s = last.at_s - first.at_s
+    return min(1.0, max(0.0, *spent_s) / elapsed_s) if spent_s and elapsed_s > 0 else None
+
+
+@dataclass(frozen=True)
+class ServiceActivity:
+    """What one service does."""
+
+    name: str
+    phase: str
+    busy: float | None = None
+    """Share of the last seconds in its busiest activity, 0 to 1; None before it is known."""
+    waiting_for: str = ""  # What it waits for, in words; empty when it waits for nothing
+    doing: str = ""  # What it has under way that takes long, with how far it is
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One moment of a run. None means not known (yet)."""
+
+    job: str
+    kind: str
+    elapsed_s: float
+    step: int
+    steps: int
+    eta_s: float | None
+    version: int | None
+    reward: float | None  # Mean training reward of the last few steps
+    loss: float | None
+    accuracy: float | None
+    accuracy_start: float | None
+    accuracy_version: int | None
+    generated_per_s: float | None
+    trained_per_s: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    staleness_seen: int | None
+    bound: int
+    groups: Mapping[str, int]
+    services: tuple[ServiceActivity, ...]
+    message: str
+    stall: Stall | None = None  # Set while the trainer has computed nothing for `observe.stall_s`
+    stall_s: float = 0.0
+    stopping: bool = False
+    trained: bool = True  # Whether a step was finished since the run was started or resumed
+    accuracy_interval: tuple[float, float] | None = None  # Ends of the 95 % interval of `accuracy`
+    self_check: str = ""  # The outcome of the trainer's self-check in words; empty before there is one
+    dropped: DropReport = field(default_factory=DropReport)
+    pacing: str = ""  # How far ahead is generated and why; empty where it is all that the bound allows
+    waited_s: float = 0.0  # Seconds that the trainer has waited for batches, over all finished steps
+    lease_wait: str = ""  # Why the buffer would lease nothing now; empty when it would
+    warning: str = ""  # What the figures of training and of evaluations say together
+
+
+@dataclass
+class _Service:
+    phase: str = "waiting"
+    rates: RateTracker = field(default_factory=RateTracker)
+    status: ServiceStatus | None = None
+    """Its newest answer; None before there is one from the process that is there now."""
+    answered_s: float | None = None  # When it answered last; None since its phase changed
+
+    @property
+    def figures(self) -> ServiceFigures:
+        return self.status.figures if self.status is not None else ServiceFigures()
+
+    def waiting_for(self, subject: str | None = None) -> str:
+        """What it waits for of one subject, or of all."""
+        waits = self.status.waiting_for if self.status is not None else {}
+        return "; ".join(waits.values()) if subject is None else waits.get(subject, "")
+
+    def is_silent(self, now_s: float) -> bool:
+        """It serves, but not even its control thread answers: the whole process is held up or stopped."""
+        return self.phase == "serving" and self.answered_s is not None and now_s - self.answered_s > SILENT_S
+
+
+class StatusAggregator:
+    """Collects what is known of a run. Times `now_s` are of one monotonic clock."""
+
+    def __init__(self, job: JobConfig, service_names: Sequence[str], started_s: float) -> None:
+        self._job = job
+        self._started_s = started_s
+        self._services = {name: _Service() for name in service_names}
+        self._progress = Progress(job.policy)
+        self._dropped = DropReport()
+        self._dropped_before = 0  # Groups that verdicts had dropped when the trainer was last seen to compute
+        self._message: tuple[float, str] | None = None  # When it came, and its text
+        self._trainer_busy_s = -1.0
+        self._computed_s: float | None = None
+        """When the trainer was last seen to compute; None before it has served."""
+        self.stopping = False
+
+    def set_phases(self, phases: Mapping[str, str]) -> None:
+        """The services of the run now, each with its phase; whoever is not among them has left."""
+        for name in [name for name in self._services if name not in phases]:
+            del self._services[name]
+        for name, phase in phases.items():
+            service = self._services.setdefault(name, _Service())
+            if phase != service.phase:
+                service.answered_s = None  # silence is counted from its first answer
+                if phase == "starting":
+                    service.status = None
+                    service.rates = RateTracker()
+            service.phase = phase
+
+    def read(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take the run to be where its whole metrics.jsonl says: that of lives that have ended."""
+        progress = Progress(self._job.policy)
+        for record in records:
+            with suppress(msgspec.ValidationError):  # of a kind that is not shown
+                progress.feed(msgspec.convert(record, RunRecord))
+        self._progress = progress
+
+    def feed_status(self, name: str, status: ServiceStatus, now_s: float) -> None:
+        """What service `name` said of itself at `now_s`."""
+        service = self._services.get(name)
+        if service is None:
+            return  # it has just left, or joined since the last look at the phases
+        before, service.status, service.answered_s = service.status, status, now_s
+        known = before is not None and before.pid == status.pid
+        if status.notices > (before.notices if before is not None and known else 0):
+            self.tell(f"{name}: {status.notice}", now_s)
+        new = status.recorded - (before.recorded if before is not None and known else 0)
+        for record in status.records[-new:] if new else ():
+            self._progress.feed(record)
+        lead = next(iter(self.names("trainer")), "")
+        tokens = self._progress.tokens if name == lead else status.figures.tokens
+        service.rates.add(WorkSample(now_s, status.busy_s, tokens), self._progress.done)
+        if name == lead:
+            busy_s = sum(status.busy_s.values())
+            # A rank that waits in a collective for one that stands still is busy with nothing.
+            alone = any(self._services[rank].is_silent(now_s) for rank in self.names("trainer"))
+            if (busy_s != self._trainer_busy_s and not alone) or self._computed_s is None:
+                self._trainer_busy_s, self._computed_s = busy_s, now_s
+                self._dropped_before = self._dropped.by_verdict
+        if (stats := status.figures.buffer) is not None:
+            self._dropped = DropReport.of(stats.reasons, stats.no_scores)
+
+    def held_up(self, seconds: float, now_s: float) -> None:
+        """Nobody was asked for so long, as who asks was stopped itself: silence of that time says nothing."""
+        if self._computed_s is not None:
+            self._computed_s = min(now_s, self._computed_s + seconds)
+        for service in self._services.values():
+            if service.answered_s is not None:
+                service.answered_s = min(now_s, service.answered_s + seconds)
+
+    def tell(self, text: str, now_s: float) -> None:
+        """Something to show for a while."""
+        self._message = (now_s, text)
+
+    def busy_while_training(self, name: str) -> float | None:
+        """Busy share of a service from the first to the last finished step."""
+        return self._services[name].rates.busy_while_training()
+
+    @property
+    def answers(self) -> dict[str, ServiceStatus]:
+        """What each service that has answered said last."""
+        return {name: one.status for name, one in self._services.items() if one.status is not None}
+
+    @property
+    def steps_done(self) -> int:
+        return self._progress.done
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._services if name.startswith(prefix)]
+
+    def idle_s(self, now_s: float) -> float:
+        """Since the trainer was last seen to compute; 0 where that says nothing."""
+        if self._computed_s is None or self.stopping or self._trainer.phase == "ended":
+            return 0.0
+        return now_s - self._computed_s
+
+    @property
+    def _trainer(self) -> _Service:
+        return next((self._services[name] for name in self.names("trainer")), _Service())
+
+    def stall(self, now_s: float) -> Stall | None:
+        """The starving edge, when the trainer has computed nothing for `observe.stall_s`."""
+        job, services = self._job, self._services
+        rollouts = {name: services[name] for name in self.names("rollout")}
+        buffer, reward = services.get("buffer", _Service()), services.get("reward", _Service())
+        facts = Facts(
+            idle_s=self.idle_s(now_s),
+            phases={name: service.phase for name, service in services.items()},
+            silent_s={
+                name: now_s - service.answered_s
+                for name, service in services.items()
+                if service.answered_s is not None
+            },
+            groups=self._groups(),
+            redis=buffer.waiting_for("redis"),
+            commit=self._trainer.waiting_for("commit"),
+            checkpoint=self._trainer.waiting_for("checkpoint"),
+            version=self._trainer.figures.version,
+            weights={
+                name: what for name, service in rollouts.items() if (what := service.waiting_for("weights"))
+            },
+            serving={
+                name: version
+                for name, service in rollouts.items()
+                if (version := service.figures.version) is not None
+            },
+            workers_alive=reward.figures.workers_alive,
+            workers=job.reward.workers,
+            max_groups=job.buffer.max_groups,
+            steps_left=job.trainer.steps - self._progress.done,
+            dropped_by_verdict=max(0, self._dropped.by_verdict - self._dropped_before),
+            no_score=no_score_text(notes[-1]) if (notes := self._dropped.no_scores) else "",
+        )
+        return find_stall(facts, job.observe.stall_s)
+
+    @property
+    def _buffer_stats(self) -> BufferStats | None:
+        return self._services.get("buffer", _Service()).figures.buffer
+
+    def _groups(self) -> dict[str, int]:
+        stats = self._buffer_stats
+        return {state.lower(): count for state, count in stats.groups.items()} if stats is not None else {}
+
+    def status(self, now_s: float) -> RunStatus:
+        """How the run stands."""
+        job, progress, steps = self._job, self._progress, self._job.trainer.steps
+        step, first, last = progress.newest, progress.first, progress.last
+        return RunStatus(
+            job=job.job,
+            kind=job.kind,
+            elapsed_s=now_s - self._started_s,
+            step=min(progress.done, steps),
+            steps=steps,
+            eta_s=progress.left_s(steps),
+            version=step.version,
+            reward=sum(progress.rewards) / len(progress.rewards) if progress.rewards else None,
+            loss=progress.loss,
+            accuracy=last[1] if last else None,
+            accuracy_start=first[1] if first else None,
+            accuracy_version=last[0] if last else None,
+            generated_per_s=self._sum_rate("rollout", now_s),
+            trained_per_s=self._sum_rate("trainer", now_s),
+            staleness_mean=step.staleness_mean,
+            staleness_max=step.staleness_max,
+            staleness_seen=progress.staleness_seen,
+            bound=job.buffer.max_staleness,
+            groups=self._groups(),
+            services=tuple(self._activity(name, now_s) for name in self._services),
+            message=self._shown(now_s),
+            stall=self.stall(now_s),
+            stall_s=self.idle_s(now_s),
+            stopping=self.stopping,
+            trained=progress.trained,
+            accuracy_interval=progress.interval,
+            self_check=progress.self_check,
+            dropped=self._dropped,
+            pacing=self._pacing(),
+            waited_s=progress.waited_s,
+            warning=progress.warning,
+            lease_wait=stats.lease_wait if (stats := self._buffer_stats) is not None else "",
+        )
+
+    def _pacing(self) -> str:
+        """How far ahead is generated and why; of several policies, by their names."""
+        stats = self._buffer_stats
+        told = {policy: own.pacing for policy, own in stats.policies.items() if own.pacing} if stats else {}
+        if len(told) == 1:
+            return next(iter(told.values()))
+        return "; ".join(f"{policy} {text}" for policy, text in told.items())
+
+    def _shown(self, now_s: float) -> str:
+        """The newest message, else what a service that serves waits for."""
+        if self._message is not None and now_s - self._message[0] < MESSAGE_LIFE_S:
+            return self._message[1]
+        waiting = (
+            f"{name} waits for {what}"
+            for name, service in self._services.items()
+            if service.phase == "serving" and not service.is_silent(now_s) and (what := service.waiting_for())
+        )
+        return next(waiting, "")
+
+    def _sum_rate(self, prefix: str, now_s: float) -> float | None:
+        services = [self._services[name] for name in self.names(prefix)]
+        rates = [
+            rate
+            for service in services
+            if not service.is_silent(now_s) and (rate := service.rates.tokens_per_s()) is not None
+        ]
+        return sum(rates) if rates else None
+
+    def _activity(self, name: str, now_s: float) -> ServiceActivity:
+        service = self._services[name]
+        if service.is_silent(now_s):
+            return ServiceActivity(name, "silent")
+        phase = service.phase
+        if phase == "serving" and service.status is not None and service.status.state == "draining":
+            phase = "draining"  # on the buffer's word, without the supervisor's doing
+        doing = service.figures.doing if phase == "serving" else ""
+        return ServiceActivity(name, phase, service.rates.busy(), service.waiting_for(), doing)
+
+
+def self_check_text(record: RunRecord) -> str:
+    """The outcome of a self-check in one line."""
+    version = f" of version {record.version}" if record.version is not None else ""
+    if record.max is None or not isinstance(record.mean, float):
+        return f"failed: a log-prob{version} is not finite"
+    outcome = "passed" if record.passed else "FAILED" if record.bound else "not judged"
+    allowed = f"{record.bound:g} allowed" if record.bound else "no known bound"
+    return (
+        f"{outcome}: {record.n:,} log-probs{version} of {record.engine}, 99.9 % of differences within "
+        f"{record.p999:.2g} of {allowed}, mean {record.mean:.1g}"
+    )

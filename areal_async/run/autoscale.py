@@ -1,0 +1,269 @@
+"""How many rollout workers a run has, within the limits of `rollout.autoscale`. `follow` is pure: the clock,
+the steps and the figures of the run are passed in.
+
+Workers are added where the trainer waits for batches and the workers are what it waits for: they are busy, or
+the buffer would lease more than they take. They are taken away where the trainer hardly waits, the buffer
+holds them back, and those that stay would not be busy. A change is of a quarter of the workers, at least one.
+
+Whether it paid is measured, over a span of the same length as before it: workers that were added stay if the
+steps per second rose by `WORTH`, those that were taken away stay away unless the steps per second fell by as
+much; else the change is taken back, and not tried again for a while, which doubles. So it does where workers
+are needed again that could be spared a while ago: what lies ready hides for some steps that they are missed.
+
+Workers that vanish with their node are replaced at once. Those that joined and never came to serve have no
+room: no more are asked for, for a while that doubles too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from areal_async.config.job import JobConfig
+from areal_async.config.rollout import AutoscaleSection
+from areal_async.run.metrics import CHANGES, WORKERS
+from areal_async.run.aggregator import RunStatus
+
+Direction = Literal["up", "down"]
+ScaleReason = Literal["trainer_waits", "workers_idle", "no_gain", "fewer_steps", "replaced"]
+
+WORTH = 1.03
+"""Steps per second with more workers, relative to those with fewer, from which on the more are worth it."""
+SPAN_STEPS = 10
+"""A rate is measured over at least so many steps, beside `every_s`."""
+HELD_BACK = 0.5
+"""Workers to whom the buffer would lease nothing for this share of the time are held back by it."""
+LONGEST_PATIENCE_S = 3600.0
+
+
+@dataclass(frozen=True)
+class FleetLook:
+    """What is known of a run's workers at one moment."""
+
+    at_s: float
+    step: int  # Steps finished
+    waited_s: float  # Seconds that the trainer has waited for batches, over all finished steps
+    workers: int  # Those that are to stay
+    settled: bool = True  # All of them serve, and none is leaving
+    never_came: int = 0  # Workers so far that joined and never came to serve
+    busy: float = 0.0  # Mean busy share of those that serve, 0 to 1
+    held_back: bool = False  # The buffer would lease nothing now
+
+
+@dataclass(frozen=True)
+class ScaleChange:
+    """A decision: have so many workers, and why."""
+
+    workers: int
+    before: int
+    reason: ScaleReason
+    text: str  # The reason in words
+    wait_share: float | None = None  # Of the time, in which the trainer waited for batches
+    busy: float | None = None  # Mean busy share of the workers
+    steps_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class FleetSpan:
+    """The looks from one with a new step on, while nothing about the workers changed."""
+
+    first: FleetLook
+    looks: int = 0
+    busy_sum: float = 0.0
+    held_back: int = 0
+
+    def with_look(self, look: FleetLook) -> FleetSpan:
+        return replace(
+            self,
+            looks=self.looks + 1,
+            busy_sum=self.busy_sum + look.busy,
+            held_back=self.held_back + look.held_back,
+        )
+
+
+@dataclass(frozen=True)
+class ScaleTrial:
+    """A change that has yet to show whether it pays."""
+
+    way: Direction
+    before: int  # Workers before it
+    rate: float  # Steps per second before it
+
+
+@dataclass(frozen=True)
+class Hold:
+    """How long a direction is not tried, and for how long the next time."""
+
+    until_s: float = 0.0
+    begun_s: float = 0.0
+    patience_s: float = 0.0
+
+    def again(self, section: AutoscaleSection, now_s: float) -> Hold:
+        patience_s = min(LONGEST_PATIENCE_S, 2 * self.patience_s) if self.patience_s else section.retry_s
+        return Hold(now_s + patience_s, now_s, patience_s)
+
+
+@dataclass(frozen=True)
+class ScaleCourse:
+    """The number of workers wanted, and what is known of others."""
+
+    wanted: int
+    step: int | None = None  # Finished at the last look
+    never_came: int = 0
+    span: FleetSpan | None = None
+    trial: ScaleTrial | None = None
+    kept: Direction | None = None  # The last change that paid
+    up: Hold = field(default_factory=Hold)
+    down: Hold = field(default_factory=Hold)
+
+
+def follow(
+    course: ScaleCourse, section: AutoscaleSection, look: FleetLook
+) -> tuple[ScaleCourse, ScaleChange | None]:
+    """The course after a look, and what is to be changed now."""
+    before, new_step = course.step, course.step is not None and look.step > course.step
+    # A trainer that came back does steps again.
+    went_back = before is not None and look.step < before
+    course = replace(course, step=look.step, span=None if went_back else course.span)
+    if missed := look.never_came - course.never_came:
+        wanted = max(section.min, course.wanted - missed)
+        course = replace(
+            course,
+            wanted=wanted,
+            never_came=look.never_came,
+            up=course.up.again(section, look.at_s),
+            trial=course.trial if course.trial and course.trial.before != wanted else None,
+            span=None,
+        )
+    if look.workers < (wanted := max(course.wanted, section.min)):
+        # Below the least number nobody can wait for long.
+        least_lacks = look.workers < section.min and look.at_s >= course.up.begun_s + section.retry_s
+        if look.at_s < course.up.until_s and not least_lacks:
+            return replace(course, span=None), None
+        change = ScaleChange(wanted, look.workers, "replaced", "workers are gone")
+        return replace(course, wanted=wanted, span=None), change
+    if not look.settled:
+        return replace(course, span=None), None
+    if course.span is None:
+        return replace(course, span=FleetSpan(look) if new_step else None), None
+    course = replace(course, span=(span := course.span.with_look(look)))
+    elapsed_s, steps = look.at_s - span.first.at_s, look.step - span.first.step
+    if not new_step or elapsed_s < section.every_s or steps < SPAN_STEPS:
+        return course, None
+    measured = SpanFigures(
+        steps / elapsed_s,
+        min(1.0, (look.waited_s - span.first.waited_s) / elapsed_s),
+        span.busy_sum / span.looks,
+        span.held_back / span.looks,
+        elapsed_s,
+    )
+    course = replace(course, span=FleetSpan(look))
+    if course.trial is not None:
+        return _judged(course, course.trial, section, measured, look)
+    return _changed(course, section, measured, look)
+
+
+@dataclass(frozen=True)
+class SpanFigures:
+    """What a span has shown: shares are of its time."""
+
+    rate: float
+    waits: float
+    busy: float
+    held_back: float
+    elapsed_s: float
+
+    def change(self, workers: int, before: int, reason: ScaleReason, text: str) -> ScaleChange:
+        return ScaleChange(workers, before, reason, text, self.waits, self.busy, self.rate)
+
+
+def _judged(
+    course: ScaleCourse, trial: ScaleTrial, section: AutoscaleSection, measured: SpanFigures, look: FleetLook
+) -> tuple[ScaleCourse, ScaleChange | None]:
+    """Keep the change under trial, or take it back."""
+    course = replace(course, trial=None)
+    needed = trial.rate * WORTH if trial.way == "up" else trial.rate / WORTH
+    if measured.rate >= needed:
+        again = course.kept == trial.way
+        if trial.way == "up":
+            down = course.down.again(section, look.at_s) if course.kept == "down" else course.down
+            return replace(course, kept="up", down=down, up=Hold()), None
+        return replace(course, kept="down", down=Hold() if again else course.down), None
+    text = f"{measured.rate:.3g} steps/s with {look.workers}, {trial.rate:.3g} with {trial.before}"
+    wanted = min(section.max, max(section.min, trial.before))
+    if trial.way == "up":
+        course = replace(course, up=course.up.again(section, look.at_s))
+    else:
+        course = replace(course, down=course.down.again(section, look.at_s))
+    if wanted == look.workers:
+        return course, None
+    reason: ScaleReason = "no_gain" if trial.way == "up" else "fewer_steps"
+    return replace(course, wanted=wanted, span=None), measured.change(wanted, look.workers, reason, text)
+
+
+def _changed(
+    course: ScaleCourse, section: AutoscaleSection, measured: SpanFigures, look: FleetLook
+) -> tuple[ScaleCourse, ScaleChange | None]:
+    """Try more or fewer workers, where something speaks for it."""
+    n, change = look.workers, max(1, look.workers // 4)
+    more, fewer = min(section.max, n + change), max(section.min, n - change)
+    held_back = measured.held_back >= HELD_BACK
+    shown = f"of {measured.elapsed_s:.0f} s"
+    if measured.waits > section.wait_share and (measured.busy >= section.busy_share or not held_back):
+        if more <= n or look.at_s < course.up.until_s:
+            return course, None
+        text = f"the trainer waited for batches {measured.waits:.0%} {shown}"
+        made = measured.change(more, n, "trainer_waits", text)
+        trial = ScaleTrial("up", n, measured.rate)
+    elif (
+        measured.waits < section.wait_share / 2
+        and held_back
+        and measured.busy * n / max(1, fewer) < section.busy_share
+    ):
+        if fewer >= n or look.at_s < course.down.until_s:
+            return course, None
+        made = measured.change(
+            fewer, n, "workers_idle", f"the workers were idle {1 - measured.busy:.0%} {shown}"
+        )
+        trial = ScaleTrial("down", n, measured.rate)
+    else:
+        return course, None
+    return replace(course, wanted=made.workers, trial=trial, span=None), made
+
+
+class Autoscaler:
+    """Follows a run: asked as often as one likes, it decides once for each status of the run."""
+
+    def __init__(self, job: JobConfig, newest: Callable[[], RunStatus | None]) -> None:
+        self._section = job.rollout.autoscale
+        self._newest = newest
+        self._seen: RunStatus | None = None
+        self._course = ScaleCourse(job.rollout.workers)
+        WORKERS.set(job.rollout.workers)
+
+    def look(
+        self, serving: Collection[str], *, workers: int, leave: int, never_came: int
+    ) -> ScaleChange | None:
+        """What is to be changed now. Of `workers` that are to stay those named serve; `leave` beside them are
+        leaving, and `never_came` have so far joined and not come to serve."""
+        status = self._newest()
+        if status is None or status is self._seen or status.stopping:
+            return None
+        self._seen = status
+        shares = [s.busy for s in status.services if s.name in serving and s.busy is not None]
+        look = FleetLook(
+            at_s=status.elapsed_s,
+            step=status.step,
+            waited_s=status.waited_s,
+            workers=workers,
+            settled=len(serving) == workers and not leave,
+            never_came=never_came,
+            busy=sum(shares) / len(shares) if shares else 0.0,
+            held_back=bool(status.lease_wait),
+        )
+        self._course, change = follow(self._course, self._section, look)
+        WORKERS.set(self._course.wanted)
+        if change is not None:
+            CHANGES.labels(change.reason).inc()
+        return change

@@ -1,0 +1,242 @@
+"""The files of a run that are on a node of a cluster and not in the run's folder: those of the buffer's own
+Redis, and after the death of the supervisor the end of the event logs.
+
+Promises: a resume gets them as long as the host that has them can be reached, however the run before ended;
+otherwise the number of writes that Redis had confirmed is known, and the buffer reports their loss.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from areal_async.base.errors import RunError
+from areal_async.run.local_launcher import write_whole
+from areal_async.run.home_files import BUFFER
+from areal_async.run.ray.orders import FileNews
+from areal_async.base.own_files import NotBeneath, append_beneath, is_own_folder, open_beneath
+from areal_async.base.log import get_logger
+from areal_async.base.processes import processes_of
+
+RECORD = "buffer-node.json"
+CONFIRMED = "confirmed"  # File of the buffer with the newest revision that Redis has confirmed
+PIECE_BYTES = 1 << 20  # Most bytes of files in one answer
+KEPT_S = 14 * 24 * 3600.0
+"""Seconds that a node keeps the files of a run that nobody resumes."""
+ORDERLY_S = (
+    12.0  # In which processes of a run whose supervisor was killed end by themselves; then they are killed
+)
+ENDING_S = 60.0  # Longest wait for them to be gone; those that did not end are killed meanwhile
+LOOK_S = 0.05
+FOLDER = re.compile(r"areal-(?P<uid>\d+)-(?P<run_id>[0-9a-f]+)-run")
+Part = Literal["buffer", "events"]
+
+log = get_logger("launcher")
+
+
+class BufferNode(msgspec.Struct, frozen=True):
+    """The place of the buffer in the newest life of a run on a cluster."""
+
+    node_id: str
+    address: str
+    folder: str
+    """Folder of the run on that node."""
+    confirmed: int = 0
+    """Newest revision that Redis is known to have confirmed."""
+
+    @classmethod
+    def read(cls, run_dir: Path) -> BufferNode | None:
+        """Return the record in the run's folder; None if there is none."""
+        with suppress(FileNotFoundError, msgspec.DecodeError):
+            return msgspec.json.decode((run_dir / RECORD).read_bytes(), type=cls)
+        return None
+
+    def write(self, run_dir: Path) -> None:
+        write_whole(run_dir / RECORD, msgspec.json.encode(self))
+
+
+class LeftFiles:
+    """Files that a run whose supervisor was killed has left in its folder on this host, for a resume."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._lock_fd: int | None = None
+        self._ended = False
+
+    def read(self, part: Part, have: Mapping[str, int]) -> list[FileNews]:
+        """Return pieces of the files of this part that the reader does not have yet; none when it has them
+        all. Raises `RunError` if processes of that run do not end."""
+        ours = FOLDER.fullmatch(self._folder.name)
+        if ours is None or int(ours["uid"]) != os.getuid() or not is_own_folder(self._folder):
+            return []
+        there = self._folder / part
+        if not there.is_dir():
+            return []
+        self._wait_for_end(ours["run_id"])
+        return list(pieces_of(self._folder, there.rglob("*"), have))
+
+    def remove(self) -> None:
+        """Remove the files of the buffer: the reader has them all."""
+        shutil.rmtree(self._folder / BUFFER, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _wait_for_end(self, run_id: str) -> None:
+        """Wait until no process of that run lives, and no Redis has the lock that it holds while it does."""
+        begun_s = time.monotonic()
+        while not self._ended:
+            lasting = processes_of(run_id)
+            self._ended = not lasting and self._take_lock()
+            waited_s = time.monotonic() - begun_s
+            if waited_s > ORDERLY_S:
+                for process in lasting:
+                    with suppress(psutil.Error):
+                        process.kill()
+            if waited_s > ENDING_S and not self._ended:
+                raise RunError(
+                    f"a process of this run's life before still uses its files in {self._folder}. Wait until "
+                    "it has ended, and resume again"
+                )
+            if not self._ended:
+                time.sleep(LOOK_S)
+
+    def _take_lock(self) -> bool:
+        there = self._folder / BUFFER
+        if not there.is_dir():
+            return True
+        lock_fd = os.open(there / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock_fd)
+            return False
+        self._lock_fd = lock_fd
+        return True
+
+
+def pieces_of(root: Path, paths: Iterable[Path], have: Mapping[str, int]) -> Iterator[FileNews]:
+    """Yield bytes of these files below `root` that the reader does not have yet, at most `PIECE_BYTES`. A
+    link is no file of a run."""
+    room = PIECE_BYTES
+    for path in sorted(paths):
+        name = path.relative_to(root).as_posix()
+        offset = have.get(name, -1)  # An empty file is told of, too
+        with suppress(OSError), os.fdopen(open_beneath(root, name), "rb") as file:
+            if room > 0 and os.fstat(file.fileno()).st_size > offset:
+                file.seek(max(0, offset))
+                data = file.read(room)
+                room -= len(data)
+                yield FileNews(name, max(0, offset), data)
+
+
+def fetch_buffer(run_dir: Path, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
+    """Bring the files to the run's folder, all or none, and return whether there were any. Raises OSError,
+    and `NotBeneath` for a file that is none of the buffer's."""
+    fresh, have = run_dir / f".{BUFFER}", dict[str, int]()
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        while pieces := pull(have):
+            for piece in pieces:
+                fresh.mkdir(mode=0o700, exist_ok=True)
+                append_beneath(fresh, _name_in(BUFFER, piece), piece.data)
+                have[piece.name] = piece.offset + len(piece.data)
+        for path in fresh.rglob("*"):  # their only other copy is removed next
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if have:
+            shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
+            fresh.rename(run_dir / BUFFER)
+        return bool(have)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def append_rest(run_dir: Path, part: Part, pull: Callable[[dict[str, int]], list[FileNews]]) -> bool:
+    """Append to the files of a part what was written after their last bytes came home, and return whether
+    there was any. Raises as `fetch_buffer` does."""
+    paths = [path for path in (run_dir / part).glob("*") if path.is_file()]
+    have, found = {f"{part}/{path.name}": path.stat().st_size for path in paths}, False
+    while pieces := pull(have):
+        found = True
+        for piece in pieces:
+            append_beneath(run_dir, f"{part}/{_name_in(part, piece)}", piece.data)
+            have[piece.name] = piece.offset + len(piece.data)
+    return found
+
+
+def _name_in(part: str, piece: FileNews) -> str:
+    folder, _, name = piece.name.partition("/")
+    if folder != part:
+        raise NotBeneath(f"a node sent {piece.name[:200]!r}, no file of {part}")
+    return name
+
+
+def lie_at_home(run_dir: Path) -> bool:
+    """Return whether the run's folder has the files."""
+    folder = run_dir / BUFFER
+    return folder.is_dir() and any(not entry.name.startswith(CONFIRMED) for entry in folder.iterdir())
+
+
+def forget_at_home(run_dir: Path) -> None:
+    """Remove the files of an earlier life from the run's folder: a buffer elsewhere goes on with a copy."""
+    shutil.rmtree(run_dir / BUFFER, ignore_errors=True)
+
+
+def expect_loss(run_dir: Path, node: BufferNode) -> None:
+    """Have the next buffer report as lost what the one on `node` had confirmed."""
+    write_confirmed(run_dir, node.confirmed)
+    log.error(
+        "the files of the buffer cannot be reached, and the run goes on from its newest checkpoint",
+        address=node.address,
+        folder=node.folder,
+        confirmed_writes=node.confirmed,
+    )
+
+
+def write_confirmed(run_dir: Path, revision: int) -> None:
+    """Have the next buffer know that Redis has confirmed this revision."""
+    (run_dir / BUFFER).mkdir(mode=0o700, exist_ok=True)
+    write_whole(run_dir / BUFFER / CONFIRMED, revision.to_bytes(8, "little", signed=True))
+
+
+def confirmed_in(folder: Path) -> int:
+    """Return the newest revision that the buffer with files in `folder` knows to be confirmed."""
+    with suppress(OSError):
+        return int.from_bytes((folder / CONFIRMED).read_bytes()[:8], "little", signed=True)
+    return 0
+
+
+def recover_here(run_dir: Path) -> None:
+    """Take up on this machine, without its cluster, a run that was on one. Raises `RunError`."""
+    node = BufferNode.read(run_dir)
+    if node is None:
+        return
+    if not lie_at_home(run_dir):
+        left = LeftFiles(node.folder)
+        if fetch_buffer(run_dir, partial(left.read, "buffer")):
+            left.remove()
+        else:
+            expect_loss(run_dir, node)
+    (run_dir / RECORD).unlink()
+
+
+def is_forgotten(folder: Path) -> bool:
+    """Return whether the run's folder on a node has no files of a buffer that a resume may ask for."""
+    newest_s = max((path.stat().st_mtime for path in (folder / BUFFER).rglob("*")), default=0.0)
+    return time.time() - newest_s > KEPT_S

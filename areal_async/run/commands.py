@@ -1,0 +1,226 @@
+"""The supervisor's control socket: how the run stands, and what `areal-async scale` and `drain` ask, on a
+thread of its own.
+
+Promises: a request is carried out by the supervisor's own loop, one at a time; it is answered with what was
+done, or with why not; a worker that is to leave is named to the buffer, so that it is leased nothing more.
+Nobody but who has the secret of the run is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from areal_async.base.errors import FaultError, WireError
+from areal_async.run.home_files import HomeFilesServer
+from areal_async.rpc.address import Address
+from areal_async.rpc.client import Client
+from areal_async.rpc.control_messages import (
+    DrainWorker,
+    ReadRecords,
+    ScaleWorkers,
+    ServiceStatus,
+    Status,
+    WorkersChanged,
+    WriteRecord,
+    WriteSamples,
+)
+from areal_async.rpc.messages import Drain
+from areal_async.rpc.schema import Ok
+from areal_async.rpc.secret import Access
+from areal_async.rpc.server import Answer, Peer
+from areal_async.base.log import get_logger
+from areal_async.base.processes import exit_text
+from areal_async.service.board import ControlServer, board
+from areal_async.base.topology import Topology
+from areal_async.service.record import RunLog
+
+MAX_ASKED = 64  # Requests that wait for the supervisor's loop
+
+WorkersRequest = ScaleWorkers | DrainWorker
+
+log = get_logger("supervisor")
+
+
+@dataclass(frozen=True)
+class LeavingWorker:
+    since_s: float
+    ended: Future[str] = field(default_factory=Future)  # How it left, in words
+
+    def left(self, name: str, status: int | None, now_s: float) -> None:
+        """Tell whoever waits that worker `name` is gone; `status` None: it never ran."""
+        took_s = now_s - self.since_s
+        text = f"{name} has finished, handed back the rest and ended, in {took_s:.1f} s"
+        if status is None:
+            text = f"{name} did not run; it will not be started again"
+        elif status != 0:
+            text = f"{name} {exit_text(status)} after {took_s:.1f} s; its leases are given to others"
+        self.ended.set_result(text)
+
+
+@dataclass(frozen=True)
+class FleetChange:
+    """What the supervisor has set going: workers started, workers that leave, and those that stay."""
+
+    joined: list[str]
+    leaving: Mapping[str, Future[str]]
+    workers: list[str]
+    ends_autoscale: bool = False
+
+    @property
+    def note(self) -> str:
+        return "; autoscaling is off from now on" if self.ends_autoscale else ""
+
+
+class ControlSocket:
+    """`start`, then `carry_out` what is asked as often as the supervisor looks, then `stop`.
+
+    A buffer that does not answer within `buffer_wait_s` is not told of workers that leave."""
+
+    def __init__(
+        self,
+        job: str,
+        topology: Topology,
+        keys: Access,
+        buffer_wait_s: float,
+        records: RunLog | None = None,
+        files: HomeFilesServer | None = None,
+    ) -> None:
+        self._job = job
+        self._records = records
+        self._keys = keys
+        self._buffer = Address(topology.buffer, "buffer")
+        self._buffer_wait_s = buffer_wait_s
+        self._asked: queue.Queue[tuple[WorkersRequest, Future[FleetChange]]] = queue.Queue(MAX_ASKED)
+        self._server = ControlServer(
+            topology.control,
+            service="supervisor",
+            job=job,
+            access=keys,
+            handlers={
+                Status: self._status,
+                ScaleWorkers: self._scale,
+                DrainWorker: self._drain,
+                WriteRecord: self._write,
+                WriteSamples: self._write_samples,
+                ReadRecords: self._read,
+                **(files.handlers() if files is not None else {}),
+            },
+        )
+
+    def start(self) -> None:
+        """Raises `EndpointError` where the socket cannot be served."""
+        self._server.start()
+
+    def carry_out(self, begin: Callable[[WorkersRequest], FleetChange]) -> None:
+        """Have `begin` begin what was asked since the last look."""
+        with suppress(queue.Empty):
+            while True:
+                request, begun = self._asked.get_nowait()
+                try:
+                    begun.set_result(begin(request))
+                except Exception as error:
+                    begun.set_exception(error)
+
+    def tell_of_drain(self, name: str) -> None:
+        """Have the buffer lease a worker nothing more, without waiting for that."""
+        self._server.do(self._tell_buffer(name))
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    async def _status(self, peer: Peer, request: Status, attachments: list[memoryview]) -> ServiceStatus:
+        return board.status("supervisor", serves=True)
+
+    async def _write(self, peer: Peer, request: WriteRecord, attachments: list[memoryview]) -> Ok:
+        line = bytes(attachments[0]) if len(attachments) == 1 else b""
+        if not line.endswith(b"\n") or line.count(b"\n") != 1:
+            raise FaultError("invalid", "a record is one line")
+        try:
+            self._run_log.append(line)
+        except OSError as error:
+            raise FaultError("failed", str(error)) from error
+        return Ok()
+
+    async def _write_samples(self, peer: Peer, request: WriteSamples, attachments: list[memoryview]) -> Ok:
+        data = b"".join(map(bytes, attachments))
+        try:
+            await asyncio.to_thread(self._run_log.write_samples, request.folder, request.name, data)
+        except ValueError as error:
+            raise FaultError("invalid", str(error)) from error
+        except OSError as error:
+            raise FaultError("failed", str(error)) from error
+        return Ok()
+
+    async def _read(self, peer: Peer, request: ReadRecords, attachments: list[memoryview]) -> Answer:
+        found = self._run_log.read(*request.kinds)
+        return Ok(), [b"\n".join(map(msgspec.json.encode, found))]
+
+    @property
+    def _run_log(self) -> RunLog:
+        if self._records is None:
+            raise FaultError("invalid", "this supervisor keeps no records")
+        return self._records
+
+    async def _scale(
+        self, peer: Peer, request: ScaleWorkers, attachments: list[memoryview]
+    ) -> WorkersChanged:
+        begun = await self._begin(request)
+        told = await asyncio.gather(*map(self._tell_buffer, begun.leaving))
+        untold = [name for name, heard in zip(begun.leaving, told, strict=True) if not heard]
+        text = _scaled_text(begun, request.limit_ms / 1000, untold)
+        return WorkersChanged(text + begun.note, begun.workers)
+
+    async def _drain(self, peer: Peer, request: DrainWorker, attachments: list[memoryview]) -> WorkersChanged:
+        if request.outside:
+            if not await self._tell_buffer(request.worker):
+                raise FaultError("unavailable", "the buffer does not answer; nothing was done")
+            text = f"{request.worker} is leased nothing more; it ends once it has finished what it has"
+            return WorkersChanged(text, [])
+        begun = await self._begin(request)
+        ((name, ending),) = begun.leaving.items()
+        await self._tell_buffer(name)
+        # Shielded: whoever waits for the same end must get it too.
+        text = await asyncio.shield(asyncio.wrap_future(ending))
+        return WorkersChanged(text + begun.note, begun.workers)
+
+    async def _begin(self, request: WorkersRequest) -> FleetChange:
+        log.info("asked to change the workers", request=repr(request))
+        begun: Future[FleetChange] = Future()
+        try:
+            self._asked.put_nowait((request, begun))
+        except queue.Full:
+            raise FaultError("busy", "the supervisor has requests enough under way", 500) from None
+        return await asyncio.wrap_future(begun)
+
+    async def _tell_buffer(self, name: str) -> bool:
+        """Have the buffer lease it nothing more. If that fails the worker is told at the end of its time."""
+        client = Client(self._buffer, job=self._job, role="supervisor", name="control", access=self._keys)
+        try:
+            await client.connect(self._buffer_wait_s)
+            await client.call(Drain(name, "it was told to drain"), timeout_s=self._buffer_wait_s)
+        except WireError as error:
+            log.warning("the buffer was not told", worker=name, error=str(error))
+            return False
+        finally:
+            await client.close()
+        return True
+
+
+def _scaled_text(begun: FleetChange, limit_s: float, untold: list[str]) -> str:
+    parts = []
+    if begun.joined:
+        parts.append(f"started {', '.join(begun.joined)}")
+    if begun.leaving:
+        parts.append(f"draining {', '.join(begun.leaving)} (at most {limit_s:.0f} s)")
+    if untold:
+        parts.append(
+            f"the buffer does not answer, so {', '.join(untold)} will be told at the end of that time"
+        )
+    return "; ".join(parts) or f"nothing to do: the workers are {', '.join(begun.workers)}"

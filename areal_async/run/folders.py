@@ -1,0 +1,318 @@
+"""The folders of a run: who may use them, what is in them, and that nothing volatile is left behind.
+
+Promises: one run at a time per run folder (a lock that dies with its process); work of an earlier run is
+deleted only when asked; a folder that no run of ours made is never touched, and of another user's nothing is
+read, run or deleted; the run folder, sockets and shared memory are closed to other users from the moment they
+are made, whatever the umask; the last two are removed at the end, or by the next run if the supervisor was
+killed; so are snapshots in a directory that hosts share.
+
+The folder above (`run_dir` of the job file) is the user's own: who may write to it may put another in a run
+folder's place.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+from areal_async.base.errors import RunFolderError
+from areal_async.run.one_host import HERE, SHM_ROOT, make_host
+from areal_async.base.own_files import (
+    NotOurs,
+    check_own,
+    check_owner,
+    close_folder,
+    is_locked,
+    is_own_folder,
+    read_own,
+    take_lock,
+)
+from areal_async.rpc.secret import ROLES, RunSecret
+from areal_async.service.context import keys_file
+from areal_async.base.processes import kill_processes_of, start_of
+from areal_async.base.topology import OnHost, RunHost
+from areal_async.service.record import holds_results
+from areal_async.weights.channels import channel_of
+from areal_async.weights.manifest import remove_snapshots
+
+LOCK = "run.lock"
+TOPOLOGY = "topology.json"
+STATE = frozenset({LOCK, "job.yaml", TOPOLOGY, "logs", "buffer", "buffer-node.json", "events", "failpoints"})
+"""What a run needs while it lives. Everything else in its folder is work, also what we do not know."""
+OWNER = "owner.json"
+RECORD_BYTES = 4096
+
+
+class Owner(msgspec.Struct):
+    """The supervisor of a run, as it is written down in its volatile folders and, with them, in its lock."""
+
+    pid: int
+    started: str  # As `start_of` says it
+    job: str = ""
+    run_id: str = ""
+    socket_dir: str = ""
+    shm_dir: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Owner | None:
+        """What a file of ours says; None where there is none that can be believed."""
+        with suppress(OSError, NotOurs, msgspec.DecodeError):
+            return msgspec.json.decode(read_own(path, max_bytes=RECORD_BYTES), type=Owner)
+        return None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process lives; its start time tells it from a later one of the same pid. One that was
+        killed and nobody has reaped, as where process 1 reaps none, does not."""
+        with suppress(OSError):
+            return start_of(self.pid) == self.started
+        return False
+
+
+@dataclass(frozen=True)
+class RunFolders(OnHost):
+    """The folders of one run that holds its lock."""
+
+    run_id: str
+    host: RunHost
+    """This machine."""
+    targets: Path  # Prometheus file_sd targets of the run: `<job.run_dir>/prometheus/<job>.json`
+    lock_fd: int
+    secret: RunSecret  # What the keys of its roles are made of; in a file beside the sockets
+    snapshots: Path | None = None
+    """Where they outlive `shm_dir`: the job's folder in the directory of weights channel `disk`."""
+
+    @property
+    def logs(self) -> Path:
+        return self.run_dir / "logs"
+
+    @property
+    def topology(self) -> Path:
+        return self.run_dir / TOPOLOGY
+
+    def release(self) -> None:
+        """Remove what is volatile and give up the lock."""
+        for folder in (self.socket_dir, self.shm_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+        if self.snapshots is not None:
+            with suppress(OSError):  # what cannot be removed now is removed by the next run
+                remove_snapshots(self.snapshots)
+                self.snapshots.rmdir()
+        with suppress(OSError):  # a disk that takes no writes must not hide what the run says of its end
+            self.targets.unlink(missing_ok=True)
+            os.ftruncate(self.lock_fd, 0)
+        os.close(self.lock_fd)
+
+
+def claim_folders(
+    job: JobConfig, *, overwrite: bool, resume: bool = False, shm_root: Path = SHM_ROOT
+) -> RunFolders:
+    """Take the job's run folder, clean up after a dead run, and make the volatile folders.
+
+    With `resume` what an earlier run left in its folder stays, to be gone on with. Raises `RunFolderError`
+    when another run uses it, when it holds work that is neither to be resumed nor overwritten, or when it is
+    not a run folder of ours.
+    """
+    run_dir = job.run_dir / job.job
+    if run_dir.is_dir():
+        check_run_folder(run_dir)
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / LOCK).exists():
+        raise RunFolderError(
+            f"{run_dir} is not empty and was not made by a run; nothing in it is touched. Give the job "
+            "another name (`job:`) or another `run_dir`."
+        )
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        close_folder(run_dir)  # before anything in it is trusted
+        lock_fd = _lock(run_dir)
+    except NotOurs as error:
+        raise RunFolderError(str(error)) from error
+    except OSError as error:
+        raise RunFolderError(f"{run_dir} cannot be used: {error.strerror}. Set another `run_dir`.") from error
+    try:
+        _end_dead_run(lock_fd)
+        if resume:
+            return _make(job, run_dir, lock_fd, shm_root)
+        if (work := describe_work(run_dir)) and not overwrite:
+            is_done = (run_dir / "summary.json").exists()
+            go_on = "" if is_done else f"go on with `areal-async resume {run_dir}`, "
+            raise RunFolderError(
+                f"{run_dir} holds {work}. Give the job another name (job=NAME), move that folder away, "
+                f"{go_on}or add --overwrite to delete it and start anew."
+            )
+        _clear(run_dir)
+        return _make(job, run_dir, lock_fd, shm_root)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+
+
+def describe_work(run_dir: Path) -> str:
+    """What a run folder holds that is worth keeping, in words; empty when there is nothing."""
+    if (run_dir / "summary.json").exists():
+        return "a finished run"
+    kept = [entry.name for entry in run_dir.iterdir() if entry.name not in STATE and _holds_anything(entry)]
+    if "metrics.jsonl" in kept and not holds_results(run_dir / "metrics.jsonl"):
+        kept.remove("metrics.jsonl")
+    return f"an unfinished run ({', '.join(sorted(kept))})" if kept else ""
+
+
+def supervisor_of(run_dir: Path) -> Owner | None:
+    """The supervisor that runs the job of `run_dir` now; None while nobody does."""
+    owner = Owner.read(run_dir / LOCK)
+    return owner if owner is not None and owner.alive else None
+
+
+def check_run_folder(run_dir: Path) -> None:
+    """Raise `RunFolderError` where the existing `run_dir`, or what says whose it is, is another user's."""
+    try:
+        check_owner(run_dir)
+        if os.path.lexists(run_dir / LOCK):
+            read_own(run_dir / LOCK, max_bytes=RECORD_BYTES)
+    except NotOurs as error:
+        raise RunFolderError(str(error)) from error
+    except OSError as error:
+        raise RunFolderError(f"{run_dir} is not the folder of a run: {error}") from error
+
+
+def leftovers(roots: Sequence[Path]) -> Iterator[Path]:
+    """Shared memory and socket folders below `roots` of this user's runs whose supervisor is gone."""
+    for root in roots:
+        for folder in sorted(root.glob(f"areal-{os.getuid()}-*")) if root.is_dir() else ():
+            if not is_own_folder(folder):
+                continue  # /tmp and /dev/shm are everybody's: another user may take any name there
+            owner = Owner.read(folder / OWNER)
+            if owner is not None and not owner.alive:
+                yield folder
+
+
+def mark_owned(folder: Path) -> None:
+    """Record this process in a folder of its own, so that `leftovers` finds the folder if it is killed."""
+    (folder / OWNER).write_bytes(msgspec.json.encode(Owner(os.getpid(), start_of(os.getpid()))))
+
+
+def _lock(run_dir: Path) -> int:
+    path = run_dir / LOCK
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock_fd = os.open(path, flags, 0o600)
+    try:
+        check_own(lock_fd, path)
+    except NotOurs as error:
+        os.close(lock_fd)
+        raise RunFolderError(str(error)) from error
+    if not take_lock(lock_fd):
+        os.close(lock_fd)
+        raise _running(run_dir)
+    return lock_fd
+
+
+def _running(run_dir: Path) -> RunFolderError:
+    holder = Owner.read(run_dir / LOCK)
+    pid = holder.pid if holder is not None else "unknown"
+    return RunFolderError(
+        f"this job is already running (process {pid} uses {run_dir}). Wait for "
+        "it, stop it with Ctrl-C, or give this one another name (job=NAME)."
+    )
+
+
+def refuse_running(run_dir: Path) -> None:
+    """Raise `RunFolderError` when a run holds the lock of `run_dir` at this moment."""
+    with suppress(FileNotFoundError):
+        lock_fd = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if is_locked(lock_fd):
+                raise _running(run_dir)
+        finally:
+            os.close(lock_fd)
+
+
+def clean_up(run_dir: Path) -> None:
+    """End the processes and remove the volatile folders that a run left in whose supervisor was killed. Does
+    nothing where there are none, or where a run holds the lock."""
+    if not (run_dir / LOCK).exists():
+        return
+    with suppress(RunFolderError, OSError):
+        lock_fd = _lock(run_dir)
+        try:
+            _end_dead_run(lock_fd)
+            os.ftruncate(lock_fd, 0)
+        finally:
+            os.close(lock_fd)
+
+
+def _end_dead_run(lock_fd: int) -> None:
+    """End the processes and remove the volatile folders of a run that lost its supervisor: the lock was
+    free, but its record was not taken out."""
+    try:
+        record = msgspec.json.decode(os.pread(lock_fd, RECORD_BYTES, 0), type=Owner)
+    except msgspec.DecodeError:
+        return
+    deadline_s = time.monotonic() + 5.0
+    while kill_processes_of(record.run_id) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    for folder in (Path(record.socket_dir), Path(record.shm_dir)):
+        if folder.name.startswith(f"areal-{os.getuid()}-") and is_own_folder(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear(run_dir: Path) -> None:
+    for entry in run_dir.iterdir():
+        if entry.name == LOCK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _make(job: JobConfig, run_dir: Path, lock_fd: int, shm_root: Path) -> RunFolders:
+    run_id = secrets.token_hex(6)
+    name = f"areal-{os.getuid()}-{run_id}"
+    usable = shm_root.is_dir() and os.access(shm_root, os.W_OK | os.X_OK)
+    shm_dir = (shm_root if usable else Path(tempfile.gettempdir())) / f"{name}-shm"
+    host = make_host(HERE, run_dir=run_dir, socket_dir=Path(tempfile.gettempdir()) / name, shm_dir=shm_dir)
+    socket_dir = Path(host.socket_dir)
+    pid = os.getpid()
+    record = msgspec.json.encode(Owner(pid, start_of(pid), job.job, run_id, str(socket_dir), str(shm_dir)))
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, record, 0)
+    for folder in (socket_dir, shm_dir):
+        folder.mkdir(mode=0o700)
+        (folder / OWNER).write_bytes(record)
+    folders = RunFolders(
+        run_id=run_id,
+        host=host,
+        targets=job.run_dir / "prometheus" / f"{job.job}.json",
+        lock_fd=lock_fd,
+        secret=RunSecret.make(socket_dir),
+        snapshots=channel_of(job).directory(job),
+    )
+    write_keys(folders.secret, socket_dir)
+    folders.targets.unlink(missing_ok=True)
+    folders.logs.mkdir(mode=0o700, exist_ok=True)
+    return folders
+
+
+def write_keys(secret: RunSecret, socket_dir: Path) -> None:
+    """Lay out, for each role, the keys that its processes on this host read."""
+    for role in ROLES:
+        path = keys_file(socket_dir, role)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        secret.of(role).write(path)
+
+
+def _holds_anything(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.is_file() and path.stat().st_size > 0

@@ -1,0 +1,336 @@
+"""What the home of a run serves of its files to processes on other hosts, and takes from them.
+
+Promises: of the home host's files nobody reads any but those that the job names, and the run's own; the
+trainer alone writes, and only what trainers leave in a run's folder; a file has its name once it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.base.errors import FaultError, RunError
+from areal_async.base.own_files import NotBeneath, open_beneath, parts_of, remove_beneath, rename_beneath
+from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHome, RemoveHome, WriteHome
+from areal_async.rpc.schema import Ok
+from areal_async.rpc.server import Answer, Handler, Peer
+from areal_async.base.topology import Role
+from areal_async.storage.content import CONTENT, OF_TRAINER, content_mistakes, store_url
+from areal_async.storage.home import FILES, PROTOCOL, RUN
+from areal_async.storage.remote import StorageMissing
+from areal_async.storage.transfer import fetch
+from areal_async.storage.urls import local_path, url_of
+
+WRITTEN = frozenset({"checkpoints", "model", "adapter", "batches", "published.jsonl"})
+"""What a trainer leaves in the run's folder."""
+MOST_BYTES = 8 << 20  # Of one answer
+MOST_FILES = 100_000
+CODE = frozenset({".py", ".json", ".yaml", ".yml", ".txt", ".toml", ".jinja"})
+"""Endings of the files beside a part of the user's that travel with it."""
+MOST_CODE_BYTES = 64 << 20
+OWN = re.compile(r"(/[^:]*\.py):\w+")
+BUFFER = "buffer"
+"""Folder of the files of a buffer's own Redis in a run's folder. They come home when the run has ended."""
+UPLOAD = ".upload-"
+UPLOAD_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+def exported(job: JobConfig) -> list[Path]:
+    """What a job names by path on the home host and its processes elsewhere must have: its model, its tasks,
+    and the folders of its own parts."""
+    return [root.path for root in _roots(job)]
+
+
+def code_folders(job: JobConfig) -> list[Path]:
+    """The folders of the files of the user's own parts."""
+    found = (OWN.fullmatch(text) for text in _texts(job.model_dump(mode="json")))
+    return list(dict.fromkeys(Path(match[1]).parent for match in found if match is not None))
+
+
+def content_of(role: Role, job: JobConfig) -> list[str]:
+    """The fields whose content a process of this role must have on its host."""
+    tasks = ["tasks.train", "tasks.evaluation"] if job.kind != "rl" else []
+    fields: Mapping[Role, list[str]] = {
+        "buffer": ["tasks.train"],
+        "trainer": ["model", *OF_TRAINER, *tasks],
+        "rollout": ["model"],
+        "evaluator": ["model", "tasks.evaluation"],
+        "reward": [],
+    }
+    return fields[role]
+
+
+def bring_content(job: Mapping[str, Any], role: Role) -> dict[str, Any]:
+    """Have lie on this host what a process of `role` needs of what the job names, from its home or from
+    stores; the job as it is here. `HomeFileSystem` is connected. Raises `ConfigError` or `StorageError`."""
+    there = JobConfig.model_validate(job)
+    places = {str(path): local_path(f"{PROTOCOL}://{FILES}{path}") for path in exported(there)}
+    here = moved_to(job, places)
+    for folder in code_folders(there):
+        fetch(f"{PROTOCOL}://{FILES}{folder}", places[str(folder)])
+    moved = JobConfig.model_validate(here)
+    if mistakes := content_mistakes(moved, content_of(role, moved)):
+        raise ConfigError(f"job {moved.job}", mistakes)
+    return here
+
+
+def bring_buffer(job: str, target: Path) -> None:
+    """Have lie at `target` what a run of `job` that has ended left at home of its buffer, if anything.
+    `HomeFileSystem` is connected. Raises `StorageError`."""
+    if not target.exists():
+        with suppress(StorageMissing):
+            fetch(f"{PROTOCOL}://{RUN}/{job}/{BUFFER}", target)
+
+
+def with_home_store(job: JobConfig) -> JobConfig:
+    """`job` with the home of its run as the store, where it names none."""
+    if store_url(job) is not None:
+        return job
+    store = job.checkpoint.model_copy(update={"store": f"{PROTOCOL}://{RUN}"})
+    return job.model_copy(update={"checkpoint": store})
+
+
+def moved_to(job: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, Any]:
+    """The job with each path that begins with one of `places` where that lies on another host."""
+    longest_first = sorted(places, key=len, reverse=True)
+
+    def move(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: move(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [move(inner) for inner in value]
+        if isinstance(value, str):
+            for old in longest_first:
+                if value == old or value.startswith((f"{old}/", f"{old}:")):
+                    return f"{places[old]}{value[len(old) :]}"
+        return value
+
+    moved: dict[str, Any] = move(dict(job))
+    return moved
+
+
+def _texts(value: Any) -> Collection[str]:
+    if isinstance(value, dict):
+        return [text for inner in value.values() for text in _texts(inner)]
+    if isinstance(value, list | tuple):
+        return [text for inner in value for text in _texts(inner)]
+    return [value] if isinstance(value, str) else []
+
+
+class _Root(NamedTuple):
+    """A file or folder at home that is served, and by which rule (`_Root.serves`)."""
+
+    path: Path
+    kind: Literal["data", "code", "run"]
+
+    def serves(self, name: str) -> bool:
+        """Return whether a regular file of this name below the root is served; "" is the root itself."""
+        if self.kind == "run":
+            return not name.rpartition("/")[2].startswith(UPLOAD)
+        hidden = any(part.startswith(".") for part in name.split("/"))
+        return not hidden and (self.kind == "data" or Path(name).suffix in CODE)
+
+
+class _Served(NamedTuple):
+    """A file that was listed, and where it is opened: `name` beneath `folder`."""
+
+    about: HomeFile
+    folder: Path
+    name: str
+
+
+def _roots(job: JobConfig) -> list[_Root]:
+    data = [path for path in attrgetter(*CONTENT)(job) if path is not None and url_of(path) is None]
+    return [*(_Root(path, "data") for path in data), *(_Root(path, "code") for path in code_folders(job))]
+
+
+class HomeFilesServer:
+    """The handlers of the requests in `home_messages.py`, for `job`, whose run is in `run_dir`.
+
+    A file is read only if it is in the listing of what the job names. Raises `RunError` where a part of the
+    user's lies in the home folder itself, or above it."""
+
+    def __init__(self, run_dir: Path, job: JobConfig) -> None:
+        self._run_dir = run_dir
+        self._roots = _roots(job)
+        self._listings: dict[_Root, dict[str, _Served]] = {}
+        for folder in code_folders(job):
+            if Path.home().resolve().is_relative_to(folder.resolve()):
+                raise RunError(
+                    f"a part of the job lies in {folder}, and the files beside a part travel to other hosts: "
+                    "move the part into a folder of its own"
+                )
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {
+            ListHome: self._list,
+            ReadHome: self._read,
+            WriteHome: self._write,
+            RemoveHome: self._remove,
+        }
+
+    async def _list(self, peer: Peer, request: ListHome, _: list[memoryview]) -> Answer:
+        roots = self._readable(request.path, peer)
+        return HomeFiles(await asyncio.to_thread(self._listed, roots))
+
+    async def _read(self, peer: Peer, request: ReadHome, _: list[memoryview]) -> Answer:
+        roots = self._readable(request.path, peer)
+        size = max(0, min(request.size_bytes, MOST_BYTES))
+
+        def read() -> bytes:
+            if (served := self._served(roots)) is None:
+                raise FaultError("forbidden", f"{request.path} is not of this run")
+            try:
+                with os.fdopen(open_beneath(*served), "rb") as file:
+                    file.seek(request.begin)
+                    return file.read(size)
+            except (OSError, ValueError) as error:
+                raise FaultError("invalid", f"{request.path} cannot be read: {error}") from error
+
+        return Ok(), [await asyncio.to_thread(read)]
+
+    async def _write(self, peer: Peer, request: WriteHome, attachments: list[memoryview]) -> Answer:
+        path = self._writable(request.path)
+        if UPLOAD_NAME.fullmatch(request.upload) is None or len(attachments) != 1 or request.offset < 0:
+            raise FaultError("forbidden", "this is no piece of a file")
+        folder, _, last = path.rpartition("/")
+        fresh = f"{folder}/{UPLOAD}{request.upload}".lstrip("/")
+
+        def write() -> None:
+            try:
+                with os.fdopen(open_beneath(self._run_dir, fresh, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                    file.seek(request.offset)
+                    file.write(attachments[0])
+                    if request.last:
+                        file.truncate(request.offset)
+                        file.flush()
+                        os.fsync(file.fileno())
+                if request.last:
+                    rename_beneath(self._run_dir, fresh, last)
+            except OSError as error:
+                raise FaultError("failed", f"{path} cannot be written: {error}") from error
+
+        await asyncio.to_thread(write)
+        return Ok()
+
+    async def _remove(self, peer: Peer, request: RemoveHome, _: list[memoryview]) -> Answer:
+        path = self._writable(request.path)
+        try:
+            await asyncio.to_thread(remove_beneath, self._run_dir, path)
+        except OSError as error:
+            raise FaultError("failed", f"{path} cannot be removed: {error}") from error
+        return Ok()
+
+    def _served(self, roots: list[tuple[_Root, str]]) -> tuple[Path, str] | None:
+        """Folder and name below it of a file that may be read; None for any other."""
+        for root, name in roots:
+            if root.kind == "run":  # It changes: what its trainer has just written is in no listing yet
+                return (self._run_dir, f"{root.path.name}/{name}".rstrip("/")) if root.serves(name) else None
+            if root not in self._listings:
+                self._listings[root] = _walk(root)
+            if (served := self._listings[root].get(name)) is not None:
+                return served.folder, served.name
+        return None
+
+    def _listed(self, roots: list[tuple[_Root, str]]) -> dict[str, HomeFile]:
+        found: dict[str, HomeFile] = {}
+        for root, inner in roots:
+            self._listings[root] = listing = _walk(root)
+            for name, served in listing.items():
+                if not inner or name == inner:
+                    found["" if name == inner else name] = served.about
+                elif name.startswith(f"{inner}/"):
+                    found[name[len(inner) + 1 :]] = served.about
+        return found
+
+    def _readable(self, name: str, peer: Peer) -> list[tuple[_Root, str]]:
+        """The roots that a name lies in, and its rest below each. Raises `FaultError` where there is none for
+        this peer."""
+        root, _, rest = name.partition("/")
+        parts = _checked(rest)
+        if root == RUN and parts[0] == self._run_dir.name and len(parts) > 1:
+            mine = (peer.key in ("trainer", "") and parts[1] in WRITTEN) or (
+                peer.key in (BUFFER, "trainer", "") and parts[1] == BUFFER
+            )
+            if mine:
+                return [(_Root(self._run_dir / parts[1], "run"), "/".join(parts[2:]))]
+        path = Path("/") / rest
+        if root == FILES and (roots := [each for each in self._roots if path.is_relative_to(each.path)]):
+            return [(each, "/".join(path.relative_to(each.path).parts)) for each in roots]
+        raise FaultError("forbidden", f"{name} is not of this run")
+
+    def _writable(self, name: str) -> str:
+        """The path in the run's folder that `name` stands for. Raises `FaultError` for others."""
+        root, _, rest = name.partition("/")
+        parts = _checked(rest)
+        if root != RUN or parts[0] != self._run_dir.name or len(parts) < 2 or parts[1] not in WRITTEN:
+            raise FaultError("forbidden", f"{name} is not for others to write")
+        return "/".join(parts[1:])
+
+
+def _checked(rest: str) -> list[str]:
+    try:
+        return parts_of(rest)
+    except NotBeneath as error:
+        raise FaultError("forbidden", str(error)) from error
+
+
+def _walk(root: _Root) -> dict[str, _Served]:
+    """The files that are served of `root`, by their names below it. Raises `FaultError`."""
+    # The user names the root, so it may be a link; what lies below it may not, but for the cache of the hub.
+    if root.kind == "run" and root.path.is_symlink():
+        return {}
+    top = root.path.resolve()
+    if top.is_file():
+        return {"": _Served(_about(top.stat()), top.parent, top.name)}
+    found: dict[str, _Served] = {}
+    total = 0
+    for parent, folders, names in os.walk(top):
+        folders[:] = sorted(name for name in folders if root.kind == "run" or not name.startswith("."))
+        below = Path(parent).relative_to(top)
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for last in [*sorted(names), *links]:
+            name = (below / last).as_posix()
+            if not root.serves(name):
+                continue
+            folder, inner = top, name
+            status = os.lstat(top / name)
+            if stat.S_ISLNK(status.st_mode) and root.kind == "data":
+                folder, inner = _blob_of(top, name)
+                status = os.lstat(folder / inner)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            total += status.st_size
+            if len(found) >= MOST_FILES or (root.kind == "code" and total > MOST_CODE_BYTES):
+                raise FaultError(
+                    "invalid",
+                    f"{root.path} holds more than travels with a job: keep code in a folder of its own",
+                )
+            found[name] = _Served(_about(status), folder, inner)
+    return found
+
+
+def _blob_of(top: Path, name: str) -> tuple[Path, str]:
+    """Follow the link `name` in a snapshot of the hub's cache: a file in `blobs` of the same repository.
+    Raises `FaultError` for any other link."""
+    repository = top.parents[1] if top.parent.name == "snapshots" else None
+    target = Path(os.path.normpath(top / Path(name).parent / os.readlink(top / name)))
+    if repository is not None and target.parent == repository / "blobs":
+        return repository, f"blobs/{target.name}"
+    raise FaultError(
+        "invalid",
+        f"{top / name} is a link, and links are not sent to other hosts: put the file or folder itself there",
+    )
+
+
+def _about(status: os.stat_result) -> HomeFile:
+    return HomeFile(status.st_size, status.st_mtime_ns)

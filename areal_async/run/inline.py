@@ -1,0 +1,398 @@
+"""All roles of a job in one process, for debuggers and profilers: `areal-async run --inline`.
+
+Promises: the services are those of every other run, each with a loop on a thread of its own, and the
+trainer runs in the main thread; the first error, of a service or of a user's code, ends the run and is raised
+with its own traceback; nothing is started again. No lease, claim or deadline of an episode runs out while
+somebody sits in a debugger, and of several breakpoints one has the prompt at a time. A Ctrl-C ends the
+services in the order in which processes are ended, within `STOP_LIMIT_S`; a second one waits for nothing.
+
+Does not end what hangs: a reward or a workflow that does not return holds the run up. What is a program of
+its own stays one: redis-server, sandboxes, servers of reward models, the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bdb
+import dataclasses
+import importlib
+import os
+import pdb
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType, TracebackType
+
+import msgspec
+
+from areal_async.config.cluster import ClusterConfig
+from areal_async.config.devices import first_threads
+from areal_async.config.engines import engine_part, evaluation_engine
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.job import JobConfig
+from areal_async.config.load import dump_job
+from areal_async.base.errors import FaultError, RunError, RunFailed
+from areal_async.run.commands import ControlSocket, FleetChange, WorkersRequest
+from areal_async.run.folders import RunFolders
+from areal_async.run.local_launcher import write_whole
+from areal_async.run.lifecycle import STAGE_LIMITS_S, Ending
+from areal_async.run.one_host import topology_here
+from areal_async.run.plan import STOP_STAGES, ready_limit_s, services_of, with_channel
+from areal_async.run.supervisor import SIGNALS, TICK_S, caught_signals
+from areal_async.config.registry import forget_own_parts
+from areal_async.service.context import ServiceContext
+from areal_async.base.log import get_logger
+from areal_async.base.processes import RUN_VARIABLE, kill_processes_of
+from areal_async.service.main import STOP_GRACE_S, first_cause, until_stopped
+from areal_async.base.topology import Role
+from areal_async.service.record import RunLog
+
+MAINS: Mapping[Role, str] = {
+    "buffer": "replay_buffer.server:main",
+    "trainer": "trainer_service.main:train",
+    "reward": "reward_service.__main__:main",
+    "rollout": "rollout_service.service:main",
+    "evaluator": "rollout_service.evaluator:main",
+}
+LONG_S = 7 * 24 * 3600.0
+"""What is limited by time, so that it is given to another when its process dies, has so long here."""
+SAME_INTERRUPT_S = 0.5  # make, shells and terminals repeat signals
+AT_ONCE_S = 3.0  # After the second Ctrl-C: then the process ends wherever its threads are
+CANCEL = signal.SIGURG  # By itself it does nothing, and hardly any program has a use for it
+
+log = get_logger("supervisor")
+
+
+def check_inline(job: JobConfig, cluster: ClusterConfig | None = None, *, source: str) -> None:
+    """Raise `ConfigError` with every reason why `job` cannot be in one process, and `RunError` outside the
+    main thread."""
+    mistakes = []
+    wanted: list[tuple[str, int, int]] = [
+        ("trainer.ranks", job.trainer.ranks, 1),
+        ("rollout.workers", job.rollout.workers, 1),
+        ("rollout.replicas", job.rollout.replicas, 1),
+        ("rollout.autoscale.max", job.rollout.autoscale.max, 0),
+    ]
+    for field, value, only in wanted:
+        if value > only:
+            problem = f"it is {value}, and an inline run has one trainer, one worker and one engine"
+            mistakes.append(Mistake(field, problem, f"Set it to {only}, or run without --inline"))
+    engines = {evaluation_engine(job): "evaluation.engine", job.rollout.engine: "rollout.engine"}
+    for engine, field in engines.items() if job.kind == "rl" else ():
+        if engine_part(engine).is_server:
+            problem = f"{engine} is a server, a process of its own"
+            mistakes.append(Mistake(field, problem, "Set it to local, or run without --inline"))
+    if job.policies:
+        problem = f"{len(job.policies)} policies have a trainer each, and an inline run has one"
+        mistakes.append(Mistake("policies", problem, "Keep one of them, or run without --inline"))
+    if job.placement.pretend:
+        problem = "an inline run is one process on one host"
+        mistakes.append(Mistake("placement.pretend", problem, "Remove it, or run without --inline"))
+    if cluster is not None:
+        mistakes.append(
+            Mistake("--cluster", "an inline run is one process of this machine", "Leave one of the two out")
+        )
+    if mistakes:
+        raise ConfigError(source, mistakes)
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError("an inline run has its trainer in the main thread: call it there.")
+
+
+def without_limits(job: JobConfig) -> JobConfig:
+    """`job` as its services are to see it: nothing is given up for want of a sign of life, and all roles,
+    which share torch, compute with the trainer's threads."""
+    threads, buffer = first_threads(job.trainer.torch_threads), job.buffer
+    overtaken = buffer.on_overtaken.model_copy(update={"limit_s": LONG_S})
+    group = buffer.group
+    if group.deadline_s is not None:
+        group = group.model_copy(update={"deadline_s": LONG_S})
+    long = {"lease_s": LONG_S, "on_overtaken": overtaken, "group": group}
+    rollout = {"episode_timeout_s": None, "stuck_s": LONG_S, "torch_threads": threads}
+    return job.model_copy(
+        update={
+            "buffer": buffer.model_copy(update=long),
+            "rollout": job.rollout.model_copy(update=rollout),
+            "evaluation": job.evaluation.model_copy(update={"torch_threads": threads}),
+        }
+    )
+
+
+class _Cancelled(BaseException):
+    """Raised in the main thread, wherever it is, to leave the trainer."""
+
+
+class InlineService(threading.Thread):
+    """A service on a thread of its own; `on_end` is called there with it when it has ended."""
+
+    def __init__(self, ctx: ServiceContext, on_end: Callable[[InlineService], None]) -> None:
+        super().__init__(name=ctx.name, daemon=True)
+        self.ctx = ctx
+        self._main = _main_of(ctx.role)  # Here, since not everything can be imported by two threads at once
+        self.error: BaseException | None = None
+        self._on_end = on_end
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def stop(self) -> None:
+        """Ask it to end. Any thread may, also before it is started."""
+        self.ctx.stopping.set()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self.ctx.stop.set)
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self.error = first_cause(error)
+        self._on_end(self)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self.ctx.stopping.is_set():
+            self.ctx.stop.set()
+        await until_stopped(self.ctx, self._main)
+
+
+class InlineRun:
+    """Runs the job of `folders` in this process; must be made and run in the main thread.
+
+    `on_ending` is called once when the end is decided, while the buffer still serves."""
+
+    def __init__(
+        self, job: JobConfig, folders: RunFolders, *, records: RunLog, on_ending: Callable[[Ending], None]
+    ) -> None:
+        forget_own_parts()
+        self.error: BaseException | None = None
+        """What ended the run, if it failed."""
+        told = with_channel(without_limits(job), several_hosts=False).model_dump(mode="json")
+        write_whole(folders.run_dir / "job.yaml", dump_job(job).encode())
+        self.topology = topology_here(folders.run_id, folders.host, services_of(job), told, {})
+        write_whole(folders.topology, msgspec.json.format(msgspec.json.encode(self.topology)))
+        self._job, self._run_id = job, folders.run_id
+        self._on_ending = on_ending
+        self._main_thread = threading.get_ident()
+        contexts = [
+            dataclasses.replace(ServiceContext.load(folders.topology, place.name), inline=True)
+            for place in self.topology.services
+        ]
+        (self._trainer,) = (ctx for ctx in contexts if ctx.role == "trainer")
+        self._train = _main_of("trainer")
+        self._services = [InlineService(ctx, self._ended) for ctx in contexts if ctx is not self._trainer]
+        keys = folders.secret.of("supervisor")
+        self._socket = ControlSocket(job.job, self.topology, keys, TICK_S, records)
+        self._culprit = ""
+        self._failing = threading.Lock()
+        self._stopping = threading.Event()
+        self._interrupts = 0
+        self._in_trainer = False
+        self._over = threading.Event()
+
+    def run(self) -> Ending:
+        """Run it to its end, and return how it ended; `error` says what it failed with."""
+        with ExitStack() as stack:
+            stack.enter_context(_marked(self._run_id))
+            stack.enter_context(one_prompt_at_a_time())
+            self._socket.start()
+            stack.callback(self._socket.stop)
+            signals = stack.enter_context(caught_signals(self._on_signal, (*SIGNALS, CANCEL)))
+            listening = threading.Thread(target=self._listen, args=(signals,), name="signals", daemon=True)
+            listening.start()
+            stack.callback(listening.join)
+            stack.callback(self._over.set)
+            with suppress(_Cancelled):
+                self._in_main_thread()
+            self._in_trainer = False
+            ending = Ending("finished")
+            if self.error is not None:
+                ending = Ending("died", self._culprit, cause=repr(self.error))
+            elif self._interrupts:
+                ending = Ending("interrupted")
+            log.info("the run ends", kind=ending.kind, culprit=ending.culprit)
+            self._on_ending(ending)
+            self._wind_up()
+        return ending
+
+    def _in_main_thread(self) -> None:
+        try:
+            self._in_trainer = True
+            self._start_services()
+            if not self._stopping.is_set():
+                self._train(self._trainer)
+            for service in self._services:
+                while service.ctx.role == "evaluator" and service.is_alive():
+                    service.join(TICK_S)
+            self._in_trainer = False
+        except _Cancelled:
+            raise
+        except BaseException as error:
+            self._failed("trainer", first_cause(error))
+
+    def _start_services(self) -> None:
+        limit_s = ready_limit_s(self._job)
+        for service in self._services:
+            service.start()
+            deadline_s = time.monotonic() + limit_s
+            while service.ctx.role == "buffer" and not service.ctx.has_served and not self._stopping.is_set():
+                if time.monotonic() > deadline_s:
+                    raise RunFailed(f"{service.ctx.name} did not serve within {limit_s:g} s")
+                time.sleep(TICK_S / 10)
+
+    def _ended(self, service: InlineService) -> None:
+        if service.error is not None:
+            self._failed(service.ctx.name, service.error)
+        elif service.ctx.role != "evaluator" and not self._stopping.is_set():
+            self._failed(service.ctx.name, RunFailed(f"{service.ctx.name} ended before the trainer was done"))
+
+    def _failed(self, culprit: str, error: BaseException) -> None:
+        """End the run with its first error; what fails while it ends does so because others have ended."""
+        with self._failing:
+            if self._stopping.is_set():
+                log.info("failed while the run ended", service=culprit, error=repr(error))
+                return
+            if isinstance(error, bdb.BdbQuit):  # `q` at the prompt
+                self._interrupts = 1
+            else:
+                self.error, self._culprit = error, culprit
+                log.info("service failed", service=culprit, error=repr(error))
+            self._stopping.set()
+        self._stop_first_stage()
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == CANCEL and self._in_trainer:
+            self._in_trainer = False
+            raise _Cancelled
+
+    def _cancel(self) -> None:
+        """Leave the trainer, wherever the main thread is: also a wait is ended by a signal."""
+        if self._in_trainer:
+            signal.pthread_kill(self._main_thread, CANCEL)
+
+    def _listen(self, signals: int) -> None:
+        """Take signals, also while the main thread computes, and refuse what is asked of the supervisor."""
+        last_s = -SAME_INTERRUPT_S
+        while not self._over.is_set():
+            self._socket.carry_out(_refuse)
+            if not select.select([signals], [], [], TICK_S)[0]:
+                continue
+            numbers, now_s = os.read(signals, 64), time.monotonic()
+            # A debugger that has taken Ctrl-C for itself is asked, not the run.
+            asked = [number for number in numbers if signal.getsignal(number) == self._on_signal]
+            if {*asked} <= {CANCEL} or now_s - last_s < SAME_INTERRUPT_S:
+                continue
+            last_s = now_s
+            self._interrupts += 1
+            log.info("asked to stop", at_once=self._interrupts > 1)
+            if self._interrupts == 1:
+                self._stopping.set()
+                self._stop_first_stage()
+                continue
+            self._cancel()
+            if not self._over.wait(AT_ONCE_S):
+                kill_processes_of(self._run_id)
+                os._exit(128 + signal.SIGINT)
+
+    def _stop_first_stage(self) -> None:
+        self._trainer.stopping.set()
+        for service in self._services:
+            if service.ctx.role in STOP_STAGES[0]:
+                service.stop()
+        timer = threading.Timer(STOP_GRACE_S, self._cancel)
+        timer.daemon = True
+        timer.start()
+
+    def _wind_up(self) -> None:
+        """End the services that still run, in their order."""
+        self._stopping.set()
+        for roles, limit_s in zip(STOP_STAGES, STAGE_LIMITS_S, strict=True):
+            deadline_s = time.monotonic() + limit_s
+            stage = [service for service in self._services if service.ctx.role in roles]
+            for service in stage:
+                service.stop()
+            for service in stage:
+                while service.is_alive() and self._interrupts < 2 and time.monotonic() < deadline_s:
+                    service.join(TICK_S)
+
+
+def services_left() -> bool:
+    """Whether a service of an inline run has not ended with it: it is in code that does not return."""
+    return any(isinstance(thread, InlineService) for thread in threading.enumerate())
+
+
+def _main_of(role: Role) -> Callable[[ServiceContext], Awaitable[None]]:
+    """What runs a service; the trainer's blocks, and is awaited by nobody."""
+    module, _, name = MAINS[role].partition(":")
+    main: Callable[[ServiceContext], Awaitable[None]] = getattr(importlib.import_module(module), name)
+    return main
+
+
+def _refuse(asked: WorkersRequest) -> FleetChange:
+    raise FaultError("invalid", "the run is inline, and its one worker neither leaves nor gets company")
+
+
+@contextmanager
+def _marked(run_id: str) -> Iterator[None]:
+    """What is started meanwhile carries the mark of the run; none of it is left at the end."""
+    before = os.environ.get(RUN_VARIABLE)
+    os.environ[RUN_VARIABLE] = run_id
+    try:
+        yield
+    finally:
+        kill_processes_of(run_id)
+        del os.environ[RUN_VARIABLE]
+        if before is not None:
+            os.environ[RUN_VARIABLE] = before
+
+
+# --- breakpoints -------------------------------------------------------------------------------------
+
+_turn = threading.RLock()
+
+
+class OnePrompt(pdb.Pdb):
+    """The standard debugger, whose prompt belongs to one thread from the breakpoint to `c` or `q`. Ctrl-C
+    stays the run's."""
+
+    def __init__(self) -> None:
+        super().__init__(nosigint=True)
+        self._has_turn = False
+
+    def interaction(self, frame: FrameType | None, traceback: TracebackType | None) -> None:
+        if not self._has_turn:
+            self._has_turn = _turn.acquire()
+        super().interaction(frame, traceback)
+
+    def set_continue(self) -> None:
+        super().set_continue()
+        self._give_up_turn()
+
+    def set_quit(self) -> None:
+        super().set_quit()
+        self._give_up_turn()
+
+    def _give_up_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            _turn.release()
+
+
+@contextmanager
+def one_prompt_at_a_time() -> Iterator[None]:
+    """`breakpoint()` waits for its turn meanwhile, unless a debugger of the user's choice answers it."""
+    if sys.breakpointhook is not sys.__breakpointhook__ or "PYTHONBREAKPOINT" in os.environ:
+        yield
+        return
+
+    def stop_here() -> None:
+        OnePrompt().set_trace(sys._getframe(1))
+
+    sys.breakpointhook = stop_here
+    try:
+        yield
+    finally:
+        sys.breakpointhook = sys.__breakpointhook__

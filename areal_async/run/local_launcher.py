@@ -1,0 +1,225 @@
+"""The launcher of one machine: child processes, spares, Unix sockets.
+
+Promises: each start of a group of ranks has a socket of its own, bound before the first rank runs, and one
+rank alone has none; after `close` no process of the run is left, whatever it detached.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.config.job import JobConfig
+from areal_async.run.folders import RunFolders
+from areal_async.run.one_host import topology_here
+from areal_async.run.plan import name_is_held, thread_count, with_channel
+from areal_async.run.spares import PRELOADED, Spares
+from areal_async.service.context import SERVED_VARIABLE
+from areal_async.service.rank_group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
+from areal_async.base.processes import (
+    ChildProcess,
+    kill_processes_of,
+    service_environment,
+    start_service,
+)
+from areal_async.base.topology import Role, ServicePlace, Topology
+
+VMSTAT = Path("/proc/vmstat")
+SWEEP_S = 1.0
+BACKLOG = 1024  # Ranks that may connect at once
+
+
+class LocalChild:
+    """A service on this machine, and the line from it."""
+
+    def __init__(self, process: ChildProcess, line_fd: int) -> None:
+        self._process = process
+        self._line_fd: int | None = line_fd
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready_report(self) -> dict[str, Any] | None:
+        return self._process.ready_report()
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def lost(self) -> str:
+        return ""
+
+    def heard(self) -> bytes:
+        if self._line_fd is not None:
+            with suppress(BlockingIOError):
+                return os.read(self._line_fd, 1 << 16)
+        return b""
+
+    def is_heard(self) -> bool:
+        return True
+
+    def memory_kills(self) -> int:
+        return memory_kills()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.close()
+        fd, self._line_fd = self._line_fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+class RankLines:
+    """Lines that services are given when they start on one host: one to whoever starts them and, of the ranks
+    of a trainer, the socket at which they meet, on an interface of that host."""
+
+    def __init__(self, interface: str, *, several: bool, meeting: str = "") -> None:
+        """`several`: the trainer has more than one rank."""
+        self._interface = interface
+        self._several = several
+        self.meeting = meeting
+        """Address at which the ranks of this start meet, once rank 0 was prepared."""
+
+    def prepare(self, place: ServicePlace) -> tuple[dict[str, str], dict[str, int], int]:
+        """The variables for the process, the descriptors that it is given, each by the variable that names
+        it, and the end of its line that stays here. Rank 0 is prepared first. Whoever calls closes the
+        descriptors once the process has them."""
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        given = {PULSE_VARIABLE: write_fd}
+        variables = {}
+        if self._several and place.role == "trainer":
+            if place.is_first:
+                listening = socket.create_server((self._interface, 0), backlog=BACKLOG)
+                self.meeting = f"{self._interface}:{listening.getsockname()[1]}"
+                given[LISTENING_VARIABLE] = listening.detach()
+            variables[MEETING_VARIABLE] = self.meeting
+        return variables, given, read_fd
+
+
+class LocalLauncher:
+    """Starts everything in the folders of a run on this machine. `spare_modules` is what spares import."""
+
+    def __init__(
+        self, job: JobConfig, folders: RunFolders, *, spare_modules: Sequence[str] = PRELOADED
+    ) -> None:
+        self._job = job
+        self._folders = folders
+        views = job.views
+        self._lines = {  # Those without a policy: of the only trainer, and of whoever has none
+            name: RankLines(folders.host.loopback, several=job.of(name or job.policy).trainer.ranks > 1)
+            for name in ("", *job.policies)
+        }
+        self._spares = Spares(
+            most=max(view.trainer.ranks for view in views.values()),  # they die together
+            after_s=job.supervisor.spare_after_s,
+            environment=self._environment(job, "trainer"),
+            output=folders.logs / "spare.log",
+            modules=spare_modules,
+        )
+        self._children: dict[str, LocalChild] = {}
+
+    def begin(self, job: JobConfig, services: list[ServicePlace]) -> list[ServicePlace]:
+        return topology_here(
+            self._folders.run_id, self._folders.host, services, {}, job.placement.pretend
+        ).services
+
+    def join(self, place: ServicePlace) -> ServicePlace:
+        (placed,) = self.begin(self._job, [place])
+        return placed
+
+    def leave(self, name: str) -> None:
+        self._children.pop(name, None)
+
+    def start(self, place: ServicePlace, *, served_before: bool) -> LocalChild:
+        environment = self._environment(self._job.of(place.policy or self._job.policy), place.role)
+        if served_before:
+            environment[SERVED_VARIABLE] = "1"
+        log_path = self._folders.logs / f"{place.name}.log"
+        variables, given, line_fd = self._lines[place.policy].prepare(place)
+        environment |= variables
+        try:
+            process = self._spares.take(place, self._folders.topology, log_path, environment, given)
+            if process is None:
+                environment |= {variable: str(fd) for variable, fd in given.items()}
+                process = start_service(
+                    place, self._folders.topology, log_path, environment, list(given.values())
+                )
+        finally:
+            for fd in given.values():
+                os.close(fd)
+        self._children[place.name] = child = LocalChild(process, line_fd)
+        return child
+
+    def is_taken(self, name: str) -> bool:
+        return name_is_held(self._folders.host, name)
+
+    def publish(self, job: JobConfig, services: list[ServicePlace]) -> Topology:
+        self._job = job
+        pretend = job.placement.pretend
+        told = with_channel(job, several_hosts=bool(pretend)).model_dump(mode="json")
+        topology = topology_here(self._folders.run_id, self._folders.host, services, told, pretend)
+        write_whole(self._folders.topology, msgspec.json.format(msgspec.json.encode(topology)))
+        return topology
+
+    def tend(self, now_s: float, *, calm: bool) -> list[ServicePlace]:
+        self._spares.tend(now_s, calm=calm)
+        return []
+
+    def close(self) -> None:
+        """Leave no process: no service, nor what they detached, nor a spare."""
+        self._spares.close()
+        for child in self._children.values():
+            child.kill()
+        deadline_s = time.monotonic() + SWEEP_S
+        while kill_processes_of(self._folders.run_id) and time.monotonic() < deadline_s:
+            for child in self._children.values():
+                child.poll()
+            time.sleep(0.02)
+        for child in self._children.values():
+            child.poll()
+            child.close()
+
+    def _environment(self, job: JobConfig, role: Role) -> dict[str, str]:
+        environment = service_environment(self._folders.run_id, thread_count(job, role))
+        if role != "buffer":
+            # Reward and workflow code is a user's: it has no business with the buffer's passwords.
+            environment.pop(self._job.buffer.redis_login.password_env, None)
+        return environment
+
+
+def memory_kills(vmstat: Path = VMSTAT) -> int:
+    """How many processes of this machine the kernel has killed for want of memory; 0 where it is silent."""
+    with suppress(OSError):
+        for line in vmstat.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.partition(" ")[2])
+    return 0
+
+
+def write_targets(path: Path, targets: Sequence[Mapping[str, object]]) -> None:
+    """Name the metrics endpoints for Prometheus; whole or not at all, since it watches the file."""
+    if not path.parent.is_dir():
+        path.parent.mkdir()
+        path.parent.chmod(0o755)
+    # Prometheus may run as another user. They are ports, which everybody on the machine may know.
+    write_whole(path, msgspec.json.format(msgspec.json.encode(targets)), mode=0o644)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Readers see the old file or the new one."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(content)
+    unfinished.chmod(mode)
+    unfinished.replace(path)

@@ -1,0 +1,215 @@
+"""Watches a run from a thread: asks the services how they are, and reports a stall with the name of the
+starving edge.
+
+Promises: costs the run little (one small request per service and poll, and at most one under way); never ends
+a run by failing: what cannot be known now is asked at the next poll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from areal_async.base.errors import ArealError, PeerGone
+from areal_async.rpc.address import Address
+from areal_async.rpc.client import Client
+from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
+from areal_async.rpc.schema import R, Request
+from areal_async.rpc.secret import Access
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import STALL
+from areal_async.base.topology import ServicePlace, Topology
+from areal_async.run.aggregator import RunStatus, StatusAggregator
+from areal_async.run.load import LoadLog
+from areal_async.run.watchdog import SILENT_S, Stall
+
+log = get_logger("watchdog")
+
+POLL_S = 0.5
+ANSWER_S = 5.0  # The longest that an answer is waited for before the service is asked anew
+SCRAPE_S = 1.5  # The same for its metrics, below what Prometheus waits
+MAX_PART_BYTES = 16 << 20  # Longest part of an answer; who sends a longer one is left
+LOOK_S = 2.0  # The longest that one look at everything takes
+REPORT_S = 30.0  # How often a stall is logged while it lasts
+ASKED = frozenset({"starting", "serving", "draining"})  # Phases in which a service can answer
+
+
+class StatusClients:
+    """Asks the services of one run, each over a connection that is kept. Belongs to one event loop."""
+
+    def __init__(self, topology: Callable[[], Topology], job: str, access: Access) -> None:
+        self._topology = topology
+        self._job = job
+        self._access = access
+        self._clients: dict[str, Client] = {}
+        self._seen: Topology | None = None
+        self._places: dict[str, ServicePlace] = {}  # Those of `_seen`
+
+    async def ask(self, name: str, threads: int = 0) -> ServiceStatus:
+        """Raises ArealError where it does not answer within `ANSWER_S`. `threads` is told to it."""
+        topology = self._topology()
+        endpoints = {"buffer": topology.buffer, "weights": topology.weights}
+        status, _ = await self._exchange(name, Status(threads, endpoints))
+        return status
+
+    async def metrics(self, name: str) -> bytes:
+        """The series of a service as text for Prometheus, as they are now. Raises ArealError or TimeoutError
+        where it does not answer within `SCRAPE_S`, KeyError where there is none of that name."""
+        async with asyncio.timeout(SCRAPE_S):
+            _, parts = await self._exchange(name, ReadMetrics())
+        return b"".join(parts)
+
+    async def _exchange(self, name: str, request: Request[R]) -> tuple[R, list[memoryview]]:
+        topology = self._topology()
+        if topology is not self._seen:
+            self._seen, self._places = topology, {place.name: place for place in topology.services}
+        place = self._places.get(name) or topology.place(name)
+        client = self._clients.pop(name, None)
+        is_new = client is None
+        if client is None:
+            client = Client(
+                Address(place.status, place.role),
+                job=self._job,
+                role="supervisor",
+                name="monitor",
+                access=self._access,
+                max_part_bytes=MAX_PART_BYTES,
+            )
+        client.address.move(place.status)
+        try:
+            if is_new:
+                await client.connect(ANSWER_S)
+            answer = await client.exchange(request, timeout_s=ANSWER_S)
+        except BaseException:
+            await client.close()
+            raise
+        if name in self._clients:  # it was asked two things at once
+            await client.close()
+        else:
+            self._clients[name] = client
+        return answer
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+
+class Monitor:
+    """Feeds a `StatusAggregator` and hands each status of the run to `show`, until stopped."""
+
+    def __init__(
+        self,
+        aggregator: StatusAggregator,
+        *,
+        clients: StatusClients,
+        phases: Callable[[], Mapping[str, str]],
+        show: Callable[[RunStatus], None],
+        load: LoadLog | None,
+        threads: Callable[[RunStatus], Mapping[str, int]] = lambda status: {},
+    ) -> None:
+        """`load`: only for a run whose processes are all on this machine. `threads`: how many CPU threads
+        services are to compute with, by the prefixes of their names."""
+        self._aggregator = aggregator
+        self._clients = clients
+        self._phases = phases
+        self._show = show
+        self._split = threads
+        self._threads: Mapping[str, int] = {}
+        self._load = load
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._stall: Stall | None = None
+        self._reported_s = 0.0
+        self.newest: RunStatus | None = None  # How the run stood at the last look
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Show the last status and end the thread."""
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=LOOK_S + ANSWER_S)
+
+    def look(self) -> None:
+        """Ask every service once, now, from another thread."""
+        with suppress(TimeoutError, RuntimeError):  # the latter once this has ended
+            asyncio.run_coroutine_threadsafe(self._look(LOOK_S), self._loop).result(2 * LOOK_S)
+
+    async def metrics(self, name: str) -> bytes:
+        """What `StatusClients.metrics` says, for another loop. Raises PeerGone once this has ended."""
+        if self._loop.is_closed():
+            raise PeerGone("The run is not watched any more.")
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._clients.metrics(name), self._loop)
+        )
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._watch())
+
+    async def _watch(self) -> None:
+        try:
+            looked_s = time.monotonic()
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), POLL_S)
+                before_s, looked_s = looked_s, time.monotonic()
+                if (late_s := looked_s - before_s - POLL_S) > SILENT_S:
+                    self._aggregator.held_up(late_s, looked_s)
+                await self._look(0.0)
+                self.newest = self._aggregator.status(time.monotonic())
+                self._report_stall(self.newest)
+                self._threads = self._split(self.newest)
+                if self._load is not None:
+                    with suppress(OSError):  # a full disk is for those to tell whose records are needed
+                        steps = self._aggregator.steps_done
+                        self._load.look(self._aggregator.answers, steps, time.monotonic())
+                try:
+                    self._show(self.newest)
+                except (Exception, SystemExit):  # rich's own console exits where a pipe is broken
+                    log.exception("the view has failed; nothing more is shown")
+                    self._show = lambda status: None
+                if self._stop.is_set():
+                    return
+        finally:
+            for task in self._asking.values():
+                task.cancel()
+            await asyncio.gather(*self._asking.values(), return_exceptions=True)
+            await self._clients.close()
+
+    async def _look(self, wait_s: float) -> None:
+        """Ask whoever is not being asked; with `wait_s`, wait so long for answers."""
+        phases = self._phases()
+        self._aggregator.set_phases(phases)
+        for name, phase in phases.items():
+            if phase in ASKED and (name not in self._asking or self._asking[name].done()):
+                self._asking[name] = asyncio.create_task(self._ask(name))
+        if wait_s and self._asking:
+            await asyncio.wait(self._asking.values(), timeout=wait_s)
+
+    async def _ask(self, name: str) -> None:
+        with suppress(ArealError):  # it starts, ends or is busy: there is a next poll
+            status = await self._clients.ask(name, self._threads.get(name.partition("-")[0], 0))
+            self._aggregator.feed_status(name, status, time.monotonic())
+
+    def _report_stall(self, status: RunStatus) -> None:
+        """Log a stall when its edge changes and every `REPORT_S`, and set its metric."""
+        stall, told = status.stall, self._stall
+        edge = stall.edge if stall is not None else None
+        if told is not None and told.edge != edge:
+            STALL.labels(told.edge).set(0)
+            if stall is None:
+                log.info("training goes on", was_waiting_for=told.edge)
+        if stall is not None:
+            STALL.labels(stall.edge).set(round(status.stall_s, 3))
+            if told is None or told.edge != edge or status.elapsed_s - self._reported_s >= REPORT_S:
+                self._reported_s = status.elapsed_s
+                stalled_s = round(status.stall_s, 1)
+                log.warning("training stands still", edge=edge, stalled_s=stalled_s, detail=stall.detail)
+        self._stall = stall

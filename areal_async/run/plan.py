@@ -1,0 +1,161 @@
+"""Which processes a job needs, in which order they start and stop, and which workers join or leave it later.
+
+Pure, but for the look at who holds a name. The newest worker leaves first; one that joins takes the lowest
+free number: names, and with them logs and metrics, stay few however often a job is scaled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from areal_async.config.devices import first_threads
+from areal_async.config.engines import engine_part
+from areal_async.config.job import JobConfig
+from areal_async.base.errors import FaultError
+from areal_async.base.own_files import is_locked
+from areal_async.base.topology import Role, RunHost, ServicePlace
+
+MODULES: Mapping[Role, str] = {
+    "buffer": "replay_buffer",
+    "trainer": "trainer_service",
+    "reward": "reward_service",
+    "rollout": "rollout_service",
+    "evaluator": "rollout_service.evaluator",
+}
+
+STOP_STAGES: tuple[tuple[Role, ...], ...] = (("rollout", "evaluator", "trainer"), ("reward",), ("buffer",))
+"""Producers and the trainer first, so that the buffer can store and acknowledge until the end."""
+
+
+def rank_name(rank: int, policy: str = "") -> str:
+    """The name of the process of one rank of the trainer; of that of `policy`, where there are several."""
+    name = f"trainer-{policy}" if policy else "trainer"
+    return f"{name}-{rank}" if rank else name
+
+
+def services_of(job: JobConfig, modules: Mapping[Role, str] = MODULES) -> list[ServicePlace]:
+    """The processes of `job` in start order. Metrics ports are consecutive from `observe.metrics_port`.
+
+    The trainer is one process for each of its ranks: `trainer`, `trainer-1` …, with the rank as index. Of
+    several policies each has a trainer."""
+    roles: list[tuple[Role, str, int, str]] = [
+        ("trainer", rank_name(rank, name), rank, name)
+        for policy, view in job.views.items()
+        for name in (policy if job.policies else "",)
+        for rank in range(view.trainer.ranks)
+    ]
+    if job.kind == "rl":
+        roles = [("buffer", "buffer", 0, ""), *roles, ("reward", "reward", 0, "")]
+        roles += [("rollout", f"rollout-{index}", index, "") for index in range(job.rollout.workers)]
+        if job.tasks.evaluation is not None:
+            roles.append(("evaluator", "evaluator", 0, ""))
+    first = job.observe.metrics_port
+    return [
+        ServicePlace(name, role, index, modules[role], first + offset if first else 0, policy=policy)
+        for offset, (role, name, index, policy) in enumerate(roles)
+    ]
+
+
+def with_channel(job: JobConfig, *, several_hosts: bool) -> JobConfig:
+    """`job` with the channel that `weights.channel: auto` stands for: `zmq` where several hosts have it.
+    Beside `nccl` snapshots are brought in the same way, and with the same codec."""
+    weights, chosen = job.weights, dict[str, object]()
+    if weights.channel == "auto":
+        chosen = {"channel": "zmq"} if several_hosts else {"channel": "shm", "channel_args": {}}
+    elif weights.channel == "nccl" and several_hosts and weights.codec == "auto":
+        chosen = {"codec": "delta"}
+    return job.model_copy(update={"weights": job.weights.model_copy(update=chosen)})
+
+
+def on_any_ports(job: JobConfig) -> JobConfig:
+    """`job` with metrics on any free port of each process: consecutive ones are of one machine."""
+    return job.model_copy(update={"observe": job.observe.model_copy(update={"metrics_port": 0})})
+
+
+def awaited_first(services: Sequence[ServicePlace]) -> list[str]:
+    """Names of those that must serve before the others are started: the buffer, if there is one."""
+    return [service.name for service in services if service.role == "buffer"]
+
+
+def ends_the_job(services: Sequence[ServicePlace]) -> list[str]:
+    """Names of those that end by themselves; the job is done when all of them have, with status 0."""
+    return [service.name for service in services if service.role in ("trainer", "evaluator")]
+
+
+def thread_count(job: JobConfig, role: Role) -> int:
+    """Native threads that a process of `role` may use."""
+    threads: Mapping[Role, int] = {
+        "trainer": first_threads(job.trainer.torch_threads),
+        "rollout": first_threads(job.rollout.torch_threads),
+        "evaluator": job.evaluation.torch_threads,
+    }
+    return threads.get(role, 1)
+
+
+def ready_limit_s(job: JobConfig) -> float:
+    """The longest time from starting a service until it serves. An engine's server begins to load only once
+    the trainer serves, and has a limit of its own. Runs the file of an engine of the user's, and raises
+    `PartError` where that cannot be."""
+    servers = [
+        view.rollout.server.ready_s
+        for view in job.views.values()
+        if job.kind == "rl" and engine_part(view.rollout.engine).is_server
+    ]
+    return job.supervisor.ready_s + max(servers, default=0.0)
+
+
+def supervisor_port(job: JobConfig, services: Sequence[ServicePlace]) -> int:
+    """The port after the services', for the supervisor's own metrics; 0: any free one."""
+    first = job.observe.metrics_port
+    return first + len(services) if first else 0
+
+
+MAX_WORKERS = 1024  # The most workers of one run on one host: more is taken for a slip of the finger
+
+
+def workers_to_change(
+    staying: Sequence[ServicePlace], wanted: int, module: str, is_taken: Callable[[str], bool]
+) -> tuple[list[ServicePlace], list[ServicePlace]]:
+    """Who must join and who must leave for `wanted` of the workers to be there; `staying`, oldest first, are
+    there and are not leaving. Raises `FaultError`."""
+    if not 1 <= wanted <= MAX_WORKERS:
+        raise FaultError("invalid", f"a run has 1 to {MAX_WORKERS} workers, not {wanted}")
+    free = (number for number in itertools.count() if not is_taken(f"rollout-{number}"))
+    joining = [
+        # Port 0: the consecutive ones are those of the services that the job began with.
+        ServicePlace(f"rollout-{number}", "rollout", number, module, 0)
+        for number in itertools.islice(free, max(0, wanted - len(staying)))
+    ]
+    return joining, list(reversed(staying[wanted:]))
+
+
+def worker_to_drain(staying: Sequence[ServicePlace], name: str) -> ServicePlace:
+    """The worker called `name`. Raises `FaultError` where it is none, or the last."""
+    place = next((place for place in staying if place.name == name), None)
+    names = ", ".join(place.name for place in staying)
+    if place is None:
+        raise FaultError(
+            "invalid",
+            f"{name} is no worker of this run, or leaves already. Its workers are {names}; one that was "
+            "started by hand is drained with --outside",
+        )
+    if len(staying) == 1:
+        raise FaultError(
+            "invalid", f"{name} is the only worker, and nothing would be generated. Scale to 2 first"
+        )
+    return place
+
+
+def name_is_held(host: RunHost, name: str) -> bool:
+    """Whether a process of this host works by this name (see `rollout_service/service.py`)."""
+    try:
+        lock_fd = os.open(Path(host.socket_dir) / f"{name}.name", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return is_locked(lock_fd)
+    finally:
+        os.close(lock_fd)

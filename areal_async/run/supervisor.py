@@ -1,0 +1,418 @@
+"""The shell around the lifecycle: real processes, signals and time.
+
+Promises: a service that died is started again as the lifecycle decides, on the same places, and the rest
+goes on; one that hangs is killed, whatever its role, and of several that ended the one that did so first is
+named; workers join and leave as the control socket is asked to; when `run` returns or raises, no process of
+the run is left, at most `STOP_LIMIT_S` after the first Ctrl-C or SIGTERM, or at once after the second; a
+service learns of a stop only from here (each leads its own session); one that outlives the supervisor's death
+is told by the kernel.
+
+Must run in the main thread: signals arrive there, and the kernel ties a child's death signal to the thread
+that started it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from areal_async.config.job import JobConfig
+from areal_async.config.load import dump_job
+from areal_async.base.errors import FaultError
+from areal_async.run.autoscale import Autoscaler, ScaleChange
+from areal_async.run.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
+from areal_async.run.folders import RunFolders
+from areal_async.run.rank_lines import Lines
+from areal_async.run.local_launcher import LocalLauncher, write_targets, write_whole
+from areal_async.run.home_files import HomeFilesServer
+from areal_async.run.launcher import Child, Launcher
+from areal_async.run.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
+from areal_async.run.metrics import RESTARTS
+from areal_async.run.plan import (
+    MODULES,
+    ready_limit_s,
+    services_of,
+    worker_to_drain,
+    workers_to_change,
+)
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
+from areal_async.base import events
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import elsewhere
+from areal_async.base.processes import INCURABLE_STATUS, RestartPolicy, exit_text
+from areal_async.base.topology import Role, ServicePlace, Topology
+from areal_async.run.aggregator import RunStatus
+from areal_async.service.record import RunLog
+
+TICK_S = 0.1
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+log = get_logger("supervisor")
+
+
+class Supervisor:
+    """Runs the services of one job. `metrics_port` is its own process's, 0 for none; `records` is the run's
+    log, which services write to through it, `files` what its processes elsewhere have of this host's files.
+
+    `newest` is how the run stood at the last look, by which its workers are scaled (`rollout.autoscale`).
+
+    `on_serving` is called once all serve, `on_restart` with the name and a line of text when a service died
+    and is to be started again, `on_death` when it is not, or only with another one, `on_ending` once when the
+    end is decided and the services that did not cause it still run, `on_scale` with each change of the
+    workers that is nobody's wish; all must be quick."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        folders: RunFolders,
+        *,
+        launcher: Launcher | None = None,
+        records: RunLog | None = None,
+        files: HomeFilesServer | None = None,
+        modules: Mapping[Role, str] = MODULES,
+        metrics_port: int = 0,
+        on_serving: Callable[[], None] = lambda: None,
+        on_ending: Callable[[Ending], None] = lambda ending: None,
+        on_restart: Callable[[str, str], None] = lambda name, text: None,
+        on_death: Callable[[str, str], None] = lambda name, text: None,
+        on_scale: Callable[[ScaleChange], None] = lambda change: None,
+        newest: Callable[[], RunStatus | None] = lambda: None,
+        buffer_wait_s: float = 10.0,
+        same_interrupt_s: float = 0.5,
+    ) -> None:
+        self.job = job
+        self.folders = folders
+        self._launcher = launcher or LocalLauncher(job, folders)
+        self.services = self._launcher.begin(job, services_of(job, modules))
+        self.topology = self._publish()
+        """Where everything is. Any thread may read it; it is replaced as a whole."""
+        self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
+        self.children: dict[str, Child] = {}
+        self._lines = Lines(self._hang_s)
+        self.metrics_ports: dict[str, int] = {}
+        """The port of each service: what it reported when ready; until then the planned one."""
+        self._on_serving = on_serving
+        self._on_ending = on_ending
+        self._on_restart = on_restart
+        self._on_death = on_death
+        self._on_scale = on_scale
+        scales = job.kind == "rl" and job.rollout.autoscale.max > 0
+        self._autoscaler = Autoscaler(job, newest) if scales else None
+        self._never_came = 0  # Workers that joined and never came to serve
+        self._metrics_port = metrics_port
+        self._told_serving = False
+        self._named: object = None  # Who was named to Prometheus, and where
+        self._told_ending = False
+        self._interrupted_s: float | None = None
+        self._same_interrupt_s = same_interrupt_s
+        self._socket = ControlSocket(
+            job.job, self.topology, folders.secret.of("supervisor"), buffer_wait_s, records, files
+        )
+        self._modules = modules
+        self._leaving: dict[str, LeavingWorker] = {}
+        """Workers that are being drained, and who waits for their end."""
+
+    def run(self) -> Ending:
+        """Start everything, and return how it ended once nothing runs any more."""
+        try:
+            self._socket.start()
+            with caught_signals() as signals, selectors.DefaultSelector() as selector:
+                selector.register(signals, selectors.EVENT_READ)
+                self._apply(self.lifecycle.begin(time.monotonic()))
+                while not self.lifecycle.over:
+                    if selector.select(TICK_S):
+                        self._interrupt(signals)
+                    self._observe()
+        finally:
+            for entry in self._leaving.values():
+                entry.ended.set_exception(FaultError("invalid", "the run has ended"))
+            self._socket.stop()
+            self._launcher.close()
+        assert self.lifecycle.ending is not None
+        return self.lifecycle.ending
+
+    def phases(self) -> dict[str, str]:
+        """Phase of each service, in words, by its name. May be called from another thread."""
+        return {name: state.shown for name, state in list(self.lifecycle.states.items())}
+
+    def _observe(self) -> None:
+        """Tell the lifecycle what has happened since the last look."""
+        for name in self.lifecycle.alive():
+            child = self.children[name]
+            starting = self.lifecycle.states[name].phase is Phase.STARTING
+            if starting and (report := child.ready_report()) is not None:
+                self.metrics_ports[name] = int(report["metrics_port"])
+                log.info("service serves", service=name, pid=child.pid)
+                events.record("ready", service=name, service_pid=child.pid)
+                self._apply(self.lifecycle.ready(name, time.monotonic()))
+        self._observe_ends()
+        for name in self._lines.look(time.monotonic()):
+            self._apply(self.lifecycle.silent(name, time.monotonic()))
+        self._apply(self.lifecycle.tick(time.monotonic()))
+        self._socket.carry_out(self._change_by_hand)
+        if not self.lifecycle.stopping:
+            self._take_moves(self._launcher.tend(time.monotonic(), calm=self.lifecycle.all_serve()))
+        for name in [name for name, state in self.lifecycle.states.items() if state.gone]:
+            self._forget(name)
+        self._autoscale()
+        if self.lifecycle.stopping or not self.lifecycle.all_serve():
+            return
+        named = (self.services, list(self.metrics_ports.values()))
+        if named != self._named:
+            self._named = named
+            self._write_targets()
+        if not self._told_serving:
+            self._told_serving = True
+            self._on_serving()
+
+    def _observe_ends(self) -> None:
+        ended: dict[str, int] = {}
+        # What has died of another's death is seen no sooner than that, if one looks again.
+        for _ in range(2):
+            for name in self.lifecycle.alive():
+                if name not in ended and (status := self.children[name].poll()) is not None:
+                    ended[name] = status
+            if not ended:
+                return
+        states, stopping = self.lifecycle.states, self.lifecycle.stopping
+        felled = {name for name in ended if states[name].felled}
+        for name in in_order_of_cause(ended):
+            status, pid = ended[name], self.children[name].pid
+            log.info("service ended", service=name, status=status)
+            events.record("ended", service=name, service_pid=pid, status=status)
+            lost = self.children[name].lost()
+            cause = lost or self._lines.cause_of(name, status, time.monotonic())
+            self._lines.forget(name)
+            brought_down = states[name].felled  # If not `felled`: by another one of this look
+            with_host = bool(lost) and self._is_replaced(name, status)
+            self._apply(self.lifecycle.exited(name, status, time.monotonic(), cause, with_host=with_host))
+            if stopping or name in felled or (states[name].leaving and not lost):
+                continue
+            if states[name].phase is Phase.RESTARTING and not brought_down:
+                self._tell_restart(name, cause or exit_text(status))
+            elif status != 0 or (self.lifecycle.ending is not None and self.lifecycle.ending.culprit == name):
+                self._tell_death(name, cause or exit_text(status))
+
+    # --- workers that join and leave -----------------------------------------------------------------
+
+    def _change_workers(self, asked: WorkersRequest) -> FleetChange:
+        """Begin what was asked. Raises `FaultError` where that makes no sense."""
+        if self.lifecycle.stopping:
+            raise FaultError("invalid", "the run is ending")
+        staying = self._staying()
+        limit_s, now_s = asked.limit_ms / 1000, time.monotonic()
+        if isinstance(asked, DrainWorker):
+            joining: list[ServicePlace] = []
+            leaving = [worker_to_drain(staying, asked.worker)]
+        else:
+            joining, leaving = workers_to_change(
+                staying, asked.workers, self._modules["rollout"], self._is_taken
+            )
+        joining = [self._launcher.join(place) for place in joining]
+        for place in joining:
+            self.services = [*self.services, place]
+            self._apply(self.lifecycle.join(place, now_s))
+            events.record("joined", service=place.name)
+        ends = {}
+        for place in leaving:
+            entry = self._leaving[place.name] = LeavingWorker(now_s)
+            ends[place.name] = entry.ended
+            self._apply(self.lifecycle.leave(place.name, limit_s, now_s))
+            events.record("leaving", service=place.name, limit_s=limit_s)
+        self._record_workers()
+        gone = {place.name for place in leaving}
+        names = [place.name for place in (*staying, *joining) if place.name not in gone]
+        return FleetChange([place.name for place in joining], ends, names)
+
+    def _change_by_hand(self, asked: WorkersRequest) -> FleetChange:
+        """The same where somebody asks: from then on the number is theirs."""
+        autoscaler, self._autoscaler = self._autoscaler, None
+        try:
+            begun = self._change_workers(asked)
+        except BaseException:
+            self._autoscaler = autoscaler
+            raise
+        return dataclasses.replace(begun, ends_autoscale=autoscaler is not None)
+
+    def _autoscale(self) -> None:
+        """Have as many workers as the run's figures speak for, once all have served."""
+        if self._autoscaler is None or self.lifecycle.stopping or not self._told_serving:
+            return
+        staying, states = [place.name for place in self._staying()], self.lifecycle.states
+        change = self._autoscaler.look(
+            {name for name in staying if states[name].phase is Phase.SERVING},
+            workers=len(staying),
+            leave=len(self._leaving),
+            never_came=self._never_came,
+        )
+        if change is None:
+            return
+        told = dataclasses.asdict(change)
+        log.info("the number of workers changes", **told)
+        events.record("scale", **told)
+        limit_ms = int(self.job.rollout.autoscale.drain_s * 1000)
+        for name in self._change_workers(ScaleWorkers(change.workers, limit_ms)).leaving:
+            self._socket.tell_of_drain(name)
+        self._on_scale(change)
+
+    def _staying(self) -> list[ServicePlace]:
+        """The workers that are not to leave, oldest first."""
+        states = self.lifecycle.states
+        return [p for p in self.services if p.role == "rollout" and not states[p.name].leaving]
+
+    def _is_replaced(self, name: str, status: int) -> bool:
+        """Whether another worker takes the place of this one, which is gone with its node."""
+        worker = self.lifecycle.states[name].place.role == "rollout"
+        return worker and self._autoscaler is not None and status != INCURABLE_STATUS
+
+    def _is_taken(self, name: str) -> bool:
+        """Whether a process that we did not start, or that still leaves, works by this name."""
+        return name in self.lifecycle.states or self._launcher.is_taken(name)
+
+    def _forget(self, name: str) -> None:
+        """A worker is gone: nothing of it is shown or watched any more."""
+        state, entry = self.lifecycle.states[name], self._leaving.pop(name, None)
+        log.info("worker is gone", service=name, status=state.status)
+        events.record("left", service=name, status=state.status)
+        self.services = [place for place in self.services if place.name != name]
+        child = self.children.pop(name, None)
+        self.metrics_ports.pop(name, None)
+        self.lifecycle.forget(name)
+        self._launcher.leave(name)
+        if child is not None:
+            child.close()
+        self._record_workers()
+        if entry is not None:
+            entry.left(name, state.status, time.monotonic())
+        elif not state.served_before:
+            self._never_came += 1
+            self._on_restart(name, f"{name} joined but did not come to serve; see logs/{name}.log")
+
+    def _record_workers(self) -> None:
+        """Write down who is there now; a resume begins with as many workers, and scales them if this does."""
+        scale = self.job.rollout.autoscale
+        if self._autoscaler is None:
+            scale = scale.model_copy(update={"max": 0})
+        workers = max(scale.min if scale.max else 1, len(self._staying()))
+        rollout = self.job.rollout.model_copy(update={"workers": workers, "autoscale": scale})
+        self.job = self.job.model_copy(update={"rollout": rollout})
+        self.topology = self._publish()
+
+    def _take_moves(self, moved: Sequence[ServicePlace]) -> None:
+        """Processes are elsewhere than they were: everybody is told."""
+        if moved:
+            by_name = {place.name: place for place in moved}
+            self.services = [by_name.get(place.name, place) for place in self.services]
+            self.topology = self._publish()
+
+    def _tell_restart(self, name: str, ended: str) -> None:
+        state = self.lifecycle.states[name]
+        died_s = state.restarts.deaths_s
+        deaths, pause_s = len(died_s), state.restart_s - died_s[-1]
+        who = "it is"
+        ranks = sum(p.role == "trainer" and p.policy == state.place.policy for p in self.services)
+        if state.place.role == "trainer" and ranks > 1:
+            who = f"the {ranks} ranks of the trainer are"
+        log.warning(
+            f"{name} {ended}; {who} started again", service=name, deaths=deaths, pause_s=round(pause_s, 2)
+        )
+        events.record("restart", service=name, deaths=deaths, pause_s=pause_s)
+        RESTARTS.labels(name).inc()
+        when = f"in {pause_s:.1f} s" if pause_s else "at once"
+        left = f"death {deaths} of {self.job.supervisor.restarts} allowed"
+        self._on_restart(name, f"{name} {ended}; {who} started again {when} ({left})")
+
+    def _tell_death(self, name: str, ended: str) -> None:
+        """Tell of a death after which the service is not started again, or only with another one."""
+        log.warning(f"{name} {ended}", service=name)
+        self._on_death(name, f"{name} {ended}")
+
+    def _interrupt(self, signals: int) -> None:
+        os.read(signals, 64)
+        now_s = time.monotonic()
+        if self._interrupted_s is not None and now_s - self._interrupted_s < self._same_interrupt_s:
+            return  # make, shells and terminals repeat signals
+        self._interrupted_s = now_s
+        log.info("asked to stop", at_once=self.lifecycle.stopping)
+        self._apply(self.lifecycle.interrupt(now_s))
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        ending = self.lifecycle.ending
+        if ending is not None and not self._told_ending:
+            self._told_ending = True
+            log.info("the run ends", kind=ending.kind, culprit=ending.culprit)
+            events.record("ending", kind=ending.kind, culprit=ending.culprit)
+            self._on_ending(ending)
+        for action in actions:
+            log.info(action.do, service=action.name)
+            if action.do == "start":
+                self._start(action.name)
+            elif action.do == "terminate":
+                self.children[action.name].terminate()
+            else:
+                self.children[action.name].kill()
+
+    def _start(self, name: str) -> None:
+        place = next(place for place in self.services if place.name == name)
+        if name in self.children:
+            self.children[name].close()
+        child = self._launcher.start(place, served_before=self.lifecycle.states[name].served_before)
+        self.children[name] = child
+        self._lines.started(place, child)
+        self.metrics_ports[name] = place.metrics_port
+        RESTARTS.labels(name)  # 0 until it dies: a rate needs both
+        events.record("started", service=name, service_pid=child.pid)
+
+    def _hang_s(self, place: ServicePlace) -> float:
+        """Longest silence of a service."""
+        trainer = self.job.of(place.policy or self.job.policy).trainer
+        own = trainer.hang_s if place.role == "trainer" else None
+        return self.job.supervisor.hang_s if own is None else own
+
+    def _publish(self) -> Topology:
+        """Write down who is there. Last: a run is found once it says where it serves."""
+        write_whole(self.folders.run_dir / "job.yaml", dump_job(self.job).encode())
+        return self._launcher.publish(self.job, self.services)
+
+    def _write_targets(self) -> None:
+        home, targets = self.topology.home_host, []
+        ports = self.metrics_ports | {"supervisor": self._metrics_port}
+        found: list[tuple[str, str, str]] = [(p.role, p.name, p.node_id) for p in self.services]
+        for service, process, host in (*found, ("supervisor", "supervisor", home.node_id)):
+            port = ports.get(process, 0)
+            labels = {"job": self.job.job, "service": service, "process": process, "host": host}
+            if host != home.node_id:  # it serves its metrics to its own host alone
+                port, labels["__metrics_path__"] = self._metrics_port, elsewhere(process)
+            if port:
+                targets.append({"targets": [f"{home.loopback}:{port}"], "labels": labels})
+        write_targets(self.folders.targets, targets)
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """A Python handler must exist for the C handler to write to the pipe."""
+
+
+@contextmanager
+def caught_signals(
+    handler: Callable[[int, FrameType | None], None] = ignore, numbers: Sequence[int] = SIGNALS
+) -> Iterator[int]:
+    """A file descriptor that gets the number of each of these signals, which do nothing else meanwhile than
+    what `handler` does in the main thread."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    old_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield read_fd
+    finally:
+        for number, old in old_handlers.items():
+            signal.signal(number, old)
+        signal.set_wakeup_fd(old_wakeup_fd)
+        os.close(read_fd)
+        os.close(write_fd)

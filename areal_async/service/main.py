@@ -1,0 +1,219 @@
+"""The shell that every service process runs in.
+
+Promises: what the process and its children write is for this user alone; logs as JSON lines and metrics are
+up before the service's own code runs; SIGTERM and SIGINT set `ctx.stop` and `ctx.stopping` even while the
+main thread is inside a long native call; a service that has not returned `STOP_GRACE_S` after that is
+cancelled; one whose supervisor died ends within `ORPHAN_GRACE_S`; an `ArealError` ends it with one paragraph,
+anything else with its traceback. The status is `RETRY_STATUS` where starting it again may help, else 1.
+
+Does not promise to interrupt native code: what ignores both signals is killed by the supervisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import FrameType
+
+from areal_async.base.errors import ArealError, as_ours, with_limit
+from areal_async.base.own_files import PRIVATE_UMASK
+from areal_async.rpc.address import Address
+from areal_async.service.context import ServiceContext
+from areal_async.base.events import arm_from_environment, open_events
+from areal_async.service.rank_group import start_pulse
+from areal_async.base.log import end_logging, get_logger, setup_logging
+from areal_async.base.metrics import start_metrics_server
+from areal_async.base.processes import raise_file_limit
+from areal_async.service.board import answer_status
+from areal_async.base.topology import Role
+
+STOP_GRACE_S = 3.5  # The service's coroutine is cancelled so long after the stop signal
+STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended because it was told to
+RETRY_STATUS = os.EX_TEMPFAIL
+"""Exit status after an error that a restart may cure; 1 is one that it would not."""
+CANCEL_GRACE_S = 0.8  # The process ends at once so long after the cancellation, whatever its threads do
+ORPHAN_GRACE_S = 8.0
+"""An orphan that still runs ends itself at once so long after the death of its supervisor."""
+
+log = get_logger("service")
+
+
+def run_service(role: Role, main: Callable[[ServiceContext], Awaitable[None]]) -> None:
+    """Run `main(ctx)` as the process of a service; never returns: exits 0 when `main` has returned."""
+    os.umask(PRIVATE_UMASK)
+    raise_file_limit()
+    start_pulse()
+    options = _parse(role)
+    served = False
+    try:
+        ctx = _context(role, options)
+        setup_logging(ctx.job.job, ctx.name, ctx.job.observe.log_level, sys.stderr)
+        supervisor_pid = os.getppid() if options.ready_fd is not None else None
+        ctx = dataclasses.replace(ctx, metrics_port=start_metrics_server(ctx.metrics_port))
+        if ctx.job.observe.event_log:
+            open_events(ctx.run_dir, ctx.name)
+        arm_from_environment(ctx.run_dir)
+        if role == "trainer" and ctx.node_id != ctx.topology.home:
+            _reach_home(ctx)
+        if supervisor_pid is not None:
+            answer_status(ctx)
+        try:
+            asyncio.run(_serve(ctx, main, supervisor_pid))
+        finally:
+            served = ctx.has_served
+    except BaseException as error:
+        error = first_cause(error)
+        _report(options.name, error)
+        _leave(RETRY_STATUS if restart_may_help(error, served=served) else 1)
+    # A service that was told to end has not finished its work, also when it ended in order; or it says so.
+    _leave(STOPPED_STATUS if ctx.stopping.is_set() and not ctx.finished.is_set() else 0)
+
+
+def _reach_home(ctx: ServiceContext) -> None:
+    """Have `home://` stand for the files of the run's home."""
+    from areal_async.storage.home import HomeFileSystem  # fsspec: most services have no use for it
+
+    address = Address(ctx.topology.control, "supervisor")
+    HomeFileSystem.connect(address, job=ctx.job.job, role=ctx.role, name=ctx.name, access=ctx.keys)
+
+
+def restart_may_help(error: BaseException, *, served: bool) -> bool:
+    """Whether a service that ended with `error` should be started again. What fails before it has ever served
+    is taken to be wrong in the same way the next time; so is what says of itself that it would be."""
+    helps = getattr(error, "restart_helps", None)
+    return served if helps is None else helps
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The one error to report: in an exception group, the first of ours."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    if isinstance(error, BaseExceptionGroup) and (ours := error.subgroup(ArealError)) is not None:
+        error = ours
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+    return error
+
+
+def _report(name: str, error: BaseException) -> None:
+    """Print one paragraph for an `ArealError` and for trouble of the machine, else the traceback."""
+    log.error("service failed", error=type(error).__name__, message=str(error))
+    if (told := as_ours(error)) is not None:
+        with contextlib.suppress(OSError):  # a log on a full disk must not decide how this process ends
+            print(f"{name}: {with_limit(told)}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+
+
+async def _serve(
+    ctx: ServiceContext, main: Callable[[ServiceContext], Awaitable[None]], supervisor_pid: int | None
+) -> None:
+    stop_on_signals(ctx, asyncio.get_running_loop(), supervisor_pid=supervisor_pid)
+    await until_stopped(ctx, main, on_cancel=lambda: _end_later(CANCEL_GRACE_S))
+
+
+async def until_stopped(
+    ctx: ServiceContext,
+    main: Callable[[ServiceContext], Awaitable[None]],
+    *,
+    on_cancel: Callable[[], None] = lambda: None,
+) -> None:
+    """`main(ctx)` until it returns, or is cancelled after the grace that follows `ctx.stop`."""
+    log.info("service starts", service=ctx.name, pid=os.getpid(), metrics_port=ctx.metrics_port)
+    work = asyncio.ensure_future(main(ctx))
+    stop = asyncio.ensure_future(ctx.stop.wait())
+    await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        await asyncio.wait({work}, timeout=STOP_GRACE_S)
+        if not work.done():
+            log.warning("service did not stop by itself; cancelled", grace_s=STOP_GRACE_S)
+            on_cancel()
+            work.cancel()
+            await asyncio.wait({work})
+            log.info("service ends", service=ctx.name, cancelled=True)
+            return
+    stop.cancel()
+    work.result()
+    log.info("service ends", service=ctx.name, cancelled=False)
+
+
+def stop_on_signals(
+    ctx: ServiceContext, loop: asyncio.AbstractEventLoop, *, supervisor_pid: int | None = None
+) -> None:
+    """Let SIGTERM and SIGINT set the context's stop signal; a second SIGINT ends the process at once. A
+    stop because the supervisor died is given `ORPHAN_GRACE_S`.
+
+    The signal number goes from the C handler through a pipe to a thread: a Python handler would wait for
+    the main thread to leave native code, and could deadlock on the event's own lock. So a service must not
+    use `loop.add_signal_handler`, which takes over that pipe.
+    """
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+
+    def listen() -> None:
+        interrupts = 0
+        while numbers := os.read(read_fd, 64):
+            interrupts += numbers.count(signal.SIGINT)
+            if signal.SIGINT not in numbers and signal.SIGTERM not in numbers:
+                continue
+            if interrupts > 1:
+                os._exit(130)
+            if supervisor_pid is not None and os.getppid() != supervisor_pid:
+                _end_later(ORPHAN_GRACE_S)
+            log.info("asked to stop", signals=[signal.Signals(number).name for number in numbers])
+            ctx.stopping.set()
+            with contextlib.suppress(RuntimeError):  # the loop may have closed meanwhile
+                loop.call_soon_threadsafe(ctx.stop.set)
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """A Python handler must exist for the C handler to write to the pipe."""
+
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ignore)
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+
+
+def _end_later(grace_s: float) -> None:
+    timer = threading.Timer(grace_s, os._exit, args=(STOPPED_STATUS,))
+    timer.daemon = True
+    timer.start()
+
+
+def _parse(role: Role) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=f"The {role} service of an areal-async run.")
+    parser.add_argument("--topology", type=Path, required=True, help="topology.json of the run")
+    parser.add_argument("--name", required=True, help="name of this process in it, e.g. rollout-0")
+    parser.add_argument("--ready-fd", type=int, default=None, help="inherited fd that is told of readiness")
+    return parser.parse_args()
+
+
+def _context(role: Role, options: argparse.Namespace) -> ServiceContext:
+    try:
+        ctx = ServiceContext.load(options.topology, options.name, ready_fd=options.ready_fd)
+    except KeyError:
+        raise ArealError(
+            f"{options.topology} names no service {options.name!r}; look at its `services`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ArealError(f"cannot read the run's topology {options.topology}: {error}") from error
+    if ctx.role != role:
+        raise ArealError(f"{options.name!r} is a {ctx.role} service, but this process is a {role} one")
+    return ctx
+
+
+def _leave(status: int) -> None:
+    """End the process now: a stray non-daemon thread must not keep a service that has finished alive."""
+    end_logging()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

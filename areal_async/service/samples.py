@@ -1,0 +1,168 @@
+"""Samples of a run: decoded episodes, a few of every few steps and of every evaluation.
+
+`<run>/samples/step-00000123.jsonl` and `evaluation-00000123.jsonl` (of one of several policies in its folder,
+`<run>/policies/<name>/samples/`) have one JSON object a line, one episode each; docs/metrics.md says what is
+in it. Step 123 is the step that starts from version 123, as in the records.
+
+A file is bounded by the episodes that are asked for and `MOST_UNITS` of each; the folder by `MOST_FILES` and
+`MOST_BYTES`: above either, every other file goes, of the older half first, so that the whole run stays in
+view. Files are the user's alone (0600), as everything of a run: texts of prompts and answers may be secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from areal_async.base.errors import RunFolderError
+from areal_async.trajectory import Episode
+from areal_async.trajectory.layout import SegmentKind
+
+FOLDER = "samples"
+MOST_UNITS = 1 << 16  # Of an episode; what follows is left out
+MOST_FILES = 400
+MOST_BYTES = 256 << 20
+NAME = re.compile(r"(step|evaluation)-([0-9]{8})\.jsonl")
+IN_LOG = 160  # Characters of a response in the log
+AUTHORS = {
+    SegmentKind.PROMPT: "prompt",
+    SegmentKind.SAMPLED: "assistant",
+    SegmentKind.TOOL: "tool",
+    SegmentKind.ENVIRONMENT: "environment",
+}
+DIGITS = 5  # Of a log-prob or an advantage
+
+SampleKind = Literal["step", "evaluation"]
+Decode = Callable[[Sequence[int]], str]
+"""Ids of tokens -> their text, special tokens with it."""
+
+
+def sample_of(
+    episode: Episode,
+    decode: Decode,
+    *,
+    lowest_version: int = 0,
+    advantages: Mapping[int, float] | None = None,
+    **said: Any,
+) -> dict[str, Any]:
+    """An episode as a line says it, with what else is `said` of it. `advantages` has those of trained units,
+    by their number in the episode; units of a version below `lowest_version` are told as masked."""
+    header, segments, units = episode.header, episode.segments, episode.units
+    mask = units.mask.astype(bool) & (units.version >= lowest_version)
+    left, told = MOST_UNITS, []
+    for index in range(len(segments)):
+        begin, length = int(segments.offset[index]), int(segments.length[index])
+        own = slice(begin, begin + min(length, left))
+        left -= own.stop - own.start
+        ids = units.token_id[own].tolist()
+        known = (
+            {token: decode([token]) for token in {*ids}}
+            if segments.kind[index] == SegmentKind.SAMPLED
+            else {}
+        )
+        kind = SegmentKind(int(segments.kind[index]))
+        segment: dict[str, Any] = {
+            "author": AUTHORS[kind],
+            "agent": header.agents[int(segments.agent[index])].name if header.agents else "",
+            "turn": int(segments.turn[index]),
+            "parent": int(segments.parent[index]),
+            "text": decode(ids),
+        }
+        if kind is SegmentKind.SAMPLED:
+            segment |= {
+                "tokens": [known[token] for token in ids],
+                "version": units.version[own].tolist(),
+                "logp": _short(units.logprob[own]),
+                "mask": mask[own].astype(int).tolist(),
+            }
+            if advantages is not None:
+                found = [advantages.get(unit, 0.0) for unit in range(own.start, own.stop)]
+                segment["advantage"] = _short(np.array(found))
+        told.append(segment)
+    return {
+        **said,
+        "group": header.group_id,
+        "episode": episode.episode_id,
+        "task": header.task_id,
+        "finish": header.calls[-1].finish_reason if header.calls else "",
+        "units_left_out": max(0, episode.n_units - MOST_UNITS),
+        "segments": told,
+    }
+
+
+def _short(values: Any) -> list[float]:
+    return [float(value) for value in np.round(np.asarray(values, np.float64), DIGITS)]
+
+
+def lines_of(samples: Sequence[Mapping[str, Any]]) -> bytes:
+    """The file of these samples. What JSON has no form for is written as text."""
+    return b"".join(msgspec.json.encode(sample, enc_hook=str) + b"\n" for sample in samples)
+
+
+def file_name(kind: SampleKind, number: int) -> str:
+    return f"{kind}-{number:08d}.jsonl"
+
+
+def write_samples(folder: Path, name: str, data: bytes) -> Path:
+    """Write the file `name` of the run or of one of its policies, whose folder is `folder`, and keep the
+    bounds. Raises OSError, and ValueError for a name that no such file has."""
+    if NAME.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is no file of samples")
+    place = folder / FOLDER
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path, fresh = place / name, place / f".{secrets.token_hex(8)}"
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    _thin(place, keep=path)
+    return path
+
+
+def _thin(place: Path, keep: Path) -> None:
+    files = sorted(path for path in place.iterdir() if NAME.fullmatch(path.name))
+    by_age = sorted(files, key=lambda path: int(path.stem.rpartition("-")[2]))
+    sizes = {path: path.stat().st_size for path in by_age}
+    while len(sizes) > 1 and (len(sizes) > MOST_FILES or sum(sizes.values()) > MOST_BYTES):
+        older = [path for path in sizes if path != keep][: max(2, len(sizes) // 2)]
+        for path in older[1::2] or older:
+            path.unlink(missing_ok=True)
+            del sizes[path]
+
+
+def sample_files(folder: Path) -> list[tuple[SampleKind, int, Path]]:
+    """The files of samples in the folder of a run or a policy: their kind, step or version, and path, in
+    the order of steps; none where there are none yet."""
+    place, found = folder / FOLDER, []
+    for path in place.iterdir() if place.is_dir() else ():
+        if match := NAME.fullmatch(path.name):
+            kind: SampleKind = "step" if match[1] == "step" else "evaluation"
+            found.append((kind, int(match[2]), path))
+    return sorted(found, key=lambda entry: (entry[1], entry[0]))
+
+
+def read_samples(path: str | Path) -> list[dict[str, Any]]:
+    """Return the episodes of a file of samples. Raises `RunFolderError` for what is none."""
+    try:
+        return [msgspec.json.decode(line, type=dict) for line in Path(path).read_bytes().splitlines() if line]
+    except (OSError, TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"no samples can be read from {path}: {error}. Name a file in the folder samples of a run."
+        ) from error
+
+
+def short_text(sample: Mapping[str, Any]) -> str:
+    """What was sampled in an episode, on one line and shortened."""
+    texts = (segment["text"] for segment in sample["segments"] if segment["author"] == "assistant")
+    text = " ".join(" ".join(texts).split())
+    return text if len(text) <= IN_LOG else f"{text[: IN_LOG - 1]}…"

@@ -1,0 +1,58 @@
+"""TensorBoard: event files in `<run>/loggers/tensorboard`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.show.loggers import LoggedRun, missing_package
+from areal_async.show.loggers.tables import markdown
+from areal_async.service.samples import SampleKind
+
+
+class TensorBoard:
+    """`log_dir` is the folder of the event files, in which one of the job's name is made; by default they are
+    in the run's own."""
+
+    def __init__(self, run: LoggedRun, *, log_dir: str = "") -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._tensor, self._string = tensor_pb2.TensorProto, types_pb2.DT_STRING
+        self._text = create_summary_metadata(display_name="", description="")
+        folder = Path(log_dir).expanduser() / run.job if log_dir else run.folder / "tensorboard"
+        self._writer: Any = EventFileWriter(str(folder))
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        return missing_package("tensorboard", "tensorboard", field)
+
+    def figures(self, steps: int, values: Mapping[str, float]) -> None:
+        self._add(
+            steps, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+
+    def samples(self, steps: int, kind: SampleKind, samples: Sequence[Mapping[str, Any]]) -> None:
+        texts = [markdown(sample).encode() for sample in samples]
+        tensor = self._tensor(
+            dtype=self._string, string_val=texts, tensor_shape={"dim": [{"size": len(texts)}]}
+        )
+        value = self._summary.Value(tag=f"samples/{kind}", metadata=self._text, tensor=tensor)
+        self._add(steps, [value])
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, ending: str) -> None:
+        self._writer.close()
+
+    def _add(self, steps: int, values: list[Any]) -> None:
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=steps, summary=self._summary(value=values))
+        )

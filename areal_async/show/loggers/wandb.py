@@ -1,0 +1,83 @@
+"""Weights & Biases. `mode: offline` (or WANDB_MODE=offline) leaves all in `<run>/loggers/wandb`, for
+`wandb sync`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from areal_async.config.errors import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.show.loggers import LoggedRun, missing_package
+from areal_async.show.loggers.tables import COLUMNS, row
+from areal_async.service.samples import SampleKind
+
+_open: set[str] = set()
+"""Ids of the runs of this process that are not closed. They share wandb's service process."""
+
+
+class WeightsAndBiases:
+    """Its environment variables (WANDB_API_KEY, WANDB_BASE_URL, WANDB_MODE …) hold where nothing is given."""
+
+    def __init__(
+        self,
+        run: LoggedRun,
+        *,
+        project: str = "areal-async",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        own = run.state.setdefault("id", secrets.token_hex(8))
+        offline = (mode or os.environ.get("WANDB_MODE", "")) == "offline"
+        self._offline = offline
+        self._table = wandb.Table
+        self._run: Any = wandb.init(
+            project=project,
+            entity=entity,
+            group=group,
+            tags=tags,
+            mode=mode,
+            id=own,
+            name=run.job,
+            dir=str(run.folder),
+            config=run.config,
+            resume=None if offline else "allow",  # offline it is the sync that puts the lives together
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True
+            ),
+        )
+        _open.add(self._run.id)
+        self._run.define_metric("steps", hidden=True)
+        self._run.define_metric("*", step_metric="steps")
+
+    @staticmethod
+    def check_job(job: JobConfig, arguments: Mapping[str, Any], field: str) -> Iterator[Mistake]:
+        return missing_package("wandb", "wandb", field)
+
+    def figures(self, steps: int, values: Mapping[str, float]) -> None:
+        self._run.log({"steps": steps, **values})
+
+    def samples(self, steps: int, kind: SampleKind, samples: Sequence[Mapping[str, Any]]) -> None:
+        table = self._table(columns=[*COLUMNS], data=[row(sample) for sample in samples])
+        self._run.log({"steps": steps, f"samples/{kind}": table})
+
+    def flush(self) -> None:
+        """Its own process has what `log` was given."""
+
+    def close(self, ending: str) -> None:
+        """Return once every figure is in the files. `finish` alone returns before wandb's service process has
+        written the end of an offline run, so the last of them to close waits until that process has exited,
+        unless a run that is not ours uses it."""
+        import wandb
+
+        self._run.finish(exit_code=0 if ending == "finished" else 1)
+        _open.discard(self._run.id)
+        if self._offline and not _open and wandb.run is None:
+            wandb.teardown()

@@ -1,0 +1,194 @@
+"""The routes of the page: its files, which anybody who reaches the server may have, and the data of runs,
+which takes what `guard` asks for.
+
+    routes = page_routes(source, guard)
+
+Promises: a browser runs nothing but the page's own scripts, whatever a model wrote (`POLICY`); nothing is
+written; no path is made of what a client names. The token of a reader is in a header, never in an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_async.base.errors import ArealError, RunFolderError
+from areal_async.show.page import folder as reading
+from areal_async.show.page.folder import UnknownName
+from areal_async.rpc.endpoints import LOOPBACK
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+STATIC = {
+    "index.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "uPlot.min.css": "text/css; charset=utf-8",
+    "uPlot.iife.min.js": "text/javascript; charset=utf-8",
+    "charts.js": "text/javascript; charset=utf-8",
+    "samples.js": "text/javascript; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+}
+TOKEN_BYTES = 24
+LONGEST_SEARCH = 200
+
+Guard = Callable[[Request], None]
+"""Raises whatever the server answers a request with that is not let in."""
+
+
+class RunSource(Protocol):
+    """Whose runs the page shows."""
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        """One line each, as `told_of` has it. A `key` is what one of them is asked for by."""
+
+    async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
+        """The run folder of one of them, and what is said of it in place of what the folder says. Raises an
+        error that `page_routes` answers with 404."""
+
+
+class FolderOfRuns:
+    """The runs at a path, a run folder or a folder of them, looked up at each request."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(lambda: [*map(reading.told_of, reading.runs_in(self._path))])
+
+    async def find(self, key: str) -> tuple[Path, dict[str, Any]]:
+        return await asyncio.to_thread(reading.run_in, self._path, key), {}
+
+
+def static_text(name: str) -> str:
+    return files("areal_async.show.page").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def page_routes(
+    source: RunSource, guard: Guard, refusal: Callable[[Exception], Response | None]
+) -> list[Route]:
+    """`refusal` makes the answer for an error; of those that it knows none for, 404 for what is not there."""
+
+    async def jobs(request: Request) -> Any:
+        return await source.jobs()
+
+    async def overview(request: Request) -> Any:
+        folder, said = await source.find(request.path_params["job"])
+        return await asyncio.to_thread(reading.overview, folder) | said
+
+    async def records(request: Request) -> Any:
+        given = request.query_params.get("offset", "0")
+        offset = int(given) if given.isdecimal() and len(given) < 18 else 0
+        folder, _ = await source.find(request.path_params["job"])
+        return await asyncio.to_thread(reading.records_from, folder, offset)
+
+    async def samples(request: Request) -> Any:
+        folder, _ = await source.find(request.path_params["job"])
+        wanted = request.query_params.get("search", "")[:LONGEST_SEARCH]
+        if wanted:
+            return await asyncio.to_thread(reading.search_samples, folder, wanted)
+        key = request.query_params.get("key", "")
+        if not key:
+            return await asyncio.to_thread(reading.list_samples, folder)
+        episodes = await asyncio.to_thread(reading.episodes_in, folder, key)
+        index = request.query_params.get("episode", "")
+        if not index:
+            return [reading.summary_of(episode, number) for number, episode in enumerate(episodes)]
+        if not index.isdecimal() or len(index) > 6 or int(index) >= len(episodes):
+            raise UnknownName(f"{key} has no episode {index[:20]}")
+        return episodes[int(index)]
+
+    def route(path: str, answer: Callable[[Request], Awaitable[Any]]) -> Route:
+        async def handle(request: Request) -> Response:
+            try:
+                guard(request)
+                return _unless_known(_json(await answer(request)), request)
+            except Exception as error:
+                answered = refusal(error)
+                if answered is None and isinstance(error, UnknownName | RunFolderError):
+                    answered = _json({"error": str(error)}, 404)
+                if answered is None:
+                    raise
+                return answered
+
+        return Route(path, handle, methods=["GET"])
+
+    return [
+        *(Route("/" if name == "index.html" else f"/page/{name}", _file(name)) for name in STATIC),
+        route("/v1/page/jobs", jobs),
+        route("/v1/page/jobs/{job}", overview),
+        route("/v1/page/jobs/{job}/records", records),
+        route("/v1/page/jobs/{job}/samples", samples),
+    ]
+
+
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    content = static_text(name)
+
+    async def handle(request: Request) -> Response:
+        return Response(content, media_type=STATIC[name], headers=HEADERS)
+
+    return handle
+
+
+def _json(answer: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, HEADERS, "application/json")
+
+
+def _unless_known(answer: Response, request: Request) -> Response:
+    """The page asks every two seconds, and has most answers already: 304 then, with nothing in it."""
+    tag = f'"{hashlib.blake2b(answer.body, digest_size=12).hexdigest()}"'
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=HEADERS | {"etag": tag})
+    answer.headers["etag"] = tag
+    return answer
+
+
+class StrangerRefused(ArealError):
+    """A request has no token, or another."""
+
+
+def view_app(path: Path, token: str) -> Starlette:
+    """The page for the runs at `path`, for readers with this token on this machine. A request that was sent
+    to another name is refused: a stranger's page whose name was made to lead here has none of ours."""
+
+    def guard(request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+            raise StrangerRefused("give the token that `areal-async view` printed")
+
+    def refusal(error: Exception) -> Response | None:
+        return _json({"error": str(error)}, 401) if isinstance(error, StrangerRefused) else None
+
+    hosts = [LOOPBACK, "localhost"]
+    return Starlette(
+        routes=page_routes(FolderOfRuns(path), guard, refusal),
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
+    )
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(TOKEN_BYTES)

@@ -1,0 +1,407 @@
+"""What the page reads in a run folder: how the run stands, new records, samples. It writes nothing.
+
+Whatever a reader names is looked up among what is there, so that no path is ever made of it; each answer is
+bounded, and goes on from where the last one ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from areal_async.config.errors import ConfigError
+from areal_async.config.job import JobConfig
+from areal_async.config.load import load_job
+from areal_async.config.trainings import FILE_KINDS
+from areal_async.base.errors import ArealError, RunFolderError, WireError
+from areal_async.run.folders import LOCK, check_run_folder, supervisor_of
+from areal_async.run.run_handle import Run
+from areal_async.base.own_files import NotOurs, is_own_folder, open_own, read_own
+from areal_async.show.page.series import PANELS, rows_of, thinned
+from areal_async.service.record import RECORDS
+from areal_async.service.samples import FOLDER as SAMPLES
+from areal_async.service.samples import SampleKind, sample_files
+
+Json = dict[str, Any]
+
+CHUNK_BYTES = 4 << 20  # Most of `metrics.jsonl` that is read for one answer
+MOST_ROWS, LEAST_ROWS = 1000, 50  # Of a kind, of a whole history and of one answer
+LOOKED_AT = 2  # Records of a long history that are read, for each row that is told
+LAST_BYTES = 256 << 10  # Of its end, where the last records are looked for
+SAMPLE_BYTES = 64 << 20  # Largest file of samples that is read
+SEARCHED_BYTES = 256 << 20
+MOST_FILES, MOST_FOUND, MOST_RUNS = 2000, 200, 1000
+HEAD_CHARS = 160
+
+LAST_KINDS = ("step", "evaluation", "end")
+
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+class _Kind(msgspec.Struct):
+    kind: str = ""
+
+
+_kinds = msgspec.json.Decoder(_Kind)
+
+
+class UnknownName(ArealError):
+    """What a reader named is not there."""
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The run folders at `folder`: itself, or those in it, the newest first."""
+    if (folder / LOCK).exists():
+        return [folder]
+    found = {folder / name: _lock_time(folder / name) for name in _names_in(folder) if name.isprintable()}
+    runs = {path: time_s for path, time_s in found.items() if time_s is not None}
+    return sorted(runs, key=lambda path: (-runs[path], path.name))[:MOST_RUNS]
+
+
+def run_in(folder: Path, name: str) -> Path:
+    """The run folder called `name` of those at `folder`. Raises `UnknownName`."""
+    if (folder / LOCK).exists():
+        found = folder if name == folder.name else None
+    else:
+        known = name in _names_in(folder) and _lock_time(folder / name) is not None
+        found = folder / name if known else None
+    if found is None:
+        raise UnknownName(f"there is no run {name!r}")
+    return found
+
+
+def _names_in(folder: Path) -> list[str]:
+    """None where it was deleted meanwhile. Names need not be text."""
+    with suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
+def _lock_time(folder: Path) -> float | None:
+    """When the lock of a run folder of ours was last changed; None of what is none."""
+    if not is_own_folder(folder):
+        return None
+    with suppress(OSError):
+        return (folder / LOCK).stat().st_mtime
+    return None
+
+
+def told_of(folder: Path) -> Json:
+    """A run in one line of a list, cheaply: name, state, steps done and when it last wrote something."""
+    size, changed_ns = _stamp(folder / RECORDS)
+    last = _last(folder, size, changed_ns) if size else {}
+    if not changed_ns:
+        changed_ns = _stamp(folder / LOCK)[1]
+    ending = str(last.get("end", {}).get("ending", ""))
+    step = last.get("step", {}).get("step")
+    counted_from_0 = last.get("step", {}).get("kind") == "step"  # other trainings count from 1
+    return {
+        "key": folder.name,
+        "name": folder.name,
+        "state": ending.upper() or ("RUNNING" if supervisor_of(folder) is not None else "KILLED"),
+        "step": step + counted_from_0 if isinstance(step, int) else 0,
+        "reward": last.get("step", {}).get("reward_mean"),
+        "accuracy": last.get("evaluation", {}).get("accuracy"),
+        "changed_s": changed_ns / 1e9,
+        "waits": "",
+    }
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size of a file and when it was last changed, in nanoseconds: what is read of it is good while they
+    stay the same. Zeros where there is none."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_size, found.st_mtime_ns
+    return 0, 0
+
+
+def _records_file(folder: Path) -> BinaryIO:
+    """The records of a run, open to be read. Raises OSError, and `NotOurs` for what is a link, say."""
+    if not is_own_folder(folder):
+        raise NotOurs(f"{folder} is no folder of this user's")
+    return os.fdopen(open_own(folder / RECORDS), "rb")
+
+
+@lru_cache(maxsize=2 * MOST_RUNS)
+def _last(folder: Path, size: int, changed_ns: int) -> Mapping[str, Json]:
+    """The last record of a step, an evaluation and an end near the end of a run's records, looked for from
+    there: what is passed over is not decoded."""
+    found: dict[str, Json] = {}
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
+        file.seek(max(0, size - LAST_BYTES))
+        for line in reversed(file.read(LAST_BYTES).split(b"\n")):
+            kind = _kind_of(line)
+            name = "step" if kind in FILE_KINDS else kind
+            if name == "resume":
+                found.setdefault("end", {})
+            elif name in LAST_KINDS and name not in found:
+                found[name] = _decoder.decode(line)
+            if kind in FILE_KINDS and b'"accuracy"' in line and "evaluation" not in found:
+                # Its evaluations are in the records of its steps.
+                record = _decoder.decode(line)
+                found |= {"evaluation": record} if record.get("accuracy") is not None else {}
+            if len(found) == len(LAST_KINDS):
+                break
+    return found
+
+
+def _kind_of(line: bytes) -> str:
+    with suppress(msgspec.DecodeError):
+        return _kinds.decode(line).kind
+    return ""
+
+
+def overview(folder: Path, job: JobConfig | None = None) -> Json:
+    """How one run stands: its job, its processes and what they wait for, how it ended, and the panels. One
+    that waits for its turn has no folder yet."""
+    begun = (folder / LOCK).exists()
+    told = told_of(folder)
+    alive = told["state"] == "RUNNING"
+    told |= {
+        "steps": None,
+        "bound": None,
+        "alive": alive,
+        "panels": [panel._asdict() for panel in PANELS],
+        "workers": [],
+        "status": None,
+    }
+    if not begun:
+        return told
+    job = job or job_of(folder)
+    told |= {"steps": job.trainer.steps, "bound": job.buffer.max_staleness if job.kind == "rl" else None}
+    if alive:
+        try:
+            status = msgspec.to_builtins(Run(folder, job, None).status())
+        except (ArealError, WireError, OSError) as error:
+            told["waits"] = f"The run does not say how it stands: {error}"
+        else:
+            told["workers"] = status.pop("services")
+            told["status"] = status
+            stall = status.get("stall") or {}
+            told["waits"] = stall.get("detail") or status.get("message") or status.get("lease_wait") or ""
+    else:
+        told["waits"] = _why_it_stopped(folder)
+        told["workers"] = _workers_at_the_end(folder, *_stamp(folder / RECORDS))
+    return told
+
+
+def _why_it_stopped(folder: Path) -> str:
+    """Why a finished run has not all of its steps; empty where it has."""
+    with suppress(OSError, msgspec.DecodeError):
+        summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict)
+        return str(summary.get("stopped") or "")
+    return ""
+
+
+def job_of(folder: Path) -> JobConfig:
+    """The job of a run, as its folder has it. Raises `RunFolderError`."""
+    check_run_folder(folder)
+    return _job_of(folder, *_stamp(folder / "job.yaml"))
+
+
+@lru_cache(maxsize=64)
+def _job_of(folder: Path, size: int, changed_ns: int) -> JobConfig:
+    try:
+        os.close(open_own(folder / "job.yaml"))  # not by a link, whose target a mistake in it would quote
+        return load_job(folder / "job.yaml", [f"run_dir={folder.parent}"], files=False)
+    except (OSError, ConfigError, NotOurs) as error:
+        raise RunFolderError(f"the job of the run in {folder} cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _workers_at_the_end(folder: Path, size: int, changed_ns: int) -> list[Json]:
+    """The processes of a run that has ended, with the busy share of each over its life."""
+    begun, latest = b"", b""
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
+        while block := file.read(CHUNK_BYTES) + file.readline():
+            latest = block if b'"load"' in block else latest
+            if begun and b'"resume"' not in block:
+                continue  # nearly all of a long history
+            for line in block.splitlines():
+                kind = _kind_of(line)
+                if kind == "resume":
+                    begun = latest = b""
+                elif kind == "load":
+                    begun, latest = begun or line, block
+    last = next((line for line in reversed(latest.splitlines()) if _kind_of(line) == "load"), b"")
+    if begun == last:
+        return []
+    (first,), (load,) = _whole(begun), _whole(last)
+    wall_s = max(1e-9, load["time_s"] - first["time_s"])
+    return [
+        {
+            "name": name,
+            "phase": "ended",
+            "busy": min(1.0, sum((told.get("busy_s") or {}).values()) / wall_s) if "busy_s" in told else None,
+            "waiting_for": "",
+            "cpu_s": told.get("cpu_s"),
+            "tokens": told.get("tokens"),
+        }
+        for name, told in (load.get("services") or {}).items()
+    ]
+
+
+def records_from(folder: Path, offset: int) -> Json:
+    """The rows of the records from a byte of `metrics.jsonl` on: `offset` of the answer is where to go on.
+    Of a long history some records are read, evenly taken, and their rows thinned to about `MOST_ROWS` of a
+    kind in all. `reset` says that the file is another than the reader knew, so that it begins again."""
+    content, size = b"", 0
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
+        size = os.fstat(file.fileno()).st_size
+        if 0 <= offset <= size:
+            file.seek(offset)
+            content = file.read(CHUNK_BYTES)
+    if offset > size:
+        return {"offset": 0, "rows": [], "more": size > 0, "reset": True}
+    whole = content.rfind(b"\n") + 1
+    if not whole and len(content) == CHUNK_BYTES:
+        whole = len(content)  # no record is as long: it is passed over
+    following = offset + whole
+    most = max(LEAST_ROWS, MOST_ROWS * whole // max(1, size))
+    rows, _ = rows_of(_some(content[:whole], LOOKED_AT * most), _load_before(folder, offset))
+    if len(rows) > most:
+        rows = thinned(rows, most)
+    return {"offset": following, "rows": rows, "more": following < size and whole > 0, "reset": False}
+
+
+def _some(content: bytes, most: int) -> Iterable[Json]:
+    """Records, of those that come with each step about `most` of a kind, the last among them. What processes
+    did until a `load` record is counted from the one before that is there, so that nothing is lost of it."""
+    lines = content.split(b"\n")
+    every, seen, kept = max(1, len(lines) // most), Counter[str](), []
+    if every == 1:
+        return _whole(content)
+    for line in reversed(lines):
+        kind = _kind_of(line)
+        if kind not in ("step", "load", *FILE_KINDS) or seen[kind] % every == 0:
+            kept.append(line)
+        seen[kind] += 1
+    return _whole(b"\n".join(reversed(kept)))
+
+
+@lru_cache(maxsize=256)
+def _load_before(folder: Path, offset: int) -> Json | None:
+    """The last `load` record that ends before a byte, which with its record after it makes a row."""
+    low = max(0, offset - LAST_BYTES)
+    with suppress(OSError, NotOurs), _records_file(folder) as file:
+        file.seek(low)
+        for record in reversed([*_whole(file.read(offset - low))]):
+            if record.get("kind") == "resume":
+                return None
+            if record.get("kind") == "load":
+                return record
+    return None
+
+
+def _whole(content: bytes) -> Iterator[Json]:
+    for line in content.split(b"\n"):
+        if line:
+            with suppress(msgspec.DecodeError):
+                yield _decoder.decode(line)
+
+
+class SampleFile(NamedTuple):
+    """One file of samples of a run."""
+
+    policy: str  # Empty in a run of one policy
+    kind: SampleKind
+    step: int  # Or the version that was evaluated
+    path: Path
+
+    @property
+    def key(self) -> str:
+        return f"{self.policy}/{self.path.name}"
+
+
+def samples_of(folder: Path) -> dict[str, SampleFile]:
+    """The files of samples of a run by their keys, the newest first."""
+    folders = {"": folder}
+    if is_own_folder(folder) and is_own_folder(folder / "policies"):
+        folders |= {name: folder / "policies" / name for name in sorted(_names_in(folder / "policies"))}
+    found = [
+        SampleFile(policy, kind, step, path)
+        for policy, place in folders.items()
+        if policy.isprintable() and is_own_folder(place) and is_own_folder(place / SAMPLES)
+        for kind, step, path in sample_files(place)
+    ]
+    found.sort(key=lambda file: (-file.step, file.kind, file.policy))
+    return {file.key: file for file in found[:MOST_FILES]}
+
+
+def list_samples(folder: Path) -> list[Json]:
+    return [
+        {"key": key, "policy": file.policy, "kind": file.kind, "step": file.step}
+        for key, file in samples_of(folder).items()
+    ]
+
+
+def episodes_in(folder: Path, key: str) -> list[Json]:
+    """The episodes of one file of samples. Raises `UnknownName`."""
+    file = samples_of(folder).get(key)
+    if file is None:
+        raise UnknownName(f"there are no samples {key!r}")
+    return [*_whole(_read(file.path))]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_own(path, max_bytes=SAMPLE_BYTES)
+    except (OSError, NotOurs) as error:
+        raise UnknownName(f"samples cannot be read: {error}") from error
+
+
+def summary_of(episode: Mapping[str, Any], index: int) -> Json:
+    """An episode in one line of a list."""
+    segments = episode.get("segments") or []
+    first = next((text_of(each) for each in segments if each.get("author") != "system"), "")
+    kept = ("task", "group", "episode", "data_source", "reward", "rewards", "verdict", "finish", "version")
+    return {
+        "index": index,
+        **{name: episode.get(name) for name in kept},
+        "head": first[:HEAD_CHARS],
+        "tokens": sum(len(each.get("tokens") or ()) for each in segments),
+        "turns": sum(each.get("author") == "assistant" for each in segments),
+    }
+
+
+def text_of(segment: Mapping[str, Any]) -> str:
+    return str(segment.get("text") or "".join(map(str, segment.get("tokens") or ())))
+
+
+def search_samples(folder: Path, wanted: str) -> list[Json]:
+    """Episodes with a text or a name that holds `wanted`, in any case, the newest first, with the place."""
+    found: list[Json] = []
+    left = SEARCHED_BYTES
+    wanted = wanted.lower()
+    plain = wanted.isascii() and wanted.isprintable() and not {'"', "\\"} & {*wanted}
+    for key, file in samples_of(folder).items():
+        with suppress(UnknownName):
+            content = _read(file.path)
+            left -= len(content)
+            if plain and wanted.encode() not in content.lower():
+                continue  # JSON writes such words as they are
+            for index, episode in enumerate(_whole(content)):
+                place = _place(episode, wanted)
+                if place:
+                    found.append({"key": key, "place": place, **summary_of(episode, index)})
+        if left < 0 or len(found) >= MOST_FOUND:
+            break
+    return found[:MOST_FOUND]
+
+
+def _place(episode: Mapping[str, Any], wanted: str) -> str:
+    names = (str(episode.get(name) or "") for name in ("task", "group", "ground_truth", "verdict"))
+    texts: Iterable[str] = (*map(text_of, episode.get("segments") or []), *names)
+    for text in texts:
+        at = text.lower().find(wanted)
+        if at >= 0:
+            return text[max(0, at - 40) : at + len(wanted) + 40]
+    return ""

@@ -1,0 +1,377 @@
+"""A run on the terminal: one panel that renews itself, or plain lines where there is no terminal.
+
+What is shown comes as a `RunStatus`; panel and line say the same, in rows and in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from areal_async.config.trainings import FILE_KINDS
+from areal_async.rpc.control_messages import RunRecord
+from areal_async.run.aggregator import Progress, RunStatus, no_score_text
+
+PLAIN_EVERY_S = 5.0
+SELDOM = 6  # Once steps have lines of their own, the whole is told so many times less often
+STALL_EVERY_S = 30.0  # How often a stall that lasts is said again on plain lines
+WAITS = " waits for "  # In what is said of a service that waits
+MESSAGE_EVERY_S = 300.0  # The same for a message that comes again
+MOST_WAITING = 4096  # Records whose lines nobody reads; the oldest go first
+HELD = frozenset({"leased", "generated", "scored"})  # States of groups that a line tells
+FIRST_TO_GO = (
+    "pacing",
+    "groups",
+    "busy",
+    "self-check",
+    "dropped",
+    "tokens/s",
+    "no score",
+    "doing",
+    "staleness",
+)
+"""Rows that a low terminal has no room for, the first to be left out first."""
+MAX_WIDTH = 110
+MAX_SERVICES = 10
+MAX_NO_SCORES = 3  # Kinds of verdicts without a score that are shown
+
+Show = Callable[[RunStatus], None]  # Shows a status of the run
+
+
+class RunConsole(Console):
+    """Once nobody reads it any more (`… | head`) nothing is shown, and nothing fails for it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())  # or what the file still holds fails at the exit
+
+
+class PlainLines:
+    """What a run does as lines of `key=value` that are short and easy to search: one for each step and each
+    evaluation, from their records, one for each warning, and one now and then of how all stands."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        policy: str = "",
+        steps: int = 0,
+        every_s: float = PLAIN_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`policy` is the first one, whose pace tells what is left of the `steps`."""
+        self._console = console
+        self._policy, self._steps = policy, steps
+        self._progress = Progress(policy)
+        self._records: deque[Mapping[str, Any]] = deque(maxlen=MOST_WAITING)
+        self._deaths: deque[str] = deque(maxlen=MOST_WAITING)
+        """Texts of deaths that were shown, the newest of them."""
+        self._elapsed_s = 0.0
+        self._every_s = every_s
+        self._clock = clock
+        self._next_s = 0.0
+        self._news = ""  # What was said last: a message, or the edge of a stall
+        self._again_s = 0.0
+        self._self_check = ""
+        self._warned: tuple[bool, int | None] = (False, None)
+        self._no_scores: set[str] = set()  # Their kinds that were told
+
+    def record(self, line: bytes) -> None:
+        """Take the record of a line of metrics.jsonl; `flush` shows it, since a reader may take its time."""
+        record = msgspec.json.decode(line)
+        if record["kind"] in SHOWN or record["kind"] in DEATHS:
+            self._records.append(record)
+
+    def flush(self) -> None:
+        """A line for each record that waits."""
+        while self._records:
+            record = self._records.popleft()
+            if record["kind"] in DEATHS:
+                died = record.get("text") or f"{record.get('service')} died"
+                self._deaths.append(died)
+                self._say(f"message={_quoted(died)} time={clock_text(self._elapsed_s)}")
+                continue
+            with suppress(msgspec.ValidationError):
+                self._progress.feed(msgspec.convert(record, RunRecord))
+            self._say(step_line(record, self._progress, first=self._policy, steps=self._steps))
+
+    def show(self, status: RunStatus) -> None:
+        """A line of the whole now and then, and news as soon as they are there."""
+        self._elapsed_s = status.elapsed_s
+        self.flush()
+        # What a service waits for comes and goes, with other numbers each time: that is no news.
+        news = status.stall.edge if status.stall is not None else status.message
+        if status.stall is None and news in self._deaths:
+            news = ""  # it was said
+        if WAITS in news:
+            news = re.sub(r"\d+", "0", news)
+        if news and (news != self._news or self._clock() >= self._again_s):
+            kind = "message" if status.stall is None else "stall"
+            self._say(f"{kind}={_quoted(_message(status))} time={clock_text(status.elapsed_s)}")
+            self._again_s = self._clock() + (STALL_EVERY_S if status.stall is not None else MESSAGE_EVERY_S)
+            self._news = news
+        elif not news and WAITS not in self._news:
+            self._news = ""
+        for note in status.dropped.no_scores:
+            if note.kind not in self._no_scores:
+                self._no_scores.add(note.kind)
+                self._say(f"no_score={_quoted(no_score_text(note))}")
+        # Its figures move with each step: it is said again where an evaluation has come.
+        warned = (bool(status.warning), status.accuracy_version)
+        if warned != self._warned:
+            self._warned = warned
+            if status.warning:
+                self._say(f"warning={_quoted(status.warning)}")
+        if status.self_check != self._self_check:
+            self._self_check = status.self_check
+            self._say(f"self_check={_quoted(status.self_check)}")
+        if self._clock() >= self._next_s:
+            self._next_s = self._clock() + self._every_s * (SELDOM if status.trained else 1)
+            self._say(status_line(status))
+
+    def warning(self, text: str) -> None:
+        """Show a warning at once, unless it was the last one too."""
+        if text != self._news:
+            self._news = text
+            self._say(f"warning={_quoted(text)}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def open_view(console: Console, lines: PlainLines | None) -> Iterator[Show]:
+    """These lines, or the live view of a terminal."""
+    if lines is not None:
+        yield lines.show
+        return
+    live = Live(console=console, auto_refresh=False)
+    drawn = console.size
+
+    def show(status: RunStatus) -> None:
+        nonlocal drawn
+        if (size := console.size) != drawn:
+            console.clear()  # what was drawn may have been wrapped anew: where it begins is not known
+            drawn = size
+        live.update(fitted(status, min(MAX_WIDTH, size.width), size.height, console), refresh=True)
+
+    live.start()
+    try:
+        yield show
+    finally:
+        with suppress(OSError, ValueError):  # the terminal has gone
+            live.stop()
+
+
+STEP_KEYS = {
+    "reward": "reward_mean",
+    "accuracy": "",
+    "staleness": "staleness_max",
+    "tok/s": "",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "left": "",
+}
+DEATHS = frozenset({"restart", "death"})
+"""Kinds of records that say that a service died, and how."""
+SHOWN: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("step", *FILE_KINDS), STEP_KEYS),
+    "evaluation": {"accuracy": "accuracy", "low": "", "high": "", "tasks": "n", "wall_s": "wall_s"},
+}
+"""Kinds of records that are shown -> keys of their line, and the field of the record, if it is one."""
+
+
+def step_line(record: Mapping[str, Any], progress: Progress, *, first: str = "", steps: int = 0) -> str:
+    """The line of a record of a kind in `SHOWN`; `progress` is that of policy `first`, with this record."""
+    kind, policy = record["kind"], record.get("policy") or first
+    mine = progress if policy == first else Progress(policy)
+    begin = f"evaluation={record.get('version')}" if kind == "evaluation" else f"step={record.get('step')}"
+    tokens, took_s, left_s = record.get("tokens"), record.get("step_s"), mine.left_s(steps)
+    known = {
+        "accuracy": mine.last[1] if mine.last else None,
+        "tok/s": tokens / took_s if tokens and took_s else None,
+        "left": clock_text(left_s) if left_s is not None else None,
+    }
+    if kind == "evaluation" and isinstance(interval := record.get("mean"), list) and len(interval) == 3:
+        known |= {"low": interval[1], "high": interval[2]}
+    figures = {key: record.get(name) if name else known.get(key) for key, name in SHOWN[kind].items()}
+    said = [f"{key}={_figure(value)}" for key, value in figures.items() if value is not None]
+    return " ".join([begin, *([f"policy={policy}"] if policy != first else []), *said])
+
+
+def status_line(status: RunStatus) -> str:
+    """How the run stands, as one line."""
+    figures: dict[str, Any] = {"time": clock_text(status.elapsed_s)}
+    if not status.trained and (starting := _starting(status)):
+        return pairs_of(figures | {"starting": ", ".join(starting)})
+    figures |= {"done": f"{status.step}/{status.steps}"}
+    if status.eta_s is not None:
+        figures["left"] = clock_text(status.eta_s)
+    if status.generated_per_s is not None:
+        figures["generated/s"] = f"{status.generated_per_s:.0f}"
+    if busy := {one.name: one.busy for one in status.services if one.busy and one.phase == "serving"}:
+        busiest = max(busy, key=lambda name: busy[name])
+        figures["busiest"] = f"{busiest}:{busy[busiest]:.0%}"
+    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
+        figures["doing"] = ", ".join(doing)
+    if away := [f"{one.name} {one.phase}" for one in status.services if one.phase != "serving"]:
+        figures["not_serving"] = ", ".join(away)
+    if status.kind == "rl":
+        figures |= {state: count for state, count in status.groups.items() if count and state in HELD}
+    lost = {"dropped": status.dropped.groups, "masked": status.dropped.masked}
+    figures |= {name: sum(counts.values()) for name, counts in lost.items() if counts}
+    return pairs_of(figures)
+
+
+def pairs_of(figures: Mapping[str, Any]) -> str:
+    """These as `key=value`, with quotation marks where a value needs them."""
+    return " ".join(f"{key}={_quoted(str(value))}" for key, value in figures.items())
+
+
+def _quoted(text: str) -> str:
+    """As it is, or in quotation marks where it would not read as one value."""
+    text = " ".join(text.split())
+    return text if text and not set(text) & set(" \"'=") else json.dumps(text, ensure_ascii=False)
+
+
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def fitted(status: RunStatus, width: int, height: int, console: Console) -> Panel:
+    """The panel of `width` columns with as many of its rows as `height` lines have room for."""
+    panel, options = render(status, width), console.options.update(width=width)
+    for count in range(1, len(FIRST_TO_GO) + 1):
+        if len(console.render_lines(panel, options)) <= height:
+            break
+        panel = render(status, width, without=FIRST_TO_GO[:count])
+    return panel
+
+
+def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> Panel:
+    """The status as a panel of `width` columns; rows with these labels are left out."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True, min_width=9)
+    rows.add_column(overflow="fold")
+    rows.add_row(clock_text(status.elapsed_s), _clipped(_progress(status), 3 * (width - 18)))
+    figures = _figures(status)
+    if status.kind == "rl":
+        held = [f"{count:,} {state}" for state, count in status.groups.items() if count]
+        figures["groups"] = ", ".join(held) or "none"
+        if status.pacing:
+            figures["pacing"] = status.pacing
+    if status.self_check:
+        figures["self-check"] = status.self_check
+    for label, text in figures.items():
+        if label not in without:
+            rows.add_row(label, _clipped(text, 3 * (width - 18)))
+    for note in reversed(status.dropped.no_scores[-MAX_NO_SCORES:] if "no score" not in without else ()):
+        rows.add_row("no score", _clipped(no_score_text(note), width - 18, "yellow"))
+    if status.warning:
+        rows.add_row("warning", _clipped(status.warning, 3 * (width - 18), "yellow"))
+    if message := _message(status):
+        rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
+    title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"
+    return Panel(rows, title=title, title_align="left", width=width, border_style="blue", padding=(0, 1))
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _starting(status: RunStatus) -> list[str]:
+    return [
+        f"{service.name} (waits for {service.waiting_for})" if service.waiting_for else service.name
+        for service in status.services
+        if service.phase in ("waiting", "starting")
+    ]
+
+
+def _progress(status: RunStatus) -> str:
+    if not status.trained and (starting := _starting(status)):
+        return f"starting {', '.join(starting)}"
+    left = "" if status.eta_s is None else f", left {clock_text(status.eta_s)}"
+    return f"step {status.step}/{status.steps}{left}"
+
+
+def _figures(status: RunStatus) -> dict[str, str]:
+    """What is known of the run, by its label."""
+    figures = {}
+    if status.kind != "rl" and status.loss is not None:
+        figures["loss"] = f"{status.loss:.4f}"
+    if status.reward is not None:
+        figures["reward"] = f"{status.reward:.3f}"
+    if status.accuracy is not None:
+        figures["held-out"] = _accuracy(status)
+    if status.staleness_mean is not None:
+        seen = f"seen {status.staleness_seen} of {status.bound} allowed"
+        figures["staleness"] = f"{status.staleness_mean:.2f}, max {status.staleness_max}, {seen}"
+    speeds = [("generated", status.generated_per_s), ("trained", status.trained_per_s)]
+    if said := [f"{value:,.0f} {what}" for what, value in speeds if value is not None]:
+        figures["tokens/s"] = ", ".join(said)
+    if doing := [f"{one.name} {one.doing}" for one in status.services if one.doing]:
+        figures["doing"] = ", ".join(doing)
+    figures["busy"] = _busy(status)
+    if status.dropped.text:
+        figures["dropped"] = status.dropped.text
+    return figures
+
+
+def _accuracy(status: RunStatus) -> str:
+    text = f"{status.accuracy:.3f}"
+    if status.accuracy_start is not None and status.accuracy_start != status.accuracy:
+        text = f"{status.accuracy_start:.3f} → {text}"
+    if status.accuracy_interval is not None:
+        low, high = status.accuracy_interval
+        text += f" [{low:.3f}, {high:.3f}]"
+    return f"{text} at {'version' if status.kind == 'rl' else 'step'} {status.accuracy_version}"
+
+
+def _busy(status: RunStatus) -> str:
+    """Services with their shares; of several alike that serve, such as ranks, one entry with the range."""
+    alike: dict[str, list[float]] = {}
+    shown = {}
+    for service in status.services:
+        if service.phase != "serving" or service.busy is None:
+            shown[service.name] = f"{service.name} {service.phase}"
+            continue
+        kind = service.name.rstrip("0123456789").rstrip("-")
+        shares = alike.setdefault(kind, [])
+        shares.append(service.busy)
+        low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+        name = service.name if len(shares) == 1 else f"{len(shares)} × {kind}"
+        shown[f"{kind} that serve"] = f"{name} {low}" + (f" to {high}" if high != low else "")
+    said = list(shown.values())
+    hidden = [f"and {len(said) - MAX_SERVICES} more"] if len(said) > MAX_SERVICES else []
+    return ", ".join(said[:MAX_SERVICES] + hidden)
+
+
+def _message(status: RunStatus) -> str:
+    """The one thing to know now: a stall before all else."""
+    if status.stall is None:
+        return status.message
+    return f"stalled for {clock_text(status.stall_s)}: {status.stall.detail}"
+
+
+def _clipped(text: str, length: int, style: str = "") -> Text:
+    """At most so many characters; a terminal too small for any is left to the panel."""
+    return Text(text if len(text) <= max(length, 20) else f"{text[: max(length, 20) - 1]}…", style=style)
