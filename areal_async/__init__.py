@@ -25,16 +25,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from areal_async.config.base import Section
     from areal_async.config.engines import EnginePart, engine_part
-    from areal_async.config.errors import Mistake
+    from areal_async.base.mistakes import Mistake
     from areal_async.config.job import JobConfig as Job
     from areal_async.base.errors import ArealError, InfrastructureFault, SnapshotError
-    from areal_async.run.run_handle import Run, run
+    from areal_async.launch.run_handle import Run, run
     from areal_async.cli.quickstart.main import quickstart_job
     from areal_async.cli.quickstart.model import make_tokenizer, write_model
-    from areal_async.rpc.schema import Task, VersionTag
-    from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
+    from areal_async.base.versions import VersionTag
+    from areal_async.rpc.schema import Task
+    from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
     from areal_async.rpc.weights_messages import SnapshotNotice
-    from areal_async.run.aggregator import RunStatus
+    from areal_async.launch.aggregator import RunStatus
     from areal_async.service.samples import read_samples
     from areal_async.trajectory import Episode, EpisodeBuilder, SegmentKind, pack, training_rows, unpack
     from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
@@ -95,16 +96,17 @@ __all__ += ["make_tokenizer", "quickstart_job", "write_model"]
 _PLACES = {
     "areal_async.config.base": "Section",
     "areal_async.config.engines": "EnginePart engine_part",
-    "areal_async.config.errors": "Mistake",
+    "areal_async.base.mistakes": "Mistake",
     "areal_async.config.job:JobConfig": "Job",
     "areal_async.base.errors": "ArealError InfrastructureFault SnapshotError",
-    "areal_async.run.run_handle": "Run run",
+    "areal_async.launch.run_handle": "Run run",
     "areal_async.cli.quickstart.main": "quickstart_job",
     "areal_async.cli.quickstart.model": "make_tokenizer write_model",
-    "areal_async.rpc.schema": "Task VersionTag",
-    "areal_async.rpc.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
+    "areal_async.base.versions": "VersionTag",
+    "areal_async.rpc.schema": "Task",
+    "areal_async.trajectory.verdicts": "Abstain Failure FaultOf Parts Score Timeout Verdict",
     "areal_async.rpc.weights_messages": "SnapshotNotice",
-    "areal_async.run.aggregator": "RunStatus",
+    "areal_async.launch.aggregator": "RunStatus",
     "areal_async.service.samples": "read_samples",
     "areal_async.trajectory": "Episode EpisodeBuilder SegmentKind pack training_rows unpack",
     "areal_async.weights.channels": "Channel PublishingEnd ReceivingEnd",

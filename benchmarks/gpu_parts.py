@@ -29,7 +29,7 @@ from areal_async.config.parallel import RankGrid
 from areal_async.cli.quickstart.main import prepare
 from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.config.registry import BACKENDS
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights.pieces import whole_piece

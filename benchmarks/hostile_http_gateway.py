@@ -15,8 +15,8 @@ from gateway import write_tokenizer
 from transformers import AutoTokenizer
 
 from areal_async.config.rollout import GatewaySection
-from areal_async.run.one_host import make_host
-from areal_async.rpc.schema import VersionTag
+from areal_async.launch.one_host import make_host
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.base.log import setup_logging
 from areal_async.trajectory import EpisodeBuilder, Sampling

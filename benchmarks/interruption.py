@@ -48,7 +48,7 @@ from interruption_pauses import Pauses
 from interruption_window import Mode, Window, show
 
 from areal_async.config.job import JobConfig
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.replicas import exchange

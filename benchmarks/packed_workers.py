@@ -30,8 +30,8 @@ from prometheus_client import CollectorRegistry
 from scale import Shared
 from timer_engine import OVER
 
-from areal_async.run.local_launcher import LocalLauncher
-from areal_async.run.launcher import Child
+from areal_async.launch.local_launcher import LocalLauncher
+from areal_async.launch.launcher import Child
 from areal_async.rpc.client import Client
 from areal_async.service import board as status
 from areal_async.service.context import ServiceContext

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from blake3 import blake3
 from started_ranks import start_ranks
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import TensorPiece

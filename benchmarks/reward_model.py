@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from areal_async.config.reward import RewardSection
 from areal_async.cli.quickstart.model import CHARACTERS, make_tokenizer
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.rpc.verdicts import Score, Verdict
+from areal_async.trajectory.verdicts import Score, Verdict
 from reward_service.backends.reward_model import RewardModelArguments
 from reward_service.backends.reward_model.backend import RewardModel
 from reward_service.backends.reward_model.scorer import ModelScorer, TokenizedText, cut_by_tokens

@@ -52,9 +52,9 @@ from areal_async.rpc.messages import (
     PutVerdicts,
     Stats,
 )
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import KeyRole
-from areal_async.rpc.verdicts import Score
+from areal_async.trajectory.verdicts import Score
 
 WORKERS_EACH = 125  # Workers of one process
 BATCH_GROUPS, CHECKPOINT_STEPS = 64, 5

@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal_async.run.local_launcher import RankLines
-from areal_async.run.one_host import LOOPBACK
-from areal_async.run.plan import MODULES, rank_name
+from areal_async.launch.local_launcher import RankLines
+from areal_async.launch.one_host import LOOPBACK
+from areal_async.launch.plan import MODULES, rank_name
 from areal_async.base.topology import ServicePlace
 
 

@@ -1,6 +1,6 @@
 """The trainer and the scorer of a run that measures the rest: a step takes its time, and every score is 1.
 
-    areal_async.run.run_job.run_job(job, modules=MODULES | {"trainer": "timed_services", …})
+    areal_async.launch.run_job.run_job(job, modules=MODULES | {"trainer": "timed_services", …})
 
 The trainer opens its buffer, publishes a tiny model through the product's publisher, takes batches, fetches
 them, commits and records its steps. It ends, and the run with it, when the measurement is over.
@@ -33,8 +33,8 @@ from areal_async.rpc.messages import (
     OpenTrainer,
     PutVerdicts,
 )
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Score
+from areal_async.base.versions import VersionTag
+from areal_async.trajectory.verdicts import Score
 from areal_async.service.context import ServiceContext
 from areal_async.service.main import run_service
 from areal_async.base.topology import Role

@@ -25,9 +25,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from areal_async.config.load import load_job
-from areal_async.run.run_job import run_job
+from areal_async.launch.run_job import run_job
 from areal_async.cli.quickstart.main import prepare
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.weights.delta import write_delta
 from areal_async.weights.snapshot import write_snapshot
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write_sharp_model
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.weights.delta import apply_delta, write_delta
 from areal_async.weights.manifest import HASH_PREFIX

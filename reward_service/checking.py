@@ -12,7 +12,7 @@ import traceback
 from numbers import Real
 
 import areal_async
-from areal_async.rpc.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
+from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
 from reward_service import signatures
 from reward_service.sdk import RewardInput
 

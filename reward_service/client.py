@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.rpc.verdicts import Verdict
+from areal_async.trajectory.verdicts import Verdict
 from reward_service.backends import Call, OnVerdicts
 from reward_service.router import Router
 from reward_service.sdk import RewardInput

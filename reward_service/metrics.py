@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from areal_async.rpc.verdicts import Failure, Score, Verdict, kind_of
+from areal_async.trajectory.verdicts import Failure, Score, Verdict, kind_of
 
 if TYPE_CHECKING:
     from reward_service.pool.pool import WorkerPool

@@ -22,7 +22,7 @@ import msgspec
 from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import part_of, runs_in_pool
 from areal_async.config.reward_routing import RewardSpec, Routing
-from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict, settled
+from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict, settled
 from areal_async.base.log import get_logger
 from reward_service import metrics
 from reward_service.backends import BackendReward, Call, OnVerdicts, ScoringBackend

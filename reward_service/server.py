@@ -25,7 +25,7 @@ from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Claim, ClaimedEpisode, EpisodeVerdict, PutVerdicts, VerdictAck
-from areal_async.rpc.verdicts import Failure, Score, Verdict
+from areal_async.trajectory.verdicts import Failure, Score, Verdict
 from areal_async.base.events import failpoint, record, recording
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy

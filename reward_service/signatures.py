@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal_async.rpc.verdicts import Abstain, Score
+from areal_async.trajectory.verdicts import Abstain, Score
 
 if TYPE_CHECKING:
     from reward_service.sdk import RewardInput

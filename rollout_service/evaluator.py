@@ -28,8 +28,9 @@ from areal_async.config.engines import engine_part, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.base.errors import ArealError, FaultError, RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.rpc.schema import Task, VersionTag
-from areal_async.rpc.verdicts import Score, Verdict, kind_of, message_of
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Task
+from areal_async.trajectory.verdicts import Score, Verdict, kind_of, message_of
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.service.context import ServiceContext
 from areal_async.base.events import record

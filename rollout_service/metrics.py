@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from rollout_service.statistics import Statistics
 
 EPISODES = Counter("areal_rollout_episodes_total", "Episodes that the buffer has acknowledged.")

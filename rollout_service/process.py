@@ -110,7 +110,7 @@ def make_gateway(ctx: ServiceContext, *, trains: bool) -> Gateway:
         keys=ctx.keys.of("rollout" if ctx.role == "rollout" else "evaluator"),
         trains=trains,
         offset=ctx.index,
-        restarts=RestartPolicy.of(job.supervisor),
+        restarts=job.supervisor.restart_policy(),
     )
 
 

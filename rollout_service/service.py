@@ -20,7 +20,7 @@ from areal_async.base.own_files import take_lock
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Arrived
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.service.context import ServiceContext
 from areal_async.base.log import get_logger
@@ -86,7 +86,7 @@ def make_replicas(
             await receiver.close()
 
     # An engine in this process that fails fails with it: then the supervisor starts the worker again.
-    restarts = RestartPolicy.of(job.supervisor) if part.is_server else NO_RESTARTS
+    restarts = job.supervisor.restart_policy() if part.is_server else NO_RESTARTS
     return ReplicaSet(
         make,
         job.rollout.replicas,

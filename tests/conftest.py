@@ -66,7 +66,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     """Remove sockets and shared memory of runs that this process claimed and did not release."""
-    from areal_async.run.folders import OWNER, Owner
+    from areal_async.launch.folders import OWNER, Owner
 
     for root in (Path("/tmp"), Path("/dev/shm")):
         for owner in root.glob(f"areal-{os.getuid()}-*/{OWNER}"):

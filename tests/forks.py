@@ -49,8 +49,8 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "areal_async.cli.jobs",
-    "areal_async.run.run_job",
-    "areal_async.run.inline",
+    "areal_async.launch.run_job",
+    "areal_async.launch.inline",
     "replay_buffer.server",
     "reward_service.router",
     "reward_service.server",
@@ -207,8 +207,8 @@ def _fork_services() -> None:
 def _start_by(helper: socket.socket, *, beside_spares: bool = False) -> type[Any]:
     """Let the local launcher of this process have its services forked by `helper`; return what it used to
     start them with. With `beside_spares` also those of a job with spare processes, if no spare is ready."""
-    from areal_async.run import local_launcher as here
-    from areal_async.run.spares import Spares
+    from areal_async.launch import local_launcher as here
+    from areal_async.launch.spares import Spares
 
     class ForkedStarts(Spares):
         """Forks each service."""
@@ -227,7 +227,7 @@ def _start_by(helper: socket.socket, *, beside_spares: bool = False) -> type[Any
 def forked_services() -> Iterator[None]:
     """Let the local launcher of this process fork its services meanwhile, from a process that has imported
     what stand-ins of services need: no torch."""
-    from areal_async.run import local_launcher as here
+    from areal_async.launch import local_launcher as here
 
     if os.environ.get(CLEAN_VARIABLE):
         yield

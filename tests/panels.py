@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 
 from areal_async.show.dashboards.files import HERE as FILES
 from areal_async.rpc.messages import BufferStats, PolicyStats
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from replay_buffer.ledger.rules import Rules
 
 MODULES = [

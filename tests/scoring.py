@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from areal_async.config.reward import RewardSection
-from areal_async.rpc.verdicts import Verdict
+from areal_async.trajectory.verdicts import Verdict
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 
 PUBLISHED = "published.jsonl"
 

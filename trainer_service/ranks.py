@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from areal_async.rpc.endpoints import interface_of
+from areal_async.base.addresses import interface_of
 from areal_async.service.rank_group import Meeting
 from trainer_service.errors import RankError
 

@@ -23,8 +23,20 @@ import os
 import re
 import resource
 from collections.abc import Iterator
+from typing import Literal, Protocol
 
-from areal_async.rpc.schema import Fault, FaultKind
+FaultKind = Literal[
+    "schema",  # the peer speaks another schema, or another job
+    "invalid",  # the request itself is wrong; do not retry
+    "forbidden",  # the role of the asker's key may not make this request
+    "fenced",  # a newer front, lease or trainer epoch has replaced the caller
+    "busy",  # back-pressure: retry later
+    "unavailable",  # the service cannot reach what it needs (Redis); retry later
+    "stale",  # the hard staleness bound would be broken; fatal
+    "failed",  # the job file has the job end here, and the message says why; fatal
+    "internal",
+]
+
 
 
 class ArealError(Exception):
@@ -63,10 +75,23 @@ class MessageTooLarge(ProtocolError):
     """A message exceeds the limits of the wire; raised by the sender, before anything is sent."""
 
 
+class FaultFields(Protocol):
+    """Fields of the message `areal_async.rpc.schema.Fault`."""
+
+    @property
+    def kind(self) -> FaultKind: ...
+
+    @property
+    def message(self) -> str: ...
+
+    @property
+    def retry_after_ms(self) -> int: ...
+
+
 class RpcTimeout(WireError):
     """No answer within the deadline. `last_fault` is the last `busy` or `unavailable` on the way, if any."""
 
-    def __init__(self, message: str, last_fault: Fault | None = None) -> None:
+    def __init__(self, message: str, last_fault: FaultFields | None = None) -> None:
         super().__init__(message)
         self.last_fault = last_fault
 
@@ -89,11 +114,8 @@ class FaultError(WireError):
         self.retry_after_ms = retry_after_ms
 
     @classmethod
-    def of(cls, fault: Fault) -> FaultError:
+    def of(cls, fault: FaultFields) -> FaultError:
         return cls(fault.kind, fault.message, fault.retry_after_ms)
-
-    def fault(self) -> Fault:
-        return Fault(self.kind, self.message, self.retry_after_ms)
 
 
 class SnapshotError(ArealError):

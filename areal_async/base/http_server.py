@@ -39,7 +39,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from areal_async.base.errors import EndpointError
-from areal_async.rpc.endpoints import LOOPBACK, is_loopback
+from areal_async.base.addresses import LOOPBACK, is_loopback
 from areal_async.base.log import get_logger
 
 CLOSE = {"connection": "close"}

@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import psutil
 
-from areal_async.config.job import SupervisorSection
 from areal_async.base.topology import ServicePlace
 
 RUN_VARIABLE = "AREAL_ASYNC_RUN"
@@ -302,10 +301,6 @@ class RestartPolicy:
     steady_s: float = 10.0
     """A process that served so long before it died was well: it is not dying in a loop, and starts again at
     once."""
-
-    @classmethod
-    def of(cls, section: SupervisorSection) -> RestartPolicy:
-        return cls(section.restarts, section.window_s, section.first_pause_s, section.longest_pause_s)
 
 
 NO_RESTARTS = RestartPolicy(limit=0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 
 MOST_BYTES = 4 << 20  # The largest YAML file that is read
 MOST_LEVELS = 32  # Levels of lists and mappings in one another

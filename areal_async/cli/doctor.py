@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from areal_async.run.folders import leftovers
-from areal_async.run.one_host import SHM_ROOT, volatile_roots
-from areal_async.run.preflight import find_redis_server, lacking_fixes, no_sandbox, redis_server_version
+from areal_async.launch.folders import leftovers
+from areal_async.launch.one_host import SHM_ROOT, volatile_roots
+from areal_async.launch.preflight import find_redis_server, lacking_fixes, no_sandbox, redis_server_version
 
 MIN_REDIS = (6, 2)
 MIN_SHM_BYTES = 1 << 30

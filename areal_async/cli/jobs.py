@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from areal_async.cli.tools import AsJson, Overrides, console_for_tables, plain, readable_errors, show
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.addresses import LOOPBACK
 
 if TYPE_CHECKING:
     from areal_async.cluster.client import ControllerClient
@@ -218,7 +218,7 @@ def status(
         from areal_async.cli.tables import cluster_page, job_page, run_page
 
         if job is not None and is_run(job):
-            from areal_async.run.run_handle import Run
+            from areal_async.launch.run_handle import Run
 
             run = Run.open(job)
             standing = run.status()
@@ -237,7 +237,7 @@ def status(
 
 def is_run(text: str) -> bool:
     """Return whether an argument names a run by its place, and no job of the controller."""
-    from areal_async.run.folders import LOCK
+    from areal_async.launch.folders import LOCK
 
     return os.sep in text or text.endswith((".yaml", ".yml")) or (Path(text) / LOCK).exists()
 
@@ -272,7 +272,7 @@ def _logs_of_run(target: str, service: str, follow: bool, names: bool, as_json: 
     """Show logs of a run as `logs` of a job does; `run` is the log of its supervisor."""
     from areal_async.cluster.logs import NAME, OF_THE_RUN, read_log
     from areal_async.base.errors import RunFolderError
-    from areal_async.run.run_handle import Run
+    from areal_async.launch.run_handle import Run
 
     run = Run.open(target)
     logs = {
@@ -340,7 +340,7 @@ def _end(name: str, verb: Literal["pause", "stop"], no_wait: bool, as_json: bool
         from areal_async.cluster.client import ControllerGone
 
         if is_run(name):
-            from areal_async.run.run_handle import Run
+            from areal_async.launch.run_handle import Run
 
             run = Run.open(name)
             run.stop()

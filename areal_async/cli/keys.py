@@ -29,8 +29,8 @@ from typing import Annotated
 import typer
 
 from areal_async.cli.tools import AsJson, readable_errors, show
-from areal_async.config.errors import ConfigError, Mistake
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.base.addresses import LOOPBACK
 
 DAYS = 365
 ISSUER = "issuer.crt"

@@ -39,7 +39,7 @@ from areal_async.cli.tools import (
 )
 
 if TYPE_CHECKING:
-    from areal_async.config.errors import Mistake
+    from areal_async.base.mistakes import Mistake
     from areal_async.config.job import JobConfig
     from areal_async.cluster.messages import WorkersAnswer
     from areal_async.rpc.control_messages import WorkersChanged
@@ -200,7 +200,7 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
     from areal_async.config.advice import advise
     from areal_async.config.files import advise_on_lora
     from areal_async.config.presets import expansion
-    from areal_async.run.preflight import machine_advice
+    from areal_async.launch.preflight import machine_advice
 
     console = Console(stderr=True, soft_wrap=True)
     for name, view in job.views.items():
@@ -215,7 +215,7 @@ def print_warnings(job: JobConfig, found: Sequence[Mistake] = ()) -> None:
 
 def _read_job(job_file: Path, overrides: Sequence[str]) -> JobConfig:
     """Read a job file. Raises `ConfigError`, which says that what the file names is tried later."""
-    from areal_async.config.errors import WHOLE_FILE, ConfigError
+    from areal_async.base.mistakes import WHOLE_FILE, ConfigError
     from areal_async.config.load import load_job
 
     try:
@@ -242,7 +242,7 @@ def run(
 ) -> None:
     """Run a job until it is done, on this machine or on a cluster that this machine is a node of."""
     with readable_errors():
-        from areal_async.run.preflight import check_contents
+        from areal_async.launch.preflight import check_contents
         from areal_async.show.progress import progress
 
         job = _read_job(job_file, overrides or ())
@@ -250,7 +250,7 @@ def run(
             found = check_contents(job, source=str(job_file))
         if dry_run:
             from areal_async.config.cluster import load_cluster
-            from areal_async.run.run_job import check_start
+            from areal_async.launch.run_job import check_start
 
             check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
             print_warnings(job, found)
@@ -280,7 +280,7 @@ def resume(
             queued = client.resume(str(target), overrides or ())
             show(queued, told(queued), as_json)
             return
-        from areal_async.run.run_handle import job_to_resume
+        from areal_async.launch.run_handle import job_to_resume
         from areal_async.storage.urls import shown
 
         job = job_to_resume(target, overrides or ())
@@ -300,7 +300,7 @@ def _run(
     **how: Any,
 ) -> None:
     from areal_async.config.cluster import load_cluster
-    from areal_async.run.run_job import run_job
+    from areal_async.launch.run_job import run_job
     from areal_async.show.view import RunConsole
 
     print_warnings(job, found)
@@ -319,7 +319,7 @@ def validate(job_file: JobFile, overrides: Overrides = None, as_json: AsJson = F
     with readable_errors():
         from areal_async.config.advice import explain
         from areal_async.config.load import dump_job
-        from areal_async.run.preflight import check_contents
+        from areal_async.launch.preflight import check_contents
         from areal_async.show.progress import progress
 
         job = _read_job(job_file, overrides or ())
@@ -339,7 +339,7 @@ def objectives(
     """List the parts of objectives and the presets, or print what a preset sets in a job file and what the
     parts of that name do."""
     with readable_errors():
-        from areal_async.config.errors import ConfigError
+        from areal_async.base.mistakes import ConfigError
         from areal_async.config.presets import PRESETS, unknown_preset
         from areal_async.config.registry import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISERS
 
@@ -412,7 +412,7 @@ def _change(run: str, how: str, request: dict[str, Any], timeout_s: float, as_js
         if (client := of_controller(run)) is not None:
             done = client.change(run, how, request | {"timeout_s": timeout_s}, timeout_s)
         else:
-            from areal_async.run.run_handle import change_workers
+            from areal_async.launch.run_handle import change_workers
             from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 
             kind = ScaleWorkers if how == "scale" else DrainWorker
@@ -428,7 +428,7 @@ def doctor(
     """Look whether this machine is ready, and say what to do where it is not."""
     with readable_errors():
         from areal_async.cli.doctor import examine, remove_leftovers
-        from areal_async.run.one_host import volatile_roots
+        from areal_async.launch.one_host import volatile_roots
 
         removed = remove_leftovers(volatile_roots()) if clean else []
         console, findings = Console(soft_wrap=True, highlight=False), []

@@ -30,7 +30,7 @@ def view(
 
         found = runs_in(target) if target.is_dir() else []
         if not found:
-            from areal_async.run.run_handle import Run
+            from areal_async.launch.run_handle import Run
 
             target = Run.open(target).folder  # a job file or a URL, or the error that says what there is
         if report is not None:
@@ -55,7 +55,7 @@ def compare(
 
 
 def _write(targets: list[Path], out: Path, as_json: bool) -> None:
-    from areal_async.run.run_handle import Run
+    from areal_async.launch.run_handle import Run
     from areal_async.show.page.report import write_report
 
     write_report([Run.open(target).folder.resolve() for target in targets], out)
@@ -69,7 +69,7 @@ def _serve(folder: Path, port: int, no_open: bool, as_json: bool) -> None:
 
     from areal_async.base.errors import EndpointError
     from areal_async.show.page.app import new_token, view_app
-    from areal_async.rpc.endpoints import LOOPBACK
+    from areal_async.base.addresses import LOOPBACK
     from areal_async.base.http_server import HttpLimits, HttpServer, listen
 
     async def serve() -> None:

@@ -19,8 +19,8 @@ from areal_async.show.view import clock_text
 
 if TYPE_CHECKING:
     from areal_async.cluster.client import ControllerClient
-    from areal_async.run.run_handle import Run
-    from areal_async.run.aggregator import RunStatus
+    from areal_async.launch.run_handle import Run
+    from areal_async.launch.aggregator import RunStatus
 
 COLORS = {
     "PENDING": "yellow",

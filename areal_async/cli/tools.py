@@ -19,9 +19,9 @@ import msgspec
 import typer
 from rich.console import Console, RenderableType
 
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.errors import ArealError, MachineError, RunFolderError, RunInterrupted, with_limit
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.addresses import LOOPBACK
 
 PIPED_WIDTH = 200
 
@@ -361,7 +361,7 @@ def readable_errors() -> Iterator[None]:
 def own_tracebacks() -> Iterator[None]:
     """For a run in this process: what ends it is shown with its traceback, and a service that does not return
     does not keep the process."""
-    from areal_async.run.inline import services_left
+    from areal_async.launch.inline import services_left
 
     status = 0
     try:

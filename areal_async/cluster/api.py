@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from areal_async import __version__
 from areal_async.config.cluster import ClusterConfig
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.cluster import logs
 from areal_async.cluster.controller import Controller
@@ -63,7 +63,7 @@ from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Unknow
 from areal_async.cluster.store import StoredJob
 from areal_async.cluster.submission import read_submission
 from areal_async.base.errors import ArealError, FaultError, RunError, RunFolderError, WireError
-from areal_async.run.run_handle import Run, change_workers
+from areal_async.launch.run_handle import Run, change_workers
 from areal_async.base.own_files import NotOurs, read_own
 from areal_async.show.page.app import page_routes
 from areal_async.show.page.folder import told_of

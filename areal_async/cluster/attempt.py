@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_async.run.folders import Owner
+from areal_async.launch.folders import Owner
 from areal_async.base.own_files import NotOurs, read_own
 from areal_async.service.context import Role
 from areal_async.base.processes import start_of

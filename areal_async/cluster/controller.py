@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.cluster.attempt import sync_folder
 from areal_async.cluster.queue import Turns, gpus_for, order_of, take_turns
@@ -37,7 +37,7 @@ from areal_async.cluster.states import (
 )
 from areal_async.cluster.store import JobStore, StoredJob
 from areal_async.cluster.submission import MOST_WRITTEN, Submission, job_of, read_jobs, write_files
-from areal_async.run.run_handle import has_work, is_finished, job_to_resume
+from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
 from areal_async.base.log import get_logger
 
 STOP_LIMIT_S = 60.0

@@ -32,7 +32,7 @@ from areal_async.cluster.states import ACTIVE
 from areal_async.cluster.store import JobStore
 from areal_async.base.errors import ArealError, EndpointError
 from areal_async.base.own_files import PRIVATE_UMASK
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.addresses import LOOPBACK
 from areal_async.base.http_server import HttpServer, listen
 from areal_async.base.log import end_logging, get_logger, setup_logging
 

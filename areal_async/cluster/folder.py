@@ -32,7 +32,7 @@ from areal_async.cluster.attempt import write_durably
 from areal_async.cluster.states import ACTIVE
 from areal_async.cluster.store import JobStore
 from areal_async.base.errors import ArealError
-from areal_async.run.folders import Owner
+from areal_async.launch.folders import Owner
 from areal_async.base.own_files import NotOurs, check_own, close_folder, is_locked, read_own, take_lock
 from areal_async.base.log import get_logger
 from areal_async.base.processes import start_of

@@ -32,9 +32,9 @@ from areal_async.cluster.attempt import (
 )
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import StoredJob
-from areal_async.run.folders import Owner, clean_up
-from areal_async.run.launcher import WAITS
-from areal_async.run.plan import MODULES
+from areal_async.launch.folders import Owner, clean_up
+from areal_async.launch.launcher import WAITS
+from areal_async.launch.plan import MODULES
 from areal_async.service.context import Role
 from areal_async.base.processes import RUN_VARIABLE
 

@@ -19,8 +19,8 @@ from areal_async.config.devices import (
     trainer_gpus,
 )
 from areal_async.config.job import JobConfig
-from areal_async.run.plan import services_of
-from areal_async.run.ray.placement import needs_of
+from areal_async.launch.plan import services_of
+from areal_async.launch.ray.placement import needs_of
 
 NVIDIA_DEVICES = Path("/dev")
 

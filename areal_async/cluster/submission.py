@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from areal_async.config.compose import read_composed
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.fields import JOB_NAME
 from areal_async.config.files import OWN_CODE
 from areal_async.config.job import JobConfig

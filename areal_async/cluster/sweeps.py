@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.fields import job_fields, suggest
 from areal_async.base.yaml_file import dump_yaml, parse_yaml, syntax_problem
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.job import merged
 from areal_async.base.yaml_file import parse_yaml, read_mapping
 from areal_async.base.secrecy import is_secret

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.base.errors import ArealError
 from areal_async.config.registry import ENGINES
 
@@ -187,7 +187,7 @@ def engine_part(name: str) -> EnginePart:
 
 def declared_engine(name: str) -> EnginePart | None:
     """As `engine_part`, but runs no file of the user's: None for an engine in one that this process has not
-    run, or that is not there. Such a one is asked before the job starts (`areal_async.run.preflight`)."""
+    run, or that is not there. Such a one is asked before the job starts (`areal_async.launch.preflight`)."""
     part: EnginePart | None = ENGINES.known(name)
     return part
 

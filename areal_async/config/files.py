@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
@@ -35,7 +35,7 @@ from areal_async.models.files import (
 from areal_async.config.registry import CHANNELS, TOOLS, WORKFLOWS
 from areal_async.config.reward_routing import Routing
 from areal_async.rpc.schema import Task
-from areal_async.storage.content import OF_TRAINER
+from areal_async.config.content import OF_TRAINER
 from areal_async.data.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
 
 READ_WHOLE_BYTES = 16 << 20

@@ -7,19 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from areal_async.config.base import Overrides, Section
-from areal_async.config.errors import ConfigError, Mistake, in_words
+from areal_async.base.mistakes import ConfigError, Mistake, in_words
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
 from areal_async.config.parallel import ParallelSection
 from areal_async.config.reward import RewardSection
 from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
-from areal_async.config.trainings import (
-    FileTraining,
-    Kind,
-    PreferenceSection,
-    RewardModelSection,
-    SftSection,
-)
-from areal_async.rpc.schema import POLICY, POLICY_NAME
+from areal_async.data.examples import Kind
+from areal_async.config.trainings import FileTraining, PreferenceSection, RewardModelSection, SftSection
+from areal_async.base.versions import POLICY, POLICY_NAME
 from areal_async.storage.urls import FETCHED, StoreUrl
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
@@ -218,6 +213,10 @@ class SupervisorSection(Section):
     """Once all services have served so many seconds a process is prepared, one for each rank of the trainer,
     that stands in at once for a trainer, worker or evaluator that dies: about 0.4 GB of memory each. null
     prepares none."""
+
+    def restart_policy(self) -> RestartPolicy:
+        """Return the policy under which a service is restarted."""
+        return RestartPolicy(self.restarts, self.window_s, self.first_pause_s, self.longest_pause_s)
 
 
 class OvertakenSection(Section):

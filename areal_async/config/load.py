@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from areal_async.config.base import Overrides
 from areal_async.config.checks import check_fields, policies_mistakes
 from areal_async.config.compose import read_composed
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.fields import job_fields, numbers_or_words
 from areal_async.config.files import OWN_CODE, check_config, check_files
 from areal_async.config.job import JobConfig, merged
@@ -39,8 +39,8 @@ from areal_async.base.yaml_file import (
     too_nested,
 )
 from areal_async.config.registry import LOGGERS, REWARDS, Registry
-from areal_async.rpc.schema import POLICY_NAME
-from areal_async.storage.content import CONTENT, content_mistakes, in_urls
+from areal_async.base.versions import POLICY_NAME
+from areal_async.config.content import CONTENT, content_mistakes, in_urls
 from areal_async.storage.hub import hub_url
 from areal_async.storage.urls import FETCHED, is_url
 

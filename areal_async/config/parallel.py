@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 
 if TYPE_CHECKING:
     from areal_async.config.job import TrainerSection

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_async.config import registry
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import parallel_mistakes
 from areal_async.config.presets import OBJECTIVE, PRESETS

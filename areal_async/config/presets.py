@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.rollout import SamplingSection
 from areal_async.base.yaml_file import dump_yaml
 

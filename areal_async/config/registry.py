@@ -19,7 +19,7 @@ those of every part of the kind (`rollout.device`, `weights.codec`), or of a gro
 
 Reading a job file imports built-in parts and installed packages, never a file of the user's: that is read as
 a syntax tree. What its parts say of themselves is asked before a job starts, in a process of its own
-(`areal_async.run.preflight`), and by the service that uses them (`areal_async.config.parts.load_part`).
+(`areal_async.launch.preflight`), and by the service that uses them (`areal_async.config.parts.load_part`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from areal_async.config.base import Section
-from areal_async.config.errors import (
+from areal_async.base.mistakes import (
     ADD_IT,
     MOST_MISTAKES,
     Mistake,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.config.base import Section
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.base.own_files import read_regular

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from areal_async.config.base import Section
 
-Kind = Literal["rl", "sft", "preference", "reward_model"]
 FILE_KINDS = ("sft", "preference", "reward_model")
 """Kinds of jobs that train from files, with the trainer alone. Their records have the name of the kind."""
 Accuracy = Annotated[float, Field(ge=0, le=1)]

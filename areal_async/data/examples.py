@@ -23,9 +23,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_async.config.trainings import Kind
 from areal_async.data.tasks import Message, TaskFileError, chat_messages, check_values, task_row, task_rows
 
+Kind = Literal["rl", "sft", "preference", "reward_model"]
 Form = Literal["chats", "completions", "tasks", "pairs", "labelled", "scored"]
 Text = str | list[Message]
 

@@ -3,7 +3,7 @@
 `from transformers import AutoTokenizer` imports torch and every generation utility: seconds, and hundreds of
 megabytes, in a process that only talks to an inference server. Here the class that `AutoTokenizer` chooses
 for a folder is found once, in a process of its own in which torch is hidden, and kept by the digest of the
-folder's files (`areal_async/base/known.py`). Afterwards that class is imported and loads the folder
+folder's files (`areal_async/base/cache.py`). Afterwards that class is imported and loads the folder
 itself, as `AutoTokenizer` would let it.
 
     python -P -m areal_async.models.tokenizer FOLDER      prints the class, as MODULE:NAME
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.base.errors import ArealError
-from areal_async.base.known import digest_of, keep, recall
+from areal_async.base.cache import digest_of, keep, recall
 
 KIND = "tokenizer-class"
 LOOK_LIMIT_S = 300.0  # Longest that finding the class may take

@@ -14,7 +14,6 @@ message has: who knows the secret can make its peer hold as much as it sends.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import resource
 import socket
@@ -27,14 +26,13 @@ import psutil
 import zmq
 from typing_extensions import Buffer
 
+from areal_async.base.addresses import is_loopback
 from areal_async.base.errors import EndpointError
 from areal_async.base.own_files import private_files
 from areal_async.rpc.frames import MAX_MESSAGE_BYTES
 from areal_async.rpc.secret import Access, CurveKeys, Guard, Password
 from areal_async.rpc.sockets import PolledSocket
 
-LOOPBACK = "127.0.0.1"
-"""The address at which only its own processes reach a host."""
 IPC_PATH_LIMIT_BYTES = 107
 HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 10_000
@@ -52,18 +50,6 @@ ZAP_FRAMES_BEFORE = 6
 """Frames before what the client shows: version, request, domain, address, identity, mechanism."""
 ZAP_FRAMES = ZAP_FRAMES_BEFORE + 2
 ANYBODY = "known"  # The user of a peer whose role is not told apart
-
-
-def interface_of(*hosts: str) -> str:
-    """The name of this machine's network interface with the first of these addresses that one has. Raises
-    `EndpointError`."""
-    for host in hosts:
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(each.family == socket.AF_INET and each.address == host for each in addresses):
-                return name
-    raise EndpointError(
-        f"no network interface of this machine has the address {' or '.join(filter(None, hosts))}"
-    )
 
 
 def tune(sock: zmq.Socket[bytes], *, max_part_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -178,15 +164,6 @@ def _split(endpoint: str) -> tuple[str, str]:
     if scheme == "tcp" and address.rpartition(":")[0] and address.rpartition(":")[2].isdigit():
         return scheme, address
     raise EndpointError(f"{endpoint!r} is not an endpoint: write ipc://PATH or tcp://HOST:PORT")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _ipc_is_served(path: str) -> bool:

@@ -12,11 +12,12 @@ has them all.
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
+
+from areal_async.base.errors import FaultKind
 
 SCHEMA = 4
 
@@ -49,32 +50,6 @@ def replies_to(request: type[Request[Any]]) -> tuple[type[Message], ...]:
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """A value that only travels inside messages (and is stored, where the ledger says so)."""
-
-
-POLICY = "policy"  # Name of the one policy of a job that names none
-POLICY_NAME = r"[a-z0-9][a-z0-9_-]{0,31}"  # Pattern of a policy's name
-_LABEL = re.compile(rf"({POLICY_NAME})-e(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)")
-
-
-class VersionTag(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """Identity of a snapshot: the policy it is of, its trainer's epoch, and the steps behind the weights."""
-
-    policy: str
-    epoch: int
-    version: int
-
-    @property
-    def label(self) -> str:
-        """The tag as text, for names of folders and of a server's weights: `policy-e1-v7`."""
-        return f"{self.policy}-e{self.epoch}-v{self.version}"
-
-    @classmethod
-    def parse(cls, label: str) -> VersionTag:
-        """The inverse of `label`. Raises ValueError for a text that is none."""
-        match = _LABEL.fullmatch(label)
-        if match is None:
-            raise ValueError(f"{label!r} names no version of a policy's weights, such as policy-e1-v7")
-        return cls(match[1], int(match[2]), int(match[3]))
 
 
 class Task(Record, frozen=True):
@@ -119,19 +94,6 @@ class Hello(Request[Welcome], frozen=True):
 
 class Ok(Message, frozen=True):
     pass
-
-
-FaultKind = Literal[
-    "schema",  # the peer speaks another schema, or another job
-    "invalid",  # the request itself is wrong; do not retry
-    "forbidden",  # the role of the asker's key may not make this request
-    "fenced",  # a newer front, lease or trainer epoch has replaced the caller
-    "busy",  # back-pressure: retry later
-    "unavailable",  # the service cannot reach what it needs (Redis); retry later
-    "stale",  # the hard staleness bound would be broken; fatal
-    "failed",  # the job file has the job end here, and the message says why; fatal
-    "internal",
-]
 
 
 class Fault(Message, frozen=True):

@@ -363,7 +363,7 @@ class Server:
             else:
                 reply = answer
         except FaultError as error:
-            reply = error.fault()
+            reply = Fault(error.kind, error.message, error.retry_after_ms)
         except ProtocolError as error:
             reply = Fault("invalid", str(error))
         except asyncio.CancelledError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from areal_async.rpc.schema import Message, Ok, Record, Request, VersionTag
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Message, Ok, Record, Request
 
 # --- weights: receivers -> trainer -------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from areal_async.base.errors import FaultError, PeerGone, RpcTimeout, WireError,
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ReadRecords, WriteRecord, WriteSamples
-from areal_async.rpc.schema import POLICY_NAME
+from areal_async.base.versions import POLICY_NAME
 from areal_async.service.context import ServiceContext
 from areal_async.base.log import as_plain, get_logger
 from areal_async.service.board import board

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
-CACHE_VARIABLE = "AREAL_ASYNC_CACHE"
+from areal_async.base.cache import cache_root
+
 FORM = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)", re.DOTALL)
 ROOT = "@root"  # Stands in a local path for the slash that `file:///…` begins its place with
 EXTRAS = {"s3": "s3", "s3a": "s3"}
@@ -71,11 +72,6 @@ def protocol_problem(url: str) -> tuple[str, str] | None:
         fix = f"Install it with `pip install 'areal-async[{extra}]'`" if extra else "Install that package"
         return f"{protocol}:// needs a package that is not installed here ({error})", fix
     return None
-
-
-def cache_root() -> Path:
-    """The folder below which everything lies that a URL names."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "areal-async").absolute()
 
 
 def local_path(url: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.rpc.schema import POLICY
+from areal_async.base.versions import POLICY
 from areal_async.trajectory.episode import Episode
 from areal_async.trajectory.layout import (
     DEFAULT_LIMITS,

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.base.errors import ArealError
-from areal_async.rpc.verdicts import Parts
+from areal_async.trajectory.verdicts import Parts
 from areal_async.trajectory.codec import unpack
 
 KEY = b"areal_async.export"  # Key of the file's metadata that says what it is: `{"schema": 2, "job": …}`

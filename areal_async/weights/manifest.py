@@ -16,7 +16,7 @@ import msgspec
 from blake3 import blake3
 
 from areal_async.base.errors import SnapshotError
-from areal_async.rpc.schema import POLICY_NAME, VersionTag
+from areal_async.base.versions import POLICY_NAME, VersionTag
 
 MANIFEST_SCHEMA = 3
 MANIFEST_FILE = "manifest.json"

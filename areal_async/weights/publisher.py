@@ -27,7 +27,8 @@ import torch
 
 from areal_async.base.errors import FaultError, SnapshotError
 from areal_async.rpc.client import LoopThread
-from areal_async.rpc.schema import Message, Ok, VersionTag
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot

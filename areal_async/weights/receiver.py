@@ -16,7 +16,8 @@ import asyncio
 from areal_async.base.errors import SnapshotError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
-from areal_async.rpc.schema import VersionTag, Welcome
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Welcome
 from areal_async.rpc.secret import Access
 from areal_async.rpc.weights_messages import AckSnapshot, NoNews, SnapshotNotice, WaitSnapshot
 from areal_async.service.context import ServiceContext

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 
 Purpose = Literal["serve", "evaluate"]
 MAX_PENDING = 2

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from areal_async.base.errors import SnapshotError
 from areal_async.base.own_files import map_path
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.weights.layout import Layout, box_of, plan_layout
 from areal_async.weights.manifest import (
     ADAPTER_CONFIG,

@@ -30,7 +30,7 @@ import msgspec
 import torch
 
 from areal_async.base.errors import SnapshotError
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.weights.collectives import ByteCollectives, OneRank
 from areal_async.weights.handover import StagedPieces, receive, receivers_of, written_by
 from areal_async.weights.layout import Box, Layout, box_of, plan_layout

@@ -19,7 +19,8 @@ from areal_async.rpc.messages import (
     Refusal,
     Release,
 )
-from areal_async.rpc.schema import Ok, VersionTag
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Ok
 from replay_buffer.ledger.abandoned import counted_as
 from replay_buffer.ledger.admission import Demand, allowed, capacity, room
 from replay_buffer.ledger.group_policy import DRAINED, end_lease, end_unfinished

@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import Scope
 from areal_async.config.reward_routing import Routing
-from areal_async.rpc.schema import POLICY, Task
-from areal_async.rpc.verdicts import VerdictKind
+from areal_async.base.versions import POLICY
+from areal_async.rpc.schema import Task
+from areal_async.trajectory.verdicts import VerdictKind
 from areal_async.data.tasks import TaskTable, pass_order, read_tasks
 
 MAX_LEASES = 5

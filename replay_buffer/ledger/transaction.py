@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from areal_async.rpc.schema import Fault, FaultKind, Message
+from areal_async.base.errors import FaultKind
+from areal_async.rpc.schema import Fault, Message
 from replay_buffer.ledger.abandoned import counted_as
 from replay_buffer.ledger.index import Index, WriteSet
 from replay_buffer.ledger.records import (

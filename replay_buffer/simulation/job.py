@@ -26,8 +26,9 @@ from areal_async.rpc.messages import (
     NextBatch,
     PutVerdicts,
 )
-from areal_async.rpc.schema import Message, Task, VersionTag
-from areal_async.rpc.verdicts import Abstain, Score
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Message, Task
+from areal_async.trajectory.verdicts import Abstain, Score
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Edge, Index, LedgerRecords
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_async.cli.tools import AdviseRequest, print_json, run_tool
-from areal_async.run.run_handle import find_run
+from areal_async.launch.run_handle import find_run
 from areal_async.show.progress import progress
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import Advice, Variant, advise

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from areal_async.cli.tools import ExportRequest, run_tool, show, step_range
-from areal_async.run.run_handle import find_run
+from areal_async.launch.run_handle import find_run
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode
 from replay_buffer.ledger.records import EpisodeState, GroupRecord, GroupState
 from replay_buffer.ledger.scoring import parts_of

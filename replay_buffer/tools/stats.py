@@ -17,7 +17,7 @@ from rich.text import Text
 
 from areal_async.cli.tools import StatsRequest, plain, run_tool, show
 from areal_async.config.job import JobConfig
-from areal_async.run.run_handle import Run, find_run
+from areal_async.launch.run_handle import Run, find_run
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.messages import BufferStats, Stats

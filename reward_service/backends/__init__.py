@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import msgspec
 
 from areal_async.config.base import Section
-from areal_async.rpc.verdicts import Verdict
+from areal_async.trajectory.verdicts import Verdict
 from reward_service.sdk import RewardInput, RewardLoadError
 
 if TYPE_CHECKING:

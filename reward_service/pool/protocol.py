@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from areal_async.base.own_files import reserve
-from areal_async.rpc.verdicts import Verdict
+from areal_async.trajectory.verdicts import Verdict
 
 WORD = struct.Struct("<Q")
 

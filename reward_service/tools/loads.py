@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.run.preflight import RewardTrial
+from areal_async.launch.preflight import RewardTrial
 from areal_async.config.reward_routing import RewardSpec
 from reward_service.pool.protocol import LoadReward
 from reward_service.pool.worker import load

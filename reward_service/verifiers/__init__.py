@@ -29,7 +29,7 @@ import msgspec
 from pydantic import ValidationError
 
 from areal_async.config.base import Section
-from areal_async.rpc.verdicts import Failure, FaultOf
+from areal_async.trajectory.verdicts import Failure, FaultOf
 from reward_service.checking import describe
 from reward_service.sdk import Abstain, RewardLoadError, Scope, reward
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_async.base.errors import ArealError
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.layout import FinishReason, LogprobsOf
 from areal_async.trajectory.routes import Routes

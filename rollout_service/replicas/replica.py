@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from msgspec.structs import asdict
 
 from areal_async.base.errors import RpcTimeout, SnapshotError, WireError
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.events import record
 from areal_async.base.log import get_logger
 from areal_async.base.processes import RestartPolicy, Restarts

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.log import get_logger
 from areal_async.base.processes import NO_RESTARTS, RestartPolicy
 from rollout_service import metrics

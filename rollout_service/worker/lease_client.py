@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, Leases
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.log import get_logger
 
 log = get_logger("rollout")

@@ -35,7 +35,7 @@ from areal_async.config.routes import replays
 from areal_async.base.errors import FaultError, RpcTimeout
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.events import record, recording
 from areal_async.base.log import get_logger
 from areal_async.service.board import board

@@ -32,8 +32,9 @@ from areal_async.rpc.messages import (
     VerdictAck,
     Waiting,
 )
-from areal_async.rpc.schema import Fault, VersionTag
-from areal_async.rpc.verdicts import Failure, Score
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Fault
+from areal_async.trajectory.verdicts import Failure, Score
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import Versions

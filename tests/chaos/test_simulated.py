@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_async.run import lifecycle
+from areal_async.launch import lifecycle
 from areal_async.rpc.messages import Commit
 from replay_buffer.ledger import admission, batching, committing, leasing, opening, records, scoring
 from replay_buffer.ledger.decide import DECIDES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from agreement import Snapshots, job_for
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines import make_engine
 from rollout_service.replicas import exchange

@@ -26,7 +26,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, RequestError
 from rollout_service.engines.http.adapter import read_layout

@@ -21,8 +21,8 @@ from areal_async.config.engines import find_engine_python
 from areal_async.config.objective import TeacherSection
 from areal_async.config.reward import RewardSection
 from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Failure, Score, message_of
+from areal_async.base.versions import VersionTag
+from areal_async.trajectory.verdicts import Failure, Score, message_of
 from areal_async.trajectory import unpack
 from reward_service.client import LocalScorer
 from reward_service.sdk import RewardInput

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http.client import ServerClient

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.processes import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest, GenerateResult

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from areal_async.config.cluster import load_cluster
 from areal_async.config.load import load_job
-from areal_async.run.plan import MODULES
-from areal_async.run.run_job import run_job
+from areal_async.launch.plan import MODULES
+from areal_async.launch.run_job import run_job
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])

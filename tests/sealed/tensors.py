@@ -19,8 +19,8 @@ import torch
 from areal_async.config.job import JobConfig
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
-from areal_async.rpc.endpoints import interface_of
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.addresses import interface_of
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice
 from areal_async.service.context import ServiceContext

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.run.preflight import fixed_version
+from areal_async.launch.preflight import fixed_version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")
@@ -29,7 +29,7 @@ SMALL_PAGES = (
     "__init__.py",
     "__main__.py",
     "/metrics.py",
-    "areal_async/config/errors.py",
+    "areal_async/base/mistakes.py",
     "/areal_vllm_cpu.py",
     "/areal_sglang_cpu.py",
 )
@@ -214,7 +214,7 @@ def test_a_server_without_fixes_is_known_by_its_series(program: str, version: st
 
 
 ADDRESSES = re.compile(r"ipc://|/dev/shm|\b127\.0\.0\.1\b")
-WHO_KNOWS_ADDRESSES = {"areal_async/run/one_host.py", "areal_async/rpc/endpoints.py"}
+WHO_KNOWS_ADDRESSES = {"areal_async/launch/one_host.py", "areal_async/rpc/endpoints.py"}
 """The launcher for one host makes addresses, and the wire knows what an endpoint looks like."""
 
 

@@ -18,8 +18,8 @@ HEAVY = (
 )
 """One module that is imported only if its package is really loaded, of each heavy package."""
 LIGHT = {
-    "supervisor": ["areal_async.run.run_job", "areal_async.run.preflight"],
-    "trial of the prompts": ["areal_async.run.prompt_trial"],
+    "supervisor": ["areal_async.launch.run_job", "areal_async.launch.preflight"],
+    "trial of the prompts": ["areal_async.launch.prompt_trial"],
     "controller": ["areal_async.cluster.daemon", "areal_async.cluster.client"],
     "command line": ["areal_async.cli.main", "areal_async.cli.jobs", "areal_async.cli.tools"],
     "buffer": ["replay_buffer.server"],

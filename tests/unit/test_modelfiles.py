@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from areal_async.run.preflight import published_bytes
+from areal_async.launch.preflight import published_bytes
 from areal_async.models.files import stored_tensors, weight_files
 from areal_async.weights.adapter import BaseWeights
 from tests.unit.trainer.conftest import write_model

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_async.rpc.messages import BatchEpisode
-from areal_async.rpc.verdicts import Parts
+from areal_async.trajectory.verdicts import Parts
 from areal_async.trajectory.builder import anchor_of
 from trainer_service.errors import ObjectiveError
 

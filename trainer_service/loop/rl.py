@@ -41,7 +41,7 @@ from areal_async.config.registry import LOSSES
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.events import failpoint, recording
 from areal_async.base.events import record as record_event
 from areal_async.base.log import get_logger

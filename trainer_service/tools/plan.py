@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_async.cli.tools import PlanRequest, print_json, run_tool
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.files import lora_target_mistakes
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job, memory_mistakes

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 
 HERE = Path(__file__).parent
 PARTS = ("grafana", "rules", "provisioning", "alertmanager", "grafana.ini")

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from areal_async.show.dashboards.files import ListedJobs, write_files
 from areal_async.base.errors import ArealError
-from areal_async.run.supervisor import caught_signals
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.launch.supervisor import caught_signals
+from areal_async.base.addresses import LOOPBACK
 from areal_async.base.processes import ChildProcess, exit_text
 
 READY_S, TICK_S, END_S = 60.0, 0.2, 10.0

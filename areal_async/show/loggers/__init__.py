@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.config.registry import LOGGERS

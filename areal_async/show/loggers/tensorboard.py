@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import markdown

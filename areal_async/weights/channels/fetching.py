@@ -27,7 +27,7 @@ from pathlib import Path
 from areal_async.base.errors import FaultError, ProtocolError, RpcTimeout, SnapshotError, WireError
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.base.events import failpoint

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from areal_async.base.errors import SnapshotError
-from areal_async.rpc.schema import POLICY_NAME, VersionTag
+from areal_async.base.versions import POLICY_NAME, VersionTag
 from areal_async.weights.channels.chunks import PARTIAL_PREFIX
 from areal_async.weights.manifest import MANIFEST_FILE, hash_of
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import JOIN
 
 POLL_S = 0.0005

@@ -36,8 +36,9 @@ import torch
 import torch.distributed as dist
 
 from areal_async.base.errors import SnapshotError
-from areal_async.rpc.endpoints import LOOPBACK, interface_of
-from areal_async.rpc.schema import Message, Ok, VersionTag
+from areal_async.base.addresses import LOOPBACK, interface_of
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.server import Answer
 from areal_async.rpc.weights_messages import (
     AskTensors,

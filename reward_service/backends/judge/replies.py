@@ -20,7 +20,7 @@ from typing import Any, Literal
 import aiohttp
 
 from areal_async.models.answers import THOUGHTS
-from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout, Verdict
+from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout, Verdict
 
 MOST_BYTES = 4 << 20
 CONNECT_TIMEOUT_S = 10.0

@@ -25,7 +25,7 @@ import msgspec
 
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.rpc.verdicts import Failure, FaultOf, Timeout, Verdict
+from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
 from areal_async.base.log import get_logger
 from areal_async.trajectory import TrajectoryError
 from areal_async.base.retry import pause_s

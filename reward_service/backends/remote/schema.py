@@ -118,7 +118,7 @@ class RefusedAnswer(msgspec.Struct, frozen=True):
 
 
 class Verdicts(msgspec.Struct, frozen=True):
-    """Answer to `score`. The verdicts are those of areal_async.rpc.verdicts."""
+    """Answer to `score`. The verdicts are those of areal_async.trajectory.verdicts."""
 
     verdicts: list[msgspec.Raw]
     request_id: str = ""

@@ -35,8 +35,8 @@ from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
 from areal_async.models.files import Mixture
 from areal_async.models.tokenizer import load_tokenizer
-from areal_async.rpc.endpoints import interface_of
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.addresses import interface_of
+from areal_async.base.versions import VersionTag
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory.layout import FinishReason, LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, RequestError
 

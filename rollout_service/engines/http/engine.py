@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.log import get_logger
 from areal_async.trajectory.routes import stored_routes
 from rollout_service import metrics

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.addresses import LOOPBACK
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess
 from areal_async.service.board import board

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from areal_async.models.answers import Detokenizer
-from areal_async.rpc.schema import POLICY, VersionTag
+from areal_async.base.versions import POLICY, VersionTag
 from rollout_service.engines.base import (
     EngineError,
     FinishReason,

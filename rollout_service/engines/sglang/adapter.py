@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.rpc.endpoints import LOOPBACK
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.addresses import LOOPBACK
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest, GenerateResult, Tell
 from rollout_service.engines.http.adapter import (

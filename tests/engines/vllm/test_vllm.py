@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineLost, GenerateRequest, GenerateResult
 from rollout_service.engines.http.engine import HttpEngine

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from redis import Redis
 
 from areal_async.config.job import JobConfig
-from areal_async.run.one_host import short_socket_dir
+from areal_async.launch.one_host import short_socket_dir
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
     Batch,
@@ -40,8 +40,9 @@ from areal_async.rpc.messages import (
     VerdictAck,
     Waiting,
 )
-from areal_async.rpc.schema import Message, Ok, Task, VersionTag
-from areal_async.rpc.verdicts import Score, Verdict
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Message, Ok, Task
+from areal_async.trajectory.verdicts import Score, Verdict
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 from replay_buffer.coordinator import Coordinator

@@ -10,7 +10,7 @@ import copy
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from replay_buffer.ledger.records import GroupState, Versions
 from replay_buffer.ledger.rules import Rules
 

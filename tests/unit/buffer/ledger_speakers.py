@@ -25,8 +25,9 @@ from areal_async.rpc.messages import (
     TrainerOpened,
     Waiting,
 )
-from areal_async.rpc.schema import Fault, Ok, VersionTag
-from areal_async.rpc.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Fault, Ok
+from areal_async.trajectory.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.records import EpisodeState, GroupState

@@ -18,8 +18,8 @@ from areal_async.rpc.messages import (
     PutVerdicts,
     Stats,
 )
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Score
+from areal_async.base.versions import VersionTag
+from areal_async.trajectory.verdicts import Score
 from tests.callers import put
 from tests.redis_client import connect
 from tests.unit.buffer.conftest import serving

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
-from areal_async.run.buffer_files import BufferNode, recover_here
-from areal_async.run.one_host import short_socket_dir
+from areal_async.launch.buffer_files import BufferNode, recover_here
+from areal_async.launch.one_host import short_socket_dir
 from replay_buffer.redis import connection, embedded
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.embedded import NEVER_S, EmbeddedRedis

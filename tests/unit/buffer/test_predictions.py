@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from areal_async.cli.tools import AdviseRequest, SimulateRequest
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.base.yaml_file import dump_yaml
 from areal_async.base.errors import RunFolderError
-from areal_async.run.run_handle import Run
+from areal_async.launch.run_handle import Run
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import advise
 from replay_buffer.simulation.clock import Clock

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from areal_async.rpc.messages import Claim, EpisodeVerdict, PutVerdicts
-from areal_async.rpc.verdicts import Abstain, Failure, Score, Timeout
+from areal_async.trajectory.verdicts import Abstain, Failure, Score, Timeout
 from tests.unit.buffer.conftest import reasons
 
 

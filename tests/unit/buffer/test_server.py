@@ -32,8 +32,8 @@ from areal_async.rpc.messages import (
     Stats,
     Waiting,
 )
-from areal_async.rpc.schema import VersionTag
-from areal_async.rpc.verdicts import Score
+from areal_async.base.versions import VersionTag
+from areal_async.trajectory.verdicts import Score
 from areal_async.rpc.weights_messages import WaitSnapshot
 from replay_buffer import metrics
 from replay_buffer.redis.store import Store

@@ -21,7 +21,7 @@ from areal_async.cli.tools import (
     module_of,
     step_range,
 )
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from tests.waiting import LIMIT_S
 
 

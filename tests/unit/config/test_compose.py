@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.load import load_job
 
 

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from areal_async.config.advice import advise, explain, running_groups
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.load import dump_job, load_job
 from areal_async.config.redis_url import RedisUrl, parse_redis_url

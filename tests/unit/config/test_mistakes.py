@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from areal_async.config.errors import WHOLE_FILE, ConfigError
+from areal_async.base.mistakes import WHOLE_FILE, ConfigError
 from areal_async.config.files import advise_on_lora
 from areal_async.config.load import load_job
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.fields import Field, job_fields
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from areal_async.cli.main import app
 from areal_async.config.advice import advise
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.load import load_job
 from areal_async.base.yaml_file import dump_yaml, read_mapping
 from areal_async.data.examples import read_examples

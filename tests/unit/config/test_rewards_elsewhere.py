@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.load import job_from_mapping, load_job
 from reward_service.backends.remote import RemoteArguments
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.cluster import api as api_module
 from areal_async.cluster.api import LIMITS
 from areal_async.cluster.client import ControllerClient, ControllerGone, TokenRefused, reached
@@ -21,7 +21,7 @@ from areal_async.cluster.operations import LOG_BYTES, OPERATIONS, openapi_docume
 from areal_async.cluster.processes import JobFolder
 from areal_async.cluster.states import JobRefused, UnknownJob
 from areal_async.base.errors import RpcTimeout, RunError
-from areal_async.run.launcher import WAITS
+from areal_async.launch.launcher import WAITS
 from areal_async.rpc.control_messages import WorkersChanged
 from areal_async.base.http_server import HttpServer, listen
 from tests.unit.controller import openapi

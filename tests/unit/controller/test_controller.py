@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.cluster import store as store_module
 from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import JobRefused, UnknownJob

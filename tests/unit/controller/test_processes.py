@@ -17,7 +17,7 @@ from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import RunEnded
 from areal_async.cluster.store import JobStore
 from areal_async.cluster.submission import pack
-from areal_async.run.folders import Owner
+from areal_async.launch.folders import Owner
 from areal_async.service.record import read_run_log
 from tests.jobs import make_workspace
 from tests.processes import is_gone, processes_of

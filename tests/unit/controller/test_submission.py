@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from areal_async.config import fields
-from areal_async.config.errors import MOST_MISTAKES, ConfigError
+from areal_async.base.mistakes import MOST_MISTAKES, ConfigError
 from areal_async.config.fields import job_fields
 from areal_async.cluster import submission as module
 from areal_async.cluster.resources import Resources, resources_of

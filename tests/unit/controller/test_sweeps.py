@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.cluster.sweeps import combinations, named_jobs
 
 

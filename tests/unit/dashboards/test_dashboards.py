@@ -23,7 +23,7 @@ from areal_async.config.cluster import DIR_VARIABLE
 from areal_async.show.dashboards.files import HERE as FILES
 from areal_async.show.dashboards.files import ListedJobs, write_files
 from areal_async.show.dashboards.serving import told_of
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.addresses import LOOPBACK
 from tests.panels import FOREIGN, OF_TARGET, asked, declared, panel_queries, rules, uses
 from tests.waiting import LIMIT_S
 

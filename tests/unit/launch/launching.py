@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from areal_async.config.job import JobConfig
-from areal_async.run.lifecycle import Lifecycle
-from areal_async.run.plan import MODULES
+from areal_async.launch.lifecycle import Lifecycle
+from areal_async.launch.plan import MODULES
 from areal_async.base.processes import RestartPolicy
 from areal_async.base.topology import ServicePlace
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.rollout import AutoscaleSection
-from areal_async.run.autoscale import FleetLook, ScaleCourse, follow
+from areal_async.launch.autoscale import FleetLook, ScaleCourse, follow
 
 LOOK_S = 0.5
 START_S = 20.0

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from areal_async.run import local_launcher as here
-from areal_async.run.rank_lines import Lines
-from areal_async.run.local_launcher import RankLines, memory_kills
-from areal_async.run.lifecycle import (
+from areal_async.launch import local_launcher as here
+from areal_async.launch.rank_lines import Lines
+from areal_async.launch.local_launcher import RankLines, memory_kills
+from areal_async.launch.lifecycle import (
     KILLED_LIMIT_S,
     LAST_ONE_LIMIT_S,
     Action,
@@ -20,8 +20,8 @@ from areal_async.run.lifecycle import (
     Phase,
     in_order_of_cause,
 )
-from areal_async.run.plan import services_of
-from areal_async.run.summary import failure_text
+from areal_async.launch.plan import services_of
+from areal_async.launch.summary import failure_text
 from areal_async.service import rank_group as line
 from areal_async.base.processes import RestartPolicy
 from tests.unit.launch.launching import changed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.run.lifecycle import LAST_ONE_LIMIT_S, STOP_LIMIT_S, Action, Ending, Lifecycle, Phase
+from areal_async.launch.lifecycle import LAST_ONE_LIMIT_S, STOP_LIMIT_S, Action, Ending, Lifecycle, Phase
 from tests.unit.launch.launching import NAMES, PLACES, serving
 
 OTHERS = [name for name in NAMES if name != "buffer"]

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.load import load_job
 from areal_async.base.errors import RunFolderError
-from areal_async.run.folders import claim_folders, leftovers
-from areal_async.run.run_handle import find_run, job_to_resume
+from areal_async.launch.folders import claim_folders, leftovers
+from areal_async.launch.run_handle import find_run, job_to_resume
 from areal_async.base.own_files import is_locked, take_lock
 from tests.waiting import LIMIT_S
 
@@ -217,7 +217,7 @@ with open(disk / "holes", "rb") as file:
     assert len(part) == 1 << 20 and sum(bytes(part)) == 0
 """,
     "digest": """
-from areal_async.base.known import digest_of
+from areal_async.base.cache import digest_of
 fill()
 assert digest_of([disk / "holes"]) != digest_of([disk / "whole"])
 """,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from areal_async.config.errors import ConfigError
-from areal_async.run.plan import services_of, with_channel
-from areal_async.run.preflight import check_for_cluster
-from areal_async.run.ray.placement import Need, lacking, need_of, needs_in_words, together
+from areal_async.base.mistakes import ConfigError
+from areal_async.launch.plan import services_of, with_channel
+from areal_async.launch.preflight import check_for_cluster
+from areal_async.launch.ray.placement import Need, lacking, need_of, needs_in_words, together
 from tests.unit.launch.launching import changed
 
 

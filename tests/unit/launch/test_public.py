@@ -17,12 +17,12 @@ from areal_async import Job, Run
 from areal_async.config import registry
 from areal_async.cli.jobs import is_run
 from areal_async.cli.main import app
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.load import dump_job
 from areal_async.base.errors import ArealError, RunFailed, RunFolderError, RunInterrupted
-from areal_async.run.one_host import topology_here
-from areal_async.run.plan import services_of
-from areal_async.run.run_handle import start
+from areal_async.launch.one_host import topology_here
+from areal_async.launch.plan import services_of
+from areal_async.launch.run_handle import start
 from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
 from tests.unit.launch.launching import STAND_IN, changed
 

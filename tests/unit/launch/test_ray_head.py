@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from areal_async.base.errors import RunError
-from areal_async.run.ray.head import check_head
+from areal_async.launch.ray.head import check_head
 
 
 def says(code):

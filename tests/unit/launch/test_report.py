@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from areal_async.run.lifecycle import Ending
-from areal_async.run.summary import failure_text, last_lines, readable, summarise
+from areal_async.launch.lifecycle import Ending
+from areal_async.launch.summary import failure_text, last_lines, readable, summarise
 from areal_async.rpc.messages import BufferStats, PolicyStats
 
 PROMISED = (

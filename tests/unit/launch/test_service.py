@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from areal_async.base.errors import EndpointError
-from areal_async.run.folders import write_keys
-from areal_async.run.one_host import make_host, topology_here
-from areal_async.run.plan import ready_limit_s, services_of
+from areal_async.launch.folders import write_keys
+from areal_async.launch.one_host import make_host, topology_here
+from areal_async.launch.plan import ready_limit_s, services_of
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.context import ServiceContext
 from tests.unit.launch.launching import changed

@@ -10,9 +10,9 @@ from contextlib import closing
 import psutil
 import pytest
 
-from areal_async.run.local_launcher import LocalLauncher
-from areal_async.run.spares import Spares
-from areal_async.run.supervisor import Supervisor
+from areal_async.launch.local_launcher import LocalLauncher
+from areal_async.launch.spares import Spares
+from areal_async.launch.supervisor import Supervisor
 from areal_async.base.processes import service_environment
 from areal_async.base.topology import ServicePlace
 from tests.unit.launch.launching import STAND_IN, changed

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from areal_async.config.job import RedisLoginSection
-from areal_async.run.folders import claim_folders
-from areal_async.run.local_launcher import LocalChild, LocalLauncher
-from areal_async.run.lifecycle import Ending
-from areal_async.run.summary import failure_text
-from areal_async.run.supervisor import Supervisor
+from areal_async.launch.folders import claim_folders
+from areal_async.launch.local_launcher import LocalChild, LocalLauncher
+from areal_async.launch.lifecycle import Ending
+from areal_async.launch.summary import failure_text
+from areal_async.launch.supervisor import Supervisor
 from areal_async.base.metrics import elsewhere
 from areal_async.base.processes import exit_text, service_environment
 from tests.processes import processes_of
@@ -156,9 +156,9 @@ def start_run(tmp_path, job, same_interrupt_s=0.5):
     script = (
         "import sys; from pathlib import Path\n"
         "from areal_async.config.job import JobConfig\n"
-        "from areal_async.run.folders import claim_folders\n"
-        "from areal_async.run.supervisor import Supervisor\n"
-        "from areal_async.run.plan import MODULES\n"
+        "from areal_async.launch.folders import claim_folders\n"
+        "from areal_async.launch.supervisor import Supervisor\n"
+        "from areal_async.launch.plan import MODULES\n"
         "job = JobConfig.model_validate_json(sys.argv[1])\n"
         "folders = claim_folders(job, overwrite=False)\n"
         "Supervisor(job, folders, modules=dict.fromkeys(MODULES, 'stand_in'),\n"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.rollout import AutoscaleSection
-from areal_async.run.threads import SPAN_S, Search, Sides, Split, follow, sides_of
+from areal_async.launch.threads import SPAN_S, Search, Sides, Split, follow, sides_of
 
 LOOK_S = 0.5
 

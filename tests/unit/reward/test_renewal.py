@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.rpc.verdicts import Failure, Score
+from areal_async.trajectory.verdicts import Failure, Score
 from reward_service.pool.pool import WorkerPool
 from reward_service.pool.workers import WorkerLimits
 from reward_service.sdk import RewardInput, RewardLoadError

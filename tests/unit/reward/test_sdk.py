@@ -10,7 +10,7 @@ from areal_async.config.reward import RewardSection
 from areal_async.config.rewardcheck import section_mistakes
 from areal_async.base.errors import ArealError
 from areal_async.config.registry import REWARDS
-from areal_async.rpc.verdicts import Abstain, Score
+from areal_async.trajectory.verdicts import Abstain, Score
 from areal_async.trajectory import TrajectoryError
 from reward_service.checking import describe
 from reward_service.sdk import RewardInput, RewardLoadError, load_reward, reward

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 from areal_async.config.job import JobConfig
 from areal_async.base.errors import FaultError
 from areal_async.config.reward_routing import RewardSpec
-from areal_async.rpc.verdicts import Failure, Score, Timeout
+from areal_async.trajectory.verdicts import Failure, Score, Timeout
 from areal_async.service.main import restart_may_help
 from reward_service import __main__ as own
 from reward_service import metrics

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from areal_async.cli.quickstart.model import make_tokenizer
-from areal_async.rpc.verdicts import Score, Verdict
+from areal_async.trajectory.verdicts import Score, Verdict
 
 SHAPE = {
     "hidden_size": 64,

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult
 from rollout_service.engines.local.core import EngineCore

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.base.processes import RestartPolicy
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (

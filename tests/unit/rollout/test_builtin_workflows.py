@@ -10,7 +10,7 @@ import expressions
 import pytest
 
 from areal_async.rpc.schema import Task
-from areal_async.rpc.verdicts import Abstain, Score
+from areal_async.trajectory.verdicts import Abstain, Score
 from areal_async.trajectory import SegmentKind, training_rows
 from reward_service.sdk import RewardInput, load_reward
 from rollout_service.environments import EnvironmentFailure

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.engines.local.core import EngineCore

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from areal_async.base.errors import RpcTimeout
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from rollout_service.engines.base import DeadlinePassed, EngineError, EngineLost
 from rollout_service.metrics import EngineMetrics
 from rollout_service.replicas import ReplicaGone, replica, replica_set

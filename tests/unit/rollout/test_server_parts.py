@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.config.engines import EngineMissing, find_engine_python
-from areal_async.run.folders import write_keys
-from areal_async.run.one_host import make_host, topology_here
-from areal_async.rpc.schema import VersionTag
+from areal_async.launch.folders import write_keys
+from areal_async.launch.one_host import make_host, topology_here
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling

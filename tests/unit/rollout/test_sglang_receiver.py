@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from areal_async.base.errors import RpcTimeout
-from areal_async.rpc.schema import Ok, VersionTag
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Ok
 from areal_async.rpc.weights_messages import (
     AskTensors,
     BreakGroup,

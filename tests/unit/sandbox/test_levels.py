@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from areal_async.config.advice import advise
 from areal_async.config.job import JobConfig
-from areal_async.rpc.verdicts import Failure, Score
+from areal_async.trajectory.verdicts import Failure, Score
 from reward_service import metrics
 from reward_service.sandbox import CompilerMissing, Program, Sandbox, SandboxError
 from reward_service.sandbox import sandbox as sandbox_module
@@ -75,9 +75,9 @@ def test_where_programs_cannot_be_isolated_the_sandbox_says_what_to_change():
 
 JOB = """
 import json, sys
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import JobConfig
-from areal_async.run.preflight import check_machine
+from areal_async.launch.preflight import check_machine
 for reward in json.loads(sys.argv[1]):
     written = {"job": "test", "model": "model", "tasks": {"train": "train.jsonl"}, "reward": reward}
     try:

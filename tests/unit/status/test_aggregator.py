@@ -15,9 +15,9 @@ from areal_async.base.errors import PeerGone
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
 from areal_async.base.processes import ChildProcess
-from areal_async.run.aggregator import MESSAGE_LIFE_S, StatusAggregator
-from areal_async.run.load import LoadLog
-from areal_async.run.monitor import Monitor
+from areal_async.launch.aggregator import MESSAGE_LIFE_S, StatusAggregator
+from areal_async.launch.load import LoadLog
+from areal_async.launch.monitor import Monitor
 from areal_async.service.record import RunLog, Tail
 from tests.waiting import until, wait_for
 
@@ -279,7 +279,7 @@ async def test_a_monitor_that_was_stopped_blames_nobody_for_that_time(job, monke
     """SIGSTOP of the supervisor for a minute: its clock goes on, and nobody was asked."""
     away_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + away_s)
-    monkeypatch.setattr("areal_async.run.monitor.time", clock)
+    monkeypatch.setattr("areal_async.launch.monitor.time", clock)
     answers, shown = Answers(trainer=said("trainer"), buffer=said("buffer")), []
     monitor = monitor_of(job, answers, shown.append)
     monitor.start()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_async.base.errors import FaultError, WireError
-from areal_async.run.commands import ControlSocket
+from areal_async.launch.commands import ControlSocket
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import WriteRecord

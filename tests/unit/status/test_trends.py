@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from areal_async.rpc.control_messages import RunRecord
-from areal_async.run.aggregator import Progress
-from areal_async.run.trends import HeldOut, reward_warning
+from areal_async.launch.aggregator import Progress
+from areal_async.launch.trends import HeldOut, reward_warning
 
 UP = ([0.07, 0.08, 0.08], [0.17, 0.18, 0.17])
 

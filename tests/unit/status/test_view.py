@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from areal_async.rpc.messages import NoScore
-from areal_async.run.aggregator import DropReport, RunStatus, ServiceActivity
+from areal_async.launch.aggregator import DropReport, RunStatus, ServiceActivity
 from areal_async.show.view import PlainLines, clock_text, open_view, render, status_line
-from areal_async.run.watchdog import Stall
+from areal_async.launch.watchdog import Stall
 
 SERVICES = tuple(
     ServiceActivity(name, "serving", share)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_async.run.watchdog import Facts, Stall, find_stall
+from areal_async.launch.watchdog import Facts, Stall, find_stall
 
 SERVING = dict.fromkeys(("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator"), "serving")
 OLD = {"version": 7, "serving": {"rollout-0": 5}, "weights": {"rollout-0": "40 % of it are here"}}

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from areal_async.base.errors import FaultError, RunError
-from areal_async.run.commands import ControlSocket
-from areal_async.run.home_files import (
+from areal_async.launch.commands import ControlSocket
+from areal_async.launch.home_files import (
     HomeFilesServer,
     bring_content,
     moved_to,
     with_home_store,
 )
-from areal_async.run.one_host import make_host, topology_here
+from areal_async.launch.one_host import make_host, topology_here
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.home_messages import ListHome, ReadHome, RemoveHome, WriteHome

@@ -19,7 +19,7 @@ COMMIT = "c" * 40
 LOAD = """
 import json, sys
 from areal_async.config.load import dump_job, job_from_mapping
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from pathlib import Path
 mapping = json.loads(sys.argv[1])
 try:

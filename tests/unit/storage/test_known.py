@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.base.known import MOST_ANSWERS, digest_of, keep, recall
+from areal_async.base.cache import MOST_ANSWERS, digest_of, keep, recall
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.saving import OF, made, save, steps_in
 from tests.waiting import LIMIT_S

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_async.rpc.messages import Batch, BatchGroup
-from areal_async.rpc.verdicts import Parts
+from areal_async.trajectory.verdicts import Parts
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind, pack
 from areal_async.trajectory.layout import SegmentFlag
 from tests.unit.trainer.conftest import entry_of

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from rich.console import Console
 
-from areal_async.run.run_handle import Run
+from areal_async.launch.run_handle import Run
 from areal_async.service.record import read_run_log
 from areal_async.weights.pieces import whole_tensors
 from tests.unit.trainer import rank_process

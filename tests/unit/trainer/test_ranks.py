@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from areal_async.run.run_handle import Run
+from areal_async.launch.run_handle import Run
 from areal_async.service.record import read_run_log
 from tests.unit.trainer import rank_process
 from tests.unit.trainer.forked_ranks import run_script

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 
-from areal_async.rpc.verdicts import Parts
+from areal_async.trajectory.verdicts import Parts
 from areal_async.service.record import RunLog
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode, ExportError
 from trainer_service.data.recording import RecordedStep, Recording, read_step, write_step

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from areal_async.config.job import JobConfig
 from areal_async.base.errors import FaultError, SnapshotError
 from areal_async.rpc.messages import Commit, OpenTrainer, Waiting
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.base.log import setup_logging
 from areal_async.base.metrics import busy

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import part_mistakes
 from areal_async.weights.pieces import whole_tensors

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_async.config.errors import ConfigError
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageAway
 from areal_async.storage.transfer import HalfWritten, fetch

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from areal_async.rpc.schema import Message, VersionTag
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Message
 from areal_async.rpc.weights_messages import (
     AskTensors,
     BreakGroup,

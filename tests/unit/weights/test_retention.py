@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.weights.retention import MAX_HOLDS, MAX_PENDING, RetentionPolicy, Retired
 from tests.unit.weights.world import tag
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from areal_async.rpc.schema import Ok, VersionTag
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.schema import Ok
 from areal_async.rpc.weights_messages import (
     BreakGroup,
     SendsNothing,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.base.errors import SnapshotError
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.weights import layout, tensor_file
 from areal_async.weights.manifest import MANIFEST_SCHEMA, Manifest, Part, seal, unseal
 from areal_async.weights.snapshot import MODEL_FILE, open_snapshot, write_snapshot

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.base.errors import SnapshotError
-from areal_async.rpc.schema import VersionTag
+from areal_async.base.versions import VersionTag
 from areal_async.weights.snapshot import SnapshotInfo, open_snapshot, write_snapshot
 
 FILES = ["manifest.json", "model.safetensors", "config.json"]

@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from areal_async.cli.tools import ServeRequest, print_json, run_tool
-from areal_async.config.errors import ConfigError, Mistake, as_typed
+from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.yaml_file import parse_yaml
 from areal_async.base.errors import ArealError
 from areal_async.config.registry import REWARDS

@@ -1,6 +1,6 @@
 """A trial of the model's tokenizer on the prompts of a job, in a process of its own.
 
-    python -P -m areal_async.run.prompt_trial < JOB.json      prints the mistakes as a list in JSON
+    python -P -m areal_async.launch.prompt_trial < JOB.json      prints the mistakes as a list in JSON
 
 The preflight (`preflight.py`) starts it, so that the command line loads no transformers. Torch is hidden from
 transformers, which would import it: that takes most of such a process's time, and a tokenizer needs none.
@@ -29,7 +29,7 @@ from areal_async.models.answers import (
     turn_closing,
 )
 from areal_async.data.chats import ChatError, answer_ids, whole_ids
-from areal_async.config.errors import Mistake
+from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.data.examples import Example, read_examples, tools_of
 from areal_async.models.tokenizer import keep_class

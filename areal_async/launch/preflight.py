@@ -40,19 +40,19 @@ from areal_async.config.engines import (
     evaluation_engine,
     find_engine_python,
 )
-from areal_async.config.errors import ConfigError, Mistake
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.files import json_in
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
 from areal_async.config.rewardcheck import asked, programs_run
-from areal_async.run import prompt_trial
-from areal_async.run.one_host import LOOPBACK, SHM_ROOT
+from areal_async.launch import prompt_trial
+from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
 from areal_async.models.files import stored_tensors, weight_files
 from areal_async.models.tokenizer import tokenizer_files
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.base.topology import ServicePlace
-from areal_async.storage.content import in_urls
-from areal_async.base.known import digest_of, keep, recall
+from areal_async.config.content import in_urls
+from areal_async.base.cache import digest_of, keep, recall
 from areal_async.weights.channels import channel_of, shared_copies
 
 SANDBOX_LIMIT_S = 60.0
@@ -339,7 +339,7 @@ def _listener(port: int) -> str:
 # --- what the job's files hold ---------------------------------------------------------------------------
 
 SERVER_LIMIT_S = 3.0  # The longest that a server may take to accept a connection
-TRIALS = {"parts": "areal_async.run.preflight", "tokenizer": "areal_async.run.prompt_trial"}
+TRIALS = {"parts": "areal_async.launch.preflight", "tokenizer": "areal_async.launch.prompt_trial"}
 """The module that tries each thing, in a process of its own."""
 CHECKED = "checked-tokenizer"  # Kind of the answers kept by content (`storage/known.py`)
 TRIAL_LIMIT_S = 600.0  # The longest that loading a tokenizer or a reward may take

@@ -1,6 +1,6 @@
 """Running one job from its configuration to its summary: what `areal-async run` and the quickstart do.
 
-As a program, `python -m areal_async.run.run_job`, it is the process of a run that `areal_async.run` started:
+As a program, `python -m areal_async.launch.run_job`, it is the process of a run that `areal_async.run` started:
 it reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the job with
 plain lines, and says how it failed as JSON in the last line that it prints.
 """
@@ -35,27 +35,27 @@ from areal_async.base.errors import (
     as_ours,
     with_limit,
 )
-from areal_async.run.autoscale import ScaleChange
-from areal_async.run.buffer_files import recover_here
-from areal_async.run.folders import RunFolders, claim_folders, describe_work
-from areal_async.run.local_launcher import write_targets
-from areal_async.run.home_files import HomeFilesServer
-from areal_async.run.inline import InlineRun, check_inline
-from areal_async.run.launcher import Launcher
-from areal_async.run.lifecycle import Ending
-from areal_async.run.metrics import watch_disk
-from areal_async.run.plan import (
+from areal_async.launch.autoscale import ScaleChange
+from areal_async.launch.buffer_files import recover_here
+from areal_async.launch.folders import RunFolders, claim_folders, describe_work
+from areal_async.launch.local_launcher import write_targets
+from areal_async.launch.home_files import HomeFilesServer
+from areal_async.launch.inline import InlineRun, check_inline
+from areal_async.launch.launcher import Launcher
+from areal_async.launch.lifecycle import Ending
+from areal_async.launch.metrics import watch_disk
+from areal_async.launch.plan import (
     MODULES,
     on_any_ports,
     services_of,
     supervisor_port,
     with_channel,
 )
-from areal_async.run.preflight import check_for_cluster, check_machine
-from areal_async.run.summary import failure_text, summarise
-from areal_async.run.stored_runs import mirrored
-from areal_async.run.supervisor import Supervisor
-from areal_async.run.threads import ThreadSplit
+from areal_async.launch.preflight import check_for_cluster, check_machine
+from areal_async.launch.summary import failure_text, summarise
+from areal_async.launch.stored_runs import mirrored
+from areal_async.launch.supervisor import Supervisor
+from areal_async.launch.threads import ThreadSplit
 from areal_async.base.own_files import private_files
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
@@ -68,13 +68,13 @@ from areal_async.base.metrics import other_hosts, serve_metrics
 from areal_async.base.processes import raise_file_limit
 from areal_async.service.board import NoticeHandler, board
 from areal_async.base.topology import Role, Topology
-from areal_async.run.aggregator import DropReport, StatusAggregator
-from areal_async.run.load import LoadLog
+from areal_async.launch.aggregator import DropReport, StatusAggregator
+from areal_async.launch.load import LoadLog
 from areal_async.show.loggers import watched_by_loggers
-from areal_async.run.monitor import Monitor, StatusClients
+from areal_async.launch.monitor import Monitor, StatusClients
 from areal_async.service.record import RunLog, as_it_became, read_run_log
 from areal_async.show.view import PlainLines, RunConsole, open_view
-from areal_async.storage.content import materialise, store_url
+from areal_async.config.content import materialise, store_url
 from areal_async.storage.urls import url_of
 
 STATS_LIMIT_S = 2.0
@@ -326,7 +326,7 @@ def _launcher(cluster: ClusterConfig | None, folders: RunFolders, console: Conso
     if cluster is None or cluster.launcher == "local":
         return None
     try:
-        from areal_async.run.ray.launcher import RayLauncher  # an extra, and seconds to import
+        from areal_async.launch.ray.launcher import RayLauncher  # an extra, and seconds to import
     except ImportError as error:
         raise RunError(
             f"launcher: ray needs the package ray, which is not installed here ({error}): "

@@ -11,9 +11,9 @@ import msgspec
 import ray
 
 from areal_async.base.errors import RunError
-from areal_async.run.buffer_files import LeftFiles, Part
-from areal_async.run.ray.orders import PlaceOrder, StartOrder, pack
-from areal_async.run.ray.process_host import ProcessHost
+from areal_async.launch.buffer_files import LeftFiles, Part
+from areal_async.launch.ray.orders import PlaceOrder, StartOrder, pack
+from areal_async.launch.ray.process_host import ProcessHost
 from areal_async.base.own_files import PRIVATE_UMASK
 
 NODE_ID_DIGITS = 12  # Of Ray's 56: as many as tell the nodes of a cluster apart

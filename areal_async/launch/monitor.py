@@ -22,9 +22,9 @@ from areal_async.rpc.secret import Access
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import STALL
 from areal_async.base.topology import ServicePlace, Topology
-from areal_async.run.aggregator import RunStatus, StatusAggregator
-from areal_async.run.load import LoadLog
-from areal_async.run.watchdog import SILENT_S, Stall
+from areal_async.launch.aggregator import RunStatus, StatusAggregator
+from areal_async.launch.load import LoadLog
+from areal_async.launch.watchdog import SILENT_S, Stall
 
 log = get_logger("watchdog")
 

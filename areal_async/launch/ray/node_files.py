@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from areal_async.base.errors import RunError
-from areal_async.run.buffer_files import (
+from areal_async.launch.buffer_files import (
     BufferNode,
     Part,
     append_rest,
@@ -22,8 +22,8 @@ from areal_async.run.buffer_files import (
     fetch_buffer,
     lie_at_home,
 )
-from areal_async.run.ray.actor import answer_of, new_actor
-from areal_async.run.ray.orders import FileNews
+from areal_async.launch.ray.actor import answer_of, new_actor
+from areal_async.launch.ray.orders import FileNews
 from areal_async.base.own_files import NotBeneath
 from areal_async.base.log import get_logger
 from areal_async.base.topology import Topology

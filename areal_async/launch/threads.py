@@ -17,7 +17,7 @@ from typing import Literal
 from areal_async.config.devices import first_threads
 from areal_async.config.job import JobConfig
 from areal_async.base.log import get_logger
-from areal_async.run.aggregator import RunStatus
+from areal_async.launch.aggregator import RunStatus
 
 log = get_logger("threads")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.rpc.endpoints import LOOPBACK
+from areal_async.base.addresses import LOOPBACK
 from areal_async.base.topology import RunHost, ServicePlace, Topology
 
 HERE = "local"

@@ -19,11 +19,17 @@ from pathlib import Path
 from blake3 import blake3
 
 from areal_async.base.own_files import NotOurs, map_path, private_files, read_own
-from areal_async.storage.urls import cache_root
 
+CACHE_VARIABLE = "AREAL_ASYNC_CACHE"
+"""Environment variable that names the cache folder; `~/.cache/areal-async` by default."""
 FOLDER = "known"
 MOST_ANSWERS = 512  # Of one kind; the older half is deleted beyond
 MOST_BYTES = 1 << 16  # Of one answer
+
+
+def cache_root() -> Path:
+    """Return the cache folder of the user."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "areal-async").absolute()
 
 
 def digest_of(files: Iterable[Path], *values: str, packages: Iterable[str] = ("transformers",)) -> str:

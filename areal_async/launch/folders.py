@@ -26,7 +26,7 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.base.errors import RunFolderError
-from areal_async.run.one_host import HERE, SHM_ROOT, make_host
+from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
 from areal_async.base.own_files import (
     NotOurs,
     check_own,

@@ -31,7 +31,7 @@ from areal_async.config.load import apply_overrides, job_of, load_job, overrides
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.base.yaml_file import read_mapping
 from areal_async.base.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
-from areal_async.run.folders import (
+from areal_async.launch.folders import (
     LOCK,
     TOPOLOGY,
     check_run_folder,
@@ -39,9 +39,9 @@ from areal_async.run.folders import (
     refuse_running,
     supervisor_of,
 )
-from areal_async.run.plan import MODULES
-from areal_async.run.preflight import check_contents
-from areal_async.run.stored_runs import bring_run_of, has_checkpoint, run_at
+from areal_async.launch.plan import MODULES
+from areal_async.launch.preflight import check_contents
+from areal_async.launch.stored_runs import bring_run_of, has_checkpoint, run_at
 from areal_async.base.own_files import NotOurs, read_own
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
@@ -51,7 +51,7 @@ from areal_async.rpc.secret import RoleKeys
 from areal_async.service.context import keys_file
 from areal_async.base.processes import ChildProcess, exit_text
 from areal_async.base.topology import Role, Topology
-from areal_async.run.aggregator import RunStatus, StatusAggregator
+from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.service.record import Tail, read_run_log
 from areal_async.storage.urls import shown
 
@@ -216,7 +216,7 @@ def run(
     check_contents(job, source=source)
     if not inline:
         return start(job, overwrite=overwrite, resume=resume)
-    from areal_async.run.run_job import run_job  # which needs what only a run needs
+    from areal_async.launch.run_job import run_job  # which needs what only a run needs
 
     run_job(job, overwrite=overwrite, resume=resume, inline=True)
     done: Future[int] = Future()
@@ -238,7 +238,7 @@ def start(
     def live() -> None:
         # The kernel ends the run with the thread that started it: this one is there as long as the run.
         try:
-            command = [sys.executable, "-P", "-m", "areal_async.run.run_job"]
+            command = [sys.executable, "-P", "-m", "areal_async.launch.run_job"]
             child = ChildProcess(command, given=request, output=output.fileno())
         except BaseException as error:
             started.set_exception(error)

@@ -27,11 +27,11 @@ from pathlib import Path
 import msgspec
 
 from areal_async.base.errors import RunError
-from areal_async.run.buffer_files import confirmed_in, is_forgotten, pieces_of
-from areal_async.run.local_launcher import LocalChild, RankLines, write_whole
-from areal_async.run.home_files import BUFFER, bring_buffer, bring_content
-from areal_async.run.one_host import SHM_ROOT, make_host, volatile_roots
-from areal_async.run.ray.orders import (
+from areal_async.launch.buffer_files import confirmed_in, is_forgotten, pieces_of
+from areal_async.launch.local_launcher import LocalChild, RankLines, write_whole
+from areal_async.launch.home_files import BUFFER, bring_buffer, bring_content
+from areal_async.launch.one_host import SHM_ROOT, make_host, volatile_roots
+from areal_async.launch.ray.orders import (
     FileNews,
     Placed,
     PlaceOrder,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from areal_async.run.plan import STOP_STAGES, awaited_first, ends_the_job
+from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 from areal_async.base.processes import NO_RESTARTS, RestartPolicy, Restarts
 from areal_async.base.topology import ServicePlace
 

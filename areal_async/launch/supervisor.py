@@ -25,16 +25,16 @@ from types import FrameType
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
 from areal_async.base.errors import FaultError
-from areal_async.run.autoscale import Autoscaler, ScaleChange
-from areal_async.run.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
-from areal_async.run.folders import RunFolders
-from areal_async.run.rank_lines import Lines
-from areal_async.run.local_launcher import LocalLauncher, write_targets, write_whole
-from areal_async.run.home_files import HomeFilesServer
-from areal_async.run.launcher import Child, Launcher
-from areal_async.run.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
-from areal_async.run.metrics import RESTARTS
-from areal_async.run.plan import (
+from areal_async.launch.autoscale import Autoscaler, ScaleChange
+from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
+from areal_async.launch.folders import RunFolders
+from areal_async.launch.rank_lines import Lines
+from areal_async.launch.local_launcher import LocalLauncher, write_targets, write_whole
+from areal_async.launch.home_files import HomeFilesServer
+from areal_async.launch.launcher import Child, Launcher
+from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
+from areal_async.launch.metrics import RESTARTS
+from areal_async.launch.plan import (
     MODULES,
     ready_limit_s,
     services_of,
@@ -47,7 +47,7 @@ from areal_async.base.log import get_logger
 from areal_async.base.metrics import elsewhere
 from areal_async.base.processes import INCURABLE_STATUS, RestartPolicy, exit_text
 from areal_async.base.topology import Role, ServicePlace, Topology
-from areal_async.run.aggregator import RunStatus
+from areal_async.launch.aggregator import RunStatus
 from areal_async.service.record import RunLog
 
 TICK_S = 0.1
@@ -92,7 +92,7 @@ class Supervisor:
         self.services = self._launcher.begin(job, services_of(job, modules))
         self.topology = self._publish()
         """Where everything is. Any thread may read it; it is replaced as a whole."""
-        self.lifecycle = Lifecycle(self.services, ready_limit_s(job), RestartPolicy.of(job.supervisor))
+        self.lifecycle = Lifecycle(self.services, ready_limit_s(job), job.supervisor.restart_policy())
         self.children: dict[str, Child] = {}
         self._lines = Lines(self._hang_s)
         self.metrics_ports: dict[str, int] = {}

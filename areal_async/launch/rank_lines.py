@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from areal_async.run.launcher import Child
-from areal_async.run.plan import rank_name
+from areal_async.launch.launcher import Child
+from areal_async.launch.plan import rank_name
 from areal_async.service.rank_group import SILENT, Note
 from areal_async.base.topology import ServicePlace
 

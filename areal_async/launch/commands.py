@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_async.base.errors import FaultError, WireError
-from areal_async.run.home_files import HomeFilesServer
+from areal_async.launch.home_files import HomeFilesServer
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import (
