@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from areal_async.base.mistakes import Mistake
     from areal_async.config.job import JobConfig as Job
     from areal_async.base.errors import ArealError, InfrastructureFault, SnapshotError
-    from areal_async.launch.run_handle import Run, run
+    from areal_async.launch.run_handle import Run
+    from areal_async.runner.start import run
     from areal_async.cli.quickstart.main import quickstart_job
     from areal_async.cli.quickstart.model import make_tokenizer, write_model
     from areal_async.base.versions import VersionTag
@@ -99,7 +100,8 @@ _PLACES = {
     "areal_async.base.mistakes": "Mistake",
     "areal_async.config.job:JobConfig": "Job",
     "areal_async.base.errors": "ArealError InfrastructureFault SnapshotError",
-    "areal_async.launch.run_handle": "Run run",
+    "areal_async.launch.run_handle": "Run",
+    "areal_async.runner.start": "run",
     "areal_async.cli.quickstart.main": "quickstart_job",
     "areal_async.cli.quickstart.model": "make_tokenizer write_model",
     "areal_async.base.versions": "VersionTag",

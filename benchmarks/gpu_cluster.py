@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.load import load_job
-from areal_async.launch.run_job import run_job
+from areal_async.runner.run_job import run_job
 from areal_async.cli.quickstart.main import JOB_FILES, prepare
 
 SHAPES = {"trainer": 0.4, "rollout": 0.4, "evaluator": 0.2}

@@ -34,7 +34,7 @@ from packed_workers import PackedLauncher
 from scale import CHECKPOINT_STEPS, Shared, numbers, percentiles
 from timer_engine import HELD, OVER, RUNS, STEP_S
 
-import areal_async.launch.run_job as launch
+import areal_async.runner.run_job as launch
 from areal_async.config.job import JobConfig
 from areal_async.base.errors import WireError
 from areal_async.launch.plan import MODULES

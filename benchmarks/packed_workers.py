@@ -33,7 +33,8 @@ from timer_engine import OVER
 from areal_async.launch.local_launcher import LocalLauncher
 from areal_async.launch.launcher import Child
 from areal_async.rpc.client import Client
-from areal_async.service import board as status
+from areal_async.rpc import board as status
+from areal_async.service.control import answer_status
 from areal_async.service.context import ServiceContext
 from areal_async.base.topology import ServicePlace
 
@@ -220,7 +221,7 @@ async def pack(topology: Path, samples: Path) -> None:
             watch_calls(seen, shared)
             tasks[""] = asyncio.create_task(write_at_end(shared))
         contexts[name] = ctx
-        status.answer_status(ctx, board)
+        answer_status(ctx, board)
         code = 1
         try:
             await service.main(ctx)

@@ -37,7 +37,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from areal_async.config.load import load_job
-from areal_async.launch.run_job import run_job
+from areal_async.runner.run_job import run_job
 from areal_async.cli.quickstart.main import prepare, quickstart
 from areal_async.service.record import read_run_log
 

@@ -1,7 +1,7 @@
 """Services of a run that trains on recorded batches: the supervisor and the trainer are real, the buffer
 serves a recording and the others do nothing.
 
-    areal_async.launch.run_job.run_job(job, modules=MODULES | {"trainer": "trainer_service"})
+    areal_async.runner.run_job.run_job(job, modules=MODULES | {"trainer": "trainer_service"})
 
 The recording's run folder is named by the environment variable `AREAL_RECORDING`.
 """

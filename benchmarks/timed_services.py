@@ -1,6 +1,6 @@
 """The trainer and the scorer of a run that measures the rest: a step takes its time, and every score is 1.
 
-    areal_async.launch.run_job.run_job(job, modules=MODULES | {"trainer": "timed_services", …})
+    areal_async.runner.run_job.run_job(job, modules=MODULES | {"trainer": "timed_services", …})
 
 The trainer opens its buffer, publishes a tiny model through the product's publisher, takes batches, fetches
 them, commits and records its steps. It ends, and the run with it, when the measurement is over.

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats
-from areal_async.service.board import board
-from areal_async.launch.watchdog import SILENT_S
+from areal_async.rpc.board import board
+from areal_async.rpc.board import SILENT_S
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis.address import Trouble
 

@@ -52,7 +52,7 @@ from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.service.context import ServiceContext
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.trajectory import TrajectoryError, row_profile, seen_by, unpack, untrainable
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator

@@ -35,10 +35,10 @@ from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.service.context import ServiceContext
 from areal_async.base.events import record
 from areal_async.base.log import get_logger
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.service.record import RunRecords, open_records
 from areal_async.service.samples import file_name, lines_of, sample_of, short_text
-from areal_async.show.view import clock_text
+from areal_async.base.text import clock_text
 from areal_async.data.tasks import read_tasks
 from areal_async.trajectory import EpisodeBuilder, unpack
 from areal_async.weights.receiver import make_receiver

@@ -20,7 +20,7 @@ from areal_async.models.prompts import with_template_args
 from areal_async.service.context import ServiceContext
 from areal_async.base.log import get_logger
 from areal_async.base.processes import RestartPolicy
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway

@@ -26,7 +26,7 @@ from areal_async.service.context import ServiceContext
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import sums_of
 from areal_async.base.processes import NO_RESTARTS, RestartPolicy
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.weights.metrics import FETCH_SECONDS
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine

@@ -49,7 +49,7 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "areal_async.cli.jobs",
-    "areal_async.launch.run_job",
+    "areal_async.runner.run_job",
     "areal_async.launch.inline",
     "replay_buffer.server",
     "reward_service.router",

@@ -16,7 +16,7 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.base.log import get_logger
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.config.content import store_url
 from areal_async.storage.remote import Remote, StorageError, tries_for
 from areal_async.storage.transfer import fetch, push

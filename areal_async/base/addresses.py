@@ -11,6 +11,8 @@ from areal_async.base.errors import EndpointError
 
 LOOPBACK = "127.0.0.1"
 """Address at which only its own processes reach a host."""
+SOCKET_PATH_LIMIT = 107
+"""Bytes in a unix socket path, without its ending NUL (`sockaddr_un.sun_path` holds 108)."""
 
 
 def interface_of(*hosts: str) -> str:

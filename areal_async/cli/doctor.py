@@ -12,7 +12,8 @@ from typing import Literal
 
 from areal_async.launch.folders import leftovers
 from areal_async.launch.one_host import SHM_ROOT, volatile_roots
-from areal_async.launch.preflight import find_redis_server, lacking_fixes, no_sandbox, redis_server_version
+from areal_async.base.redis_binary import find_redis_server, lacking_fixes, redis_server_version
+from areal_async.launch.preflight import no_sandbox
 
 MIN_REDIS = (6, 2)
 MIN_SHM_BYTES = 1 << 30

@@ -250,7 +250,7 @@ def run(
             found = check_contents(job, source=str(job_file))
         if dry_run:
             from areal_async.config.cluster import load_cluster
-            from areal_async.launch.run_job import check_start
+            from areal_async.runner.run_job import check_start
 
             check_start(job, cluster=load_cluster(cluster) if cluster else None, inline=inline)
             print_warnings(job, found)
@@ -300,7 +300,7 @@ def _run(
     **how: Any,
 ) -> None:
     from areal_async.config.cluster import load_cluster
-    from areal_async.launch.run_job import run_job
+    from areal_async.runner.run_job import run_job
     from areal_async.show.view import RunConsole
 
     print_warnings(job, found)

@@ -15,7 +15,7 @@ from areal_async.cli.tools import plain
 from areal_async.cluster.messages import ClusterAnswer, FiguresAnswer, JobAnswer, JobDetailAnswer
 from areal_async.cluster.resources import Resources
 from areal_async.base.errors import ArealError
-from areal_async.show.view import clock_text
+from areal_async.base.text import clock_text
 
 if TYPE_CHECKING:
     from areal_async.cluster.client import ControllerClient

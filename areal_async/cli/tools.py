@@ -262,7 +262,7 @@ def module_of(request: ToolRequest) -> str:
     if isinstance(request, ExportRequest) and request.batches:
         return "trainer_service.tools.export"
     modules: Mapping[type[ToolRequest], str] = {
-        ServeRequest: "reward_service.backends.remote.host",
+        ServeRequest: "reward_service.tools.serve",
         StatsRequest: "replay_buffer.tools.stats",
         PeekRequest: "replay_buffer.tools.peek",
         ExportRequest: "replay_buffer.tools.export",

@@ -32,7 +32,7 @@ from areal_async.cluster.attempt import (
 from areal_async.cluster.submission import job_of
 from areal_async.base.errors import RunInterrupted, as_ours, with_limit
 from areal_async.launch.preflight import check_contents
-from areal_async.launch.run_job import carry_out
+from areal_async.runner.run_job import carry_out
 from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
 from areal_async.base.own_files import PRIVATE_UMASK, read_own
 

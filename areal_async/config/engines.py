@@ -30,7 +30,6 @@ from areal_async.config.registry import ENGINES
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig
     from areal_async.config.rollout import RolloutSection
-    from areal_async.service.context import ServiceContext
 
 VARIABLE = "AREAL_ASYNC_ENGINES"  # Environment variable: a folder with one environment for each engine
 PROJECT_FOLDER = Path(__file__).resolve().parents[2]
@@ -145,10 +144,10 @@ class EnginePart:
             )
 
     def make(
-        self, job: JobConfig, *, slots: int, activity: str, place: ServiceContext | None, replica: int
+        self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int
     ) -> Any:
-        """The engine (`rollout_service.engines.base.Engine`), yet to be started. The parameters are those of
-        `rollout_service.engines.make_engine`; its own `Arguments` are in `job.rollout.engine_args`."""
+        """Return the engine (`rollout_service.engines.base.Engine`), not started yet. The parameters are those of
+        `rollout_service.engines.make_engine`; `place` is a `ServiceContext` or None; its own `Arguments` are in `job.rollout.engine_args`."""
         raise NotImplementedError
 
 

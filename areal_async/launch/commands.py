@@ -37,7 +37,8 @@ from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Peer
 from areal_async.base.log import get_logger
 from areal_async.base.processes import exit_text
-from areal_async.service.board import ControlServer, board
+from areal_async.rpc.board import board
+from areal_async.service.control import ControlServer
 from areal_async.base.topology import Topology
 from areal_async.service.record import RunLog
 

@@ -24,7 +24,8 @@ from areal_async.base.metrics import STALL
 from areal_async.base.topology import ServicePlace, Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.launch.load import LoadLog
-from areal_async.launch.watchdog import SILENT_S, Stall
+from areal_async.rpc.board import SILENT_S
+from areal_async.launch.watchdog import Stall
 
 log = get_logger("watchdog")
 

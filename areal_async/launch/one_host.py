@@ -11,14 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.base.addresses import LOOPBACK
+from areal_async.base.addresses import LOOPBACK, SOCKET_PATH_LIMIT
 from areal_async.base.topology import RunHost, ServicePlace, Topology
 
 HERE = "local"
 """Node id of this machine, where nobody has given it another."""
 SHM_ROOT = Path("/dev/shm")
-SOCKET_PATH_LIMIT = 107
-"""Bytes in a unix socket path, without its ending NUL (`sockaddr_un.sun_path` holds 108)."""
 LONGEST_SOCKET_NAME = 32  # Room that a socket folder must leave for the names in it
 
 

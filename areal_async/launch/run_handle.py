@@ -1,4 +1,4 @@
-"""Runs as Python and the tools see them: started, found by folder or job file, asked, resumed, waited for.
+"""Runs as Python and the tools see them: found by folder or job file, asked, resumed, waited for.
 
 What the job of a run points at (model, tasks, reward) need not be there any more. A resumed run goes on with
 the job that its folder has recorded, not with what the job file says by now: the batches of the redo log were
@@ -59,7 +59,6 @@ CONNECT_S = 5.0
 ANSWER_S = 5.0
 CHANGE_S = 30.0  # Longest wait for a change of workers, beyond the time that a drain may take
 LOOK_S = 0.1  # How often a run is looked at that is waited for
-SAID_BYTES = 16 << 10  # Last words of a run that are read
 
 
 @dataclass
@@ -168,7 +167,7 @@ class Run:
                 self.stop()
             raise
         if self.ended is not None and (status := self.ended.result()) != 0:
-            raise _failure(status, self.said())
+            raise failure_of(status, self.said())
         return self.summary()
 
     def summary(self) -> dict[str, Any]:
@@ -193,79 +192,8 @@ class Run:
             client.close()
 
 
-def run(
-    job: JobConfig | Mapping[str, Any] | str | Path,
-    overrides: Overrides = (),
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    inline: bool = False,
-    **others: Any,
-) -> Run:
-    """Start a job in processes of its own, and return its run as soon as it has its folder.
-
-    `job` is a `Job`, the path of a job file, or what one says as a mapping, whose relative paths begin at the
-    working directory; `overrides` are those of `Job.load`. The run ends with this process
-    unless `Run.wait` has waited for it. Raises `ConfigError` for a job that cannot be run here, and
-    `RunFolderError` where its folder is taken.
-
-    `inline`: run all of it in this process instead, in the main thread, and return once it is done; what a
-    user's code raises is raised here.
-    """
-    source, job = job_of(job, overrides_of(overrides, others))
-    check_contents(job, source=source)
-    if not inline:
-        return start(job, overwrite=overwrite, resume=resume)
-    from areal_async.launch.run_job import run_job  # which needs what only a run needs
-
-    run_job(job, overwrite=overwrite, resume=resume, inline=True)
-    done: Future[int] = Future()
-    done.set_result(0)
-    return Run(job.run_dir / job.job, job, None, done)
-
-
-def start(
-    job: JobConfig, *, overwrite: bool = False, resume: bool = False, modules: Mapping[Role, str] = MODULES
-) -> Run:
-    """`run` for a job that is checked. `modules` are those of its services."""
-    folder = job.run_dir / job.job
-    options = {"overwrite": overwrite, "resume": resume, "modules": modules}
-    request = msgspec.json.encode({"job": job.model_dump(mode="json"), **options})
-    output = tempfile.TemporaryFile()  # noqa: SIM115 - the run writes to it as long as it lives
-    started: Future[int] = Future()
-    ended: Future[int] = Future()
-
-    def live() -> None:
-        # The kernel ends the run with the thread that started it: this one is there as long as the run.
-        try:
-            command = [sys.executable, "-P", "-m", "areal_async.launch.run_job"]
-            child = ChildProcess(command, given=request, output=output.fileno())
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(child.pid)
-        ended.set_result(child.join())
-
-    def said() -> str:
-        size = os.fstat(output.fileno()).st_size
-        return os.pread(output.fileno(), SAID_BYTES, max(0, size - SAID_BYTES)).decode(errors="replace")
-
-    threading.Thread(target=live, name=f"run-{job.job}", daemon=True).start()
-    pid = started.result()
-    while not ended.done():
-        record, path = supervisor_of(folder), folder / TOPOLOGY
-        if record is not None and record.pid == pid and path.exists():
-            topology = _read_topology(path)
-            if topology.run_id == record.run_id:
-                return Run(folder, job, topology, ended, said)
-        time.sleep(LOOK_S)
-    if ended.result() != 0:
-        raise _failure(ended.result(), said())
-    return Run(folder, job, None, ended, said)
-
-
-def _failure(status: int, said: str) -> ArealError:
-    """What a run that ended with `status` raised, from its last words (see `launch/run.py`)."""
+def failure_of(status: int, said: str) -> ArealError:
+    """Return the error of a run that ended with `status`, from the last line that it printed."""
     kinds: dict[str, type[ArealError]] = {
         kind.__name__: kind for kind in (RunFailed, RunFolderError, RunInterrupted)
     }
@@ -295,7 +223,7 @@ def find_run(target: str | Path, overrides: Sequence[str] = (), *, kinds: Sequen
             f"{folder} is the run of a job of kind {job.kind}, which has no buffer and no episodes."
         )
     owner = supervisor_of(folder)
-    topology = _read_topology(folder / TOPOLOGY) if owner and (folder / TOPOLOGY).exists() else None
+    topology = read_topology(folder / TOPOLOGY) if owner and (folder / TOPOLOGY).exists() else None
     if owner is None or topology is None or topology.run_id != owner.run_id:
         return Run(folder, job, None)
     if not overrides:
@@ -334,7 +262,8 @@ def _neighbours(path: Path) -> str:
     return f" Did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
 
 
-def _read_topology(path: Path) -> Topology:
+def read_topology(path: Path) -> Topology:
+    """Return the topology of a run. Raises `RunFolderError` if the file cannot be read."""
     try:
         return msgspec.json.decode(read_own(path), type=Topology)
     except (OSError, NotOurs, msgspec.DecodeError) as error:

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal_async.rpc.board import SILENT_S
+
 Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "checkpoint", "evaluator"]
 """What does not come. `weights`: every worker samples from a version behind the newest and is given no group.
 `checkpoint`: the buffer is full of trained groups that none covers yet, or the newest is not on disk yet."""
 
-SILENT_S = 5.0  # A service that serves, and has not answered so long, is held up
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,13 @@ import psutil
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.base.addresses import is_loopback
+from areal_async.base.addresses import SOCKET_PATH_LIMIT, is_loopback
 from areal_async.base.errors import EndpointError
 from areal_async.base.own_files import private_files
 from areal_async.rpc.frames import MAX_MESSAGE_BYTES
 from areal_async.rpc.secret import Access, CurveKeys, Guard, Password
 from areal_async.rpc.sockets import PolledSocket
 
-IPC_PATH_LIMIT_BYTES = 107
 HIGH_WATER_MESSAGES = 1024
 HEARTBEAT_MS = 10_000
 HEARTBEAT_TIMEOUT_MS = 60_000
@@ -155,9 +154,9 @@ def _split(endpoint: str) -> tuple[str, str]:
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
         size = len(os.fsencode(address))
-        if size > IPC_PATH_LIMIT_BYTES:
+        if size > SOCKET_PATH_LIMIT:
             raise EndpointError(
-                f"the socket path {address} has {size} bytes; the system's limit is {IPC_PATH_LIMIT_BYTES}. "
+                f"the socket path {address} has {size} bytes; the system's limit is {SOCKET_PATH_LIMIT}. "
                 "Use a shorter socket directory."
             )
         return scheme, address

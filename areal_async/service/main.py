@@ -33,7 +33,7 @@ from areal_async.service.rank_group import start_pulse
 from areal_async.base.log import end_logging, get_logger, setup_logging
 from areal_async.base.metrics import start_metrics_server
 from areal_async.base.processes import raise_file_limit
-from areal_async.service.board import answer_status
+from areal_async.service.control import answer_status
 from areal_async.base.topology import Role
 
 STOP_GRACE_S = 3.5  # The service's coroutine is cancelled so long after the stop signal

@@ -28,7 +28,7 @@ from areal_async.rpc.control_messages import ReadRecords, WriteRecord, WriteSamp
 from areal_async.base.versions import POLICY_NAME
 from areal_async.service.context import ServiceContext
 from areal_async.base.log import as_plain, get_logger
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.service.samples import write_samples
 
 log = get_logger("record")

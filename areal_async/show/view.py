@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.base.text import clock_text
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.control_messages import RunRecord
 from areal_async.launch.aggregator import Progress, RunStatus, no_score_text
@@ -289,13 +290,6 @@ def render(status: RunStatus, width: int, *, without: Collection[str] = ()) -> P
         rows.add_row("!", _clipped(message, 2 * (width - 18), "yellow"))
     title = f"[bold]areal-async[/] · {status.job}{' · stopping' if status.stopping else ''}"
     return Panel(rows, title=title, title_align="left", width=width, border_style="blue", padding=(0, 1))
-
-
-def clock_text(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
-    minutes, second = divmod(max(0, int(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def _starting(status: RunStatus) -> list[str]:

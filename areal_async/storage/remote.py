@@ -21,7 +21,7 @@ import msgspec
 
 from areal_async.base.errors import DISK_TROUBLE, ArealError
 from areal_async.base.log import get_logger
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
 from areal_async.base.retry import Tries
 

@@ -15,7 +15,7 @@ from areal_async.base.yaml_file import dump_yaml
 from areal_async.launch.run_handle import find_run
 from areal_async.show.progress import progress
 from replay_buffer.simulation.costs import Costs, read_costs
-from replay_buffer.simulation.measured import measured
+from replay_buffer.tools.measured import measured
 from replay_buffer.simulation.world import Prediction, simulated
 
 

@@ -38,7 +38,7 @@ from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
 from areal_async.base.versions import VersionTag
 from areal_async.base.events import record, recording
 from areal_async.base.log import get_logger
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed

@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_async.config.cluster import load_cluster
 from areal_async.config.load import load_job
 from areal_async.launch.plan import MODULES
-from areal_async.launch.run_job import run_job
+from areal_async.runner.run_job import run_job
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.launch.preflight import fixed_version
+from areal_async.base.redis_binary import fixed_version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")

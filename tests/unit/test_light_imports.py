@@ -18,7 +18,7 @@ HEAVY = (
 )
 """One module that is imported only if its package is really loaded, of each heavy package."""
 LIGHT = {
-    "supervisor": ["areal_async.launch.run_job", "areal_async.launch.preflight"],
+    "supervisor": ["areal_async.runner.run_job", "areal_async.launch.preflight"],
     "trial of the prompts": ["areal_async.launch.prompt_trial"],
     "controller": ["areal_async.cluster.daemon", "areal_async.cluster.client"],
     "command line": ["areal_async.cli.main", "areal_async.cli.jobs", "areal_async.cli.tools"],

@@ -46,7 +46,7 @@ from areal_async.base.events import failpoint, recording
 from areal_async.base.events import record as record_event
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.service.record import RunRecords
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher

@@ -21,7 +21,7 @@ from pathlib import Path
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http import keyed
 from rollout_service.engines.http.adapter import PATIENCE, Patience, ServerSettings

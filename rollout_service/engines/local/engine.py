@@ -23,7 +23,7 @@ from areal_async.models.files import Mixture
 from areal_async.base.versions import VersionTag
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from rollout_service.engines.base import (
     EngineError,
     EngineStats,

@@ -20,7 +20,7 @@ from replay_buffer.simulation.advice import advise
 from replay_buffer.simulation.clock import Clock
 from replay_buffer.simulation.costs import Costs, EngineCosts, Spread, read_costs
 from replay_buffer.simulation.engine import SimulatedAnswer, SimulatedEngine
-from replay_buffer.simulation.measured import measured
+from replay_buffer.tools.measured import measured
 from replay_buffer.simulation.world import MeasuredWorld, Shape, predicted
 from replay_buffer.tools import advise as advise_tool
 from replay_buffer.tools import simulate

@@ -48,7 +48,7 @@ def test_the_commands_and_their_options_are_these():
 @pytest.mark.parametrize("command", ["validate", "run"])
 def test_a_warning_is_one_line_on_stderr_and_fails_nothing(job_file, monkeypatch, command):
     ran = []
-    run_job = "areal_async.launch.run_job.run_job"
+    run_job = "areal_async.runner.run_job.run_job"
 
     def pretended(job, *, console, **options):
         ran.append((job.rollout.workers, console.stderr, options))
@@ -80,7 +80,7 @@ def test_commands_stand_in_the_help_in_the_order_of_use():
 
 
 def test_a_dry_run_makes_the_checks_of_a_run_and_starts_nothing(job_file, monkeypatch):
-    monkeypatch.setattr("areal_async.launch.run_job.claim_folders", None)
+    monkeypatch.setattr("areal_async.runner.run_job.claim_folders", None)
     result = call("run", job_file, "rollout.workers=16", "--dry-run", "--json")
     assert (result.exit_code, json.loads(result.stdout)) == (0, {"job": "sums", "starts": False})
     assert "warning: buffer.max_staleness" in result.stderr

@@ -8,7 +8,8 @@ import pytest
 
 from areal_async.base.errors import RunFolderError
 from areal_async.launch.folders import Owner, claim_folders, describe_work, leftovers
-from areal_async.launch.one_host import SOCKET_PATH_LIMIT, short_socket_dir
+from areal_async.base.addresses import SOCKET_PATH_LIMIT
+from areal_async.launch.one_host import short_socket_dir
 from areal_async.base.processes import start_of
 from areal_async.service.record import RunLog
 from tests.unit.launch.launching import changed

@@ -22,7 +22,7 @@ from areal_async.config.load import dump_job
 from areal_async.base.errors import ArealError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
-from areal_async.launch.run_handle import start
+from areal_async.runner.start import start
 from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
 from tests.unit.launch.launching import STAND_IN, changed
 

@@ -20,7 +20,7 @@ from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.plan import services_of
 from areal_async.launch.summary import summarise
-from areal_async.launch.run_job import RunResult, print_closing, run_job
+from areal_async.runner.run_job import RunResult, print_closing, run_job
 from areal_async.service.record import RunLog, read_run_log
 from tests.unit.launch.launching import STAND_IN, changed
 from tests.waiting import LIMIT_S, wait_for
@@ -74,7 +74,7 @@ def test_a_run_whose_reader_leaves_is_watched_to_its_end_and_ends_as_if_it_were_
     request = {"job": small.model_dump(mode="json"), "modules": STAND_IN, "overwrite": False, "resume": False}
     with (tmp_path / "errors").open("w+") as errors:
         program = subprocess.Popen(
-            [sys.executable, "-m", "areal_async.launch.run_job"],
+            [sys.executable, "-m", "areal_async.runner.run_job"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -9,7 +9,7 @@ from redis import Redis
 from redis.crc import key_slot
 from redis.exceptions import NoPermissionError
 
-from areal_async.launch.preflight import find_redis_server
+from areal_async.base.redis_binary import find_redis_server
 from areal_async.rpc.messages import Lease, OpenTrainer, Stats
 from areal_async.base.versions import VersionTag
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http.process import Liveness, Patience, ServerProcess
 from tests.processes import is_gone

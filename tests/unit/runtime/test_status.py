@@ -9,7 +9,8 @@ from areal_async.base.errors import ArealError, PeerGone, RpcTimeout
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.service.board import StatusBoard, answer_status
+from areal_async.rpc.board import StatusBoard
+from areal_async.service.control import answer_status
 from areal_async.launch.monitor import StatusClients
 from tests.contexts import context_for_test
 from tests.waiting import LIMIT_S

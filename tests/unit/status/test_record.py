@@ -12,7 +12,7 @@ from areal_async.launch.commands import ControlSocket
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import WriteRecord
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.service import record
 from areal_async.show.curves import Curve, draw_curves, field, ratio, rolling_mean
 from areal_async.service.record import RunLog, open_records, read_run_log

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from areal_async.rpc.messages import NoScore
 from areal_async.launch.aggregator import DropReport, RunStatus, ServiceActivity
-from areal_async.show.view import PlainLines, clock_text, open_view, render, status_line
+from areal_async.base.text import clock_text
+from areal_async.show.view import PlainLines, open_view, render, status_line
 from areal_async.launch.watchdog import Stall
 
 SERVICES = tuple(

@@ -19,7 +19,7 @@ from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.base.log import setup_logging
 from areal_async.base.metrics import busy
-from areal_async.service.board import board
+from areal_async.rpc.board import board
 from areal_async.service.record import RunLog, read_run_log
 from areal_async.service.samples import read_samples, sample_files
 from areal_async.trajectory import unpack

@@ -9,35 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 import prometheus_client
 
-from areal_async.rpc.control_messages import (
-    ReadMetrics,
-    RunRecord,
-    ServiceFigures,
-    ServiceState,
-    ServiceStatus,
-    Status,
-)
+from areal_async.rpc.board import NoticeHandler, StatusBoard, board
+from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
 from areal_async.rpc.schema import Ok, Request
 from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.service.context import ServiceContext
-from areal_async.base.metrics import busy
-
-MAX_RECORDS = 64  # Told at most; whoever asks more seldom than so many are written misses some
-NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
-"""Fields of a log record that a notice repeats."""
 
 START_WAIT_S = 10.0
 LAST_ANSWERS_S = 0.05  # Time for answers that have just been given to go out
@@ -106,83 +92,6 @@ class ControlServer:
         await self._stopping.wait()
         await asyncio.sleep(LAST_ANSWERS_S)
         await server.stop()
-
-
-class StatusBoard:
-    """What this process wants said of it. Any thread may write."""
-
-    def __init__(self) -> None:
-        self.draining = False  # Whether it finishes what it has and takes nothing more
-        self.threads = 0  # CPU threads that it was told to compute with; 0: it was told none
-        self.figures: Callable[[], ServiceFigures] = ServiceFigures  # Counts its work when it is asked
-        self._records: deque[RunRecord] = deque(maxlen=MAX_RECORDS)
-        self._recorded = 0
-        self._waits: dict[str, str] = {}
-        self._notice = ""
-        self._notices = 0
-        self._lock = threading.Lock()
-
-    def follow_threads(self) -> None:
-        """Have torch compute with the threads that were told, from here on. For the thread that computes,
-        between two steps: torch's count is a thread's own."""
-        import torch  # most services have no use for it
-
-        if self.threads and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-
-    def waits(self, subject: str, what: str) -> None:
-        """Say that it waits for `what` of `subject`; nothing: it does not any more."""
-        with self._lock:
-            if what:
-                self._waits[subject] = what
-            else:
-                self._waits.pop(subject, None)
-
-    @contextmanager
-    def waiting(self, subject: str, what: str) -> Iterator[None]:
-        """Say so for the time of a block."""
-        self.waits(subject, what)
-        try:
-            yield
-        finally:
-            self.waits(subject, "")
-
-    def tell(self, text: str) -> None:
-        """Say something that people should see once."""
-        with self._lock:
-            self._notice, self._notices = text, self._notices + 1
-
-    def record(self, line: bytes) -> None:
-        """Tell a line of metrics.jsonl that was written, where it is of a kind that is told."""
-        with suppress(msgspec.ValidationError):
-            record = _record_decoder.decode(line)
-            with self._lock:
-                self._records.append(record)
-                self._recorded += 1
-
-    def status(self, name: str, *, serves: bool) -> ServiceStatus:
-        figures = self.figures()
-        state: ServiceState = "starting" if not serves else "draining" if self.draining else "serving"
-        with self._lock:
-            told = self._notice, self._notices, list(self._records), self._recorded
-            return ServiceStatus(name, os.getpid(), state, dict(self._waits), busy.totals(), figures, *told)
-
-
-_record_decoder = msgspec.json.Decoder(RunRecord)
-board = StatusBoard()
-
-
-class NoticeHandler(logging.Handler):
-    """Tells warnings and errors of ours as one line of text."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._tell = tell
-
-    def emit(self, record: logging.LogRecord) -> None:
-        fields = getattr(record, "areal_fields", {})
-        extra = ", ".join(str(fields[name]) for name in NOTICE_FIELDS if fields.get(name))
-        self._tell(record.getMessage() + (f" ({extra})" if extra else ""))
 
 
 def answer_status(ctx: ServiceContext, board: StatusBoard = board) -> None:

@@ -1,4 +1,4 @@
-"""`python -m reward_service.backends.remote.host REQUEST`: what `areal-async reward serve` becomes."""
+"""`python -m reward_service.tools.serve REQUEST`: the process of `areal-async reward serve`."""
 
 from __future__ import annotations
 

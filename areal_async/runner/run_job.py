@@ -1,6 +1,6 @@
 """Running one job from its configuration to its summary: what `areal-async run` and the quickstart do.
 
-As a program, `python -m areal_async.launch.run_job`, it is the process of a run that `areal_async.run` started:
+As a program, `python -m areal_async.runner.run_job`, it is the process of a run that `areal_async.run` started:
 it reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the job with
 plain lines, and says how it failed as JSON in the last line that it prints.
 """
@@ -66,7 +66,7 @@ from areal_async.base.events import close_events, open_events
 from areal_async.base.log import end_logging, get_logger, setup_logging
 from areal_async.base.metrics import other_hosts, serve_metrics
 from areal_async.base.processes import raise_file_limit
-from areal_async.service.board import NoticeHandler, board
+from areal_async.rpc.board import NoticeHandler, board
 from areal_async.base.topology import Role, Topology
 from areal_async.launch.aggregator import DropReport, StatusAggregator
 from areal_async.launch.load import LoadLog
