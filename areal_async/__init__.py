@@ -23,22 +23,22 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_async.config.base import Section
-    from areal_async.config.engines import EnginePart, engine_part
-    from areal_async.base.mistakes import Mistake
-    from areal_async.config.job import JobConfig as Job
     from areal_async.base.errors import ArealError, InfrastructureFault, SnapshotError
-    from areal_async.launch.run_handle import Run
-    from areal_async.runner.start import run
+    from areal_async.base.mistakes import Mistake
+    from areal_async.base.versions import VersionTag
     from areal_async.cli.quickstart.main import quickstart_job
     from areal_async.cli.quickstart.model import make_tokenizer, write_model
-    from areal_async.base.versions import VersionTag
-    from areal_async.rpc.schema import Task
-    from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
-    from areal_async.rpc.weights_messages import SnapshotNotice
+    from areal_async.config.base import Section
+    from areal_async.config.engines import EnginePart, engine_part
+    from areal_async.config.job import JobConfig as Job
     from areal_async.launch.aggregator import RunStatus
+    from areal_async.launch.run_handle import Run
+    from areal_async.rpc.schema import Task
+    from areal_async.rpc.weights_messages import SnapshotNotice
+    from areal_async.runner.start import run
     from areal_async.service.samples import read_samples
     from areal_async.trajectory import Episode, EpisodeBuilder, SegmentKind, pack, training_rows, unpack
+    from areal_async.trajectory.verdicts import Abstain, Failure, FaultOf, Parts, Score, Timeout, Verdict
     from areal_async.weights.channels import Channel, PublishingEnd, ReceivingEnd
     from areal_async.weights.pieces import TensorPiece
     from reward_service.backends import BackendReward, ScoringBackend

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 from transformers.utils import logging as transformers_logging
 
-from areal_async.config.job import JobConfig
-from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.base.versions import VersionTag
+from areal_async.cli.quickstart.model import make_tokenizer
+from areal_async.config.job import JobConfig
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateResult

@@ -16,9 +16,9 @@ from typing import Any
 import redis
 from buffer_service import JOB, episode, keys_at
 
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, LeasedGroup, PutEpisodes
-from areal_async.base.versions import VersionTag
 from rollout_service.worker.uploader import PutBatch, UploadQueue
 
 LINGER_S, MAX_PUTS = 0.05, 4

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import psutil
 
+from areal_async.base.topology import ServicePlace
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import TOPOLOGY, write_keys
 from areal_async.launch.one_host import make_host, topology_here
 from areal_async.rpc.secret import KeyRole, RoleKeys, RunSecret
-from areal_async.base.topology import ServicePlace
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
 
 JOB = "load"

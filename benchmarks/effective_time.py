@@ -44,8 +44,8 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.base.processes import kill_processes_of
+from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.service.record import as_it_became, read_run_log
 
 ROLES = ("rollout-0", "reward", "buffer", "redis")

@@ -29,8 +29,8 @@ from pathlib import Path
 
 import yaml
 
-from areal_async.launch.run_handle import change_workers
 from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
+from areal_async.launch.run_handle import change_workers
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from tests.chaos.history import check
 from tests.chaos.job import Job, promise_of

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from areal_async.config.job import JobConfig
-from areal_async.cli.quickstart.model import write_model
 from areal_async.base.versions import VersionTag
+from areal_async.cli.quickstart.model import write_model
+from areal_async.config.job import JobConfig
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines import make_engine

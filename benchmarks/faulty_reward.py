@@ -35,9 +35,9 @@ from typing import Any
 
 from rich.console import Console
 
+from areal_async.cli.quickstart.main import prepare
 from areal_async.config.load import load_job
 from areal_async.runner.run_job import run_job
-from areal_async.cli.quickstart.main import prepare
 
 FAILS, HANGS = 0.20, 0.05
 GROUP_SIZE = 8

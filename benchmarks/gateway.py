@@ -88,9 +88,9 @@ async def work(folder: Path, port: socket.socket) -> None:
     """Open an episode for each agent that connects to `port`, one after another, until all have gone."""
     from transformers import AutoTokenizer
 
+    from areal_async.base.versions import VersionTag
     from areal_async.config.rollout import GatewaySection
     from areal_async.launch.one_host import make_host
-    from areal_async.base.versions import VersionTag
     from areal_async.rpc.secret import RunSecret
     from areal_async.trajectory import EpisodeBuilder, Sampling
     from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from areal_async.cli.quickstart.main import JOB_FILES, prepare
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.load import load_job
 from areal_async.runner.run_job import run_job
-from areal_async.cli.quickstart.main import JOB_FILES, prepare
 
 SHAPES = {"trainer": 0.4, "rollout": 0.4, "evaluator": 0.2}
 KEPT = ("accuracy_start", "accuracy_end", "steps", "wall_s", "steps_per_s", "max_staleness_seen", "restarts")

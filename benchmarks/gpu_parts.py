@@ -24,12 +24,12 @@ import torch.distributed as dist
 import transformers
 from memory import packed_rows, train_once
 
-from areal_async.config.job import OptimizerSection
-from areal_async.config.parallel import RankGrid
+from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.main import prepare
 from areal_async.cli.quickstart.model import make_tokenizer
+from areal_async.config.job import OptimizerSection
+from areal_async.config.parallel import RankGrid
 from areal_async.config.registry import BACKENDS
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.trajectory import Sampling
 from areal_async.weights.pieces import whole_piece

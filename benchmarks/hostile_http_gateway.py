@@ -14,11 +14,11 @@ import numpy as np
 from gateway import write_tokenizer
 from transformers import AutoTokenizer
 
+from areal_async.base.log import setup_logging
+from areal_async.base.versions import VersionTag
 from areal_async.config.rollout import GatewaySection
 from areal_async.launch.one_host import make_host
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
-from areal_async.base.log import setup_logging
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult
 from rollout_service.gateway import Gateway

@@ -47,8 +47,8 @@ from interruption_load import PROMPT_TOKENS, Load, draw_lengths, prepare
 from interruption_pauses import Pauses
 from interruption_window import Mode, Window, show
 
-from areal_async.config.job import JobConfig
 from areal_async.base.versions import VersionTag
+from areal_async.config.job import JobConfig
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import Engine, Weights
 from rollout_service.replicas import exchange

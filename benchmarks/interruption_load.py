@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_async.cli.quickstart.model import write_model
 from areal_async.base.versions import VersionTag
+from areal_async.cli.quickstart.model import write_model
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import open_snapshot, write_snapshot
 from rollout_service.engines.base import Engine, GenerateRequest, Weights

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_async.cli.quickstart.model import write_model
 from areal_async.base.versions import VersionTag
+from areal_async.cli.quickstart.model import write_model
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.local.engine import LocalEngine

@@ -35,18 +35,18 @@ from scale import CHECKPOINT_STEPS, Shared, numbers, percentiles
 from timer_engine import HELD, OVER, RUNS, STEP_S
 
 import areal_async.runner.run_job as launch
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import WireError
+from areal_async.base.processes import ChildProcess
+from areal_async.base.topology import Topology
+from areal_async.base.versions import VersionTag
+from areal_async.config.job import JobConfig
+from areal_async.launch.monitor import StatusClients
 from areal_async.launch.plan import MODULES
 from areal_async.launch.run_handle import Run
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Heartbeat, Lease, Release
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RoleKeys
 from areal_async.service.context import keys_file
-from areal_async.base.processes import ChildProcess
-from areal_async.base.topology import Topology
-from areal_async.launch.monitor import StatusClients
 
 HERE = Path(__file__).parent
 GROUP = 4

@@ -30,13 +30,13 @@ from prometheus_client import CollectorRegistry
 from scale import Shared
 from timer_engine import OVER
 
-from areal_async.launch.local_launcher import LocalLauncher
-from areal_async.launch.launcher import Child
-from areal_async.rpc.client import Client
-from areal_async.rpc import board as status
-from areal_async.service.control import answer_status
-from areal_async.service.context import ServiceContext
 from areal_async.base.topology import ServicePlace
+from areal_async.launch.launcher import Child
+from areal_async.launch.local_launcher import LocalLauncher
+from areal_async.rpc import board as status
+from areal_async.rpc.client import Client
+from areal_async.service.context import ServiceContext
+from areal_async.service.control import answer_status
 
 WORKERS_EACH = 128
 STOPPED = 143

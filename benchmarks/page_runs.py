@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from areal_async.base.own_files import private_files
 from areal_async.config.load import dump_job, job_from_mapping
 from areal_async.launch.folders import LOCK
-from areal_async.base.own_files import private_files
 from areal_async.service.record import RECORDS, RunLog
 from areal_async.service.samples import file_name, lines_of, sample_of, write_samples
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from agreement import Reference, Snapshots, job_for, logprobs, one_thread, write_sharp_model
 
-from areal_async.rpc.messages import BatchEpisode
 from areal_async.base.versions import POLICY, VersionTag
+from areal_async.rpc.messages import BatchEpisode
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack, unpack
 from areal_async.weights.snapshot import Snapshot
 from rollout_service.engines import make_engine

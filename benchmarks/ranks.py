@@ -36,9 +36,9 @@ from recorded_services import MODULES, VARIABLE
 from rich.console import Console
 from safetensors.torch import load_file
 
+from areal_async.cli.quickstart.main import prepare, quickstart
 from areal_async.config.load import load_job
 from areal_async.runner.run_job import run_job
-from areal_async.cli.quickstart.main import prepare, quickstart
 from areal_async.service.record import read_run_log
 
 HERE = Path(__file__).resolve().parent

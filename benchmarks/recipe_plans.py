@@ -20,10 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from areal_async.base.yaml_file import read_mapping
 from areal_async.config.devices import trainer_gpus, width_of
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping
-from areal_async.base.yaml_file import read_mapping
 from replay_buffer.simulation.costs import (
     Costs,
     EngineCosts,

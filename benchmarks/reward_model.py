@@ -31,8 +31,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from areal_async.config.reward import RewardSection
 from areal_async.cli.quickstart.model import CHARACTERS, make_tokenizer
+from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Score, Verdict
 from reward_service.backends.reward_model import RewardModelArguments

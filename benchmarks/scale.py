@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import psutil
 from buffer_service import JOB, cpu_s, episode, job_in, keys_at, start_service
 
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.by_file import ClientFiles
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import (
@@ -52,7 +53,6 @@ from areal_async.rpc.messages import (
     PutVerdicts,
     Stats,
 )
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import KeyRole
 from areal_async.trajectory.verdicts import Score
 

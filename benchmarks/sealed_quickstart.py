@@ -23,9 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from areal_async.cli.quickstart.main import JOB_FILES, prepare
 from areal_async.config.load import load_job
 from areal_async.runner.run_job import run_job
-from areal_async.cli.quickstart.main import JOB_FILES, prepare
 from areal_async.service.record import read_run_log
 from tests.sealed.world import (
     CLUSTER,

@@ -23,9 +23,9 @@ from typing import Any
 from areal_async.config.load import load_job
 from areal_async.launch.run_handle import find_run
 from replay_buffer.simulation.costs import Costs
-from replay_buffer.tools.measured import Window, measured
 from replay_buffer.simulation.world import simulated
 from replay_buffer.tools.advise import seen_in
+from replay_buffer.tools.measured import Window, measured
 
 CALIBRATION = {
     "cal-large": ("buffer.max_staleness=2", "buffer.batch_groups=64"),

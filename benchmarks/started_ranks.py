@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from areal_async.base.topology import ServicePlace
 from areal_async.launch.local_launcher import RankLines
 from areal_async.launch.one_host import LOOPBACK
 from areal_async.launch.plan import MODULES, rank_name
-from areal_async.base.topology import ServicePlace
 
 
 def as_program(

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from scale import Shared
 
+from areal_async.base.versions import VersionTag
 from areal_async.config.base import Section
 from areal_async.config.engines import EnginePart
 from areal_async.config.job import JobConfig
-from areal_async.base.versions import VersionTag
 from areal_async.service.context import ServiceContext
 from rollout_service.engines.base import EngineStats, GenerateRequest, GenerateResult, Tell, Weights
 

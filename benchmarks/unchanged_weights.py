@@ -24,10 +24,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from areal_async.base.versions import VersionTag
+from areal_async.cli.quickstart.main import prepare
 from areal_async.config.load import load_job
 from areal_async.runner.run_job import run_job
-from areal_async.cli.quickstart.main import prepare
-from areal_async.base.versions import VersionTag
 from areal_async.weights.delta import write_delta
 from areal_async.weights.snapshot import write_snapshot
 

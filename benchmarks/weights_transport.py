@@ -33,8 +33,8 @@ import torch
 import zmq
 from blake3 import blake3
 
-from areal_async.rpc.client import Client
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.client import Client
 from areal_async.rpc.secret import CurveKeys
 from areal_async.weights.channels.chunks import ChunkStore, ChunkTable, PartialDownload, build_table, map_file
 from areal_async.weights.channels.fetching import Download

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from areal_async.rpc.board import SILENT_S, board
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats
-from areal_async.rpc.board import board
-from areal_async.rpc.board import SILENT_S
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.redis.address import Trouble
 

@@ -20,8 +20,11 @@ from typing import Any
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from areal_async.config.routes import replays
 from areal_async.base.errors import FaultError
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import busy
+from areal_async.config.routes import replays
+from areal_async.rpc.board import board
 from areal_async.rpc.by_file import Filed, ServerFiles
 from areal_async.rpc.lanes import Lane
 from areal_async.rpc.messages import (
@@ -50,9 +53,6 @@ from areal_async.rpc.messages import (
 from areal_async.rpc.schema import Message, Request
 from areal_async.rpc.server import Answer, Handler, Peer, Server, by_type
 from areal_async.service.context import ServiceContext
-from areal_async.base.log import get_logger
-from areal_async.base.metrics import busy
-from areal_async.rpc.board import board
 from areal_async.trajectory import TrajectoryError, row_profile, seen_by, unpack, untrainable
 from replay_buffer import metrics
 from replay_buffer.coordinator import Coordinator

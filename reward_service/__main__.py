@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import sums_of
+from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Arrived
 from areal_async.service.context import ServiceContext
-from areal_async.base.log import get_logger
-from areal_async.base.metrics import sums_of
 from areal_async.service.main import run_service
-from areal_async.rpc.board import board
 from reward_service import metrics
 from reward_service.router import Router
 from reward_service.sdk import RewardLoadError

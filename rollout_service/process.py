@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_async.models.answers import end_ids
+from areal_async.base.errors import RpcTimeout
+from areal_async.base.log import get_logger
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import SamplingSection
-from areal_async.base.errors import RpcTimeout
-from areal_async.models.tokenizer import load_tokenizer
+from areal_async.models.answers import end_ids
 from areal_async.models.prompts import with_template_args
-from areal_async.service.context import ServiceContext
-from areal_async.base.log import get_logger
-from areal_async.base.processes import RestartPolicy
+from areal_async.models.tokenizer import load_tokenizer
 from areal_async.rpc.board import board
+from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
 from areal_async.weights.receiver import Receiver
 from rollout_service.gateway import Gateway

@@ -13,20 +13,20 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from prometheus_client import REGISTRY
 
+from areal_async.base.errors import ArealError, FaultError, RpcTimeout
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import sums_of
+from areal_async.base.own_files import take_lock
+from areal_async.base.processes import NO_RESTARTS
+from areal_async.base.versions import VersionTag
 from areal_async.config.devices import first_threads
 from areal_async.config.engines import engine_part
-from areal_async.base.errors import ArealError, FaultError, RpcTimeout
-from areal_async.base.own_files import take_lock
+from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import Arrived
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import NoNews
 from areal_async.service.context import ServiceContext
-from areal_async.base.log import get_logger
-from areal_async.base.metrics import sums_of
-from areal_async.base.processes import NO_RESTARTS, RestartPolicy
-from areal_async.rpc.board import board
 from areal_async.weights.metrics import FETCH_SECONDS
 from areal_async.weights.receiver import make_receiver
 from rollout_service.engines import make_engine

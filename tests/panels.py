@@ -14,9 +14,9 @@ import yaml
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
-from areal_async.show.dashboards.files import HERE as FILES
-from areal_async.rpc.messages import BufferStats, PolicyStats
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.messages import BufferStats, PolicyStats
+from areal_async.show.dashboards.files import HERE as FILES
 from replay_buffer.ledger.rules import Rules
 
 MODULES = [

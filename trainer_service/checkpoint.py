@@ -41,10 +41,10 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from areal_async.config.trainings import FILE_KINDS
 from areal_async.base.events import failpoint
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.rpc.board import board
 from trainer_service.background import Background
 from trainer_service.disk import FileEntry, WithSchema, hashed_in, replace_folder, room_for, write_hashed

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from areal_async.base.log import get_logger
 from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
 from areal_async.rpc.client import SyncClient
 from areal_async.service.context import ServiceContext
 from areal_async.service.rank_group import LATE, LATE_START, OUT_OF_MEMORY, Note, tell
-from areal_async.base.log import get_logger
 from areal_async.service.record import RunRecords, open_records
 from areal_async.weights.publisher import Publisher, make_piece_writer, make_publisher
 from areal_async.weights.writing import PieceWriter

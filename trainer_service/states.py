@@ -23,9 +23,9 @@ from typing import Literal
 import psutil
 import torch
 
+from areal_async.base.log import get_logger
 from areal_async.config.checks import checkpoint_interval
 from areal_async.config.job import JobConfig
-from areal_async.base.log import get_logger
 from areal_async.service.record import RunRecords
 from trainer_service.backends.base import models_of
 from trainer_service.checkpoint import (

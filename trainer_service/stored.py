@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.config.job import JobConfig
 from areal_async.base.log import get_logger
-from areal_async.rpc.board import board
+from areal_async.base.retry import Tries
 from areal_async.config.content import store_url
+from areal_async.config.job import JobConfig
+from areal_async.rpc.board import board
 from areal_async.storage.remote import Remote, StorageError, tries_for
 from areal_async.storage.transfer import fetch, push
 from areal_async.storage.urls import joined
-from areal_async.base.retry import Tries
 from trainer_service.disk import FileEntry, hashed_in
 from trainer_service.errors import CheckpointError
 

@@ -18,8 +18,8 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.config.objective import TeacherSection
 from areal_async.base.errors import ArealError
+from areal_async.config.objective import TeacherSection
 from trainer_service.data.rows import TrainingRow
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # Before a request is repeated

@@ -38,8 +38,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from areal_async.base.errors import EndpointError
 from areal_async.base.addresses import LOOPBACK, is_loopback
+from areal_async.base.errors import EndpointError
 from areal_async.base.log import get_logger
 
 CLOSE = {"connection": "close"}

@@ -27,8 +27,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from areal_async.base.errors import ArealError
 from areal_async.base.addresses import LOOPBACK
+from areal_async.base.errors import ArealError
 from areal_async.base.http_server import HttpLimits, HttpServer, listen
 
 # A `_created` series beside every counter doubles what is scraped and says nothing we use.

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from areal_async.cli.tools import AsJson, readable_errors, show
 from areal_async.base.addresses import LOOPBACK
+from areal_async.cli.tools import AsJson, readable_errors, show
 
 dashboards = typer.Typer(
     help="Dashboards, rules and alerts for Prometheus and Grafana.", no_args_is_help=True

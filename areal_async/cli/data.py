@@ -183,10 +183,10 @@ def check(
 def _of_job(job_file: Path) -> tuple[list[Path], Expected]:
     """The files of a job, and what it expects of them."""
     from areal_async.base.mistakes import ConfigError
-    from areal_async.config.load import load_job
-    from areal_async.config.data_check import Expected
-    from areal_async.data.prepare import load_tokenizer
     from areal_async.config.content import content_mistakes
+    from areal_async.config.data_check import Expected
+    from areal_async.config.load import load_job
+    from areal_async.data.prepare import load_tokenizer
 
     job = load_job(job_file, files=False)
     if mistakes := content_mistakes(job, ("model", "tasks.train", "tasks.evaluation")):
@@ -203,8 +203,8 @@ def _of_job(job_file: Path) -> tuple[list[Path], Expected]:
 def _expected(
     model: str | None, kind: str | None, max_model_len: int | None, template_args: Sequence[str]
 ) -> Expected:
-    from areal_async.config.files import json_in
     from areal_async.config.data_check import Expected
+    from areal_async.config.files import json_in
     from areal_async.data.prepare import load_tokenizer
     from areal_async.data.styles import DataKind
 

@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from areal_async.base.redis_binary import find_redis_server, lacking_fixes, redis_server_version
 from areal_async.launch.folders import leftovers
 from areal_async.launch.one_host import SHM_ROOT, volatile_roots
-from areal_async.base.redis_binary import find_redis_server, lacking_fixes, redis_server_version
 from areal_async.launch.preflight import no_sandbox
 
 MIN_REDIS = (6, 2)

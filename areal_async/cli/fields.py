@@ -37,8 +37,8 @@ def diff(
 ) -> None:
     """Print the fields in which two jobs differ. Status 1 where they do, as of `diff`."""
     with readable_errors():
-        from areal_async.config.fields import job_fields, leaves_of
         from areal_async.base.yaml_file import dump_yaml
+        from areal_async.config.fields import job_fields, leaves_of
 
         first = dict(leaves_of(content_of(source, [])))
         if other is None:

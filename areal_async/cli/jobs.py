@@ -15,8 +15,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from areal_async.cli.tools import AsJson, Overrides, console_for_tables, plain, readable_errors, show
 from areal_async.base.addresses import LOOPBACK
+from areal_async.cli.tools import AsJson, Overrides, console_for_tables, plain, readable_errors, show
 
 if TYPE_CHECKING:
     from areal_async.cluster.client import ControllerClient
@@ -75,9 +75,9 @@ def up(
 ) -> None:
     """Bring a controller up, which takes jobs and runs them."""
     with readable_errors():
-        from areal_async.config.cluster import DIR_VARIABLE, cluster_dir, load_cluster
         from areal_async.cluster.daemon import TAKEN_STATUS, serve, start_controller
         from areal_async.cluster.folder import ClusterFolder, ClusterFolderError
+        from areal_async.config.cluster import DIR_VARIABLE, cluster_dir, load_cluster
 
         cluster = load_cluster(cluster_file, queued=True) if cluster_file is not None else None
         folder = ClusterFolder(cluster_dir(cluster))
@@ -106,10 +106,10 @@ def down(
 ) -> None:
     """Stop every job that runs, in order, and then the controller."""
     with readable_errors():
-        from areal_async.config.cluster import cluster_dir
         from areal_async.cluster.client import ControllerClient, ControllerGone
         from areal_async.cluster.daemon import start_controller
         from areal_async.cluster.folder import ClusterFolder
+        from areal_async.config.cluster import cluster_dir
 
         folder = ClusterFolder(cluster_dir())
         if folder.controller() is None:
@@ -156,11 +156,11 @@ def submit(
 ) -> None:
     """Hand a job to the controller, which runs it when its turn has come."""
     with readable_errors():
-        from areal_async.config.cluster import cluster_dir
         from areal_async.cluster.client import ControllerClient, ControllerGone, new_key
         from areal_async.cluster.daemon import start_controller
         from areal_async.cluster.folder import ClusterFolder
         from areal_async.cluster.submission import pack
+        from areal_async.config.cluster import cluster_dir
 
         try:
             client = ControllerClient.find()
@@ -270,8 +270,8 @@ def logs(
 
 def _logs_of_run(target: str, service: str, follow: bool, names: bool, as_json: bool) -> None:
     """Show logs of a run as `logs` of a job does; `run` is the log of its supervisor."""
-    from areal_async.cluster.logs import NAME, OF_THE_RUN, read_log
     from areal_async.base.errors import RunFolderError
+    from areal_async.cluster.logs import NAME, OF_THE_RUN, read_log
     from areal_async.launch.run_handle import Run
 
     run = Run.open(target)
@@ -384,8 +384,8 @@ def of_controller(target: str | Path) -> ControllerClient | None:
 
 def run_target(target: str) -> str:
     """`target`, or if it names a job of the controller on this machine, the folder of that job's run."""
-    from areal_async.config.cluster import cluster_dir
     from areal_async.cluster.client import URL_VARIABLE
+    from areal_async.config.cluster import cluster_dir
 
     if not _is_name(target) or os.environ.get(URL_VARIABLE):
         return target

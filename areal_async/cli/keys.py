@@ -28,9 +28,9 @@ from typing import Annotated
 
 import typer
 
-from areal_async.cli.tools import AsJson, readable_errors, show
-from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.addresses import LOOPBACK
+from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.cli.tools import AsJson, readable_errors, show
 
 DAYS = 365
 ISSUER = "issuer.crt"

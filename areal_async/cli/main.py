@@ -40,8 +40,8 @@ from areal_async.cli.tools import (
 
 if TYPE_CHECKING:
     from areal_async.base.mistakes import Mistake
-    from areal_async.config.job import JobConfig
     from areal_async.cluster.messages import WorkersAnswer
+    from areal_async.config.job import JobConfig
     from areal_async.rpc.control_messages import WorkersChanged
 
 OTHER_COMMANDS = {

@@ -67,10 +67,10 @@ def _serve(folder: Path, port: int, no_open: bool, as_json: bool) -> None:
     import signal
     import webbrowser
 
-    from areal_async.base.errors import EndpointError
-    from areal_async.show.page.app import new_token, view_app
     from areal_async.base.addresses import LOOPBACK
+    from areal_async.base.errors import EndpointError
     from areal_async.base.http_server import HttpLimits, HttpServer, listen
+    from areal_async.show.page.app import new_token, view_app
 
     async def serve() -> None:
         token = new_token()

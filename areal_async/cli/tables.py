@@ -11,16 +11,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.base.errors import ArealError
+from areal_async.base.text import clock_text
 from areal_async.cli.tools import plain
 from areal_async.cluster.messages import ClusterAnswer, FiguresAnswer, JobAnswer, JobDetailAnswer
 from areal_async.cluster.resources import Resources
-from areal_async.base.errors import ArealError
-from areal_async.base.text import clock_text
 
 if TYPE_CHECKING:
     from areal_async.cluster.client import ControllerClient
-    from areal_async.launch.run_handle import Run
     from areal_async.launch.aggregator import RunStatus
+    from areal_async.launch.run_handle import Run
 
 COLORS = {
     "PENDING": "yellow",

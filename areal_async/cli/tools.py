@@ -19,9 +19,9 @@ import msgspec
 import typer
 from rich.console import Console, RenderableType
 
-from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.base.errors import ArealError, MachineError, RunFolderError, RunInterrupted, with_limit
 from areal_async.base.addresses import LOOPBACK
+from areal_async.base.errors import ArealError, MachineError, RunFolderError, RunInterrupted, with_limit
+from areal_async.base.mistakes import ConfigError, Mistake
 
 PIPED_WIDTH = 200
 

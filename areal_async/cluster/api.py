@@ -26,9 +26,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_async import __version__
-from areal_async.config.cluster import ClusterConfig
+from areal_async.base.errors import ArealError, FaultError, RunError, RunFolderError, WireError
+from areal_async.base.http_server import BodyTooLong, HttpLimits, ServerFull, read_body
+from areal_async.base.log import get_logger
 from areal_async.base.mistakes import ConfigError
-from areal_async.config.job import JobConfig
+from areal_async.base.own_files import NotOurs, read_own
+from areal_async.base.secrecy import shown as hidden
 from areal_async.cluster import logs
 from areal_async.cluster.controller import Controller
 from areal_async.cluster.folder import TokenBook
@@ -62,15 +65,12 @@ from areal_async.cluster.operations import (
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, UnknownJob, Verb
 from areal_async.cluster.store import StoredJob
 from areal_async.cluster.submission import read_submission
-from areal_async.base.errors import ArealError, FaultError, RunError, RunFolderError, WireError
+from areal_async.config.cluster import ClusterConfig
+from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run, change_workers
-from areal_async.base.own_files import NotOurs, read_own
+from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
 from areal_async.show.page.app import page_routes
 from areal_async.show.page.folder import told_of
-from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
-from areal_async.base.http_server import BodyTooLong, HttpLimits, ServerFull, read_body
-from areal_async.base.log import get_logger
-from areal_async.base.secrecy import shown as hidden
 
 LIMITS = HttpLimits(connections=256, held_bytes=256 << 20, answer_s=700.0)
 SUBMISSION_BYTES = 96 << 20  # A submission with as many files as it may have, in Base64

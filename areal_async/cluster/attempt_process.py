@@ -19,7 +19,8 @@ from typing import NoReturn
 
 import msgspec
 
-from areal_async.config.job import JobConfig
+from areal_async.base.errors import RunInterrupted, as_ours, with_limit
+from areal_async.base.own_files import PRIVATE_UMASK, read_own
 from areal_async.cluster.attempt import (
     ENDING,
     REQUEST,
@@ -30,11 +31,10 @@ from areal_async.cluster.attempt import (
     write_durably,
 )
 from areal_async.cluster.submission import job_of
-from areal_async.base.errors import RunInterrupted, as_ours, with_limit
+from areal_async.config.job import JobConfig
 from areal_async.launch.preflight import check_contents
-from areal_async.runner.run_job import carry_out
 from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
-from areal_async.base.own_files import PRIVATE_UMASK, read_own
+from areal_async.runner.run_job import carry_out
 
 LOOK_S = 0.2  # How often it looks whether it is to end
 MOST_WORDS = 4000

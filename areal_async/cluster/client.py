@@ -14,7 +14,8 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from areal_async.config.cluster import cluster_dir
+from areal_async.base.addresses import is_loopback
+from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.cluster.folder import ClusterFolder
 from areal_async.cluster.messages import (
@@ -32,8 +33,7 @@ from areal_async.cluster.messages import (
 from areal_async.cluster.operations import LOG_WAIT_S, OFFSET_HEADER, OVER_HEADER
 from areal_async.cluster.states import JobRefused, UnknownJob
 from areal_async.cluster.submission import Submission
-from areal_async.base.errors import ArealError
-from areal_async.base.addresses import is_loopback
+from areal_async.config.cluster import cluster_dir
 
 URL_VARIABLE = "AREAL_ASYNC_CONTROLLER"
 """Environment variable with the URL of a controller on another machine."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.log import get_logger
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.config.job import JobConfig
 from areal_async.cluster.attempt import sync_folder
-from areal_async.cluster.queue import Turns, gpus_for, order_of, take_turns
 from areal_async.cluster.processes import JobFolder, ProcessTable
+from areal_async.cluster.queue import Turns, gpus_for, order_of, take_turns
 from areal_async.cluster.resources import Resources, resources_of
 from areal_async.cluster.states import (
     ACTIVE,
@@ -37,8 +37,8 @@ from areal_async.cluster.states import (
 )
 from areal_async.cluster.store import JobStore, StoredJob
 from areal_async.cluster.submission import MOST_WRITTEN, Submission, job_of, read_jobs, write_files
+from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import has_work, is_finished, job_to_resume
-from areal_async.base.log import get_logger
 
 STOP_LIMIT_S = 60.0
 """Longest time in which a run that was told to may end in order, which takes it 10 s; then it is killed."""

@@ -19,7 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from areal_async.config.cluster import ClusterConfig, load_cluster
+from areal_async.base.addresses import LOOPBACK
+from areal_async.base.errors import ArealError, EndpointError
+from areal_async.base.http_server import HttpServer, listen
+from areal_async.base.log import end_logging, get_logger, setup_logging
+from areal_async.base.own_files import PRIVATE_UMASK
 from areal_async.cluster.api import LIMITS, ControllerApi
 from areal_async.cluster.attempt import write_durably
 from areal_async.cluster.client import ControllerGone, reached
@@ -30,11 +34,7 @@ from areal_async.cluster.processes import RealProcesses, detached_environment, s
 from areal_async.cluster.resources import machine_resources
 from areal_async.cluster.states import ACTIVE
 from areal_async.cluster.store import JobStore
-from areal_async.base.errors import ArealError, EndpointError
-from areal_async.base.own_files import PRIVATE_UMASK
-from areal_async.base.addresses import LOOPBACK
-from areal_async.base.http_server import HttpServer, listen
-from areal_async.base.log import end_logging, get_logger, setup_logging
+from areal_async.config.cluster import ClusterConfig, load_cluster
 
 LOOK_S = 0.25
 START_LIMIT_S = 60.0

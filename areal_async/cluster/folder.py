@@ -27,15 +27,15 @@ from typing import Literal
 
 import msgspec
 
-from areal_async.config.cluster import ClusterConfig, dump_cluster, load_cluster
+from areal_async.base.errors import ArealError
+from areal_async.base.log import get_logger
+from areal_async.base.own_files import NotOurs, check_own, close_folder, is_locked, read_own, take_lock
+from areal_async.base.processes import start_of
 from areal_async.cluster.attempt import write_durably
 from areal_async.cluster.states import ACTIVE
 from areal_async.cluster.store import JobStore
-from areal_async.base.errors import ArealError
+from areal_async.config.cluster import ClusterConfig, dump_cluster, load_cluster
 from areal_async.launch.folders import Owner
-from areal_async.base.own_files import NotOurs, check_own, close_folder, is_locked, read_own, take_lock
-from areal_async.base.log import get_logger
-from areal_async.base.processes import start_of
 
 Right = Literal["submit", "look"]
 """What a token allows: `look` only reads."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from areal_async.cluster.processes import JobFolder
 from areal_async.base.own_files import is_own_folder
+from areal_async.cluster.processes import JobFolder
 
 OF_THE_RUN = "run"
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.errors import ArealError
 from areal_async.cluster.queue import InLine
 from areal_async.cluster.resources import Resources
 from areal_async.cluster.states import ACTIVE, ENDED, STATES, JobRefused, Move, Standing, State, Wish
-from areal_async.base.errors import ArealError
 
 SCHEMA = 1
 MOST_HISTORY = 200  # Entries kept of one job, the newest

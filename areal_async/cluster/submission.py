@@ -18,15 +18,16 @@ from typing import Any
 
 import msgspec
 
-from areal_async.config.compose import read_composed
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.base.own_files import open_beneath, open_regular
+from areal_async.base.yaml_file import too_nested
+from areal_async.cluster.sweeps import combinations, named_jobs
+from areal_async.config.compose import read_composed
 from areal_async.config.fields import JOB_NAME
 from areal_async.config.files import OWN_CODE
 from areal_async.config.job import JobConfig
-from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job, resolve_paths
-from areal_async.base.yaml_file import too_nested
-from areal_async.cluster.sweeps import combinations, named_jobs
-from areal_async.base.own_files import open_beneath, open_regular
+from areal_async.config.load import apply_overrides, flattened, job_from_mapping, load_job
+from areal_async.config.paths import resolve_paths
 
 MOST_BYTES = 64 << 20  # Files of one submission together
 MOST_WRITTEN = 1 << 30  # The same, times the jobs of a sweep

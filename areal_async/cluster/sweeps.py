@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import yaml
 
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.config.fields import job_fields, suggest
 from areal_async.base.yaml_file import dump_yaml, parse_yaml, syntax_problem
+from areal_async.config.fields import job_fields, suggest
 
 MOST_JOBS = 256  # Jobs that one sweep makes
 LONGEST_NAME = 48

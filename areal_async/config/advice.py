@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import Mistake
+from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_part
 from areal_async.config.presets import PRESETS

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
-from areal_async.config.devices import trainer_gpus
 from areal_async.base.mistakes import Mistake
+from areal_async.config.devices import trainer_gpus
 from areal_async.config.fields import job_fields
 from areal_async.config.job import JobConfig, LoraSection
 from areal_async.config.parts import part_mistakes

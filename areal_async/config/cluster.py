@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from areal_async.config.base import Section
+from areal_async.base.addresses import LOOPBACK
 from areal_async.base.mistakes import ConfigError, Mistake, blank_after_colon, in_words, value_in_words
 from areal_async.base.yaml_file import dump_yaml, read_mapping
-from areal_async.base.addresses import LOOPBACK
+from areal_async.config.base import Section
 
 DIR_VARIABLE = "AREAL_ASYNC_CLUSTER_DIR"
 """Environment variable that names the folder of the cluster that commands talk to."""

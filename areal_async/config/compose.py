@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.config.job import merged
-from areal_async.base.yaml_file import parse_yaml, read_mapping
 from areal_async.base.secrecy import is_secret
+from areal_async.base.yaml_file import parse_yaml, read_mapping
+from areal_async.config.job import merged
+from areal_async.config.paths import resolve_paths
 
 VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::-([^}]*))?\}")
 """In the name of a variable whose value must not be written into job files, which are copied and shown."""
@@ -31,8 +32,6 @@ def read_composed(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    from areal_async.config.load import resolve_paths  # which reads files by this module
-
     here = path.resolve()
     if here in above:
         chain = " includes ".join(str(each) for each in (*above, here))

@@ -16,14 +16,14 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
+from areal_async.base.cache import CACHE_VARIABLE
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.base.retry import Tries
 from areal_async.config.job import JobConfig
 from areal_async.storage.hub import bring, is_of_hub
 from areal_async.storage.remote import StorageError
 from areal_async.storage.transfer import fetch
-from areal_async.base.cache import CACHE_VARIABLE
 from areal_async.storage.urls import joined, protocol_problem, url_of
-from areal_async.base.retry import Tries
 
 OF_TRAINER = (
     "trainer.reference.model",

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.base.mistakes import Mistake
+from areal_async.config.engines import declared_engine, evaluation_engine
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import RolloutSection, ServerSection
 

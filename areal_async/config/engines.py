@@ -22,9 +22,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from areal_async.config.base import Section
-from areal_async.base.mistakes import Mistake
 from areal_async.base.errors import ArealError
+from areal_async.base.mistakes import Mistake
+from areal_async.config.base import Section
 from areal_async.config.registry import ENGINES
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import ADD_IT, Mistake, blank_after_colon, value_in_words
+from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
 from areal_async.config.presets import PRESETS
 from areal_async.config.trainings import PreferenceSection

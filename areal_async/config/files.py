@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.base.mistakes import Mistake
+from areal_async.config.content import OF_TRAINER
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import own_part_mistakes
+from areal_async.config.registry import CHANNELS, TOOLS, WORKFLOWS
+from areal_async.config.reward_routing import Routing
 from areal_async.config.rewardcheck import part_of, reward_file_mistakes
 from areal_async.data.examples import FORMS, Form, read_examples
+from areal_async.data.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
 from areal_async.models.files import (
     INDEX,
     ONE_FILE,
@@ -32,11 +36,7 @@ from areal_async.models.files import (
     no_folder,
     stored_tensors,
 )
-from areal_async.config.registry import CHANNELS, TOOLS, WORKFLOWS
-from areal_async.config.reward_routing import Routing
 from areal_async.rpc.schema import Task
-from areal_async.config.content import OF_TRAINER
-from areal_async.data.tasks import TaskFileError, read_tasks, task_file, task_row, task_rows
 
 READ_WHOLE_BYTES = 16 << 20
 """Task files up to this size are checked row by row; of larger ones only the first row."""

@@ -6,15 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from areal_async.config.base import Overrides, Section
 from areal_async.base.mistakes import ConfigError, Mistake, in_words
+from areal_async.base.processes import RestartPolicy
+from areal_async.base.versions import POLICY, POLICY_NAME
+from areal_async.config.base import Overrides, Section
 from areal_async.config.objective import ObjectiveSection, ReferenceSection, TeacherSection
 from areal_async.config.parallel import ParallelSection
 from areal_async.config.reward import RewardSection
 from areal_async.config.rollout import RolloutSection, SamplingSection, ServerSection, StopText
-from areal_async.data.examples import Kind
 from areal_async.config.trainings import FileTraining, PreferenceSection, RewardModelSection, SftSection
-from areal_async.base.versions import POLICY, POLICY_NAME
+from areal_async.data.examples import Kind
 from areal_async.storage.urls import FETCHED, StoreUrl
 
 NODE_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"

@@ -14,21 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from areal_async.config.base import Overrides
-from areal_async.config.checks import check_fields, policies_mistakes
-from areal_async.config.compose import read_composed
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.config.fields import job_fields, numbers_or_words
-from areal_async.config.files import OWN_CODE, check_config, check_files
-from areal_async.config.job import JobConfig, merged
-from areal_async.config.parts import PART_FIELDS, arguments_of
-from areal_async.config.presets import OBJECTIVE, fill_preset
-from areal_async.config.reward import FOLDER_OR_NAME
+from areal_async.base.versions import POLICY_NAME
 from areal_async.base.yaml_file import (
     MOST_LEVELS,
     MOST_NODES,
@@ -38,16 +30,16 @@ from areal_async.base.yaml_file import (
     syntax_problem,
     too_nested,
 )
-from areal_async.config.registry import LOGGERS, REWARDS, Registry
-from areal_async.base.versions import POLICY_NAME
-from areal_async.config.content import CONTENT, content_mistakes, in_urls
-from areal_async.storage.hub import hub_url
-from areal_async.storage.urls import FETCHED, is_url
+from areal_async.config.base import Overrides
+from areal_async.config.checks import check_fields, policies_mistakes
+from areal_async.config.compose import read_composed
+from areal_async.config.content import content_mistakes, in_urls
+from areal_async.config.fields import job_fields, numbers_or_words
+from areal_async.config.files import check_config, check_files
+from areal_async.config.job import JobConfig, merged
+from areal_async.config.paths import policies_of, resolve_paths, section_with
+from areal_async.config.presets import OBJECTIVE, fill_preset
 
-PATH_FIELDS = tuple(
-    path for path, field in job_fields().items() if Path in (field.annotation, *get_args(field.annotation))
-)
-URL_FIELDS = tuple(path for path in PATH_FIELDS if FETCHED[0] in job_fields()[path].info.metadata)
 OF_EACH: dict[str, tuple[str, ...]] = {
     "model": (),
     "trainer": (),
@@ -106,12 +98,12 @@ def job_from_mapping(
         raise ConfigError(source, [Mistake(where, problem, "Write the whole character")])
     content = copy.deepcopy(content)
     mistakes = apply_overrides(content, overrides)
-    if len(policies := _policies_of(content)) > MOST_POLICIES:
+    if len(policies := policies_of(content)) > MOST_POLICIES:
         problem = f"it names {len(policies)} policies, and {MOST_POLICIES} is the limit"
         raise ConfigError(source, [Mistake("policies", problem, "Train fewer in one job")])
     mistakes += _policy_mistakes(content)
     resolve_paths(content, base)
-    policies = _policies_of(content)
+    policies = policies_of(content)
     rest = {key: value for key, value in content.items() if key != "policies"}
     views: dict[str, JobConfig | None] = {}
     for name, own in policies.items() or {"": {}}.items():
@@ -329,92 +321,13 @@ def _remove(content: Any, location: Sequence[int | str]) -> None:
         del owner[key]
 
 
-def resolve_paths(content: dict[str, Any], base: Path) -> None:
-    """Make every path in a job's mapping absolute, and its `run_dir` too."""
-    for field in PATH_FIELDS:
-        section, last = _section(content, field)
-        is_path = field not in URL_FIELDS or not is_url(section.get(last))
-        if is_path and field in CONTENT and isinstance(section.get(last), str):
-            named = hub_url(section[last], base, is_data=field.startswith("tasks."))
-            section[last], is_path = named or section[last], named is None
-        if isinstance(section.get(last), str) and section[last] and is_path:
-            section[last] = _absolute(section[last], base)
-    for field, kind in PART_FIELDS.items():
-        section, last = _section(content, field)
-        _resolve_part(kind, section, last, f"{last}_args", base)
-    reward, _ = _section(content, "reward.name")
-    routes = reward.get("routes")
-    for section in (reward, *(routes if isinstance(routes, list) else ())):
-        if isinstance(section, dict):
-            _resolve_part(REWARDS, section, "name", "args", base)
-    observe, _ = _section(content, "observe.loggers")
-    if isinstance(observe.get("loggers"), list):
-        loggers = [{"name": each} if isinstance(each, str) else each for each in observe["loggers"]]
-        observe["loggers"] = loggers
-        for logger in loggers:
-            if isinstance(logger, dict):
-                _resolve_part(LOGGERS, logger, "name", "args", base)
-    content.setdefault("run_dir", str(base / JobConfig.model_fields["run_dir"].default))
-    for own in _policies_of(content).values():
-        resolve_paths(own, base)
-        own.pop("run_dir")
-
-
-def _resolve_part(kind: Registry, section: dict[str, Any], name: str, args: str, base: Path) -> None:
-    """Make the paths of a part absolute: that of its file, and those among its arguments.
-
-    A `FolderOrName` that is no folder beside the job file, and is not written as a path, stays as it is."""
-    if isinstance(section.get(name), str) and ".py:" in section[name]:
-        section[name] = _absolute(section[name], base)
-    if not isinstance(section.get(args), dict):
-        return
-    given = section[args] = _own_code(section[args], base)
-    for key, info in arguments_of(kind, str(section.get(name))).model_fields.items():
-        text = given.get(key)
-        is_path = Path in (info.annotation, *get_args(info.annotation))
-        if not isinstance(text, str) or not text or not (is_path or FOLDER_OR_NAME in info.metadata):
-            continue
-        path = _absolute(text, base)
-        if is_path or text.startswith((".", "/", "~")) or os.path.exists(path):
-            given[key] = path
-
-
-def _own_code(value: Any, base: Path) -> Any:
-    """With every `path.py:name` in it absolute: what a part takes may be code too."""
-    if isinstance(value, dict):
-        return {key: _own_code(inner, base) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_own_code(inner, base) for inner in value]
-    return _absolute(value, base) if isinstance(value, str) and OWN_CODE.fullmatch(value) else value
-
-
-def _section(content: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
-    """The section that has `field`, or an empty one, and the field's name there."""
-    inner: Any = content
-    *sections, last = field.split(".")
-    for name in sections:
-        inner = inner.get(name) if isinstance(inner, dict) else None
-    return (inner if isinstance(inner, dict) else {}), last
-
-
-def _absolute(text: str, base: Path) -> str:
-    return os.path.normpath(os.path.join(base, os.path.expanduser(text)))
-
-
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
     """The flat form of a job's mapping, whose `policies` were found right, where there is one policy."""
-    policies = _policies_of(content)
+    policies = policies_of(content)
     if len(policies) != 1:
         return content
     ((name, own),) = policies.items()
     return merged({key: value for key, value in content.items() if key != "policies"}, own) | {"policy": name}
-
-
-def _policies_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    policies = content.get("policies")
-    if not isinstance(policies, dict):
-        return {}
-    return {str(name): own if isinstance(own, dict) else {} for name, own in policies.items()}
 
 
 def _policy_mistakes(content: dict[str, Any]) -> Iterator[Mistake]:
@@ -456,8 +369,8 @@ def _as_written(
 
     def path(field: str) -> str:
         top, _, inner = field.partition(".")
-        section, last = _section(own, field)
-        beside, _ = _section(rest, field)
+        section, last = section_with(own, field)
+        beside, _ = section_with(rest, field)
         of_each = top in OF_EACH and (not OF_EACH[top] or inner.partition(".")[0] in OF_EACH[top])
         default = last in beside or (top not in own and top != "model")
         is_own = last in section or (of_each and not default)

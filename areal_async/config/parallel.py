@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import Mistake
+from areal_async.config.base import Section
 
 if TYPE_CHECKING:
     from areal_async.config.job import TrainerSection

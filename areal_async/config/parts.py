@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+from areal_async.base.mistakes import Mistake
 from areal_async.config import registry
 from areal_async.config.base import Section
-from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import parallel_mistakes
 from areal_async.config.presets import OBJECTIVE, PRESETS
-from areal_async.config.rewardcheck import asked
 from areal_async.config.registry import PartError, Registry
+from areal_async.config.rewardcheck import asked
 
 ANY_KIND: Mapping[str, Registry] = {"trainer.backend": registry.BACKENDS}
 PART_FIELDS: Mapping[str, Registry] = {

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal_async.base.mistakes import Mistake
-from areal_async.config.rollout import SamplingSection
 from areal_async.base.yaml_file import dump_yaml
+from areal_async.config.rollout import SamplingSection
 
 if TYPE_CHECKING:
     from areal_async.config.job import JobConfig

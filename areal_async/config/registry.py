@@ -40,7 +40,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from areal_async.config.base import Section
+from areal_async.base.errors import ArealError
 from areal_async.base.mistakes import (
     ADD_IT,
     MOST_MISTAKES,
@@ -49,9 +49,9 @@ from areal_async.base.mistakes import (
     in_words,
     value_in_words,
 )
-from areal_async.base.errors import ArealError
 from areal_async.base.own_files import read_regular
 from areal_async.base.secrecy import is_secret
+from areal_async.config.base import Section
 
 
 class PartError(ArealError):

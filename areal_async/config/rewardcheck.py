@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import Mistake
-from areal_async.config.job import JobConfig
-from areal_async.config.reward import RewardSection, RouteSection
 from areal_async.base.own_files import read_regular
+from areal_async.config.base import Section
+from areal_async.config.job import JobConfig
 from areal_async.config.registry import REWARDS, PartError
+from areal_async.config.reward import RewardSection, RouteSection
 
 BUDGET_GRACE_S = 1.0  # Time to make and end jails, and to compare
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from areal_async.config.job import JobConfig
-from areal_async.models.files import Mixture, is_mixture, mixture_of
 from areal_async.config.registry import BACKENDS, ENGINES
+from areal_async.models.files import Mixture, is_mixture, mixture_of
 
 
 def replayed_mixture(job: JobConfig) -> Mixture | None:

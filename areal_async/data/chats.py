@@ -21,11 +21,11 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import compress, groupby
 from typing import Any, Literal
 
-from areal_async.models.answers import end_ids, turn_closing
 from areal_async.base.errors import ArealError
 from areal_async.data.examples import Continuation, Message
-from areal_async.models.prompts import prompt_ids, text_ids
 from areal_async.data.tasks import is_learned
+from areal_async.models.answers import end_ids, turn_closing
+from areal_async.models.prompts import prompt_ids, text_ids
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal_async.data.examples import split_prompt, tools_of
 from areal_async.data.questions import BadRow, SourceRow
 from areal_async.data.sources import DataError, Source, source_rows
 from areal_async.data.styles import NO_MARK, TAKE_WHOLE, Style
-from areal_async.data.examples import split_prompt, tools_of
-from areal_async.models.prompts import prompt_ids
 from areal_async.data.tasks import TaskFileError, without_fillers
+from areal_async.models.prompts import prompt_ids
 
 Row = dict[str, Any]
 Track = Callable[[Iterable[Any], str], Iterable[Any]]

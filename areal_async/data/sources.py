@@ -21,9 +21,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from areal_async.data.tasks import VISION_COLUMNS, TaskFileError, task_rows, without_fillers
 from areal_async.storage.hub import HUB_FORM, data_set
 from areal_async.storage.remote import StorageError
-from areal_async.data.tasks import VISION_COLUMNS, TaskFileError, task_rows, without_fillers
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import blake3
 import msgspec
 
-from areal_async.base.yaml_file import MOST_LEVELS, MOST_NODES, half_character, too_nested
 from areal_async.base.errors import ArealError
 from areal_async.base.own_files import open_regular
+from areal_async.base.yaml_file import MOST_LEVELS, MOST_NODES, half_character, too_nested
 from areal_async.rpc.schema import Task
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ import msgspec
 
 from areal_async.config.job import JobConfig
 from areal_async.config.trainings import FILE_KINDS
+from areal_async.launch.trends import EDGE_STEPS, HeldOut, edge_of, reward_warning
+from areal_async.launch.watchdog import Facts, Stall, find_stall
+from areal_async.rpc.board import SILENT_S
 from areal_async.rpc.control_messages import RunRecord, ServiceFigures, ServiceStatus
 from areal_async.rpc.messages import BufferStats, NoScore
-from areal_async.launch.trends import EDGE_STEPS, HeldOut, edge_of, reward_warning
-from areal_async.rpc.board import SILENT_S
-from areal_async.launch.watchdog import Facts, Stall, find_stall
 
 RECENT_STEPS = 20
 MESSAGE_LIFE_S = 30.0  # A warning older than this is not shown any more

@@ -22,8 +22,8 @@ from typing import Literal
 
 from areal_async.config.job import JobConfig
 from areal_async.config.rollout import AutoscaleSection
-from areal_async.launch.metrics import CHANGES, WORKERS
 from areal_async.launch.aggregator import RunStatus
+from areal_async.launch.metrics import CHANGES, WORKERS
 
 Direction = Literal["up", "down"]
 ScaleReason = Literal["trainer_waits", "workers_idle", "no_gain", "fewer_steps", "replaced"]

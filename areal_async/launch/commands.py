@@ -18,8 +18,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_async.base.errors import FaultError, WireError
+from areal_async.base.log import get_logger
+from areal_async.base.processes import exit_text
+from areal_async.base.topology import Topology
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.rpc.address import Address
+from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import (
     DrainWorker,
@@ -35,11 +39,7 @@ from areal_async.rpc.messages import Drain
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.secret import Access
 from areal_async.rpc.server import Answer, Peer
-from areal_async.base.log import get_logger
-from areal_async.base.processes import exit_text
-from areal_async.rpc.board import board
 from areal_async.service.control import ControlServer
-from areal_async.base.topology import Topology
 from areal_async.service.record import RunLog
 
 MAX_ASKED = 64  # Requests that wait for the supervisor's loop

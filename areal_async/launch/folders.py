@@ -24,9 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import RunFolderError
-from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
 from areal_async.base.own_files import (
     NotOurs,
     check_own,
@@ -37,10 +35,12 @@ from areal_async.base.own_files import (
     read_own,
     take_lock,
 )
-from areal_async.rpc.secret import ROLES, RunSecret
-from areal_async.service.context import keys_file
 from areal_async.base.processes import kill_processes_of, start_of
 from areal_async.base.topology import OnHost, RunHost
+from areal_async.config.job import JobConfig
+from areal_async.launch.one_host import HERE, SHM_ROOT, make_host
+from areal_async.rpc.secret import ROLES, RunSecret
+from areal_async.service.context import keys_file
 from areal_async.service.record import holds_results
 from areal_async.weights.channels import channel_of
 from areal_async.weights.manifest import remove_snapshots

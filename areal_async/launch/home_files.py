@@ -16,15 +16,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from areal_async.base.mistakes import ConfigError
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import FaultError, RunError
+from areal_async.base.mistakes import ConfigError
 from areal_async.base.own_files import NotBeneath, open_beneath, parts_of, remove_beneath, rename_beneath
+from areal_async.base.topology import Role
+from areal_async.config.content import CONTENT, OF_TRAINER, content_mistakes, store_url
+from areal_async.config.job import JobConfig
 from areal_async.rpc.home_messages import HomeFile, HomeFiles, ListHome, ReadHome, RemoveHome, WriteHome
 from areal_async.rpc.schema import Ok
 from areal_async.rpc.server import Answer, Handler, Peer
-from areal_async.base.topology import Role
-from areal_async.config.content import CONTENT, OF_TRAINER, content_mistakes, store_url
 from areal_async.storage.home import FILES, PROTOCOL, RUN
 from areal_async.storage.remote import StorageMissing
 from areal_async.storage.transfer import fetch

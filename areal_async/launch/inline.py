@@ -29,26 +29,26 @@ from types import FrameType, TracebackType
 
 import msgspec
 
+from areal_async.base.errors import FaultError, RunError, RunFailed
+from areal_async.base.log import get_logger
+from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.base.processes import RUN_VARIABLE, kill_processes_of
+from areal_async.base.topology import Role
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.devices import first_threads
 from areal_async.config.engines import engine_part, evaluation_engine
-from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.base.errors import FaultError, RunError, RunFailed
+from areal_async.config.registry import forget_own_parts
 from areal_async.launch.commands import ControlSocket, FleetChange, WorkersRequest
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Ending
+from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import STOP_STAGES, ready_limit_s, services_of, with_channel
 from areal_async.launch.supervisor import SIGNALS, TICK_S, caught_signals
-from areal_async.config.registry import forget_own_parts
 from areal_async.service.context import ServiceContext
-from areal_async.base.log import get_logger
-from areal_async.base.processes import RUN_VARIABLE, kill_processes_of
 from areal_async.service.main import STOP_GRACE_S, first_cause, until_stopped
-from areal_async.base.topology import Role
 from areal_async.service.record import RunLog
 
 MAINS: Mapping[Role, str] = {

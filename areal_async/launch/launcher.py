@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from areal_async.config.job import JobConfig
 from areal_async.base.topology import ServicePlace, Topology
+from areal_async.config.job import JobConfig
 
 WAITS = "waits for room on the cluster"
 """How a line begins that a run prints while it has no places."""

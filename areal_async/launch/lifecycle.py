@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 from areal_async.base.processes import NO_RESTARTS, RestartPolicy, Restarts
 from areal_async.base.topology import ServicePlace
+from areal_async.launch.plan import STOP_STAGES, awaited_first, ends_the_job
 
 STAGE_LIMITS_S = (4.5, 1.5, 2.0)
 """A stage that was asked to end is killed after so long. The first limit is above the services' own grace, so

@@ -16,13 +16,6 @@ from typing import Any
 
 import msgspec
 
-from areal_async.config.job import JobConfig
-from areal_async.launch.folders import RunFolders
-from areal_async.launch.one_host import topology_here
-from areal_async.launch.plan import name_is_held, thread_count, with_channel
-from areal_async.launch.spares import PRELOADED, Spares
-from areal_async.service.context import SERVED_VARIABLE
-from areal_async.service.rank_group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
 from areal_async.base.processes import (
     ChildProcess,
     kill_processes_of,
@@ -30,6 +23,13 @@ from areal_async.base.processes import (
     start_service,
 )
 from areal_async.base.topology import Role, ServicePlace, Topology
+from areal_async.config.job import JobConfig
+from areal_async.launch.folders import RunFolders
+from areal_async.launch.one_host import topology_here
+from areal_async.launch.plan import name_is_held, thread_count, with_channel
+from areal_async.launch.spares import PRELOADED, Spares
+from areal_async.service.context import SERVED_VARIABLE
+from areal_async.service.rank_group import LISTENING_VARIABLE, MEETING_VARIABLE, PULSE_VARIABLE
 
 VMSTAT = Path("/proc/vmstat")
 SWEEP_S = 1.0

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from areal_async.base.errors import ArealError, PeerGone
-from areal_async.rpc.address import Address
-from areal_async.rpc.client import Client
-from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
-from areal_async.rpc.schema import R, Request
-from areal_async.rpc.secret import Access
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import STALL
 from areal_async.base.topology import ServicePlace, Topology
 from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.launch.load import LoadLog
-from areal_async.rpc.board import SILENT_S
 from areal_async.launch.watchdog import Stall
+from areal_async.rpc.address import Address
+from areal_async.rpc.board import SILENT_S
+from areal_async.rpc.client import Client
+from areal_async.rpc.control_messages import ReadMetrics, ServiceStatus, Status
+from areal_async.rpc.schema import R, Request
+from areal_async.rpc.secret import Access
 
 log = get_logger("watchdog")
 

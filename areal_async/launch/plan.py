@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from areal_async.config.devices import first_threads
-from areal_async.config.engines import engine_part
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import FaultError
 from areal_async.base.own_files import is_locked
 from areal_async.base.topology import Role, RunHost, ServicePlace
+from areal_async.config.devices import first_threads
+from areal_async.config.engines import engine_part
+from areal_async.config.job import JobConfig
 
 MODULES: Mapping[Role, str] = {
     "buffer": "replay_buffer",

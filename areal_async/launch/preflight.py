@@ -8,7 +8,6 @@ the user's code.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import partial
@@ -30,9 +29,11 @@ import msgspec
 import psutil
 from safetensors import SafetensorError, safe_open
 
+from areal_async.base.cache import digest_of, keep, recall
+from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.base.redis_binary import find_redis_server
-from areal_async.models import answers, prompts
-from areal_async.data import chats, examples, tasks
+from areal_async.base.topology import ServicePlace
+from areal_async.config.content import in_urls
 from areal_async.config.devices import device_mistakes, shared_with_engines
 from areal_async.config.engines import (
     EngineMissing,
@@ -41,19 +42,17 @@ from areal_async.config.engines import (
     evaluation_engine,
     find_engine_python,
 )
-from areal_async.base.mistakes import ConfigError, Mistake
 from areal_async.config.files import json_in
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import named_parts, own_part_mistakes
+from areal_async.config.reward_routing import RewardSpec
 from areal_async.config.rewardcheck import asked, programs_run
+from areal_async.data import chats, examples, tasks
 from areal_async.launch import prompt_trial
 from areal_async.launch.one_host import LOOPBACK, SHM_ROOT
+from areal_async.models import answers, prompts
 from areal_async.models.files import stored_tensors, weight_files
 from areal_async.models.tokenizer import tokenizer_files
-from areal_async.config.reward_routing import RewardSpec
-from areal_async.base.topology import ServicePlace
-from areal_async.config.content import in_urls
-from areal_async.base.cache import digest_of, keep, recall
 from areal_async.weights.channels import channel_of, shared_copies
 
 SANDBOX_LIMIT_S = 60.0

@@ -19,6 +19,11 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.mistakes import Mistake
+from areal_async.config.job import JobConfig
+from areal_async.data.chats import ChatError, answer_ids, whole_ids
+from areal_async.data.examples import Example, read_examples, tools_of
+from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
 from areal_async.models.answers import (
     GENERATION_CONFIG,
     TEMPLATE,
@@ -28,13 +33,8 @@ from areal_async.models.answers import (
     next_turn,
     turn_closing,
 )
-from areal_async.data.chats import ChatError, answer_ids, whole_ids
-from areal_async.base.mistakes import Mistake
-from areal_async.config.job import JobConfig
-from areal_async.data.examples import Example, read_examples, tools_of
-from areal_async.models.tokenizer import keep_class
 from areal_async.models.prompts import message_texts, prompt_ids, prompt_text, text_ids, with_template_args
-from areal_async.data.tasks import TaskFileError, drawn, task_row, task_rows
+from areal_async.models.tokenizer import keep_class
 
 MOST_ROWS = 200_000  # Rows of one task file that are looked at
 SAMPLE = 256  # Prompts whose tokens are looked at, drawn at random

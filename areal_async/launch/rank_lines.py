@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from areal_async.base.topology import ServicePlace
 from areal_async.launch.launcher import Child
 from areal_async.launch.plan import rank_name
 from areal_async.service.rank_group import SILENT, Note
-from areal_async.base.topology import ServicePlace
 
 LONGEST_LOOK_S = 1.0  # Between two looks no more than this counts as silence
 MEMORY_KILL_S = 30.0

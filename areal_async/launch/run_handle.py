@@ -12,11 +12,8 @@ import difflib
 import math
 import os
 import signal
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,12 +22,22 @@ from typing import Any
 
 import msgspec
 
-from areal_async.config.base import Overrides
-from areal_async.config.job import JobConfig
-from areal_async.config.load import apply_overrides, job_of, load_job, overrides_of
-from areal_async.config.trainings import FILE_KINDS
+from areal_async.base.errors import (
+    ArealError,
+    FaultError,
+    RunError,
+    RunFailed,
+    RunFolderError,
+    RunInterrupted,
+)
+from areal_async.base.own_files import NotOurs, read_own
+from areal_async.base.processes import exit_text
+from areal_async.base.topology import Topology
 from areal_async.base.yaml_file import read_mapping
-from areal_async.base.errors import ArealError, FaultError, RunError, RunFailed, RunFolderError, RunInterrupted
+from areal_async.config.job import JobConfig
+from areal_async.config.load import apply_overrides, load_job
+from areal_async.config.trainings import FILE_KINDS
+from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.launch.folders import (
     LOCK,
     TOPOLOGY,
@@ -39,19 +46,13 @@ from areal_async.launch.folders import (
     refuse_running,
     supervisor_of,
 )
-from areal_async.launch.plan import MODULES
-from areal_async.launch.preflight import check_contents
 from areal_async.launch.stored_runs import bring_run_of, has_checkpoint, run_at
-from areal_async.base.own_files import NotOurs, read_own
 from areal_async.rpc.address import Address
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers, Status, WorkersChanged
 from areal_async.rpc.schema import R, Request
 from areal_async.rpc.secret import RoleKeys
 from areal_async.service.context import keys_file
-from areal_async.base.processes import ChildProcess, exit_text
-from areal_async.base.topology import Role, Topology
-from areal_async.launch.aggregator import RunStatus, StatusAggregator
 from areal_async.service.record import Tail, read_run_log
 from areal_async.storage.urls import shown
 

@@ -21,8 +21,8 @@ import psutil
 
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess, RestartPolicy, Restarts, service_arguments
-from areal_async.service.spare_process import MODULE, READY, ROOM_BYTES, Calling
 from areal_async.base.topology import Role, ServicePlace
+from areal_async.service.spare_process import MODULE, READY, ROOM_BYTES, Calling
 
 PRELOADED = (
     "torch",

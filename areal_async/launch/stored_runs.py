@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from areal_async.base.errors import RunError, RunFolderError
+from areal_async.base.log import get_logger
+from areal_async.base.own_files import private_files
+from areal_async.config.content import BY_TRAINER, run_url, store_url
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.base.errors import RunError, RunFolderError
 from areal_async.launch.folders import LOCK, TOPOLOGY, supervisor_of
-from areal_async.base.own_files import private_files
-from areal_async.base.log import get_logger
-from areal_async.config.content import BY_TRAINER, run_url, store_url
 from areal_async.storage.mirror import EVERY_S, FINISH_S, MARK, Mirror, MirrorMark, mark_here, mark_there
 from areal_async.storage.remote import Remote, StorageError
 from areal_async.storage.transfer import fetch

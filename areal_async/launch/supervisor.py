@@ -22,17 +22,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from areal_async.base import events
+from areal_async.base.errors import FaultError
+from areal_async.base.log import get_logger
+from areal_async.base.metrics import elsewhere
+from areal_async.base.processes import INCURABLE_STATUS, exit_text
+from areal_async.base.topology import Role, ServicePlace, Topology
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
-from areal_async.base.errors import FaultError
+from areal_async.launch.aggregator import RunStatus
 from areal_async.launch.autoscale import Autoscaler, ScaleChange
 from areal_async.launch.commands import ControlSocket, FleetChange, LeavingWorker, WorkersRequest
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.rank_lines import Lines
-from areal_async.launch.local_launcher import LocalLauncher, write_targets, write_whole
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.launcher import Child, Launcher
 from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase, in_order_of_cause
+from areal_async.launch.local_launcher import LocalLauncher, write_targets, write_whole
 from areal_async.launch.metrics import RESTARTS
 from areal_async.launch.plan import (
     MODULES,
@@ -41,13 +46,8 @@ from areal_async.launch.plan import (
     worker_to_drain,
     workers_to_change,
 )
+from areal_async.launch.rank_lines import Lines
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
-from areal_async.base import events
-from areal_async.base.log import get_logger
-from areal_async.base.metrics import elsewhere
-from areal_async.base.processes import INCURABLE_STATUS, RestartPolicy, exit_text
-from areal_async.base.topology import Role, ServicePlace, Topology
-from areal_async.launch.aggregator import RunStatus
 from areal_async.service.record import RunLog
 
 TICK_S = 0.1

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from areal_async.base.log import get_logger
 from areal_async.config.devices import first_threads
 from areal_async.config.job import JobConfig
-from areal_async.base.log import get_logger
 from areal_async.launch.aggregator import RunStatus
 
 log = get_logger("threads")

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_async.base.errors import ArealError
 from areal_async.base.cache import digest_of, keep, recall
+from areal_async.base.errors import ArealError
 
 KIND = "tokenizer-class"
 LOOK_LIMIT_S = 300.0  # Longest that finding the class may take

@@ -22,11 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import zmq
 from typing_extensions import Buffer
 
-from areal_async.base.addresses import SOCKET_PATH_LIMIT, is_loopback
+from areal_async.base.addresses import LOOPBACK, SOCKET_PATH_LIMIT, is_loopback
 from areal_async.base.errors import EndpointError
 from areal_async.base.own_files import private_files
 from areal_async.rpc.frames import MAX_MESSAGE_BYTES

@@ -24,8 +24,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.config.cluster import ClusterConfig
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import (
     ArealError,
     RunError,
@@ -35,15 +33,27 @@ from areal_async.base.errors import (
     as_ours,
     with_limit,
 )
+from areal_async.base.events import close_events, open_events
+from areal_async.base.log import end_logging, get_logger, setup_logging
+from areal_async.base.metrics import other_hosts, serve_metrics
+from areal_async.base.own_files import private_files
+from areal_async.base.processes import raise_file_limit
+from areal_async.base.topology import Role, Topology
+from areal_async.config.cluster import ClusterConfig
+from areal_async.config.content import materialise, store_url
+from areal_async.config.job import JobConfig
+from areal_async.launch.aggregator import DropReport, StatusAggregator
 from areal_async.launch.autoscale import ScaleChange
 from areal_async.launch.buffer_files import recover_here
 from areal_async.launch.folders import RunFolders, claim_folders, describe_work
-from areal_async.launch.local_launcher import write_targets
 from areal_async.launch.home_files import HomeFilesServer
 from areal_async.launch.inline import InlineRun, check_inline
 from areal_async.launch.launcher import Launcher
 from areal_async.launch.lifecycle import Ending
+from areal_async.launch.load import LoadLog
+from areal_async.launch.local_launcher import write_targets
 from areal_async.launch.metrics import watch_disk
+from areal_async.launch.monitor import Monitor, StatusClients
 from areal_async.launch.plan import (
     MODULES,
     on_any_ports,
@@ -52,29 +62,19 @@ from areal_async.launch.plan import (
     with_channel,
 )
 from areal_async.launch.preflight import check_for_cluster, check_machine
-from areal_async.launch.summary import failure_text, summarise
 from areal_async.launch.stored_runs import mirrored
+from areal_async.launch.summary import failure_text, summarise
 from areal_async.launch.supervisor import Supervisor
 from areal_async.launch.threads import ThreadSplit
-from areal_async.base.own_files import private_files
 from areal_async.rpc.address import Address
+from areal_async.rpc.board import NoticeHandler, board
 from areal_async.rpc.client import SyncClient
 from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.rpc.messages import BufferStats, Stats
 from areal_async.rpc.secret import RoleKeys
-from areal_async.base.events import close_events, open_events
-from areal_async.base.log import end_logging, get_logger, setup_logging
-from areal_async.base.metrics import other_hosts, serve_metrics
-from areal_async.base.processes import raise_file_limit
-from areal_async.rpc.board import NoticeHandler, board
-from areal_async.base.topology import Role, Topology
-from areal_async.launch.aggregator import DropReport, StatusAggregator
-from areal_async.launch.load import LoadLog
-from areal_async.show.loggers import watched_by_loggers
-from areal_async.launch.monitor import Monitor, StatusClients
 from areal_async.service.record import RunLog, as_it_became, read_run_log
+from areal_async.show.loggers import watched_by_loggers
 from areal_async.show.view import PlainLines, RunConsole, open_view
-from areal_async.config.content import materialise, store_url
 from areal_async.storage.urls import url_of
 
 STATS_LIMIT_S = 2.0

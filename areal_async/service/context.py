@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from areal_async.base.topology import OnHost, Role, RunHost, ServicePlace, Topology
 from areal_async.config.job import JobConfig
 from areal_async.rpc.address import Address
 from areal_async.rpc.secret import KeyRole, RoleKeys, RunAccess
 from areal_async.service.rank_group import Meeting
-from areal_async.base.topology import OnHost, Role, RunHost, ServicePlace, Topology
 
 KEYS = "keys"  # Folder beside the sockets with the keys of each role
 SERVED_VARIABLE = "AREAL_ASYNC_SERVED_BEFORE"

@@ -25,16 +25,16 @@ from pathlib import Path
 from types import FrameType
 
 from areal_async.base.errors import ArealError, as_ours, with_limit
-from areal_async.base.own_files import PRIVATE_UMASK
-from areal_async.rpc.address import Address
-from areal_async.service.context import ServiceContext
 from areal_async.base.events import arm_from_environment, open_events
-from areal_async.service.rank_group import start_pulse
 from areal_async.base.log import end_logging, get_logger, setup_logging
 from areal_async.base.metrics import start_metrics_server
+from areal_async.base.own_files import PRIVATE_UMASK
 from areal_async.base.processes import raise_file_limit
-from areal_async.service.control import answer_status
 from areal_async.base.topology import Role
+from areal_async.rpc.address import Address
+from areal_async.service.context import ServiceContext
+from areal_async.service.control import answer_status
+from areal_async.service.rank_group import start_pulse
 
 STOP_GRACE_S = 3.5  # The service's coroutine is cancelled so long after the stop signal
 STOPPED_STATUS = 128 + signal.SIGTERM  # Exit status of a service that ended because it was told to

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from areal_async.base.log import get_logger
-from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
 from areal_async.base.retry import Tries
+from areal_async.storage.remote import Remote, StorageError, StorageMissing, tries_for
 
 EVERY_S = 5.0
 SHARE = 0.2  # Most of the time that mirroring may take: a slow store is written to more seldom

@@ -21,9 +21,9 @@ import msgspec
 
 from areal_async.base.errors import DISK_TROUBLE, ArealError
 from areal_async.base.log import get_logger
+from areal_async.base.retry import Tries
 from areal_async.rpc.board import board
 from areal_async.storage.urls import joined, protocol_problem, url_problem
-from areal_async.base.retry import Tries
 
 PART_BYTES = 8 << 20  # Bytes of one request of a large file
 PARALLEL = 4  # Requests under way at once

@@ -25,8 +25,9 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from areal_async.base.own_files import NotBeneath, map_path, open_beneath
 from areal_async.base.events import failpoint
+from areal_async.base.own_files import NotBeneath, map_path, open_beneath
+from areal_async.base.retry import Tries
 from areal_async.storage.remote import (
     PART_BYTES,
     HalfWritten,
@@ -36,7 +37,6 @@ from areal_async.storage.remote import (
     StorageMissing,
     StoredFile,
 )
-from areal_async.base.retry import Tries
 
 MARKER = ".areal-async.json"
 LOCK_S = 6 * 3600.0  # The longest wait for another process of this host that fetches the same

@@ -25,8 +25,8 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from areal_async.base.errors import SnapshotError
-from areal_async.models.files import model_identity, weight_files
 from areal_async.base.versions import VersionTag
+from areal_async.models.files import model_identity, weight_files
 from areal_async.weights.channels.chunks import PARTIAL_PREFIX
 from areal_async.weights.channels.host_cache import HostCache
 from areal_async.weights.layout import box_of, plan_layout, torch_dtype

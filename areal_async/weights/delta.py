@@ -24,10 +24,10 @@ import numpy as np
 from blake3 import blake3
 
 from areal_async.base.errors import SnapshotError, WrongBase
+from areal_async.base.log import get_logger
 from areal_async.base.own_files import map_path
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import DeltaOffer
-from areal_async.base.log import get_logger
 from areal_async.weights.delta_codec import Elements, Reader, apply, blocks_of, encode
 from areal_async.weights.manifest import (
     DELTA_SUFFIX,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Arrived,
     Drain,
@@ -19,7 +20,6 @@ from areal_async.rpc.messages import (
     Refusal,
     Release,
 )
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Ok
 from replay_buffer.ledger.abandoned import counted_as
 from replay_buffer.ledger.admission import Demand, allowed, capacity, room

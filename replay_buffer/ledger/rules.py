@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
+from areal_async.base.versions import POLICY
 from areal_async.config.job import JobConfig
 from areal_async.config.reward import Scope
 from areal_async.config.reward_routing import Routing
-from areal_async.base.versions import POLICY
+from areal_async.data.tasks import TaskTable, pass_order, read_tasks
 from areal_async.rpc.schema import Task
 from areal_async.trajectory.verdicts import VerdictKind
-from areal_async.data.tasks import TaskTable, pass_order, read_tasks
 
 MAX_LEASES = 5
 """Leases that one group may use up; a task that no worker finishes is dropped then, not tried for ever."""

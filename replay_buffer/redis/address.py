@@ -7,9 +7,9 @@ import ssl
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from areal_async.base.errors import ArealError
 from areal_async.config.job import BufferSection, RedisLoginSection, RedisTlsSection
 from areal_async.config.redis_url import RedisUrl, parse_redis_url
-from areal_async.base.errors import ArealError
 
 
 @dataclass(frozen=True)

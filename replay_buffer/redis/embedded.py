@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from areal_async.base.errors import DISK_TROUBLE, MachineError
 from areal_async.base.addresses import SOCKET_PATH_LIMIT
-from areal_async.base.redis_binary import find_redis_server, redis_server_version
+from areal_async.base.errors import DISK_TROUBLE, MachineError
 from areal_async.base.log import get_logger
 from areal_async.base.processes import ChildProcess
+from areal_async.base.redis_binary import find_redis_server, redis_server_version
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from replay_buffer.redis.connection import RedisConnection
 

@@ -12,9 +12,9 @@ from typing import Any, get_args
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import ConfigError, Mistake, in_words, value_in_words
 from areal_async.base.yaml_file import read_mapping
+from areal_async.config.base import Section
 
 
 class Spread(Section):

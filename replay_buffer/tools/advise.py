@@ -12,8 +12,8 @@ from areal_async.launch.run_handle import find_run
 from areal_async.show.progress import progress
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import Advice, Variant, advise
-from replay_buffer.tools.measured import Window, measured
 from replay_buffer.simulation.world import Shape, predicted
+from replay_buffer.tools.measured import Window, measured
 
 SHOWN = 5  # Alternatives that are no better
 TRUSTED = 0.25

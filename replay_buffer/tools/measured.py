@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from areal_async.base.errors import RunFolderError
 from areal_async.config.devices import first_threads
 from areal_async.config.job import JobConfig
-from areal_async.base.errors import RunFolderError
 from areal_async.launch.run_handle import Run
 from areal_async.service.record import lives_of, read_run_log
 from replay_buffer.simulation.costs import (

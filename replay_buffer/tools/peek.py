@@ -15,8 +15,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.cli.tools import PeekRequest, plain, run_tool, show
 from areal_async.base.errors import ArealError
+from areal_async.cli.tools import PeekRequest, plain, run_tool, show
 from areal_async.launch.run_handle import find_run
 from areal_async.trajectory import Episode, SegmentKind, TrajectoryError, unpack
 from replay_buffer.ledger.index import Index

@@ -8,15 +8,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from areal_async.cli.tools import SimulateRequest, print_json, run_tool
 from areal_async.base.mistakes import ConfigError, Mistake
-from areal_async.config.load import load_job
 from areal_async.base.yaml_file import dump_yaml
+from areal_async.cli.tools import SimulateRequest, print_json, run_tool
+from areal_async.config.load import load_job
 from areal_async.launch.run_handle import find_run
 from areal_async.show.progress import progress
 from replay_buffer.simulation.costs import Costs, read_costs
-from replay_buffer.tools.measured import measured
 from replay_buffer.simulation.world import Prediction, simulated
+from replay_buffer.tools.measured import measured
 
 
 def main(request: SimulateRequest) -> None:

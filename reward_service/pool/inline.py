@@ -19,8 +19,8 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from areal_async.config.reward_routing import RewardSpec
 from areal_async.base.log import get_logger
+from areal_async.config.reward_routing import RewardSpec
 from reward_service.backends import Call, OnVerdicts
 from reward_service.pool.protocol import LoadReward
 from reward_service.pool.queue import LatencyEstimate, PooledReward

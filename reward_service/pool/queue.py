@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from areal_async.config.rewardcheck import part_of
 from areal_async.config.reward_routing import RewardSpec
+from areal_async.config.rewardcheck import part_of
 from reward_service.backends import OnVerdicts
 from reward_service.pool.protocol import LoadReward
 from reward_service.sdk import RewardLoadError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.launch.preflight import RewardTrial
 from areal_async.config.reward_routing import RewardSpec
+from areal_async.launch.preflight import RewardTrial
 from reward_service.pool.protocol import LoadReward
 from reward_service.pool.worker import load
 from reward_service.sdk import RewardLoadError

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from areal_async.cli.tools import ServeRequest, print_json, run_tool
+from areal_async.base.errors import ArealError
+from areal_async.base.log import setup_logging
 from areal_async.base.mistakes import ConfigError, Mistake, as_typed
 from areal_async.base.yaml_file import parse_yaml
-from areal_async.base.errors import ArealError
+from areal_async.cli.tools import ServeRequest, print_json, run_tool
 from areal_async.config.registry import REWARDS
-from areal_async.base.log import setup_logging
 from reward_service import metrics
 from reward_service.backends.remote import read_token
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of

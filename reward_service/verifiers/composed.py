@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import Mistake
+from areal_async.config.base import Section
 from areal_async.config.registry import REWARDS, WORKFLOWS, PartError
 from areal_async.trajectory.verdicts import Abstain, Failure, Parts, Score, Verdict, settled
 from reward_service.checking import as_verdict, describe

@@ -13,8 +13,8 @@ from functools import partial
 
 from pydantic import Field
 
-from areal_async.models.answers import spoken
 from areal_async.config.base import Section
+from areal_async.models.answers import spoken
 from reward_service.sdk import Abstain, RewardInput, Score
 from reward_service.verifiers import TooCostly, verifier, within
 from reward_service.verifiers.answers import BOX, Where, accepted, answer_of, closing, last_match

@@ -13,9 +13,9 @@ if __name__ == "__main__":
     with loading():
         import msgspec
 
-        from areal_async.models.tokenizer import load_tokenizer
-        from areal_async.models.prompts import with_template_args
         from areal_async.base.log import setup_logging
+        from areal_async.models.prompts import with_template_args
+        from areal_async.models.tokenizer import load_tokenizer
         from rollout_service.gateway.access import GatewaySetup
         from rollout_service.gateway.server import Front
 

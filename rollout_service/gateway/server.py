@@ -25,14 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_async.models.answers import end_ids
-from areal_async.config.rollout import GatewaySection
 from areal_async.base.errors import FaultError, PeerGone, RpcTimeout
-from areal_async.rpc.address import Address
-from areal_async.rpc.client import Client
-from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
-from areal_async.rpc.schema import Ok
-from areal_async.rpc.server import Answer, Peer, Server, by_type
 from areal_async.base.http_server import (
     BodyTooLong,
     HttpLimits,
@@ -41,6 +34,13 @@ from areal_async.base.http_server import (
     connection_of,
     read_body,
 )
+from areal_async.config.rollout import GatewaySection
+from areal_async.models.answers import end_ids
+from areal_async.rpc.address import Address
+from areal_async.rpc.client import Client
+from areal_async.rpc.gateway_messages import CountCalls, EndSession, OpenSession, ServeAgents
+from areal_async.rpc.schema import Ok
+from areal_async.rpc.server import Answer, Peer, Server, by_type
 from rollout_service.gateway.access import AT_ONCE, GatewaySetup
 from rollout_service.gateway.conversation import ConversationTree
 from rollout_service.gateway.openai import DONE, ChatCall, server_sent

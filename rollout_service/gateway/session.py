@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.models.answers import opens_thought
-from areal_async.config.rollout import GatewaySection
 from areal_async.base.errors import WireError
+from areal_async.config.rollout import GatewaySection
+from areal_async.models.answers import opens_thought
 from areal_async.rpc.client import Client
 from areal_async.rpc.gateway_messages import (
     DropCall,

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from msgspec.structs import asdict
 
 from areal_async.base.errors import RpcTimeout, SnapshotError, WireError
-from areal_async.base.versions import VersionTag
 from areal_async.base.events import record
 from areal_async.base.log import get_logger
 from areal_async.base.processes import RestartPolicy, Restarts
+from areal_async.base.versions import VersionTag
 from rollout_service import metrics
 from rollout_service.engines.base import Engine, EngineError, GenerateRequest, Weights
 

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from areal_async.base.versions import VersionTag
 from areal_async.base.log import get_logger
 from areal_async.base.processes import NO_RESTARTS, RestartPolicy
+from areal_async.base.versions import VersionTag
 from rollout_service import metrics
 from rollout_service.engines.base import (
     DeadlinePassed,

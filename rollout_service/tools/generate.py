@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_async.cli.tools import AnswersRequest, plain, print_json, run_tool
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.cli.tools import AnswersRequest, plain, print_json, run_tool
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines import make_engine

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_async.config.rollout import RolloutSection
 from areal_async.base.log import get_logger
+from areal_async.config.rollout import RolloutSection
 from rollout_service import metrics
 from rollout_service.engines.base import EngineStats
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from areal_async.base.errors import FaultError, RpcTimeout
+from areal_async.base.log import get_logger
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.client import Client
 from areal_async.rpc.messages import Lease, Leases
-from areal_async.base.versions import VersionTag
-from areal_async.base.log import get_logger
 
 log = get_logger("rollout")
 T = TypeVar("T")

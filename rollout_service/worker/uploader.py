@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from areal_async.base.errors import FaultError, RpcTimeout
-from areal_async.rpc.client import Client
-from areal_async.rpc.messages import PutAck, PutEpisodes, Release
 from areal_async.base.events import failpoint, record
 from areal_async.base.log import get_logger
+from areal_async.rpc.client import Client
+from areal_async.rpc.messages import PutAck, PutEpisodes, Release
 from rollout_service import metrics
 from rollout_service.worker.lease_client import IDLE_WAIT_S, first_of, wait_out
 

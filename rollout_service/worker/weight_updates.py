@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from areal_async.base.errors import FaultError, RpcTimeout, SnapshotError
+from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.weights_messages import NoNews, SnapshotNotice
-from areal_async.base.log import get_logger
 from rollout_service import metrics
 from rollout_service.engines.base import EngineError, Weights
 from rollout_service.replicas import ReplicaSet

@@ -30,15 +30,15 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from areal_async.config.job import JobConfig
-from areal_async.config.routes import replays
 from areal_async.base.errors import FaultError, RpcTimeout
-from areal_async.rpc.client import Client
-from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
-from areal_async.base.versions import VersionTag
 from areal_async.base.events import record, recording
 from areal_async.base.log import get_logger
+from areal_async.base.versions import VersionTag
+from areal_async.config.job import JobConfig
+from areal_async.config.routes import replays
 from areal_async.rpc.board import board
+from areal_async.rpc.client import Client
+from areal_async.rpc.messages import Drain, Heartbeat, LeasedGroup, Leases
 from areal_async.trajectory import EpisodeBuilder, pack_routes
 from rollout_service import metrics
 from rollout_service.engines.base import DeadlinePassed

@@ -23,10 +23,10 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import msgspec
 from pydantic import Field, model_validator
 
-from areal_async.config.base import Section
-from areal_async.base.errors import ArealError, InfrastructureFault
-from areal_async.config.registry import run_user_file
 from areal_async.base.addresses import LOOPBACK
+from areal_async.base.errors import ArealError, InfrastructureFault
+from areal_async.config.base import Section
+from areal_async.config.registry import run_user_file
 from areal_async.rpc.schema import Task
 from rollout_service.workflows.context import Context, WorkflowResources
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from areal_async.models.answers import opens_thought, spoken
 from areal_async.base.errors import ArealError
+from areal_async.models.answers import opens_thought, spoken
 from areal_async.models.prompts import Tokenizer
 from areal_async.trajectory import EpisodeBuilder, Sampling, SegmentKind
 from rollout_service import metrics

@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from areal_async.base.errors import ArealError
+from areal_async.models.answers import Detokenizer, end_ids, turn_closing
 from areal_async.models.prompts import Tokenizer, message_texts, prompt_ids, prompt_text, text_ids
 from areal_async.trajectory.layout import FinishReason
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from areal_async.launch.lifecycle import Action, Lifecycle, Phase
 from areal_async.base.processes import RestartPolicy
 from areal_async.base.topology import Role, ServicePlace
+from areal_async.launch.lifecycle import Action, Lifecycle, Phase
 from replay_buffer.ledger.batching import batch_wait, lease_wait
 from replay_buffer.ledger.rules import ConsumerRules, Rules
 from tests.chaos.simulated_buffer import Buffer

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import typer
 
-from areal_async.cli.main import app
-from areal_async.config.cluster import ClusterConfig, load_cluster
 from areal_async.base.mistakes import ConfigError
-from areal_async.config.load import load_job
+from areal_async.cli.main import app
 from areal_async.cluster.operations import OPERATIONS
+from areal_async.config.cluster import ClusterConfig, load_cluster
+from areal_async.config.load import load_job
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("areal_async", "rollout_service", "replay_buffer", "reward_service", "trainer_service")

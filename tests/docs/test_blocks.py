@@ -32,11 +32,11 @@ from typer.testing import CliRunner
 
 import areal_async
 from areal_async import write_model
+from areal_async.base.yaml_file import parse_yaml
 from areal_async.cli.main import app
 from areal_async.config.cluster import ClusterConfig
 from areal_async.config.job import merged
 from areal_async.config.load import job_from_mapping
-from areal_async.base.yaml_file import parse_yaml
 from replay_buffer.simulation.costs import Costs
 from tests.waiting import LIMIT_S
 

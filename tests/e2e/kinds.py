@@ -26,9 +26,9 @@ import torch
 from hostile_http import until
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from areal_async.base.events import VARIABLE
 from areal_async.base.redis_binary import find_redis_server
 from areal_async.cli.quickstart.model import split_problems, write_tasks
-from areal_async.base.events import VARIABLE
 from areal_async.trajectory.codec import MAGIC
 from areal_async.trajectory.routes import ROUTES_MAGIC
 from replay_buffer.routes import PREFIX

@@ -15,8 +15,8 @@ from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from areal_async.show.dashboards.files import write_files
 from areal_async.base.addresses import LOOPBACK
+from areal_async.show.dashboards.files import write_files
 from tests.panels import Asked, declared
 from tests.waiting import LIMIT_S
 

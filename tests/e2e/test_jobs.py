@@ -5,8 +5,8 @@ import ipaddress
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_async.config.load import load_job
 from areal_async.base.events import read_events
+from areal_async.config.load import load_job
 from tests.chaos.history import check
 from tests.chaos.job import promise_of
 from tests.e2e.kinds import SERVICES

@@ -19,10 +19,10 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from areal_async.config.engines import find_engine_python
+from areal_async.base.versions import VersionTag
 from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.cli.quickstart.model import write_model as write_quickstart_model
-from areal_async.base.versions import VersionTag
+from areal_async.config.engines import find_engine_python
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import Snapshot, open_snapshot, write_snapshot
 from rollout_service.engines.base import GenerateRequest, GenerateResult

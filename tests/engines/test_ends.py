@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from agreement import Snapshots, job_for
 
-from areal_async.config.registry import REWARDS
 from areal_async.base.versions import VersionTag
+from areal_async.config.registry import REWARDS
 from areal_async.trajectory import Sampling
 from reward_service.sdk import RewardInput
 from rollout_service.engines import make_engine

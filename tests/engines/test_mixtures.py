@@ -18,10 +18,10 @@ from msgspec.structs import replace as replace_fields
 from safetensors.torch import load_file
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from areal_async.base.versions import VersionTag
 from areal_async.config.engines import engine_part
 from areal_async.config.job import LoraSection, OptimizerSection
 from areal_async.config.routes import replays
-from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from areal_async.weights.adapter import Merger, adapter_config
 from areal_async.weights.manifest import ADAPTER_CONFIG, MANIFEST_FILE, hash_of

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_async.base.versions import VersionTag
 from areal_async.base.processes import RestartPolicy
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import EngineError, EngineLost, GenerateRequest, GenerateResult
 from rollout_service.engines.http.engine import HttpEngine

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.models.answers import Detokenizer, end_ids, end_sources, next_turn, opens_thought, spoken, turn_end
+from areal_async.models.answers import (
+    Detokenizer,
+    end_ids,
+    end_sources,
+    next_turn,
+    opens_thought,
+    spoken,
+    turn_end,
+)
 from reward_service.sdk import RewardInput, load_reward
 from tests.unit.rollout.recited import CHATML, byte_tokenizer, ids_of
 

@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.base.log import get_logger
 from areal_async.config.engines import LogprobGap, engine_part
 from areal_async.config.job import JobConfig
 from areal_async.models.files import Mixture, is_mixture
 from areal_async.rpc.messages import BatchEpisode
-from areal_async.base.log import get_logger
 from areal_async.service.record import RunRecords
 from areal_async.trajectory import Episode, Row, unpack
 from trainer_service import metrics

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.base.log import get_logger
 from areal_async.models.files import Mixture
 from areal_async.rpc.messages import BatchEpisode
-from areal_async.base.log import get_logger
 from areal_async.trajectory import (
     Episode,
     PolicyVersions,

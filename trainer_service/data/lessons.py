@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from areal_async.models.answers import end_ids
-from areal_async.data.chats import ChatError, answer_ids, whole_ids
-from areal_async.config.job import JobConfig
-from areal_async.data.examples import Continuation, read_examples
 from areal_async.base.log import get_logger
+from areal_async.config.job import JobConfig
+from areal_async.data.chats import ChatError, answer_ids, whole_ids
+from areal_async.data.examples import Continuation, read_examples
+from areal_async.models.answers import end_ids
 from trainer_service.algorithms.sequence_losses import LOSSES, SequenceLoss
 from trainer_service.data.rows import TrainingRow, row_of
 from trainer_service.errors import BatchError, ModelError

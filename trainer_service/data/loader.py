@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from areal_async.rpc.client import SyncClient
-from areal_async.rpc.messages import Batch, BatchEpisode, Fetch, NextBatch, Waiting
 from areal_async.base.log import get_logger
 from areal_async.rpc.board import board
+from areal_async.rpc.client import SyncClient
+from areal_async.rpc.messages import Batch, BatchEpisode, Fetch, NextBatch, Waiting
 from trainer_service.errors import BatchError
 from trainer_service.ranks import Ranks
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal_async.base.log import get_logger
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
 from areal_async.models.files import Mixture
 from areal_async.models.routers import routers_of, tried
-from areal_async.base.log import get_logger
 from trainer_service.errors import ModelError
 
 log = get_logger("trainer")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_async.base.log import get_logger
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import Batch
-from areal_async.base.log import get_logger
 from trainer_service.checkpoint import Checkpoints, named_checkpoints
 from trainer_service.data.recording import write_step
 from trainer_service.disk import FileEntry

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_async.config.job import JobConfig
-from areal_async.models.prompts import with_template_args
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.service.record import RunRecords
+from areal_async.config.job import JobConfig
 from areal_async.data.tasks import pass_order
+from areal_async.models.prompts import with_template_args
+from areal_async.service.record import RunRecords
 from trainer_service import metrics
 from trainer_service.backends.base import TrainingBackend, learning_rate_of
 from trainer_service.checkpoint import Checkpoint

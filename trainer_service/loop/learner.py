@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from areal_async.base.metrics import busy
 from areal_async.config.job import JobConfig
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import load_part
 from areal_async.rpc.messages import Batch, BatchEpisode
-from areal_async.base.metrics import busy
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import REFERENCE, TRAINED_MODEL, TrainingBackend, models_of
 from trainer_service.checks.logprobs import LogprobCheck

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from areal_async.rpc.messages import Batch
 from areal_async.base.log import get_logger
+from areal_async.rpc.messages import Batch
 from areal_async.service.record import RunRecords
 from areal_async.weights.snapshot import SnapshotInfo
 from trainer_service import metrics

@@ -34,19 +34,19 @@ from typing import Any
 import torch
 from msgspec.structs import asdict
 
-from areal_async.config.job import JobConfig
-from areal_async.config.presets import expansion
 from areal_async.base.errors import FaultError
-from areal_async.config.registry import LOSSES
-from areal_async.rpc.client import SyncClient
-from areal_async.rpc.control_messages import ServiceFigures
-from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
-from areal_async.base.versions import VersionTag
 from areal_async.base.events import failpoint, recording
 from areal_async.base.events import record as record_event
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
+from areal_async.base.versions import VersionTag
+from areal_async.config.job import JobConfig
+from areal_async.config.presets import expansion
+from areal_async.config.registry import LOSSES
 from areal_async.rpc.board import board
+from areal_async.rpc.client import SyncClient
+from areal_async.rpc.control_messages import ServiceFigures
+from areal_async.rpc.messages import Batch, Checkpointed, Commit, ExportLedger, OpenTrainer, Stats
 from areal_async.service.record import RunRecords
 from areal_async.weights.pieces import TensorPiece
 from areal_async.weights.publisher import Publisher

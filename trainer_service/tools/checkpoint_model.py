@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_async.cli.tools import CheckpointRequest, run_tool, show
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.cli.tools import CheckpointRequest, run_tool, show
+from areal_async.config.content import materialise
 from areal_async.config.trainings import FILE_KINDS
 from areal_async.launch.run_handle import Run, find_run
-from areal_async.show.progress import progress
 from areal_async.service.record import read_run_log
-from areal_async.config.content import materialise
+from areal_async.show.progress import progress
 from trainer_service.checkpoint import (
     accuracies,
     epoch_of,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_async.cli.tools import ExportRequest, run_tool, show, step_range
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.cli.tools import ExportRequest, run_tool, show, step_range
 from areal_async.launch.run_handle import find_run
 from areal_async.show.progress import track
 from areal_async.trajectory.parquet import EpisodeWriter, ExportedEpisode

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import arguments_of
-from areal_async.models.files import looks_beyond_tokens
 from areal_async.config.registry import BACKENDS
+from areal_async.models.files import looks_beyond_tokens
 from trainer_service.backends.fsdp.memory import Recompute
 
 MOST_RANKS = 16

@@ -19,15 +19,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_async.cli.tools import PlanRequest, print_json, run_tool
 from areal_async.base.mistakes import ConfigError, Mistake
+from areal_async.cli.tools import PlanRequest, print_json, run_tool
 from areal_async.config.files import lora_target_mistakes
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job, memory_mistakes
 from areal_async.config.parallel import RankGrid
 from areal_async.config.parts import load_part
-from areal_async.models.files import stored_tensors, weight_files
 from areal_async.config.registry import PartError
+from areal_async.models.files import stored_tensors, weight_files
 from areal_async.weights.channels import shared_copies
 from trainer_service.backends.base import TRAINED_MODEL, models_of
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, options_of

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from areal_async.base.versions import POLICY, VersionTag
 from areal_async.cli.tools import ReplayRequest, print_json, run_tool, step_range
+from areal_async.config.content import materialise
 from areal_async.config.devices import first_threads, rank_device
 from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run, find_run
-from areal_async.base.versions import POLICY, VersionTag
-from areal_async.config.content import materialise
 from areal_async.weights.pieces import whole_tensors
 from areal_async.weights.snapshot import write_snapshot
 from trainer_service.backends.base import TRAINED_MODEL, TrainingBackend

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.runner.run_job import RunResult, run_job
-from areal_async.cli.quickstart.model import split_problems, write_model, write_tasks
 
 N_HELD_OUT = 512
 FILES, WARM_MODEL = "quickstart-files", "quickstart-warm/model"

@@ -11,10 +11,10 @@ import msgspec
 import ray
 
 from areal_async.base.errors import RunError
+from areal_async.base.own_files import PRIVATE_UMASK
 from areal_async.launch.buffer_files import LeftFiles, Part
 from areal_async.launch.ray.orders import PlaceOrder, StartOrder, pack
 from areal_async.launch.ray.process_host import ProcessHost
-from areal_async.base.own_files import PRIVATE_UMASK
 
 NODE_ID_DIGITS = 12  # Of Ray's 56: as many as tell the nodes of a cluster apart
 AT_ONCE = 4  # Calls that are carried out at once: one of them waits for news

@@ -27,14 +27,19 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from areal_async.base.cache import CACHE_VARIABLE
+from areal_async.base.errors import RunError
+from areal_async.base.log import get_logger
+from areal_async.base.own_files import append_beneath
+from areal_async.base.processes import INCURABLE_STATUS
+from areal_async.base.topology import RunHost, ServicePlace, Topology
 from areal_async.config.cluster import RaySection
 from areal_async.config.job import JobConfig
-from areal_async.base.errors import RunError
 from areal_async.launch.buffer_files import BufferNode, forget_at_home, write_confirmed
 from areal_async.launch.folders import RunFolders
-from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.home_files import with_home_store
 from areal_async.launch.launcher import WAITS
+from areal_async.launch.local_launcher import write_whole
 from areal_async.launch.plan import thread_count, with_channel
 from areal_async.launch.ray.actor import answer_of, new_actor
 from areal_async.launch.ray.head import check_head
@@ -50,13 +55,8 @@ from areal_async.launch.ray.orders import (
 )
 from areal_async.launch.ray.placement import Need, PlacedTogether, lacking, need_of, needs_in_words, together
 from areal_async.launch.ray.process_host import listen_in, shipped_by
-from areal_async.base.own_files import append_beneath
 from areal_async.rpc.endpoints import HELD_VARIABLE
 from areal_async.service.context import SERVED_VARIABLE
-from areal_async.base.log import get_logger
-from areal_async.base.processes import INCURABLE_STATUS
-from areal_async.base.topology import RunHost, ServicePlace, Topology
-from areal_async.base.cache import CACHE_VARIABLE
 
 LEAST_CPUS = 0.01  # A place in a group must reserve something
 NEWS_S = 1.0

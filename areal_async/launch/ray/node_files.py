@@ -14,6 +14,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from areal_async.base.errors import RunError
+from areal_async.base.log import get_logger
+from areal_async.base.own_files import NotBeneath
+from areal_async.base.topology import Topology
 from areal_async.launch.buffer_files import (
     BufferNode,
     Part,
@@ -24,9 +27,6 @@ from areal_async.launch.buffer_files import (
 )
 from areal_async.launch.ray.actor import answer_of, new_actor
 from areal_async.launch.ray.orders import FileNews
-from areal_async.base.own_files import NotBeneath
-from areal_async.base.log import get_logger
-from areal_async.base.topology import Topology
 
 HOME = "home"
 """Node id of the supervisor's host. No process of the run shares its memory."""

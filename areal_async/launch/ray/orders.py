@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from areal_async.base.own_files import parts_of
-from areal_async.rpc.secret import RoleKeys
 from areal_async.base.topology import RunHost, ServicePlace
+from areal_async.rpc.secret import RoleKeys
 
 
 class PlaceOrder(msgspec.Struct, frozen=True):

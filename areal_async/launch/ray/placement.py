@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from areal_async.base.topology import Role, ServicePlace
 from areal_async.config.devices import evaluation_rollout, first_threads, width_of
 from areal_async.config.job import JobConfig, ShapeSection
-from areal_async.base.topology import Role, ServicePlace
 
 Strategy = Literal["PACK", "SPREAD"]
 LIGHT_CPUS = 0.0

@@ -18,11 +18,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_async.show.dashboards.files import ListedJobs, write_files
-from areal_async.base.errors import ArealError
-from areal_async.launch.supervisor import caught_signals
 from areal_async.base.addresses import LOOPBACK
+from areal_async.base.errors import ArealError
 from areal_async.base.processes import ChildProcess, exit_text
+from areal_async.launch.supervisor import caught_signals
+from areal_async.show.dashboards.files import ListedJobs, write_files
 
 READY_S, TICK_S, END_S = 60.0, 0.2, 10.0
 NO_PROMETHEUS = (

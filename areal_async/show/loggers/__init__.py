@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from areal_async.base.mistakes import Mistake
-from areal_async.config.job import JobConfig
-from areal_async.config.trainings import FILE_KINDS
-from areal_async.config.registry import LOGGERS
 from areal_async.base.log import get_logger
+from areal_async.base.mistakes import Mistake
 from areal_async.base.secrecy import shown
+from areal_async.config.job import JobConfig
+from areal_async.config.registry import LOGGERS
+from areal_async.config.trainings import FILE_KINDS
 from areal_async.service.record import RECORDS, Tail
 from areal_async.service.samples import SampleKind, read_samples, sample_files
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import markdown
-from areal_async.service.samples import SampleKind
 
 
 class TensorBoard:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
+from areal_async.service.samples import SampleKind
 from areal_async.show.loggers import LoggedRun, missing_package
 from areal_async.show.loggers.tables import COLUMNS, row
-from areal_async.service.samples import SampleKind
 
 _open: set[str] = set()
 """Ids of the runs of this process that are not closed. They share wandb's service process."""

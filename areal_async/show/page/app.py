@@ -26,10 +26,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, RunFolderError
 from areal_async.show.page import folder as reading
 from areal_async.show.page.folder import UnknownName
-from areal_async.base.addresses import LOOPBACK
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

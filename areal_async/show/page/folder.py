@@ -16,18 +16,18 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from areal_async.base.errors import ArealError, RunFolderError, WireError
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.own_files import NotOurs, is_own_folder, open_own, read_own
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
 from areal_async.config.trainings import FILE_KINDS
-from areal_async.base.errors import ArealError, RunFolderError, WireError
 from areal_async.launch.folders import LOCK, check_run_folder, supervisor_of
 from areal_async.launch.run_handle import Run
-from areal_async.base.own_files import NotOurs, is_own_folder, open_own, read_own
-from areal_async.show.page.series import PANELS, rows_of, thinned
 from areal_async.service.record import RECORDS
 from areal_async.service.samples import FOLDER as SAMPLES
 from areal_async.service.samples import SampleKind, sample_files
+from areal_async.show.page.series import PANELS, rows_of, thinned
 
 Json = dict[str, Any]
 

@@ -18,16 +18,16 @@ from typing import Any
 
 import msgspec
 
+from areal_async.base.own_files import private_files
+from areal_async.base.secrecy import shown
+from areal_async.base.yaml_file import dump_yaml
 from areal_async.config.fields import leaves_of
 from areal_async.config.job import JobConfig
-from areal_async.base.yaml_file import dump_yaml
-from areal_async.base.own_files import private_files
+from areal_async.service.record import as_it_became, read_run_log
 from areal_async.show.page import folder as reading
 from areal_async.show.page.app import STATIC, static_text
 from areal_async.show.page.folder import Json, UnknownName
 from areal_async.show.page.series import rows_of, thinned
-from areal_async.base.secrecy import shown
-from areal_async.service.record import as_it_became, read_run_log
 
 REPORT = "report.html"
 MOST_ROWS = 500  # Of each kind of row of each policy

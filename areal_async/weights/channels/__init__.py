@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
+from areal_async.base.mistakes import Mistake
+from areal_async.base.versions import VersionTag
 from areal_async.config.base import Section
 from areal_async.config.devices import rank_device, shared_with_engines
 from areal_async.config.engines import declared_engine, engine_part, evaluation_engine
-from areal_async.base.mistakes import Mistake
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import load_part
 from areal_async.config.registry import ENGINES
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Message
 from areal_async.rpc.weights_messages import SnapshotNotice
 

@@ -25,14 +25,14 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from areal_async.base.errors import FaultError, ProtocolError, RpcTimeout, SnapshotError, WireError
-from areal_async.rpc.address import Address
-from areal_async.rpc.client import Client
-from areal_async.base.versions import VersionTag
-from areal_async.rpc.secret import CHUNKS, Access
-from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.base.events import failpoint
 from areal_async.base.log import get_logger
+from areal_async.base.versions import VersionTag
+from areal_async.rpc.address import Address
 from areal_async.rpc.board import board
+from areal_async.rpc.client import Client
+from areal_async.rpc.secret import CHUNKS, Access
+from areal_async.rpc.weights_messages import FindSources, GetChunk, SnapshotNotice
 from areal_async.weights import metrics
 from areal_async.weights.channels import ReceivingEnd
 from areal_async.weights.channels.chunks import PartialDownload, decode_table

@@ -21,11 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from areal_async.base.errors import FaultError, SnapshotError
+from areal_async.base.events import failpoint
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.secret import CHUNKS, Access
 from areal_async.rpc.server import Answer, Peer, Server
 from areal_async.rpc.weights_messages import FindSources, GetChunk, Sources
-from areal_async.base.events import failpoint
 from areal_async.weights import metrics
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.channels.chunks import ChunkStore, build_table, encode_table

@@ -35,8 +35,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from areal_async.base.errors import SnapshotError
 from areal_async.base.addresses import LOOPBACK, interface_of
+from areal_async.base.errors import SnapshotError
+from areal_async.base.events import failpoint
+from areal_async.base.log import get_logger
 from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Message, Ok
 from areal_async.rpc.server import Answer
@@ -49,8 +51,6 @@ from areal_async.rpc.weights_messages import (
     TakeBucket,
     TensorBucket,
 )
-from areal_async.base.events import failpoint
-from areal_async.base.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.channels import PublishingEnd
 from areal_async.weights.channels.tensor_group import TensorGroup, settle

@@ -19,10 +19,10 @@ from typing import Any, Self
 import msgspec
 from pydantic import ValidationError
 
+from areal_async.base.log import get_logger
 from areal_async.config.reward import RewardSection
 from areal_async.config.reward_routing import RewardSpec
 from areal_async.trajectory.verdicts import Failure, FaultOf, Timeout, Verdict
-from areal_async.base.log import get_logger
 from reward_service import metrics
 from reward_service.backends import Call, MissingText, OnVerdicts, fill
 from reward_service.backends.judge import JudgeArguments

@@ -21,9 +21,9 @@ import aiohttp
 import msgspec
 
 from areal_async.base.errors import ArealError
-from areal_async.config.reward_routing import RewardSpec
 from areal_async.base.log import get_logger
 from areal_async.base.retry import pause_s
+from areal_async.config.reward_routing import RewardSpec
 from reward_service import metrics
 from reward_service.backends.remote import ANSWER_GRACE_S, RemoteArguments
 from reward_service.backends.remote.schema import (

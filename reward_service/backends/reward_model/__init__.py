@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import Mistake
+from areal_async.config.base import Section
 from areal_async.config.reward import FolderOrName
 from reward_service.backends import BackendReward
 

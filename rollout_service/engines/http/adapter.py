@@ -28,15 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from areal_async.models.answers import Detokenizer, end_ids
+from areal_async.base.addresses import interface_of
+from areal_async.base.versions import VersionTag
 from areal_async.config.devices import first_threads
 from areal_async.config.engines import EngineMissing, find_engine_python, flag_name
 from areal_async.config.job import JobConfig
 from areal_async.config.routes import replayed_mixture
+from areal_async.models.answers import Detokenizer, end_ids
 from areal_async.models.files import Mixture
 from areal_async.models.tokenizer import load_tokenizer
-from areal_async.base.addresses import interface_of
-from areal_async.base.versions import VersionTag
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (

@@ -20,8 +20,8 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_async.base.versions import VersionTag
 from areal_async.base.log import get_logger
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory.routes import stored_routes
 from rollout_service import metrics
 from rollout_service.engines.base import (

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_async.models.answers import Detokenizer
 from areal_async.base.versions import POLICY, VersionTag
+from areal_async.models.answers import Detokenizer
 from rollout_service.engines.base import (
     EngineError,
     FinishReason,

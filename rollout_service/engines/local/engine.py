@@ -19,10 +19,10 @@ from typing import Literal, TypeVar
 
 import torch
 
-from areal_async.models.files import Mixture
-from areal_async.base.versions import VersionTag
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
+from areal_async.base.versions import VersionTag
+from areal_async.models.files import Mixture
 from areal_async.rpc.board import board
 from rollout_service.engines.base import (
     EngineError,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.base.log import get_logger
 from areal_async.models.answers import end_ids
 from areal_async.models.files import Mixture
 from areal_async.models.routers import routers_of, tried
-from areal_async.base.log import get_logger
 from areal_async.weights.names import BoxOfFile, NamesMismatch, Storage, storage_of
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.local.kv import ATTENTION, Decode, Prefill, SlotKV, Slots

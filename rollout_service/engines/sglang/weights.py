@@ -28,6 +28,7 @@ from pathlib import Path
 import msgspec
 
 from areal_async.base.errors import ArealError, RpcTimeout
+from areal_async.base.log import get_logger
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import (
     JOIN,
@@ -39,7 +40,6 @@ from areal_async.rpc.weights_messages import (
     TakeBucket,
     TensorBucket,
 )
-from areal_async.base.log import get_logger
 from areal_async.weights import metrics
 from areal_async.weights.layout import TORCH_BYTES
 from rollout_service.engines.base import EngineError, EngineLost

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_async.config.engines import flag_name
-from areal_async.models.files import is_mixture
 from areal_async.base.addresses import LOOPBACK
 from areal_async.base.versions import VersionTag
+from areal_async.config.engines import flag_name
+from areal_async.models.files import is_mixture
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
     EngineError,

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_async.config.engines import flag_name, flags_that_are_on
 from areal_async.base.versions import VersionTag
+from areal_async.config.engines import flag_name, flags_that_are_on
 from areal_async.trajectory import Sampling
 from areal_async.trajectory.layout import LogprobsOf
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult, Tell

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from areal_async.rpc.secret import RunSecret
 from areal_async.base.events import arm
+from areal_async.rpc.secret import RunSecret
 from areal_async.weights.channels.tensor_group import TensorGroup
 from areal_async.weights.channels.tensor_sender import TensorSender
 from areal_async.weights.manifest import MANIFEST_FILE

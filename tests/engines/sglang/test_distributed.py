@@ -18,8 +18,8 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from areal_async.rpc.client import Client
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.client import Client
 from areal_async.rpc.secret import RunSecret
 from areal_async.rpc.weights_messages import SendsTensors
 from areal_async.trajectory import Sampling

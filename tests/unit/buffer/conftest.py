@@ -19,6 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis import Redis
 
+from areal_async.base.versions import VersionTag
 from areal_async.config.job import JobConfig
 from areal_async.launch.one_host import short_socket_dir
 from areal_async.rpc.client import Client
@@ -40,11 +41,10 @@ from areal_async.rpc.messages import (
     VerdictAck,
     Waiting,
 )
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Message, Ok, Task
-from areal_async.trajectory.verdicts import Score, Verdict
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import EpisodeBuilder, Sampling, pack
+from areal_async.trajectory.verdicts import Score, Verdict
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.decide import Command, ExpireDeadlines, decide
 from replay_buffer.ledger.index import Index, LedgerRecords

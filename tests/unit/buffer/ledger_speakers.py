@@ -10,6 +10,7 @@ from types import MappingProxyType
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from areal_async.base.versions import VersionTag
 from areal_async.rpc.messages import (
     Batch,
     Checkpointed,
@@ -25,7 +26,6 @@ from areal_async.rpc.messages import (
     TrainerOpened,
     Waiting,
 )
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.schema import Fault, Ok
 from areal_async.trajectory.verdicts import Abstain, Failure, Parts, Score, Timeout, kind_of
 from replay_buffer.ledger.leasing import Arrival, StoreEpisodes

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from areal_async.rpc.messages import Lease
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.messages import Lease
 from replay_buffer.ledger.admission import Demand, allowed, capacity, room
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.pacing import GAIN, LEAK, SMOOTH, WINDOW, anew, enough, lacks, may_hold

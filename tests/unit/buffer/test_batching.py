@@ -6,8 +6,8 @@ import pytest
 
 from areal_async.rpc.messages import Batch
 from areal_async.rpc.schema import Fault
-from areal_async.trajectory.verdicts import Score
 from areal_async.trajectory import EpisodeBuilder, row_profile
+from areal_async.trajectory.verdicts import Score
 from tests.unit.buffer.conftest import SAMPLING, CountedTasks, ids, reasons
 
 

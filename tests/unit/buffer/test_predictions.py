@@ -9,21 +9,21 @@ from itertools import combinations_with_replacement, product
 import pytest
 from msgspec.structs import replace
 
-from areal_async.cli.tools import AdviseRequest, SimulateRequest
-from areal_async.base.mistakes import ConfigError
-from areal_async.config.job import JobConfig
-from areal_async.base.yaml_file import dump_yaml
 from areal_async.base.errors import RunFolderError
+from areal_async.base.mistakes import ConfigError
+from areal_async.base.yaml_file import dump_yaml
+from areal_async.cli.tools import AdviseRequest, SimulateRequest
+from areal_async.config.job import JobConfig
 from areal_async.launch.run_handle import Run
 from replay_buffer.ledger.rules import Rules
 from replay_buffer.simulation.advice import advise
 from replay_buffer.simulation.clock import Clock
 from replay_buffer.simulation.costs import Costs, EngineCosts, Spread, read_costs
 from replay_buffer.simulation.engine import SimulatedAnswer, SimulatedEngine
-from replay_buffer.tools.measured import measured
 from replay_buffer.simulation.world import MeasuredWorld, Shape, predicted
 from replay_buffer.tools import advise as advise_tool
 from replay_buffer.tools import simulate
+from replay_buffer.tools.measured import measured
 
 GROUP, BATCH, TOKENS, PASS_S = 4, 8, 100, 0.01
 

@@ -16,9 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from areal_async.base.errors import RunFolderError
+from areal_async.base.processes import start_of
+from areal_async.base.topology import Topology
+from areal_async.base.versions import VersionTag
 from areal_async.cli.tools import ExportRequest
 from areal_async.config.load import dump_job
-from areal_async.base.errors import RunFolderError
 from areal_async.launch.folders import Owner, leftovers, write_keys
 from areal_async.launch.one_host import short_socket_dir, topology_here
 from areal_async.launch.plan import services_of
@@ -32,10 +35,7 @@ from areal_async.rpc.messages import (
     OpenTrainer,
     PutVerdicts,
 )
-from areal_async.base.versions import VersionTag
 from areal_async.trajectory.verdicts import Score
-from areal_async.base.processes import start_of
-from areal_async.base.topology import Topology
 from replay_buffer.ledger.records import GroupState
 from replay_buffer.tools import export as export_tool
 from replay_buffer.tools.peek import (

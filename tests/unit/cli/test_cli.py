@@ -14,13 +14,13 @@ import yaml
 from typer.testing import CliRunner
 
 import areal_async
+from areal_async.base.errors import RunFailed, RunFolderError, RunInterrupted
+from areal_async.base.processes import start_of
 from areal_async.cli import doctor as doctor_module
 from areal_async.cli.doctor import examine
 from areal_async.cli.main import PANEL_OF, app
 from areal_async.cli.tools import readable_errors
 from areal_async.config.load import dump_job, load_job
-from areal_async.base.errors import RunFailed, RunFolderError, RunInterrupted
-from areal_async.base.processes import start_of
 from tests.waiting import LIMIT_S
 
 

@@ -11,8 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
-from areal_async.config.reward import RewardSection
 from areal_async.cli.new_reward import RewardFilesError, write_reward_files
+from areal_async.config.reward import RewardSection
 from areal_async.data.tasks import read_tasks
 from tests.waiting import LIMIT_S
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from areal_async.base.mistakes import ConfigError
 from areal_async.cli import tools
 from areal_async.cli.main import app
 from areal_async.cli.tools import (
@@ -21,7 +22,6 @@ from areal_async.cli.tools import (
     module_of,
     step_range,
 )
-from areal_async.base.mistakes import ConfigError
 from tests.waiting import LIMIT_S
 
 

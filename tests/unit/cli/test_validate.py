@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.cli.quickstart.model import make_tokenizer
 from areal_async.config.load import load_job
 from areal_async.launch.prompt_trial import tokenizer_mistakes
-from areal_async.cli.quickstart.model import make_tokenizer
 
 FREE_PORTS = "observe.metrics_port=0"
 

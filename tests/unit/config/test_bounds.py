@@ -13,13 +13,13 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.yaml_file import MOST_LEVELS, too_nested
+from areal_async.config.base import Section
 from areal_async.config.job import JobConfig
 from areal_async.config.load import job_from_mapping, load_job, overrides_of
-from areal_async.config.reward import RouteSection
-from areal_async.base.yaml_file import MOST_LEVELS, too_nested
 from areal_async.config.registry import REWARDS, WORKFLOWS
+from areal_async.config.reward import RouteSection
 from areal_async.data.tasks import TaskFileError, read_tasks
 from reward_service.verifiers.composed import WeightedPart
 

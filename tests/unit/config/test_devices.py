@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.base.yaml_file import parse_yaml
 from areal_async.config.devices import (
     device_mistakes,
     engine_gpus,
@@ -17,7 +18,6 @@ from areal_async.config.devices import (
     width_of,
 )
 from areal_async.config.job import JobConfig
-from areal_async.base.yaml_file import parse_yaml
 
 
 def job_with(rollout: dict[str, Any] | None = None, **sections: Any) -> JobConfig:

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_async.config.advice import advise, explain, running_groups
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.yaml_file import parse_yaml
+from areal_async.config.advice import advise, explain, running_groups
 from areal_async.config.files import READ_WHOLE_BYTES
 from areal_async.config.load import dump_job, load_job
 from areal_async.config.redis_url import RedisUrl, parse_redis_url
-from areal_async.base.yaml_file import parse_yaml
 from trainer_service.algorithms.objective import Objective
 
 

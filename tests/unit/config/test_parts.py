@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.config import registry
 from areal_async.base.mistakes import Mistake
+from areal_async.config import registry
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job, job_from_mapping, load_job
 from areal_async.config.parts import PART_FIELDS, named_parts, own_part_mistakes, part_mistakes

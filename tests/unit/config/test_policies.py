@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from areal_async.config.advice import advise, explain
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.yaml_file import parse_yaml
+from areal_async.config.advice import advise, explain
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job, job_from_mapping
-from areal_async.base.yaml_file import parse_yaml
 
 REST = {"job": "duel", "tasks": {"train": "tasks.jsonl"}}
 POLICY = {"model": "model", "trainer": {"steps": 7}, "rollout": {"group_size": 4}}

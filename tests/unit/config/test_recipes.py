@@ -14,13 +14,13 @@ import recipe_plans
 import recipe_runs
 from typer.testing import CliRunner
 
-from areal_async.cli.main import app
-from areal_async.config.advice import advise
 from areal_async.base.mistakes import ConfigError
-from areal_async.config.load import load_job
 from areal_async.base.yaml_file import dump_yaml, read_mapping
-from areal_async.data.examples import read_examples
+from areal_async.cli.main import app
 from areal_async.cli.quickstart.model import make_tokenizer
+from areal_async.config.advice import advise
+from areal_async.config.load import load_job
+from areal_async.data.examples import read_examples
 from areal_async.data.tasks import task_rows
 
 ROOT, RECIPES = recipe_runs.ROOT, recipe_runs.RECIPES

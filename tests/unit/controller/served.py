@@ -11,11 +11,11 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from areal_async.config.cluster import ClusterConfig
+from areal_async.base.http_server import HttpServer, listen
 from areal_async.cluster.api import LIMITS, ControllerApi
 from areal_async.cluster.client import ControllerClient
 from areal_async.cluster.folder import ClusterFolder, TokenBook
-from areal_async.base.http_server import HttpServer, listen
+from areal_async.config.cluster import ClusterConfig
 from tests.unit.controller.world import World, submission
 
 

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY
 
+from areal_async.base.errors import RpcTimeout, RunError
+from areal_async.base.http_server import HttpServer, listen
 from areal_async.base.mistakes import ConfigError
 from areal_async.cluster import api as api_module
 from areal_async.cluster.api import LIMITS
@@ -20,10 +22,8 @@ from areal_async.cluster.messages import WorkersAnswer
 from areal_async.cluster.operations import LOG_BYTES, OPERATIONS, openapi_document
 from areal_async.cluster.processes import JobFolder
 from areal_async.cluster.states import JobRefused, UnknownJob
-from areal_async.base.errors import RpcTimeout, RunError
 from areal_async.launch.launcher import WAITS
 from areal_async.rpc.control_messages import WorkersChanged
-from areal_async.base.http_server import HttpServer, listen
 from tests.unit.controller import openapi
 from tests.unit.controller.world import submission
 from tests.waiting import until

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from areal_async.config.cluster import ClusterConfig, cluster_dir, dump_cluster, load_cluster
 from areal_async.base.mistakes import ConfigError
 from areal_async.cluster.folder import ClusterFolder, ClusterFolderError, TokenBook, hash_of
+from areal_async.config.cluster import ClusterConfig, cluster_dir, dump_cluster, load_cluster
 
 HOLDING = """
 import sys

@@ -2,11 +2,11 @@
 
 import pytest
 
+from areal_async.cluster import resources
+from areal_async.cluster.resources import Resources, machine_resources, resources_of
 from areal_async.config.cluster import ResourcesSection
 from areal_async.config.job import ShapeSection
 from areal_async.config.rollout import AutoscaleSection
-from areal_async.cluster import resources
-from areal_async.cluster.resources import Resources, machine_resources, resources_of
 from tests.unit.launch.launching import changed
 
 PLENTY = Resources(64, 16, 512.0)

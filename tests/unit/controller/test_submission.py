@@ -11,9 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_async.config import fields
 from areal_async.base.mistakes import MOST_MISTAKES, ConfigError
-from areal_async.config.fields import job_fields
 from areal_async.cluster import submission as module
 from areal_async.cluster.resources import Resources, resources_of
 from areal_async.cluster.submission import (
@@ -24,6 +22,8 @@ from areal_async.cluster.submission import (
     read_submission,
     write_files,
 )
+from areal_async.config import fields
+from areal_async.config.fields import job_fields
 from tests.unit.controller.world import JOB, submission
 
 REWARD = """

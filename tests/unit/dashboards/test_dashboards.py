@@ -18,12 +18,12 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from hostile_http import free_port
 from typer.testing import CliRunner
 
+from areal_async.base.addresses import LOOPBACK
 from areal_async.cli.main import app
 from areal_async.config.cluster import DIR_VARIABLE
 from areal_async.show.dashboards.files import HERE as FILES
 from areal_async.show.dashboards.files import ListedJobs, write_files
 from areal_async.show.dashboards.serving import told_of
-from areal_async.base.addresses import LOOPBACK
 from tests.panels import FOREIGN, OF_TARGET, asked, declared, panel_queries, rules, uses
 from tests.waiting import LIMIT_S
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from areal_async.cli.main import app
 from areal_async.base.mistakes import ConfigError
-from areal_async.config.load import load_job
+from areal_async.cli.main import app
 from areal_async.cli.new_task import job_name
+from areal_async.config.load import load_job
 from areal_async.launch.prompt_trial import tokenizer_mistakes
 from areal_async.models.prompts import prompt_ids
 from tests.waiting import LIMIT_S

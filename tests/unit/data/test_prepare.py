@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from areal_async.cli.main import app
+from areal_async.data.examples import read_examples
 from areal_async.data.prepare import Recipe, prepare, split_key, write_rows
 from areal_async.data.sources import DataError, Source, find_source, source_rows
 from areal_async.data.styles import Style, extract
-from areal_async.data.examples import read_examples
 from areal_async.data.tasks import read_tasks
 
 GSM8K = [

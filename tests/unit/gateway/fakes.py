@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 import openai
 
-from areal_async.models.answers import Detokenizer
+from areal_async.base.http_server import HttpServer
+from areal_async.base.versions import VersionTag
 from areal_async.config.rollout import GatewaySection
 from areal_async.launch.one_host import make_host
-from areal_async.base.versions import VersionTag
+from areal_async.models.answers import Detokenizer
 from areal_async.rpc.secret import RunSecret
-from areal_async.base.http_server import HttpServer
 from areal_async.trajectory import EpisodeBuilder, Sampling
 from rollout_service.engines.base import GenerateRequest, GenerateResult, Tell, trim
 from rollout_service.gateway import Gateway

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from areal_async.config.rollout import GatewaySection
 from areal_async.base.errors import ArealError
+from areal_async.config.rollout import GatewaySection
 from rollout_service.gateway import Gateway, GatewayError
 from tests.unit.gateway.fakes import (
     CHAT,

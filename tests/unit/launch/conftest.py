@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.base.processes import kill_processes_of
 from areal_async.config.job import JobConfig
 from areal_async.launch.folders import RunFolders, claim_folders
-from areal_async.base.processes import kill_processes_of
 from tests.forks import forked_services
 
 

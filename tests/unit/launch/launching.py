@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from areal_async.base.processes import RestartPolicy
+from areal_async.base.topology import ServicePlace
 from areal_async.config.job import JobConfig
 from areal_async.launch.lifecycle import Lifecycle
 from areal_async.launch.plan import MODULES
-from areal_async.base.processes import RestartPolicy
-from areal_async.base.topology import ServicePlace
 
 STAND_IN = dict.fromkeys(MODULES, "stand_in")
 NAMES = ("buffer", "trainer", "reward", "rollout-0", "rollout-1", "evaluator")

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.base.errors import RunError, RunFolderError
+from areal_async.base.own_files import take_lock
+from areal_async.base.processes import RestartPolicy
+from areal_async.base.topology import ServicePlace
 from areal_async.config.load import load_job
 from areal_async.config.rollout import AutoscaleSection
-from areal_async.base.errors import RunError, RunFolderError
-from areal_async.launch.local_launcher import LocalLauncher
+from areal_async.launch.aggregator import ServiceActivity, StatusAggregator
 from areal_async.launch.lifecycle import STAGE_LIMITS_S, Action, Ending, Lifecycle
+from areal_async.launch.local_launcher import LocalLauncher
 from areal_async.launch.one_host import make_host
 from areal_async.launch.plan import name_is_held, services_of, workers_to_change
 from areal_async.launch.run_handle import change_workers
 from areal_async.launch.supervisor import Supervisor
-from areal_async.base.own_files import take_lock
 from areal_async.rpc.control_messages import DrainWorker, ScaleWorkers
-from areal_async.base.processes import RestartPolicy
-from areal_async.base.topology import ServicePlace
-from areal_async.launch.aggregator import ServiceActivity, StatusAggregator
 from tests.unit.launch.launching import STAND_IN, changed
 from tests.waiting import wait_for
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_async.base.errors import RunFolderError
-from areal_async.launch.folders import Owner, claim_folders, describe_work, leftovers
 from areal_async.base.addresses import SOCKET_PATH_LIMIT
-from areal_async.launch.one_host import short_socket_dir
+from areal_async.base.errors import RunFolderError
 from areal_async.base.processes import start_of
+from areal_async.launch.folders import Owner, claim_folders, describe_work, leftovers
+from areal_async.launch.one_host import short_socket_dir
 from areal_async.service.record import RunLog
 from tests.unit.launch.launching import changed
 

@@ -8,9 +8,8 @@ import socket
 
 import pytest
 
+from areal_async.base.processes import RestartPolicy
 from areal_async.launch import local_launcher as here
-from areal_async.launch.rank_lines import Lines
-from areal_async.launch.local_launcher import RankLines, memory_kills
 from areal_async.launch.lifecycle import (
     KILLED_LIMIT_S,
     LAST_ONE_LIMIT_S,
@@ -20,10 +19,11 @@ from areal_async.launch.lifecycle import (
     Phase,
     in_order_of_cause,
 )
+from areal_async.launch.local_launcher import RankLines, memory_kills
 from areal_async.launch.plan import services_of
+from areal_async.launch.rank_lines import Lines
 from areal_async.launch.summary import failure_text
 from areal_async.service import rank_group as line
-from areal_async.base.processes import RestartPolicy
 from tests.unit.launch.launching import changed
 from tests.unit.launch.test_supervisor import supervise
 

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from areal_async.base.mistakes import ConfigError
-from areal_async.config.load import load_job
 from areal_async.base.errors import RunFolderError
+from areal_async.base.mistakes import ConfigError
+from areal_async.base.own_files import is_locked, take_lock
+from areal_async.config.load import load_job
 from areal_async.launch.folders import claim_folders, leftovers
 from areal_async.launch.run_handle import find_run, job_to_resume
-from areal_async.base.own_files import is_locked, take_lock
 from tests.waiting import LIMIT_S
 
 STRANGER = 54321

@@ -16,8 +16,9 @@ import msgspec
 import psutil
 import pytest
 
-from areal_async.config.cluster import RaySection
 from areal_async.base.errors import RunError
+from areal_async.base.processes import RUN_VARIABLE, processes_of
+from areal_async.config.cluster import RaySection
 from areal_async.launch import buffer_files
 from areal_async.launch.commands import ControlSocket
 from areal_async.launch.home_files import HomeFilesServer
@@ -27,7 +28,6 @@ from areal_async.launch.ray import process_host
 from areal_async.launch.ray.launcher import RayLauncher
 from areal_async.launch.ray.orders import FileNews, PlaceOrder, StartOrder
 from areal_async.launch.ray.process_host import ProcessHost, listen_in
-from areal_async.base.processes import RUN_VARIABLE, processes_of
 from replay_buffer.redis.writer import FILE, ConfirmedRevision
 from tests.unit.launch.launching import STAND_IN
 from tests.waiting import LIMIT_S, wait_for

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 
 import areal_async
 from areal_async import Job, Run
-from areal_async.config import registry
+from areal_async.base.errors import ArealError, RunFailed, RunFolderError, RunInterrupted
+from areal_async.base.mistakes import ConfigError
 from areal_async.cli.jobs import is_run
 from areal_async.cli.main import app
-from areal_async.base.mistakes import ConfigError
+from areal_async.config import registry
 from areal_async.config.load import dump_job
-from areal_async.base.errors import ArealError, RunFailed, RunFolderError, RunInterrupted
 from areal_async.launch.one_host import topology_here
 from areal_async.launch.plan import services_of
-from areal_async.runner.start import start
 from areal_async.rpc.control_messages import ServiceFigures, ServiceStatus
+from areal_async.runner.start import start
 from tests.unit.launch.launching import STAND_IN, changed
 
 

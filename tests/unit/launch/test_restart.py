@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.base.errors import ArealError, FaultError, RpcTimeout
-from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.base.processes import RestartPolicy
+from areal_async.launch.lifecycle import Action, Ending, Lifecycle, Phase
 from areal_async.service.main import restart_may_help
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from tests.harness.profiles import examples

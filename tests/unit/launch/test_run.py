@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from safetensors.torch import save_file
 
+from areal_async.base.errors import RunFailed, RunFolderError
 from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import LoraSection
 from areal_async.config.load import load_job
-from areal_async.base.errors import RunFailed, RunFolderError
 from areal_async.launch import preflight
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.plan import services_of

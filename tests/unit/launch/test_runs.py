@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_async.base.mistakes import ConfigError
-from areal_async.config.load import dump_job, load_job
 from areal_async.base.errors import RunFolderError
+from areal_async.base.mistakes import ConfigError
+from areal_async.base.processes import start_of
+from areal_async.config.load import dump_job, load_job
 from areal_async.launch.folders import claim_folders
 from areal_async.launch.one_host import make_host, topology_here
 from areal_async.launch.run_handle import find_run, is_finished, job_to_resume
-from areal_async.base.processes import start_of
 
 
 @pytest.fixture

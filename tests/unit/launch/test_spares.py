@@ -10,11 +10,11 @@ from contextlib import closing
 import psutil
 import pytest
 
+from areal_async.base.processes import service_environment
+from areal_async.base.topology import ServicePlace
 from areal_async.launch.local_launcher import LocalLauncher
 from areal_async.launch.spares import Spares
 from areal_async.launch.supervisor import Supervisor
-from areal_async.base.processes import service_environment
-from areal_async.base.topology import ServicePlace
 from tests.unit.launch.launching import STAND_IN, changed
 from tests.unit.launch.test_supervisor import assert_nothing_is_left
 from tests.waiting import wait_for

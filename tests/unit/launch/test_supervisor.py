@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.config.job import RedisLoginSection
-from areal_async.launch.folders import claim_folders
-from areal_async.launch.local_launcher import LocalChild, LocalLauncher
-from areal_async.launch.lifecycle import Ending
-from areal_async.launch.summary import failure_text
-from areal_async.launch.supervisor import Supervisor
 from areal_async.base.metrics import elsewhere
 from areal_async.base.processes import exit_text, service_environment
+from areal_async.config.job import RedisLoginSection
+from areal_async.launch.folders import claim_folders
+from areal_async.launch.lifecycle import Ending
+from areal_async.launch.local_launcher import LocalChild, LocalLauncher
+from areal_async.launch.summary import failure_text
+from areal_async.launch.supervisor import Supervisor
 from tests.processes import processes_of
 from tests.unit.launch.launching import STAND_IN, changed
 from tests.waiting import LIMIT_S, wait_for

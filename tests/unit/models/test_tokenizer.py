@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.cli.quickstart.model import write_model
 from areal_async.models.tokenizer import (
     KIND,
     TokenizerError,
@@ -17,7 +18,6 @@ from areal_async.models.tokenizer import (
     tokenizer_class,
     tokenizer_files,
 )
-from areal_async.cli.quickstart.model import write_model
 
 LOADS = """
 import json, sys

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.base.http_server import HttpLimits, HttpServer, listen
 from areal_async.show.page.app import view_app
 from areal_async.show.page.report import write_report
-from areal_async.base.http_server import HttpLimits, HttpServer, listen
 from tests.unit.page.browser import Tab, chromium
 from tests.unit.page.runs import HOSTILE, append, episode, load, run_folder, step, write_samples
 from tests.waiting import LIMIT_S

@@ -19,9 +19,9 @@ from against_trl_trainer import Judge, require_same_prompts, rewards_of, schedul
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from areal_async.weights.adapter import PREFIX
 from reward_service.sdk import RewardInput, load_reward
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from areal_async.config.advice import advise
-from areal_async.config.load import load_job
 from areal_async.cli.quickstart.main import N_HELD_OUT, prepare
 from areal_async.cli.quickstart.model import Sum, split_problems
+from areal_async.config.advice import advise
+from areal_async.config.load import load_job
 from areal_async.data.tasks import read_tasks
 
 

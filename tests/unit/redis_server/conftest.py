@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import redis as redis_sync
 
-from areal_async.launch.one_host import short_socket_dir
 from areal_async.base.redis_binary import find_redis_server, redis_server_version
-from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, Lease, NextBatch
 from areal_async.base.versions import VersionTag
+from areal_async.launch.one_host import short_socket_dir
+from areal_async.rpc.messages import Checkpointed, Commit, ExportLedger, Lease, NextBatch
 from replay_buffer.coordinator import Coordinator
 from replay_buffer.ledger.opening import OpenedWith
 from replay_buffer.ledger.rules import Rules

@@ -10,8 +10,8 @@ from redis.crc import key_slot
 from redis.exceptions import NoPermissionError
 
 from areal_async.base.redis_binary import find_redis_server
-from areal_async.rpc.messages import Lease, OpenTrainer, Stats
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.messages import Lease, OpenTrainer, Stats
 from replay_buffer.redis.address import StoreUnavailable, StoreUnusable
 from tests.contexts import context_for_test
 from tests.redis_client import documented_rights

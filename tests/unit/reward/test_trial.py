@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.cli.tools import TrialRequest
 from areal_async.base.mistakes import ConfigError
+from areal_async.cli.tools import TrialRequest
 from reward_service.tools.trial import SamplesError, main, read_samples, short, target
 
 FILE = Path(__file__).with_name("remote") / "offered.py"

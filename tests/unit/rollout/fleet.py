@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_async.base.versions import VersionTag
 from areal_async.base.processes import RestartPolicy
+from areal_async.base.versions import VersionTag
 from areal_async.trajectory import Sampling
 from rollout_service.engines.base import (
     EngineError,

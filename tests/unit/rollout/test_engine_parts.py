@@ -14,15 +14,15 @@ import msgspec
 import pytest
 import torch
 
+from areal_async.base.mistakes import ConfigError
 from areal_async.config.checks import check_fields
 from areal_async.config.devices import width_of
 from areal_async.config.engines import engine_part
-from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.parts import own_part_mistakes
+from areal_async.config.registry import ENGINES, PartError
 from areal_async.launch.plan import ready_limit_s
 from areal_async.launch.preflight import check_contents
-from areal_async.config.registry import ENGINES, PartError
 from rollout_service.engines import make_engine
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.devices import own_device, own_gpus

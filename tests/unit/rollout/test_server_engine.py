@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.cli.quickstart.model import write_model
 from areal_async.base.versions import VersionTag
+from areal_async.cli.quickstart.model import write_model
 from areal_async.trajectory import Sampling
 from areal_async.weights.snapshot import write_snapshot
 from rollout_service.engines.base import (

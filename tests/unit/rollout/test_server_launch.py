@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.models.files import Mixture
 from areal_async.base.versions import VersionTag
+from areal_async.models.files import Mixture
 from rollout_service.engines.base import EngineError
 from rollout_service.engines.http.adapter import Directory, Launch, ServerSettings
 from rollout_service.engines.http.client import KEEPALIVE_S

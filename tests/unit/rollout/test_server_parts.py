@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.base.versions import VersionTag
 from areal_async.config.engines import EngineMissing, find_engine_python
 from areal_async.launch.folders import write_keys
 from areal_async.launch.one_host import make_host, topology_here
-from areal_async.base.versions import VersionTag
 from areal_async.rpc.secret import RunSecret
 from areal_async.service.context import ServiceContext
 from areal_async.trajectory import Sampling

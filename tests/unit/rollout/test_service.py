@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from areal_async.base.errors import RpcTimeout
-from areal_async.launch.plan import name_is_held
 from areal_async.base.versions import VersionTag
+from areal_async.launch.plan import name_is_held
 from areal_async.rpc.weights_messages import SnapshotNotice
 from areal_async.service.context import ServiceContext
 from rollout_service import service

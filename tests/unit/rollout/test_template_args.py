@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from areal_async.config.load import job_from_mapping
 from areal_async.data.prepare import load_tokenizer
 from areal_async.models.prompts import prompt_ids, with_template_args
-from areal_async.cli.quickstart.model import make_tokenizer, write_model
 from rollout_service.process import make_renderers
 
 TEMPLATE = (

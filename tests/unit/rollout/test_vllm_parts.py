@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_async.cli.quickstart.model import write_model
 from areal_async.base.versions import VersionTag
+from areal_async.cli.quickstart.model import write_model
 from rollout_service.engines.base import EngineError, EngineLost, GenerateResult
 from rollout_service.engines.http.adapter import (
     ServerLoad,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from areal_async.rpc.messages import Leases
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.messages import Leases
 from rollout_service.engines.base import EngineError, GenerateRequest
 from rollout_service.worker import WorkerTiming
 from rollout_service.worker.failures import MAX_FAILURES

@@ -8,10 +8,10 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import typer
 
-from areal_async.cli.tools import own_tracebacks, readable_errors
-from areal_async.cluster import attempt_process
 from areal_async.base.errors import DISK_TROUBLE, ArealError, FaultError, MachineError, errno_of
 from areal_async.base.own_files import append_beneath, map_open
+from areal_async.cli.tools import own_tracebacks, readable_errors
+from areal_async.cluster import attempt_process
 from areal_async.service import main as service
 from areal_async.storage.remote import REFUSED
 from trainer_service.disk import room_for

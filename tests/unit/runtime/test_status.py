@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from areal_async.base.errors import ArealError, PeerGone, RpcTimeout
-from areal_async.rpc.control_messages import ServiceFigures
 from areal_async.base.log import get_logger
 from areal_async.base.metrics import busy
-from areal_async.rpc.board import StatusBoard
-from areal_async.service.control import answer_status
 from areal_async.launch.monitor import StatusClients
+from areal_async.rpc.board import StatusBoard
+from areal_async.rpc.control_messages import ServiceFigures
+from areal_async.service.control import answer_status
 from tests.contexts import context_for_test
 from tests.waiting import LIMIT_S
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.config.reward import RewardSection
 from areal_async.config.data_check import Expected, check_data
+from areal_async.config.reward import RewardSection
 from reward_service.sandbox import CompilerMissing, Program, RunLimits, languages
 from reward_service.sdk import RewardInput, RewardLoadError, Score
 from reward_service.verifiers.code_rewards import code_stdio, code_tests

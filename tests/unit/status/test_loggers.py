@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from areal_async.base.log import get_logger, setup_logging
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.secrecy import is_secret, shown
 from areal_async.config.job import JobConfig
 from areal_async.config.load import load_job
-from areal_async.show.page.report import differences
-from areal_async.base.log import get_logger, setup_logging
-from areal_async.base.secrecy import is_secret, shown
+from areal_async.service.record import RunLog, read_run_log
+from areal_async.service.samples import file_name, lines_of, write_samples
 from areal_async.show import loggers
 from areal_async.show.loggers import figures_of, watched_by_loggers
 from areal_async.show.loggers.tables import COLUMNS, markdown, row
-from areal_async.service.record import RunLog, read_run_log
-from areal_async.service.samples import file_name, lines_of, write_samples
+from areal_async.show.page.report import differences
 from tests.waiting import wait_for
 
 SAMPLE = {

@@ -10,12 +10,12 @@ import pytest
 from areal_async.base.errors import FaultError, WireError
 from areal_async.launch.commands import ControlSocket
 from areal_async.rpc.address import Address
+from areal_async.rpc.board import board
 from areal_async.rpc.client import Client
 from areal_async.rpc.control_messages import WriteRecord
-from areal_async.rpc.board import board
 from areal_async.service import record
-from areal_async.show.curves import Curve, draw_curves, field, ratio, rolling_mean
 from areal_async.service.record import RunLog, open_records, read_run_log
+from areal_async.show.curves import Curve, draw_curves, field, ratio, rolling_mean
 from tests.contexts import context_for_test
 from tests.waiting import LIMIT_S, until
 

@@ -8,11 +8,11 @@ import pyte
 import pytest
 from rich.console import Console
 
-from areal_async.rpc.messages import NoScore
-from areal_async.launch.aggregator import DropReport, RunStatus, ServiceActivity
 from areal_async.base.text import clock_text
-from areal_async.show.view import PlainLines, open_view, render, status_line
+from areal_async.launch.aggregator import DropReport, RunStatus, ServiceActivity
 from areal_async.launch.watchdog import Stall
+from areal_async.rpc.messages import NoScore
+from areal_async.show.view import PlainLines, open_view, render, status_line
 
 SERVICES = tuple(
     ServiceActivity(name, "serving", share)

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from areal_async.config.load import job_from_mapping
 from areal_async.base.errors import RunError, RunFolderError
+from areal_async.base.retry import Tries
+from areal_async.config.content import store_url
+from areal_async.config.load import job_from_mapping
 from areal_async.launch import stored_runs
 from areal_async.launch.stored_runs import bring_run, bring_run_of, mirrored, run_at
-from areal_async.config.content import store_url
 from areal_async.storage.mirror import MARK, Mirror, MirrorLost, mark_here, mark_there
 from areal_async.storage.remote import Remote
-from areal_async.base.retry import Tries
 from tests.waiting import LIMIT_S
 
 

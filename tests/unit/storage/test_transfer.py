@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from areal_async.base.retry import Tries
 from areal_async.storage.remote import (
     HalfWritten,
     Remote,
@@ -20,7 +21,6 @@ from areal_async.storage.remote import (
     StoredFile,
 )
 from areal_async.storage.transfer import MARKER, fetch, push
-from areal_async.base.retry import Tries
 from tests.waiting import LIMIT_S
 
 FETCH = """

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.base.mistakes import ConfigError
+from areal_async.config.content import run_url, store_url
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job, job_from_mapping
-from areal_async.config.content import run_url, store_url
 from areal_async.storage.remote import Remote, StorageError
 from areal_async.storage.urls import is_url, local_path, shown, url_of
 

@@ -15,8 +15,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from areal_async.rpc.messages import Batch, BatchEpisode, BatchGroup
-from areal_async.trajectory.verdicts import Parts
 from areal_async.trajectory import Episode, EpisodeBuilder, Sampling, pack, row_profile, row_sizes
+from areal_async.trajectory.verdicts import Parts
 from tests.unit.families import config_of
 from trainer_service.data.rows import TrainingRow, row_of
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from areal_async.config.job import LoraSection
 from areal_async.base.addresses import interface_of
+from areal_async.config.job import LoraSection
 from areal_async.service.rank_group import Meeting
 from areal_async.weights.pieces import TensorPiece
 from trainer_service import disk, trained

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_async.base.events import arm
 from areal_async.config.job import JobConfig
 from areal_async.rpc.messages import NextBatch, Waiting
 from areal_async.service.context import ServiceContext
-from areal_async.base.events import arm
 from areal_async.service.rank_group import Meeting
 from tests.contexts import context_for_test
 from tests.unit.trainer.rank_process import RecordedBuffer, job_of

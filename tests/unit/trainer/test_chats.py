@@ -9,8 +9,8 @@ from tokenizers.models import Unigram, WordLevel
 from tokenizers.pre_tokenizers import Metaspace, Split
 from transformers import PreTrainedTokenizerFast
 
-from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.config.job import JobConfig
+from areal_async.data.chats import ChatError, answer_ids, whole_ids
 from areal_async.data.examples import Continuation, read_examples, split_prompt
 from areal_async.data.tasks import TaskFileError, read_tasks
 from trainer_service.data.lessons import read_lessons

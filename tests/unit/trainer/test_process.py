@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import FaultError
-from areal_async.rpc.server import Server
-from areal_async.service.rank_group import Note
-from areal_async.service.main import restart_may_help
-from areal_async.service.record import read_run_log
+from areal_async.config.job import JobConfig
 from areal_async.data.tasks import TaskFileError
+from areal_async.rpc.server import Server
+from areal_async.service.main import restart_may_help
+from areal_async.service.rank_group import Note
+from areal_async.service.record import read_run_log
 from areal_async.weights.publisher import Publisher
 from tests.contexts import context_for_test
 from tests.unit.trainer import rank_process

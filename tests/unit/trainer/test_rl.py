@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import FaultError, SnapshotError
-from areal_async.rpc.messages import Commit, OpenTrainer, Waiting
-from areal_async.base.versions import VersionTag
-from areal_async.rpc.secret import RunSecret
 from areal_async.base.log import setup_logging
 from areal_async.base.metrics import busy
+from areal_async.base.versions import VersionTag
+from areal_async.config.job import JobConfig
 from areal_async.rpc.board import board
+from areal_async.rpc.messages import Commit, OpenTrainer, Waiting
+from areal_async.rpc.secret import RunSecret
 from areal_async.service.record import RunLog, read_run_log
 from areal_async.service.samples import read_samples, sample_files
 from areal_async.trajectory import unpack

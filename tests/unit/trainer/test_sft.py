@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_async.base.mistakes import ConfigError
 from areal_async.config.job import JobConfig
 from areal_async.config.load import dump_job
+from areal_async.data.tasks import TaskFileError
 from areal_async.launch.folders import LOCK
 from areal_async.service.record import RunLog, read_run_log
-from areal_async.data.tasks import TaskFileError
 from tests.unit.trainer.conftest import write_model as write_tiny_model
 from trainer_service.checkpoint import newest_usable
 from trainer_service.data.lessons import load_tokenizer, read_lessons

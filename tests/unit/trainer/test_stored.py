@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from areal_async.base.mistakes import ConfigError
+from areal_async.base.retry import Tries
 from areal_async.config.job import JobConfig
 from areal_async.storage.remote import StorageAway
 from areal_async.storage.transfer import HalfWritten, fetch
-from areal_async.base.retry import Tries
 from tests.unit.trainer import saving
 from tests.unit.trainer.forked_ranks import run_script
 from tests.unit.trainer.saving import OF, save

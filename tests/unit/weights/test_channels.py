@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-from areal_async.config.job import JobConfig
 from areal_async.base.errors import SnapshotError
+from areal_async.config.job import JobConfig
 from areal_async.config.registry import PartError
 from areal_async.rpc.client import Client
 from areal_async.rpc.weights_messages import AskTensors, SnapshotNotice

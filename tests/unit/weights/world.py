@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from areal_async.base.errors import FaultError
-from areal_async.rpc.client import Client
 from areal_async.base.versions import VersionTag
+from areal_async.rpc.client import Client
 from areal_async.rpc.secret import Access, RunSecret
 from areal_async.rpc.server import Answer
 from areal_async.rpc.weights_messages import GetChunk

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from areal_async.base.log import get_logger
 from areal_async.config.job import LoraSection
 from areal_async.models.files import looks_beyond_tokens
-from areal_async.base.log import get_logger
 from trainer_service.backends.base import TRAINED_MODEL, ModelUse
 from trainer_service.backends.changing import ChangingModel
 from trainer_service.backends.fsdp.loading import load_sharded

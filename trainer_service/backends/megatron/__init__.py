@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from areal_async.config.base import Section
 from areal_async.base.mistakes import Mistake
+from areal_async.config.base import Section
 from areal_async.config.parallel import RankGrid
 from areal_async.config.registry import PartError
 from trainer_service.backends.fsdp.memory import ModelShape, RankMemory, shape_of, together

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import areal_async.base.metrics  # noqa: F401  (it settles which series a counter has)
-from areal_async.base.errors import EndpointError
 from areal_async.base.addresses import LOOPBACK, is_loopback
+from areal_async.base.errors import EndpointError
 from areal_async.base.http_server import BodyTooLong, HttpLimits, HttpServer, ServerFull, listen, read_body
 from reward_service.backends.remote.host.service import LONGEST_DEADLINE_S, RequestRefused, ScoringService
 from reward_service.backends.remote.schema import (

@@ -16,15 +16,15 @@ import psutil
 import pytest
 import yaml
 
-from areal_async.cli.tools import ServeRequest
 from areal_async.base.errors import ArealError, EndpointError
+from areal_async.cli.tools import ServeRequest
 from areal_async.trajectory.verdicts import Abstain, Score, Timeout
-from reward_service.tools.serve import serve as run_server
 from reward_service.backends.remote.host.http import http_server, http_socket, tls_of
 from reward_service.backends.remote.host.service import ScoringService, read_offers
 from reward_service.backends.remote.schema import RequestLimits
 from reward_service.pool.pool import WorkerPool
 from reward_service.sdk import RewardLoadError
+from reward_service.tools.serve import serve as run_server
 from tests.scoring import episode_blob, given
 from tests.waiting import LIMIT_S, until
 
