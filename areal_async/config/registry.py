@@ -4,7 +4,7 @@ A part is named in one of three ways: by the name of a built-in one; by `path.py
 of the user's; or by the name of an entry point that another installed package declares in the group of its
 kind, `areal_async.<kind>s`:
 
-    [project.entry-points."areal_async.config.reward_routing"]
+    [project.entry-points."areal_async.rewards"]
     politeness = "my_rewards.politeness:politeness"
 
 Each kind's owner keeps the table of its built-in parts, `{name: "module:attribute"}`, and each part says

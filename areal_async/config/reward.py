@@ -63,7 +63,7 @@ class RouteSection(Section):
 class RewardSection(Section):
     name: str = "exact_match"
     """A built-in reward (see docs/rewards.md), `path.py:name` of a function marked `@reward`, or the name
-    of one in an installed package (entry point group `areal_async.config.reward_routing`)."""
+    of one in an installed package (entry point group `areal_async.rewards`)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What the reward takes, by name; for one of your own, its keyword arguments."""
     scope: Scope = "episode"

@@ -1,7 +1,7 @@
 """The life of a run as a pure state machine: events in, actions out; the clock comes with each event.
 
 Promises: the buffer serves before anything else is started; a service that dies is started again after the
-pause that `runtime/process.py` decides, and the others go on meanwhile; one that dies too often, that a
+pause that `base/processes.py` decides, and the others go on meanwhile; one that dies too often, that a
 restart would not cure, or that does not serve in time (counted, for what needs weights, from the last start
 of the trainer), ends the run with a reason that names it, unless it joined later and has never served; the
 ranks of a trainer live and die together: with one the others are killed, which wait for it in a collective,

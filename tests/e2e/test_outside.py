@@ -67,7 +67,7 @@ noted = outsider:NOTED
 riddle = outsider:Riddle
 [areal_async.workflows]
 asks = outsider:asks
-[areal_async.config.reward_routing]
+[areal_async.rewards]
 asked_and_answered = outsider:asked_and_answered
 [areal_async.advantages]
 above_ten = outsider:above_ten
