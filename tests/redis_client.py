@@ -15,7 +15,7 @@ def connect(url: str) -> Redis:
 
 
 def documented_rights(job: str, role: str = "front") -> list[str]:
-    """The rules of `ACL SETUSER` that docs/redis.md gives the `front` or a `reader` of a job."""
-    page = (Path(__file__).parents[1] / "docs" / "redis.md").read_text().replace("\\\n", " ")
+    """The rules of `ACL SETUSER` that docs/buffer.md gives the `front` or a `reader` of a job."""
+    page = (Path(__file__).parents[1] / "docs" / "buffer.md").read_text().replace("\\\n", " ")
     (line,) = [line for line in page.splitlines() if line.startswith(f"ACL SETUSER areal-{role} ")]
     return line.replace("{JOB}", f"{{{job}}}").split()[5:]

@@ -1,4 +1,4 @@
-"""docs/own-reward.md: its faulty reward fails as shown (`--data`, `--limit`)."""
+"""docs/rewards.md: its faulty reward fails as shown (`--data`, `--limit`)."""
 
 import re
 import subprocess
@@ -10,10 +10,10 @@ from tests.waiting import LIMIT_S
 
 
 def test_the_faults_of_the_page_are_found_before_a_job_meets_them(tmp_path):
-    page = list(blocks_of(ROOT / "docs" / "own-reward.md"))
-    (code,) = (block.text for block in page if block.kind == "python")
-    (command, _) = (block for block in page if block.kind == "bash")
-    (shown,) = (block.text for block in page if block.kind == "text")
+    page = list(blocks_of(ROOT / "docs" / "rewards.md"))
+    (code,) = (block.text for block in page if block.kind == "python" and "def careful(" in block.text)
+    (command,) = (block for block in page if block.kind == "bash" and "careful.py" in block.text)
+    (shown,) = (block.text for block in page if block.kind == "text" and "careful.py" in block.text)
     write_reward_files("tidy", tmp_path)
     (tmp_path / "careful.py").write_text(code)
     (words,) = command.commands

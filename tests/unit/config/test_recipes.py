@@ -155,7 +155,7 @@ def test_the_pages_tell_the_figures_of_the_last_run(name):
     before, after = row["figure"]
     told, steps = f"{before:.3f} → {after:.3f}", row["steps"]
     assert re.search(
-        rf"^\| {name} \| [^|]* \| {told} \| {steps} \|", (ROOT / "docs/recipes.md").read_text(), re.M
+        rf"^\| {name} \| [^|]* \| {told} \| {steps} \|", (ROOT / "docs/quickstart.md").read_text(), re.M
     )
     assert f"{told} in {steps} steps" in (RECIPES / name / "README.md").read_text()
 

@@ -229,7 +229,7 @@ def test_seeds_of_calls_differ_in_every_part() -> None:
 
 
 def test_every_argument_of_a_workflow_is_on_its_page() -> None:
-    page = Path(__file__).parents[3] / "docs" / "workflows.md"
+    page = Path(__file__).parents[3] / "docs" / "agents.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
     for name in WORKFLOWS.built_in:

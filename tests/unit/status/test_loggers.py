@@ -289,7 +289,7 @@ def test_what_a_logger_lacks_is_found_when_the_job_file_is_read(tmp_path, monkey
 
 
 def test_the_logger_that_the_page_shows_is_one(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "loggers.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "watching.md").read_text()
     (tmp_path / "lines.py").write_text(page.split("```python\n")[1].split("```")[0])
     a_run(tmp_path, 3)
     watch(tmp_path, {"name": f"{tmp_path / 'lines.py'}:Lines", "args": {"name": "told.jsonl"}})

@@ -2,7 +2,7 @@
 
 `tests/golden/trajectory_v1.bin` is an episode with branches, tools, media, several versions and epochs, and
 two optional columns; `trajectory_v1.json` is what it says. The reader below follows the tables of
-`docs/trajectory.md` with nothing but struct and a msgpack parser, as one in another language would.
+`docs/buffer.md` with nothing but struct and a msgpack parser, as one in another language would.
 The files change only together with TRAJECTORY_SCHEMA.
 """
 
