@@ -49,14 +49,14 @@ smollm2: $(STAMP)
 	$(BIN)/python recipes/smollm2/prepare.py --out runs/smollm2-files
 	$(BIN)/areal-async run recipes/smollm2/job.yaml --overwrite $(ARGS)
 
-# For a machine that has torch, transformers and no network (docs/offline.md). The second target tries them.
+# For a machine that has torch, transformers and no network (docs/storage.md#install-without-a-network). The second target tries them.
 wheelhouse: $(STAMP)
 	$(BIN)/python deploy/wheelhouse.py wheelhouse $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION))
 
 wheelhouse-check: $(STAMP)
 	$(BIN)/python tests/deploy/wheelhouse_check.py wheelhouse
 
-# What Docker would do for the light image, without Docker (docs/deploy.md).
+# What Docker would do for the light image, without Docker (docs/controller.md#deploy).
 images-check:
 	PYTHON=$(PYTHON) deploy/docker/rehearse.sh
 
@@ -143,7 +143,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Open site/index.html"
 
-# The small size of every recipe, with its figures: minutes, for a nightly list (docs/recipes.md).
+# The small size of every recipe, with its figures: minutes, for a nightly list (docs/quickstart.md#recipes).
 recipes-check: $(STAMP)
 	$(BIN)/python benchmarks/recipe_runs.py --out benchmarks/results/recipes.json $(ARGS)
 

@@ -27,7 +27,7 @@ from reward_service.verifiers.math import math
 
 TABLE = Path(__file__).parents[1] / "tests" / "golden" / "maths_answers.yaml"
 BLIND = TABLE.with_name("maths_answers_blind.yaml")
-"""Written after the verifier, and judged by it unseen; see docs/verifiers.md."""
+"""Written after the verifier, and judged by it unseen; see docs/rewards.md#use-built-in-rewards."""
 EXAMPLES = TABLE.parents[2] / "examples"
 INSTRUCTIONS, JSON_SCHEMA, F1, REPETITION = (
     f"{EXAMPLES}/rewards/{name}"

@@ -20,7 +20,7 @@ for name in ray.token redis.front redis.reader; do
 done
 hash_of() { sha256sum < "$1" | cut -d' ' -f1; }
 
-# The rights are those of docs/redis.md, for the jobs of all names. `probe` may ask whether the server answers.
+# The rights are those of docs/buffer.md#use-your-own-redis, for the jobs of all names. `probe` may ask whether the server answers.
 cat > users.acl <<EOF
 user default off
 user areal-front on #$(hash_of redis.front) resetchannels resetkeys ~areal:{*}:* -@all +hget +hmget +hgetall +hexists +ping +time +info +hset +hdel +unlink +set +mget +exists +sadd +srem +smembers +evalsha +script|load +config|get +select

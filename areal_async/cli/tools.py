@@ -113,7 +113,7 @@ class TrialRequest(ToolRequest, frozen=True):
 
 
 class ServeRequest(ToolRequest, frozen=True):
-    """Serve rewards over HTTP (docs/reward-rpc.md), until Ctrl-C."""
+    """Serve rewards over HTTP (docs/reward-service.md#serve-a-reward-over-http), until Ctrl-C."""
 
     rewards: Annotated[
         list[str], typer.Argument(metavar="REWARD...", help="`path.py:function`, or built-in rewards.")
@@ -162,7 +162,7 @@ class SimulateRequest(ToolRequest, frozen=True):
         typer.Option("--from", metavar="RUN", help="A run that measured the costs; may be given again."),
     ] = None
     costs: Annotated[
-        str | None, typer.Option(metavar="YAML", help="The costs, instead of a run (docs/simulate.md).")
+        str | None, typer.Option(metavar="YAML", help="The costs, instead of a run (docs/staleness.md#predict-a-job).")
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="Steps that are simulated, after a warm-up.")] = 100
     seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0

@@ -219,7 +219,7 @@ def _advantage_has_what_it_compares(job: JobConfig) -> Iterator[Mistake]:
             chosen,
             f"gdpo compares the components of rewards, and {', '.join(sorted(rewards))} has none: the first "
             "step would end the job",
-            "Make the reward of several with `weighted` (docs/verifiers.md), or use grpo",
+            "Make the reward of several with `weighted` (docs/rewards.md#use-built-in-rewards), or use grpo",
             ("reward.name",),
         )
     lacking = {
@@ -227,7 +227,7 @@ def _advantage_has_what_it_compares(job: JobConfig) -> Iterator[Mistake]:
         "marti": "turns by their own rewards, and {} gives turns none",
     }
     if name in lacking and workflow in WITHOUT_STATES:
-        fix = "Use the workflow multi_turn (docs/environments.md) or one of your own, or the advantage grpo"
+        fix = "Use the workflow multi_turn (docs/agents.md#play-an-environment) or one of your own, or the advantage grpo"
         problem = f"{name} compares {lacking[name].format(workflow)}"
         yield Mistake(chosen, problem, fix, ("rollout.workflow",))
 

@@ -210,7 +210,7 @@ SUGGESTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 
 
 def suggested(truth: Any) -> str:
-    """A built-in reward that takes ground truths of this form (docs/verifiers.md)."""
+    """A built-in reward that takes ground truths of this form (docs/rewards.md#use-built-in-rewards)."""
     return next((name for name, fits in SUGGESTED if fits(truth)), "exact_match")
 
 

@@ -47,7 +47,7 @@ class WeightsSection(Section):
     tensors from its own device to SGLang servers that serve already. A channel of another package is named by
     its entry point, one of your own as `path.py:name`."""
     channel_args: dict[str, Any] = Field(default_factory=dict)
-    """What the channel takes, by name (see docs/weights-channels.md)."""
+    """What the channel takes, by name (see docs/weights.md#choose-a-channel)."""
     codec: Literal["auto", "full", "delta"] = "auto"
     """What travels: whole snapshots (`full`), or for receivers that hold the version before what changed
     (`delta`, lossless). `auto` is `delta` on `zmq`, and on `nccl` between hosts, and `full` elsewhere, where
@@ -156,7 +156,7 @@ class LoggerSection(Section):
     """A logger of the run; its name alone may stand for it."""
 
     name: str
-    """`tensorboard`, `wandb`, `mlflow` (see docs/loggers.md), `path.py:name` of one of your own, or the name
+    """`tensorboard`, `wandb`, `mlflow` (see docs/watching.md#loggers), `path.py:name` of one of your own, or the name
     of one in an installed package (entry point group `areal_async.loggers`)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What the logger takes, by name."""
@@ -268,7 +268,7 @@ class GroupSection(Section):
 class BufferSection(Section):
     redis: str = "embedded"
     """`embedded` starts a redis-server of the job's own; else a URL: `redis://`, `rediss://` (TLS) or
-    `unix://` (see docs/redis.md)."""
+    `unix://` (see docs/buffer.md#use-your-own-redis)."""
     redis_login: RedisLoginSection = RedisLoginSection()
     redis_tls: RedisTlsSection = RedisTlsSection()
     durability: Literal["memory", "everysec", "always"] = "everysec"
@@ -453,7 +453,7 @@ class JobConfig(Section):
     """Name of the policy that is trained; `policies: {name: {model, trainer, rollout}}` gives it too."""
     policies: dict[str, dict[str, Any]] = Field(default_factory=dict, exclude_if=lambda value: not value)
     """Several policies, trained side by side, each with what it has of its own; the rest is the job's (see
-    docs/policies.md)."""
+    docs/agents.md#train-several-policies)."""
     model: Annotated[Path, *FETCHED]
     """Hugging Face directory of a causal language model (safetensors) with its tokenizer, or its URL."""
     tasks: TasksSection

@@ -96,7 +96,7 @@ class ObjectiveSection(Section):
     their own (`recompute`); the update's own forward pass (`reuse`), which is the same with one minibatch per
     step; `loglinear`, between behaviour and current log-probs by the token's staleness, without a pass; or
     `auto`: `recompute` where a pass is needed, `loglinear` with one minibatch of stale samples, the loss
-    `ppo` and a correction, else `reuse`. See docs/choosing-an-objective.md."""
+    `ppo` and a correction, else `reuse`. See docs/objectives.md#which-objective-to-choose."""
     allow_uncorrected: bool = False
     """Allow `correction: none` with stale samples, for an experiment."""
     kl: KlSection = KlSection()

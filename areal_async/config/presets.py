@@ -67,7 +67,7 @@ PRESETS: Mapping[str, Preset] = {
         loss_args__clip_high=0.28,
         job__buffer__dynamic_filtering=True,
         beside="Its soft penalty for long answers is the reward `overlong`, weighed with your own: see "
-        "docs/verifiers.md.",
+        "docs/rewards.md#use-built-in-rewards.",
     ),
     "dr_grpo": _preset("Liu et al. 2025", "dr_grpo", normaliser="constant", normaliser_args__length=LONGEST),
     "gspo": _preset("Zheng et al. 2025", "grpo", "gspo", "rollout"),

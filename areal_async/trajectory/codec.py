@@ -1,5 +1,5 @@
 """An episode as frames (a msgpack head and raw little-endian arrays), and the frames in one aligned blob:
-what the buffer stores and every service passes on. `docs/trajectory.md` is the format. Routes are no part of
+what the buffer stores and every service passes on. `docs/buffer.md#trajectory-format` is the format. Routes are no part of
 it (`routes.py`).
 
 Reading trusts nothing: whatever the bytes are, the outcome is a valid Episode or a TrajectoryError. The

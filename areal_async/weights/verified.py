@@ -3,7 +3,7 @@ other.
 
 That one leaves a record, a file in a folder that only this user can enter: the hash of the manifest, and of
 each tensor file device, inode, size, and the times of its last change. Another process trusts it for files of
-which all of that is still so. `docs/decisions/0034-written-together-verified-once.md` has the reasons.
+which all of that is still so. `docs/decisions/weights.md#one-verification-per-host` has the reasons.
 
 Promises:
 - A record is left only after every hash matched, for files that were not changed meanwhile.

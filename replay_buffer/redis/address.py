@@ -119,7 +119,7 @@ REFUSALS: tuple[tuple[str, Trouble, str], ...] = (
     ("READONLY", "replica", "it is a replica now; the buffer waits until it is the master again"),
     ("MASTERDOWN", "replica", "it is a replica now; the buffer waits until it is the master again"),
     ("NOREPLICAS", "replica", "the master has fewer replicas than its min-replicas-to-write"),
-    ("NOPERM", "refused", "give the user the rights in docs/redis.md"),
+    ("NOPERM", "refused", "give the user the rights in docs/buffer.md#use-your-own-redis"),
     ("MOVED", "refused", "this node of the cluster does not serve the job's keys: name the one that does"),
     ("CLUSTERDOWN", "gone", "the cluster is not whole; it serves again when it is"),
 )

@@ -2,7 +2,7 @@
 
 Promises: commands run in the order of `call`, and are answered in that order. When the connection ends, or an
 answer takes longer than `ANSWER_LIMIT_S`, every command without an answer fails with `StoreUnavailable`; none
-is repeated. Why no client library: docs/decisions/0026-one-redis-connection.md.
+is repeated. Why no client library: docs/decisions/buffer.md#one-redis-connection.
 """
 
 from __future__ import annotations

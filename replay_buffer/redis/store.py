@@ -414,7 +414,7 @@ async def check_keys(redis: RedisConnection, place: RedisAddress, keys: Keys) ->
     if text.startswith("NOPERM"):
         raise StoreUnusable(
             f"the user {place.user!r} of Redis at {place} lacks rights to {keys.prefix}*: {text} "
-            "(docs/redis.md)"
+            "(docs/buffer.md#use-your-own-redis)"
         )
     if not text.startswith(("MOVED", "ASK")):
         raise refusal(text)

@@ -1,5 +1,5 @@
 """Verifiers of one number: `arithmetic`, where the response ends in it, and `gsm8k`, where it is marked.
-docs/rewards.md and docs/verifiers.md have their rules.
+docs/rewards.md and docs/rewards.md#use-built-in-rewards have their rules.
 
 A number is an integer, a decimal or a fraction `a/b`, with an optional sign, thousands commas and exponent.
 Integers and fractions compare exactly (`6/8` is `3/4` is `0.75`). Where the ground truth is no integer and

@@ -1,7 +1,7 @@
 """The history checker: did a run keep its promises? A pure function over the event logs of its processes.
 
 `check(events, promise)` returns every violation and the figures of the run. It shares no code with what it
-judges: who says what is in `docs/event-log.md`, and everything else is worked out from there.
+judges: who says what is in `docs/metrics.md#event-log`, and everything else is worked out from there.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Loss(UnitPart):
     ) -> str:
         """How proximal log-probs come about with these parts: `recompute`, `reuse`, `loglinear`, or
         `behaviour` for those of the behaviour policy. `auto` takes a pass where something needs one; else,
-        for stale samples, what this loss declares (docs/choosing-an-objective.md has the measurements)."""
+        for stale samples, what this loss declares (docs/objectives.md#which-objective-to-choose has the measurements)."""
         if correction.prox:
             return correction.prox
         if objective.prox != "auto":
