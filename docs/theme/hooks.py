@@ -40,13 +40,6 @@ search: {{exclude: true}}
 LINK = re.compile(r"(?<=\]\()([^()\s#:]+)(#[^()\s]*)?(?=\))")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Every decision has its line, in the order of the numbers."""
-    numbered = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("0*.md"))
-    config.nav = _with_all(config.nav, "decisions/*.md", [f"decisions/{name}" for name in numbered])
-    return config
-
-
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds what is linked to, and what that links to."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
@@ -112,15 +105,6 @@ def _file_of(path: str, config: MkDocsConfig) -> File:
             content=CODE_PAGE.format(name=source.name, path=path, language=language, text=shown),
         )
     return File.generated(config, _uri_of(path), abs_src_path=str(source))
-
-
-def _with_all(nav: Any, pattern: str, names: list[str]) -> Any:
-    if isinstance(nav, dict):
-        return {title: _with_all(below, pattern, names) for title, below in nav.items()}
-    if isinstance(nav, list):
-        lists = [names if each == pattern else [_with_all(each, pattern, names)] for each in nav]
-        return [each for some in lists for each in some]
-    return nav
 
 
 def _wanted(nav: Any) -> set[str]:

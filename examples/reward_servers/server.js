@@ -2,7 +2,7 @@
 //
 //   node server.js [port]        (port 0, the default, picks a free one and prints it)
 //
-// docs/reward-rpc.md says what a server answers. This one offers one reward, `share_of_ones`.
+// docs/reward-service.md says what a server answers. This one offers one reward, `share_of_ones`.
 'use strict';
 
 const http = require('node:http');
