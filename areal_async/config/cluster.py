@@ -21,42 +21,38 @@ LAPTOP = "local"
 
 
 class ResourcesSection(Section):
-    """What jobs may take, all of them together. What is left out is what the machine has."""
+    """Most resources of all jobs together; by default those of the machine."""
 
     cpus: int | None = Field(default=None, ge=1, le=1_000_000)
     """Cores."""
     gpus: int | None = Field(default=None, ge=0, le=1_000_000)
     """GPUs."""
     memory_gb: float | None = Field(default=None, gt=0)
-    """Memory, in GiB. It counts for jobs that were submitted with `--memory-gb`."""
+    """GiB of memory, for jobs submitted with `--memory-gb`."""
 
 
 class ApiSection(Section):
-    """Where the controller answers."""
+    """Address of the controller."""
 
     host: str = Field(default=LOOPBACK, min_length=1, max_length=255)
-    """Address to listen on. One that other machines reach is served only with tokens."""
+    """Address to listen on; one beyond loopback requires tokens."""
     port: int = Field(default=0, ge=0, le=65_535)
-    """Port to listen on; 0 picks a free one. It stands in the file `address` of the cluster's folder."""
+    """Port to listen on; 0 picks a free one."""
 
 
 class RaySection(Section):
-    """The Ray cluster that `launcher: ray` places processes on."""
+    """Ray cluster of `launcher: ray`."""
 
     address: str = Field(default="auto", min_length=1, max_length=255)
-    """Where it is: `auto` for the one that this machine is a node of, or `HOST:PORT` of its head, which this
-    machine must be a node of too."""
+    """`auto`, or `HOST:PORT` of the head; this machine must be a node."""
     home_address: str | None = Field(default=None, max_length=255)
-    """IP address at which nodes reach this machine; none means the one that Ray knows it by."""
+    """Address of this machine for the nodes; none uses Ray's."""
     ports: tuple[int, int] | None = None
-    """First and last port that processes of jobs listen on, on every node, for each other; none means any.
-    What torch, NCCL and Ray open among themselves is not among them."""
+    """First and last port for job processes, besides torch, NCCL and Ray; none allows any."""
     trust_network: bool = False
-    """Whether Ray may carry the keys of a run between nodes unencrypted: where nobody else can listen in on
-    their network. Otherwise a cluster of several nodes must use TLS (see docs/cluster.md)."""
+    """Allow unencrypted run keys between nodes; otherwise they need TLS (see docs/cluster.md)."""
     place_s: float = Field(default=600.0, gt=0)
-    """Longest wait for the cluster to have room for a job that is started, such as for nodes that are being
-    added."""
+    """Longest wait for room for a job, in seconds."""
 
     @field_validator("ports")
     @classmethod
@@ -67,18 +63,17 @@ class RaySection(Section):
 
 
 class ClusterConfig(Section):
-    """A cluster, as `areal-async up CLUSTER.yaml` reads it."""
+    """Cluster file of `areal-async up CLUSTER.yaml`."""
 
     cluster: str = Field(default=LAPTOP, pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$")
-    """Name of the cluster and of its folder: lower-case letters, digits, `-` and `_`, at most 48."""
+    """Name of the cluster and its folder: at most 48 lower-case letters, digits, `-` and `_`."""
     launcher: Literal["local", "ray"] = "local"
-    """How the processes of a job are placed: on this machine, or by Ray on all of its cluster."""
+    """Placement of processes: this machine, or Ray on its cluster."""
     ray: RaySection = RaySection()
     resources: ResourcesSection = ResourcesSection()
     api: ApiSection = ApiSection()
     dir: Path | None = None
-    """Folder of all that the controller keeps; none means `~/.areal-async/<cluster>`, or what the variable
-    AREAL_ASYNC_CLUSTER_DIR says."""
+    """Folder of the controller; none uses `$AREAL_ASYNC_CLUSTER_DIR` or `~/.areal-async/<cluster>`."""
 
 
 def load_cluster(path: Path, *, queued: bool = False) -> ClusterConfig:

@@ -26,21 +26,20 @@ AXES = ("pipeline", "data", "shard", "sequence", "tensor")
 
 
 class ParallelSection(Section):
-    """Sizes whose product is `trainer.ranks`; `shard` takes what the others leave."""
+    """Sizes whose product is `trainer.ranks`; `shard` takes the rest."""
 
     data: Size = 1
-    """Copies of the model, each on ranks of its own, whose gradients are summed."""
+    """Copies of the model."""
     shard: Size | None = None
-    """Ranks with rows of their own that share one copy: each has its part of the weights and moments
-    (`fsdp`), or of the moments (`megatron`). Not said: all ranks that the other sizes leave."""
+    """Ranks that share one copy; none takes all remaining ranks."""
     sequence: Size = 1
-    """Ranks that share each row: a part of its tokens each, by Ulysses or ring attention."""
+    """Ranks that split each row's tokens."""
     tensor: Size = 1
-    """Ranks that share each matrix of the model."""
+    """Ranks that split each matrix."""
     pipeline: Size = 1
-    """Stages of the model, each of neighbouring layers."""
+    """Stages of neighbouring layers."""
     expert: Size = 1
-    """Ranks over which the experts of a mixture are dealt; they are ranks of `shard`."""
+    """Ranks of `shard` that share a mixture's experts."""
 
 
 @dataclass(frozen=True)
