@@ -8,7 +8,6 @@ controller finds them. With `--hold` it starts no job.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from areal_async.controller.resources import machine_resources
 from areal_async.controller.states import ACTIVE
 from areal_async.controller.store import JobStore
 from areal_async.errors import ArealError, EndpointError
-from areal_async.ownfiles import PRIVATE_UMASK
+from areal_async.ownfiles import private_files
 from areal_async.rpc.endpoints import LOOPBACK
 from areal_async.runtime.http_server import HttpServer, listen
 from areal_async.runtime.log import end_logging, get_logger, setup_logging
@@ -146,10 +145,10 @@ class ControllerProcess:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
+@private_files()
 def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = False) -> int:
     """Be the controller of the cluster in `folder`, as `cluster` says or as it was brought up last. Returns
     an exit status. Raises `ArealError`."""
-    os.umask(PRIVATE_UMASK)
     folder.make()
     if folder.lock() is None:  # else it is kept until this process is gone
         return TAKEN_STATUS
