@@ -26,7 +26,8 @@ def fenced(program, truth=SUM):
 def environment():
     """A virtual environment with a package of its own, in a folder that a jail does not have.
 
-    The folder is outside pytest's: every pytest that starts on the host closes that one to other users again.
+    Other users may read it, whatever the umask. It is outside pytest's folder, which each pytest that starts on the
+    host closes to them.
     """
     with tempfile.TemporaryDirectory(prefix="environment-", dir="/tmp") as place:
         folder = _virtual_environment(Path(place) / "environment")
