@@ -26,8 +26,8 @@ def fenced(program, truth=SUM):
 def environment():
     """A virtual environment with a package of its own, in a folder that a jail does not have.
 
-    Other users may read it, whatever the umask. It is outside pytest's folder, which each pytest that starts on the
-    host closes to them.
+    Other users may read it, whatever the umask. It is outside pytest's folder, which each pytest that starts
+    on the host closes to them.
     """
     with tempfile.TemporaryDirectory(prefix="environment-", dir="/tmp") as place:
         folder = _virtual_environment(Path(place) / "environment")
