@@ -18,6 +18,7 @@ import pwd
 import shutil
 import stat
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -244,14 +245,40 @@ def close_folder(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+class _PrivateUmask:
+    """The umask of this process while threads are in `private_files`.
+
+    The first one in sets it, and the last one out restores the earlier one, in whatever order they leave."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 0
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = os.umask(PRIVATE_UMASK)
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                os.umask(self._before)
+
+
+_private_umask = _PrivateUmask()
+
+
 @contextmanager
 def private_files() -> Iterator[None]:
-    """What this process writes meanwhile is for this user alone."""
-    before = os.umask(PRIVATE_UMASK)
+    """Make the files that this process creates meanwhile, on any thread, readable by its user alone."""
+    _private_umask.enter()
     try:
         yield
     finally:
-        os.umask(before)
+        _private_umask.leave()
 
 
 def user_name(uid: int) -> str:

@@ -8,7 +8,6 @@ controller finds them. With `--hold` it starts no job.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from areal_async.base.addresses import LOOPBACK
 from areal_async.base.errors import ArealError, EndpointError
 from areal_async.base.http_server import HttpServer, listen
 from areal_async.base.log import end_logging, get_logger, setup_logging
-from areal_async.base.own_files import PRIVATE_UMASK
+from areal_async.base.own_files import private_files
 from areal_async.cluster.api import LIMITS, ControllerApi
 from areal_async.cluster.attempt import write_durably
 from areal_async.cluster.client import ControllerGone, reached
@@ -146,10 +145,10 @@ class ControllerProcess:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
+@private_files()
 def serve(folder: ClusterFolder, cluster: ClusterConfig | None, *, hold: bool = False) -> int:
     """Be the controller of the cluster in `folder`, as `cluster` says or as it was brought up last. Returns
     an exit status. Raises `ArealError`."""
-    os.umask(PRIVATE_UMASK)
     folder.make()
     if folder.lock() is None:  # else it is kept until this process is gone
         return TAKEN_STATUS

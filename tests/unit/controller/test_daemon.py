@@ -189,10 +189,13 @@ def test_up_in_the_foreground_is_the_controller_until_a_signal(cluster, tmp_path
         wait_for(lambda: cluster.url() is not None, "its address")
         answer = ControllerClient.find().cluster()
         assert (answer.cluster, answer.total) == ("big", Resources(3, 2, 7.0))
+        umask = os.umask(0o022)
         assert "is up already" in call("up", "--foreground", status=1).stderr
+        umask_left = os.umask(umask)
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 0
         reading.join()
+    assert umask_left == 0o022
     start_controller(cluster)  # as it was brought up last
     assert ControllerClient.find().cluster().total == Resources(3, 2, 7.0)
 

@@ -69,15 +69,18 @@ def make_tokenizer(template: str = KEEPING) -> Any:
 
 
 def write_chat_model(folder: Path, *, hidden_size: int = 32) -> None:
-    """A random model with the chat tokenizer, as a Hugging Face directory."""
+    """A random model with the chat tokenizer, as a Hugging Face directory.
+
+    No Qwen2: `AutoTokenizer` reads and writes text for that family by its own rules, whatever the file of the
+    tokenizer says, and an engine's "é" would be another text than the gateway's."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(11)
     sizes = {"vocab_size": len(VOCAB), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     how = {"initializer_range": 0.05, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": EOS}
-    config = Qwen2Config(max_position_embeddings=16_384, **sizes, **how)
+    config = LlamaConfig(max_position_embeddings=16_384, **sizes, **how)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from areal_async.base.errors import RunFolderError
 from areal_async.base.mistakes import ConfigError
-from areal_async.base.own_files import is_locked, take_lock
+from areal_async.base.own_files import is_locked, private_files, take_lock
 from areal_async.config.load import load_job
 from areal_async.launch.folders import claim_folders, leftovers
 from areal_async.launch.run_handle import find_run, job_to_resume
@@ -82,6 +83,23 @@ def test_no_link_is_followed_to_what_a_dead_run_is_said_to_have_left(job, shm, t
     dead_run(job, shm, link)
     claim_folders(job, overwrite=True, shm_root=shm).release()
     assert (victim / "thesis").exists()
+
+
+def test_threads_that_write_private_files_at_once_leave_the_umask_as_it_was(tmp_path):
+    """The first one in is the first one out: it must not open the files of the other."""
+    first, second = private_files(), private_files()
+    before = os.umask(0o022)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            first.__enter__()
+            other.submit(second.__enter__).result(LIMIT_S)
+            first.__exit__(None, None, None)
+            (tmp_path / "mine").touch()
+            other.submit(second.__exit__, None, None, None).result(LIMIT_S)
+    finally:
+        left = os.umask(before)
+    assert (tmp_path / "mine").stat().st_mode & 0o077 == 0
+    assert left == 0o022
 
 
 def test_a_run_is_closed_to_others_from_the_start_whatever_the_umask(job, shm):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.answers import Detokenizer
+from areal_async.models.tokenizer import load_tokenizer
 from rollout_service.engines.local.engine import LocalEngine
 from tests.unit.gateway.agents import (
     ANSWER,
@@ -20,7 +22,7 @@ from tests.unit.gateway.agents import (
     spans_an_update,
     with_openai,
 )
-from tests.unit.gateway.fakes import make_tokenizer, serving, write_chat_model
+from tests.unit.gateway.fakes import VOCAB, make_tokenizer, serving, write_chat_model
 from tests.unit.rollout.conftest import Tiny
 from tests.waiting import until
 
@@ -54,6 +56,13 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     write_chat_model(folder)
     return folder
+
+
+def test_an_engine_reads_the_text_of_an_answer_as_the_gateway_does(chat_model: Path) -> None:
+    """Otherwise an answer that the agent sends back is not recognised, and its path ends."""
+    ids = list(range(len(VOCAB)))
+    read = Detokenizer(load_tokenizer(chat_model)), Detokenizer(make_tokenizer())
+    assert [each.decode([[token] for token in ids]) for each in read] == [["", *VOCAB[1:]]] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

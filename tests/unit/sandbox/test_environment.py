@@ -1,7 +1,6 @@
 """Packages of programs and tests, and what is said of those that are missing."""
 
 import json
-import os
 import sys
 import sysconfig
 import tempfile
@@ -27,11 +26,15 @@ def fenced(program, truth=SUM):
 def environment():
     """A virtual environment with a package of its own, in a folder that a jail does not have.
 
-    The folder is outside pytest's: every pytest that starts on the host closes that one to other users again.
+    Other users may read it, whatever the umask. It is outside pytest's folder, which each pytest that starts
+    on the host closes to them.
     """
     with tempfile.TemporaryDirectory(prefix="environment-", dir="/tmp") as place:
-        os.chmod(place, 0o755)
-        yield str(_virtual_environment(Path(place) / "environment"))
+        folder = _virtual_environment(Path(place) / "environment")
+        for path in (Path(place), *Path(place).rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o755)
+        yield str(folder)
 
 
 def _virtual_environment(folder):
