@@ -90,8 +90,8 @@ class EnvironmentFactory:
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> EnvironmentFactory:
-    """Find the environment called `name` (`areal_async.config.registry`). One is made at once, so that a mistake
-    shows before any episode. Raises `EnvironmentFailure`."""
+    """Find the environment called `name` (`areal_async.config.registry`). One is made at once, so that a
+    mistake shows before any episode. Raises `EnvironmentFailure`."""
     try:
         factory = EnvironmentFactory(name, ENVIRONMENTS.find(name), arguments)
     except PartError as error:

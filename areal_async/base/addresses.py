@@ -16,8 +16,8 @@ SOCKET_PATH_LIMIT = 107
 
 
 def interface_of(*hosts: str) -> str:
-    """Return the name of this machine's network interface with the first of these addresses that one has. Raises
-    `EndpointError`."""
+    """Return the name of this machine's network interface with the first of these addresses that one has.
+    Raises `EndpointError`."""
     for host in hosts:
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.family == socket.AF_INET and each.address == host for each in addresses):

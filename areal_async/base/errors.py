@@ -38,7 +38,6 @@ FaultKind = Literal[
 ]
 
 
-
 class ArealError(Exception):
     """Base of every error this project raises on purpose."""
 

@@ -161,9 +161,7 @@ class SimulateRequest(ToolRequest, frozen=True):
         list[str] | None,
         typer.Option("--from", metavar="RUN", help="A run that measured the costs; may be given again."),
     ] = None
-    costs: Annotated[
-        str | None, typer.Option(metavar="YAML", help="The costs, instead of a run (docs/staleness.md#predict-a-job).")
-    ] = None
+    costs: Annotated[str | None, typer.Option(metavar="YAML", help="Read the costs from this file.")] = None
     steps: Annotated[int, typer.Option(min=1, help="Steps that are simulated, after a warm-up.")] = 100
     seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0
 

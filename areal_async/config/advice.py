@@ -227,7 +227,8 @@ def _advantage_has_what_it_compares(job: JobConfig) -> Iterator[Mistake]:
         "marti": "turns by their own rewards, and {} gives turns none",
     }
     if name in lacking and workflow in WITHOUT_STATES:
-        fix = "Use the workflow multi_turn (docs/agents.md#play-an-environment) or one of your own, or the advantage grpo"
+        page = "docs/agents.md#play-an-environment"
+        fix = f"Use the workflow multi_turn ({page}) or one of your own, or the advantage grpo"
         problem = f"{name} compares {lacking[name].format(workflow)}"
         yield Mistake(chosen, problem, fix, ("rollout.workflow",))
 

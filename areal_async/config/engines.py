@@ -143,11 +143,10 @@ class EnginePart:
                 "evaluation.server", problem, "Remove it, or set evaluation.engine", ("rollout.engine",)
             )
 
-    def make(
-        self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int
-    ) -> Any:
-        """Return the engine (`rollout_service.engines.base.Engine`), not started yet. The parameters are those of
-        `rollout_service.engines.make_engine`; `place` is a `ServiceContext` or None; its own `Arguments` are in `job.rollout.engine_args`."""
+    def make(self, job: JobConfig, *, slots: int, activity: str, place: Any, replica: int) -> Any:
+        """Return the engine (`rollout_service.engines.base.Engine`), not started yet. The parameters are
+        those of `rollout_service.engines.make_engine`; `place` is a `ServiceContext` or None; its own
+        `Arguments` are in `job.rollout.engine_args`."""
         raise NotImplementedError
 
 

@@ -1,6 +1,7 @@
 """The parts that a job names, and what each has against the job.
 
-A part is asked through the registry of its kind (`areal_async/config/registry.py`), and judges its own arguments.
+A part is asked through the registry of its kind (`areal_async/config/registry.py`), and judges its own
+arguments.
 """
 
 from __future__ import annotations

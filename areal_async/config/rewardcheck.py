@@ -1,9 +1,9 @@
 """Rules about `reward`: what a reward takes, how it is asked, and what its groups do is known before anything
 is started.
 
-A built-in reward, or one of an installed package, says itself what it takes (`areal_async.config.registry`). It may
-also have `scopes`, what it judges, and `check_files(arguments, field)`, which yields mistakes in the files
-that its arguments name. Its `Arguments` may have `budget_s`, the most time that judging takes;
+A built-in reward, or one of an installed package, says itself what it takes (`areal_async.config.registry`).
+It may also have `scopes`, what it judges, and `check_files(arguments, field)`, which yields mistakes in the
+files that its arguments name. Its `Arguments` may have `budget_s`, the most time that judging takes;
 `programs_isolated(arguments)`, where it runs programs; and `rewards_inside(arguments)`, where it is made of
 others. A function of one's own is looked up in the syntax tree: nothing of the user's is run here.
 """

@@ -9,9 +9,9 @@ tokenizer's chat template, all at once, and the tokens of the assistant's turns 
   a turn differently once others follow (one that takes out earlier thoughts, say) is refused with what to do.
 
 A turn is learned with the token that ends it, one of those at which engines end an answer
-(`areal_async/models/answers.py`), of several in a row the first, and nothing behind that. It may be the first token
-of the next turn, and the end-of-sequence token where the template puts nothing behind the last one. Without
-any the model would never learn to stop: such a chat is refused.
+(`areal_async/models/answers.py`), of several in a row the first, and nothing behind that. It may be the first
+token of the next turn, and the end-of-sequence token where the template puts nothing behind the last one.
+Without any the model would never learn to stop: such a chat is refused.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ Edge = Literal["buffer", "redis", "trainer", "reward", "rollout", "weights", "ch
 `checkpoint`: the buffer is full of trained groups that none covers yet, or the newest is not on disk yet."""
 
 
-
 @dataclass(frozen=True)
 class Facts:
     """What is known of a run at one moment, from the supervisor's states and what the services say."""

@@ -19,6 +19,7 @@ MAX_RECORDS = 64  # Reported at most; a reader that asks less often misses some
 NOTICE_FIELDS = ("kind", "edge", "detail", "reason", "message", "group_id", "error")
 """Fields of a log record that a notice repeats."""
 
+
 class StatusBoard:
     """What this process wants said of it. Any thread may write."""
 

@@ -1,8 +1,8 @@
 """Running one job from its configuration to its summary: what `areal-async run` and the quickstart do.
 
-As a program, `python -m areal_async.runner.run_job`, it is the process of a run that `areal_async.run` started:
-it reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the job with
-plain lines, and says how it failed as JSON in the last line that it prints.
+As a program, `python -m areal_async.runner.run_job`, it is the process of a run that `areal_async.run`
+started: it reads `{"job": …, "overwrite": …, "resume": …, "modules": …}` from its standard input, runs the
+job with plain lines, and says how it failed as JSON in the last line that it prints.
 """
 
 from __future__ import annotations

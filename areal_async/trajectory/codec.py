@@ -1,6 +1,6 @@
 """An episode as frames (a msgpack head and raw little-endian arrays), and the frames in one aligned blob:
-what the buffer stores and every service passes on. `docs/buffer.md#trajectory-format` is the format. Routes are no part of
-it (`routes.py`).
+what the buffer stores and every service passes on. `docs/buffer.md#trajectory-format` is the format. Routes
+are no part of it (`routes.py`).
 
 Reading trusts nothing: whatever the bytes are, the outcome is a valid Episode or a TrajectoryError. The
 arrays of a decoded episode are read-only views of the blob (one whose memory is not aligned is copied first).

@@ -127,9 +127,10 @@ def reasoning_gym(
     where: str = "tag",
 ) -> Score | Abstain:
     """1 only if the library says 1, else 0. Component `library`: what it says, in [0, 1]. `dataset` is its
-    name there, by default what the task says; `where` the answer stands is as in docs/rewards.md#use-built-in-rewards, and with
-    `tag` a response without one is the answer as a whole. The entry of a question is the task's ground truth,
-    or `extra_info.entry`, or is made of `extra_info.seed` and `index`.
+    name there, by default what the task says; `where` the answer stands is as in
+    docs/rewards.md#use-built-in-rewards, and with `tag` a response without one is the answer as a whole. The
+    entry of a question is the task's ground truth, or `extra_info.entry`, or is made of `extra_info.seed` and
+    `index`.
 
     An answer that its scorer raises on is wrong, and so is one that it takes too long for (component
     `too_costly`: 1, and there only when so). Raises ValueError for a task that names no known data set or

@@ -22,7 +22,8 @@ MOST_WORDS = 200_000  # Words looked at, from the start of the response: bounded
 @reward
 def f1(given: RewardInput, *, where: str = "whole") -> Score | Abstain:
     """F1 in [0, 1] of the words; with several ground truths the best. `where` the answer stands is as in
-    docs/rewards.md#use-built-in-rewards. Components: `exact` (0 or 1), `precision` and `recall` of that one."""
+    docs/rewards.md#use-built-in-rewards. Components: `exact` (0 or 1), `precision` and `recall` of that
+    one."""
     truth = given.ground_truth
     wanted = truth if isinstance(truth, list) else [] if truth is None else [truth]
     if not wanted:

@@ -15,9 +15,9 @@ place of that step and of no other, so those beyond the steps that the formula l
 did, a step whose batch has lost groups, since abandoned weights had a part in them, could get no others: the
 trainer would wait for generation, and generation for the trainer.
 
-Work that runs is capped by nothing else (docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission).
-The term `steps − v_train` keeps the last steps of a job from being over-supplied: no step is left for a group
-beyond it.
+Work that runs is capped by nothing else
+(docs/decisions/buffer.md#no-limit-on-running-groups-beyond-admission). The term `steps − v_train` keeps the
+last steps of a job from being over-supplied: no step is left for a group beyond it.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _mistake(detail: Mapping[str, Any]) -> Mistake:
         return Mistake(field, f"{found!r} {words[0]}", words[1])
     if detail["type"] == "model_type":
         return Mistake(field, f"{found!r} is not a section", "Give indented `key: value` lines under it")
-    return Mistake(field, f"it {detail['msg']}", "Correct it; docs/staleness.md#predict-a-job says what each field is")
+    return Mistake(field, f"it {detail['msg']}", "Correct it (docs/staleness.md#predict-a-job)")
 
 
 def _section(location: tuple[int | str, ...]) -> type[Section] | None:

@@ -1,4 +1,5 @@
-"""Built-in rewards that judge an answer by its text: docs/rewards.md#use-built-in-rewards and docs/sandbox.md describe each.
+"""Built-in rewards that judge an answer by its text: docs/rewards.md#use-built-in-rewards and docs/sandbox.md
+describe each.
 
     text, arithmetic, math   of answers
     composed                 of other rewards

@@ -3,9 +3,9 @@ another.
 
 Shared by the verifiers; pure, and linear in the response's length.
 
-What is thought is not answered (`areal_async/models/answers.py`). `RewardInput.spoken` is a response without its
-thoughts, for which `answer_of` alone cannot know whether the prompt has opened one. docs/rewards.md#use-built-in-rewards has the
-places (`where`) that an answer may stand at.
+What is thought is not answered (`areal_async/models/answers.py`). `RewardInput.spoken` is a response without
+its thoughts, for which `answer_of` alone cannot know whether the prompt has opened one.
+docs/rewards.md#use-built-in-rewards has the places (`where`) that an answer may stand at.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Promises of an engine:
 
 - `generate` returns ids exactly as sampled, and for each the log-prob and the version (and trainer epoch)
   of the weights that sampled it, as the engine itself knows them. The id that ended it
-  (`areal_async.models.answers.end_ids`) is among the ids; `text` is not cut from the ids but decoded beside them,
-  with special tokens but for ends and padding, and without a stop string.
+  (`areal_async.models.answers.end_ids`) is among the ids; `text` is not cut from the ids but decoded beside
+  them, with special tokens but for ends and padding, and without a stop string.
 - `pause`, `load`, `resume` exchange the weights. A request in flight survives them: it is neither lost nor
   cut short. Work that can be done before (reading, verifying) is not part of the three.
 - A request that cannot be served raises `RequestError` and touches no other one. An engine that died raises

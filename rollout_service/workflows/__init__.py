@@ -100,7 +100,8 @@ def workflow_of(job: JobConfig) -> Workflow:
 def load_workflow(
     name: str, arguments: Mapping[str, Any] | None = None, *, max_model_len: int | None = None
 ) -> Workflow:
-    """The workflow called `name` (`areal_async.config.registry`) with its arguments. Runs the code of a user's file.
+    """The workflow called `name` (`areal_async.config.registry`) with its arguments. Runs the code of a
+    user's file.
 
     Raises `WorkflowError`."""
     given = dict(arguments or {})

@@ -7,11 +7,11 @@
         return scale * samples.centred(samples.reward)
 
 A job file then names `path.py:centred`, or an installed package declares it as an entry point (see
-`areal_async.config.registry`). Keyword-only parameters are the part's arguments (`advantage_args`, `loss_args`,
-`correction_args`, `normaliser_args` under `trainer.objective`); their annotations say what they may be, as
-in `scale: Annotated[float, Field(gt=0)] = 1.0`. What the decorator declares is checked against the job when
-its file is read; of a part in a file of yours, which is not run then, before the job starts. A function
-without a decorator declares nothing.
+`areal_async.config.registry`). Keyword-only parameters are the part's arguments (`advantage_args`,
+`loss_args`, `correction_args`, `normaliser_args` under `trainer.objective`); their annotations say what they
+may be, as in `scale: Annotated[float, Field(gt=0)] = 1.0`. What the decorator declares is checked against the
+job when its file is read; of a part in a file of yours, which is not run then, before the job starts. A
+function without a decorator declares nothing.
 
 | part | called with | returns |
 |---|---|---|
@@ -228,7 +228,8 @@ class Loss(UnitPart):
     ) -> str:
         """How proximal log-probs come about with these parts: `recompute`, `reuse`, `loglinear`, or
         `behaviour` for those of the behaviour policy. `auto` takes a pass where something needs one; else,
-        for stale samples, what this loss declares (docs/objectives.md#which-objective-to-choose has the measurements)."""
+        for stale samples, what this loss declares (docs/objectives.md#which-objective-to-choose has the
+        measurements)."""
         if correction.prox:
             return correction.prox
         if objective.prox != "auto":

@@ -1,8 +1,8 @@
 """Weights channels: how the files of a snapshot get from the publisher to the hosts of its receivers.
 
 `weights.channel` names one: `shm`, `zmq`, `disk` or `nccl`, an entry point of another package in the group
-`areal_async.channels`, or `path.py:name` (see `areal_async/config/registry.py`). A channel is a class with the
-members of `Channel`, usually derived from it. It is never instantiated; it makes two ends:
+`areal_async.channels`, or `path.py:name` (see `areal_async/config/registry.py`). A channel is a class with
+the members of `Channel`, usually derived from it. It is never instantiated; it makes two ends:
 
     PublishingEnd   in the trainer, driven by `Publisher`: `start`, then for each version `offer`, `add` and,
                     once it is retired, `remove`; and `close`. `start`, `answer` and `close` run on the

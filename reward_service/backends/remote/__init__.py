@@ -1,5 +1,5 @@
-"""The reward `remote`: a reward in other processes, over HTTP and JSON. docs/reward-service.md#serve-a-reward-over-http is the page about
-it."""
+"""The reward `remote`: a reward in other processes, over HTTP and JSON.
+docs/reward-service.md#serve-a-reward-over-http is the page about it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def check_url(url: str) -> str:
 
 
 class RemoteArguments(Section):
-    """A reward in another process (docs/reward-service.md#serve-a-reward-over-http). Each address is a server of the same reward."""
+    """A reward in another process (docs/reward-service.md#serve-a-reward-over-http). Each address is a server
+    of the same reward."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 

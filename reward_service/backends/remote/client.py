@@ -1,4 +1,5 @@
-"""The reward `remote`: calls are scored by servers that speak docs/reward-service.md#serve-a-reward-over-http.
+"""The reward `remote`: calls are scored by servers that speak
+docs/reward-service.md#serve-a-reward-over-http.
 
 Promises: every call submitted gets its verdicts exactly once. A call begins when it is sent; it has the
 reward's deadline then, and `ANSWER_GRACE_S` for the way back. A server that dies loses nothing: what it had

@@ -1,4 +1,5 @@
-"""The reward protocol: what a client and a reward server say to each other. docs/reward-service.md#serve-a-reward-over-http explains it.
+"""The reward protocol: what a client and a reward server say to each other.
+docs/reward-service.md#serve-a-reward-over-http explains it.
 
 A message is a JSON object; the path says what is asked. Readers ignore fields that they do not know, so
 fields may be added within one protocol version.
