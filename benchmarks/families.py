@@ -227,28 +227,53 @@ def measured() -> dict[str, dict[str, Any]]:
     return json.loads(RESULTS.read_text())["families"] if RESULTS.exists() else {}
 
 
+REASONS = (
+    ("layers of kind", "recurrent layers"),
+    ("recurrent state", "a recurrent state"),
+    ("attends in chunks", "attention in chunks"),
+    ("calls its attention with", "an attention argument that packing does not compute"),
+    ("caps the logits", "capped logits in its attention"),
+    ("attention sinks", "attention sinks"),
+    ("classes of its own", "attention that packed rows cannot use"),
+    ("managed by another FSDP group", "tied parameters that FSDP2 does not shard"),
+    ("own forward pass", "other log-probs on packed rows"),
+    ("forward pass fails", "a forward pass that fails on packed rows"),
+)
+"""What a refusal says → what the page says of it."""
+
+
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """The rows of `docs/models.md`: first the families that are trained, then those that are refused."""
-    lines = ["| `model_type` | trained | packed without the check | packed with it |", "|---|---|---|---|"]
-    for name, one in sorted(found.items(), key=lambda item: (not item[1].get("trained"), item[0])):
-        if NO_MODEL in one:
-            continue
-        before = one["unchecked"]
-        before = before if isinstance(before, str) else f"{before:.1g} nats on average"
-        after = f"{one['after']:.1g} nats at most" if one["trained"] else _reason(one["said"])
-        lines.append(
-            f"| `{name}` | {'yes' if one['trained'] else 'refused'} | {_cell(before)} | {_cell(after)} |"
-        )
-    return "\n".join(lines)
+    """Return the two tables of `docs/models.md`: families that are trained, and those that are refused."""
+    models = {name: one for name, one in sorted(found.items()) if NO_MODEL not in one}
+    lines = ["| trained `model_type` | without the check | largest |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | {_nats(one['unchecked'])} | {_nats(one['after'])} |"
+        for name, one in models.items()
+        if one["trained"]
+    ]
+    refused: dict[str, list[str]] = {}
+    for name, one in models.items():
+        if not one["trained"]:
+            refused.setdefault(_reason(one["said"]), []).append(
+                f"`{name}` {_nats(one['unchecked'])}".rstrip()
+            )
+    lines += ["", "| refused for | `model_type`, and its difference without the check |", "|---|---|"]
+    return "\n".join(
+        lines + [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())]
+    )
 
 
 def _reason(said: str) -> str:
-    """The part of a refusal that says why."""
-    return said.partition("packed rows: ")[2].rpartition(" Use a model")[0] or said
+    """Return the page's words for a refusal. Raises `LookupError` for one that no row of `REASONS` knows."""
+    for words, reason in REASONS:
+        if words in said:
+            return reason
+    raise LookupError(f"no reason is known for {said!r}: add it to REASONS")
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+def _nats(difference: float | str) -> str:
+    """Return a mean difference with one digit, or nothing for a family that fails without the check."""
+    return "" if isinstance(difference, str) else f"{difference:.1g}"
 
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
