@@ -1,8 +1,8 @@
 """Program: run a job inline and write the functions of the product that groups and versions passed through.
 
 `python traced.py JOB_FILE OUT` writes `{"passed": {path: [function, …]}, "called": [path, …]}` to OUT; paths
-lie below the project. A function is passed if an argument mentions the name of a group, or the tag of a version
-that a step has made.
+lie below the project. A function is passed if an argument mentions the name of a group, or the tag of a
+version that a step has made.
 """
 
 from __future__ import annotations
