@@ -23,9 +23,9 @@ MODULES = [
     f"{package}.metrics"
     for package in (
         "areal_async.cluster",
-        "areal_async.run",
+        "areal_async.launch",
         "areal_async.rpc",
-        "areal_async.runtime",
+        "areal_async.base",
         "areal_async.weights",
         "reward_service",
         "rollout_service",

@@ -63,7 +63,7 @@ def test_dashboards_are_written_and_a_run_is_shown_by_an_installed_wheel(install
     append(run_folder(tmp_path / "runs"), [step(0), step(1)])
     with call(installed, tmp_path, "view", "runs", "--no-open", "--json") as viewing:
         told = json.loads(viewing.stdout.readline())
-        page = installed / "areal_async" / "page" / "static"
+        page = installed / "areal_async" / "show" / "page" / "static"
         for name in ("page.js", "page.css", "uPlot.iife.min.js"):
             with urllib.request.urlopen(f"{told['url']}/page/{name}", timeout=LIMIT_S) as reply:
                 assert reply.read() == (page / name).read_bytes()
